@@ -346,14 +346,16 @@ class DropCacheReply(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
 
 class ExportPinRequest(_message.Message):
-    __slots__ = ("export_id", "first_block", "fingerprint")
+    __slots__ = ("export_id", "first_block", "fingerprint", "max_blocks")
     EXPORT_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     export_id: int
     first_block: int
     fingerprint: bytes
-    def __init__(self, export_id: _Optional[int] = ..., first_block: _Optional[int] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
+    max_blocks: int
+    def __init__(self, export_id: _Optional[int] = ..., first_block: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., max_blocks: _Optional[int] = ...) -> None: ...
 
 class ExportedBlock(_message.Message):
     __slots__ = ("offset", "length", "checksums", "lease_id")

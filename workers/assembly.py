@@ -200,6 +200,7 @@ class WorkerServer:
                 self._transport.listen,
                 advertised_host=self._config.reachable_host,
                 unix_path=str(self._process.run_dir / "kv.sock"),
+                shm_hang_up_frees=True,
             ),
             limits=self._transport.limits,
             on_freed=self._peers.on_freed,
@@ -207,7 +208,7 @@ class WorkerServer:
         self._process.registry.register(ServerCollector(server))
         await server.start()
         stack.push_async_callback(server.close)
-        self._peers.serve(service, server.descriptor())
+        self._peers.serve(service, server)
         self._peers.address, self._peers.unix_path = str(self.address), self.unix_path
         await stack.enter_async_context(beside(self._peers.sweep()))
 

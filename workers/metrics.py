@@ -42,6 +42,9 @@ class WorkerMetrics:
         self.store_deferred_blocks = gauge("store_deferred_blocks", "blocks to be written when the engine is idle")
         self.store_pending_blocks = gauge("store_pending_blocks", "blocks on their way to the store")
         self.exports = gauge("exports", "prefills that hold KV for another worker")
+        self.export_quarantined_bytes = gauge(
+            "export_quarantined_bytes", "KV that no lease covers any more and a reader that maps it may still read"
+        )
         self.export_bytes = counter("export_bytes", "KV read from here by other workers")
         self.requests_running = gauge("requests_running", "requests that compute")
         self.requests_waiting = gauge("requests_waiting", "requests that hold no blocks yet")

@@ -115,6 +115,9 @@ class ListenOptions:
     advertised_host: str = ""
     #: Where shm listens.
     unix_path: str | None = None
+    #: Whether a peer that hangs up on shm reads nothing under its session any more, so that its leases end. Not where
+    #: clients keep views of the mapping longer.
+    shm_hang_up_frees: bool = False
     #: The verbs devices to offer, in the order of their rails; none: every usable one.
     rdma_devices: tuple[str, ...] = ()
     #: Pairs of a device's name and its address: the descriptor tells one tcp endpoint for each. ``host`` must let all

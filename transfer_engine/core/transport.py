@@ -228,7 +228,8 @@ class ServeContext:
 
     ``access`` decides about every range; None: everybody may touch everything. ``admission`` lets connections in, and
     cuts them when they stall. ``on_freed`` is told which ranges became free. ``watch_process`` is given a session's
-    number and a pidfd, which it owns from then on: the end of that process ends the session.
+    number and a pidfd, which it owns from then on: the end of that process ends the session. ``on_hang_up`` is told the
+    session of a peer that had mapped the segment and has closed its connection.
     """
 
     segment: MemorySegment
@@ -239,6 +240,7 @@ class ServeContext:
     limits: ServerLimits
     on_freed: Callable[[Sequence[Freed]], None]
     watch_process: Callable[[int, int], None]
+    on_hang_up: Callable[[int], None]
 
 
 # --- both

@@ -80,6 +80,7 @@ class SegmentServer:
             limits=limits,
             on_freed=self._tell,
             watch_process=self._watch.add,
+            on_hang_up=self._process_exited if listen.shm_hang_up_frees else lambda _: None,
         )
         #: By transport, in the order in which peers are to prefer them.
         self._listeners: dict[str, Listener] = {
@@ -128,6 +129,10 @@ class SegmentServer:
         if self._admission.connections:
             await self._emptied.wait()
         await asyncio.sleep(0)  # ends of READs run one turn behind their connection_lost
+
+    def maps(self, session_id: int) -> bool:
+        """Whether the session's peer has mapped the segment, and may read it still."""
+        return session_id in self._watch.session_ids
 
     @property
     def num_connections(self) -> dict[str, int]:
@@ -180,6 +185,7 @@ class SegmentServer:
             self._on_freed(freed)
 
     def _process_exited(self, session_id: int) -> None:
+        self._watch.forget(session_id)
         if self._access is not None:
             self._tell(self._access.session_exited(session_id))
 

@@ -79,7 +79,7 @@ def _adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor
         _collect(index, row, scaled, added, biased)
         if (mask := forbidden_by_grammar(row)) is not None:
             forbidden[index] = mask
-        elif row.grammar is None:
+        else:
             banned.add(index, dict.fromkeys(row.banned, _LOWEST))
     if scaled.values:
         where, factors = scaled.on(device)

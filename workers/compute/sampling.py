@@ -90,7 +90,7 @@ def _adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor
             logits[index, token] += bias
         if (forbidden := forbidden_by_grammar(row)) is not None:
             logits[index, torch.from_numpy(forbidden)] = float("-inf")
-        elif row.grammar is None and row.banned:
+        elif row.banned:
             logits[index, sorted(row.banned)] = float("-inf")
     return logits
 

@@ -17,7 +17,7 @@ from tanghulu.runtime.clock import Clock, SystemClock
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import DEFAULT_EVICTION, BlockPool
 from tanghulu.workers.engine.kv_layout import KvBlocks, KvLayout
-from tanghulu.workers.engine.requests import EngineRequest, PeerExport
+from tanghulu.workers.engine.requests import EngineRequest, EngineRequestState, PeerExport
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, KvExport, StepOutcome, StepPlan
 from tanghulu.workers.engine.step_result import RequestOutput, Sampled, StepResult, StepTimings
@@ -149,7 +149,14 @@ class EngineCore:
         self.scheduler.add(request)
 
     def abort(self, request_id: RequestId) -> bool:
-        """Drop the request without further output; False if the engine does not have it (any more)."""
+        """Drop the request without further output; False if the engine does not have it (any more).
+
+        A peer's export that waits for it is forgone; one that is being fetched is released when the fetch has ended.
+        """
+        request = self.scheduler.request(request_id)
+        if request is not None and request.peer is not None and self._fetcher is not None:
+            if request.state is EngineRequestState.WAITING:
+                self._fetcher.forgo(request.peer)
         return self.scheduler.abort(request_id)
 
     def fetch_done(self, request_id: RequestId, num_blocks_ok: int) -> None:

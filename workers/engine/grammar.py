@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from tanghulu.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+_log = structlog.get_logger(__name__)
 
 #: A longer schema or expression is refused.
 MAX_GRAMMAR_CHARS = 65_536
@@ -37,6 +40,7 @@ class Grammar:
         self._matcher = matcher
         self._vocab = vocab
         self._num_consumed = 0
+        self._left = False
         self._mask = np.zeros(-(-vocab // 32), dtype=np.int32)
 
     def allowed(self, generated: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
@@ -46,7 +50,10 @@ class Grammar:
         """
         fresh = generated[self._num_consumed :].tolist()
         self._num_consumed = len(generated)
-        if fresh and not self._matcher.consume_tokens(fresh):
+        if fresh and not self._left and not self._matcher.consume_tokens(fresh):
+            _log.warning("grammar.left", num_tokens=len(generated))  # the text was not made under it
+            self._left = True
+        if self._left:
             return np.zeros(self._vocab, dtype=np.bool_)
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         bits = np.unpackbits(self._mask.view(np.uint8), count=self._vocab, bitorder="little")

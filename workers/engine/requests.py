@@ -117,7 +117,8 @@ class StopParams:
     """When generation ends. Counts are of tokens generated beyond the original prompt, wherever it was.
 
     ``eos_ids`` end the text unless ``ignore_eos``; ``stop_token_ids`` always do. Neither is drawn before
-    ``min_tokens`` tokens exist. (Stop strings are the conductor's: the worker sees no text.)
+    ``min_tokens`` tokens exist. (Stop strings are the conductor's: the worker sees no text.) A text under a grammar
+    ends with the first of either that is drawn, whatever else is said here: nothing may follow the end of a grammar.
     """
 
     max_new_tokens: int
@@ -233,7 +234,11 @@ class EngineRequest:
         """Whether the last, generated token ends the request; ``max_tokens`` bounds the whole sequence."""
         stop = self.stop
         last = int(self.sequence.tokens[-1])
-        if self.num_generated > stop.min_tokens and last in stop.ending_ids:
+        if self.grammar is not None:
+            ended = last in stop.eos_ids | stop.stop_token_ids
+        else:
+            ended = self.num_generated > stop.min_tokens and last in stop.ending_ids
+        if ended:
             return EngineFinishReason.STOP
         if self.num_generated >= stop.max_new_tokens or self.num_tokens >= max_tokens:
             return EngineFinishReason.LENGTH

@@ -25,8 +25,8 @@ class FetchWanted:
 
     ``num_tokens`` counts from the prompt's first token: the last block is partial if it is no multiple of the
     block size, which happens only with ``peer``. ``block_hashes`` are those of the full blocks among them. The
-    blocks belong to the transfer until `fetch_done`, even if the request is aborted meanwhile. Without ``peer`` they
-    come from ``holder``, if there is one, and from the store.
+    blocks belong to the transfer until `fetch_done`, even if the request is aborted meanwhile. What ``peer`` does not
+    bring, and all without one, comes from ``holder``, if there is one, and from the store.
     """
 
     request_id: RequestId
@@ -169,5 +169,5 @@ def plan_fetch(request: EngineRequest, block_tokens: int) -> FetchWanted | None:
         block_hashes=tuple(request.sequence.block_hashes[start : num_tokens // block_tokens]),
         num_tokens=num_tokens,
         peer=request.peer,
-        holder=request.holder if request.peer is None else None,
+        holder=request.holder,
     )

@@ -102,6 +102,7 @@ class KvConnector:
         self._post: Callable[[Command], None]
         self._policy: StorePolicy
         self._fetchers = ThreadPoolExecutor(NUM_FETCH_THREADS, "kv-fetch")
+        self._releaser = ThreadPoolExecutor(1, "kv-release")  # other workers' blocks wait for no slow fetch
         self._writer = ThreadPoolExecutor(1, "kv-save")
         self._pending_blocks = 0  # the engine's thread alone changes it
         self._paused_until_s = 0.0
@@ -117,6 +118,7 @@ class KvConnector:
     def close(self) -> None:
         """Wait for transfers under way; later ones are refused by the executors."""
         self._fetchers.shutdown(wait=True, cancel_futures=True)
+        self._releaser.shutdown(wait=True, cancel_futures=True)
         self._writer.shutdown(wait=True, cancel_futures=True)
 
     # --- in the engine's thread
@@ -128,7 +130,7 @@ class KvConnector:
         self._fetchers.submit(self._fetch, wanted)
 
     def forgo(self, peer: PeerExport) -> None:
-        self._fetchers.submit(self._forgo, peer)
+        self._release(peer)
 
     def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
         """Keep in the store, behind the computation, what the policy finds worth it."""
@@ -225,16 +227,15 @@ class KvConnector:
             _log.exception("fetch.failed", request=wanted.request_id)
         finally:
             self._done(wanted, num_ok)
-        if wanted.peer is not None and num_ok:
-            self._forgo(wanted.peer, num_ok * self._layout.block_bytes)
 
     def _sources(self, wanted: FetchWanted) -> Iterator[tuple[str, int, Move]]:
-        """Yield each source in order: its name, the number up to which it may have blocks, and how to read from it."""
+        """Yield each source in order: its name, the number up to which it may have blocks, and how to read from it.
+
+        Behind a peer's export, which alone has the partial last block, the others are asked for what did not come.
+        """
         peer, holder, store, hashes = wanted.peer, wanted.holder, self._store, wanted.block_hashes
         if peer is not None:
-            end = len(wanted.block_ids)
-            yield "peer", end, lambda at, buffers: self._peers.read(peer, wanted.first_block + at, buffers)
-            return
+            yield "peer", len(wanted.block_ids), lambda at, buffers: self._read_export(peer, wanted, at, buffers)
         if holder is not None and (held := min(holder.num_blocks - wanted.first_block, len(hashes))) > 0:
             named = hashes[:held]
             yield (
@@ -245,19 +246,30 @@ class KvConnector:
         if store is not None and self._store_answers:
             yield "store", len(hashes), lambda at, buffers: store.load(hashes[at : at + len(buffers)], buffers)
 
+    def _read_export(self, peer: PeerExport, wanted: FetchWanted, at: int, buffers: Sequence[memoryview]) -> int:
+        return self._peers.read(peer, wanted.first_block + at, buffers)
+
     def _fetch_from(self, source: str, wanted: FetchWanted, numbers: range, read: Move) -> int:
         """Fetch the wanted blocks of these ``numbers``; returns how many leading ones arrived, 0 after a failure."""
         started_s, first = time.monotonic(), numbers.start
         blocks = wanted.block_ids[first : numbers.stop]
+        num_ok = 0
         try:
             num_ok = self._port.fill(blocks, lambda at, buffers: read(first + at, buffers))
         except TanghuluError as error:
             self._failed(source, error)
             return 0
+        finally:
+            if source == "peer" and wanted.peer is not None:
+                self._release(wanted.peer, num_ok * self._layout.block_bytes)
         self._count_fetch(wanted, source, first, num_ok, time.monotonic() - started_s)
         return num_ok
 
-    def _forgo(self, peer: PeerExport, bytes_read: int = 0) -> None:
+    def _release(self, peer: PeerExport, bytes_read: int = 0) -> None:
+        """Have the export's holder told that none of it is needed any more, whatever came of it."""
+        self._releaser.submit(self._released, peer, bytes_read)
+
+    def _released(self, peer: PeerExport, bytes_read: int) -> None:
         try:
             self._peers.release(peer, bytes_read)
         except TanghuluError as error:
@@ -275,7 +287,7 @@ class KvConnector:
         if source == "store":
             self._post(lambda _: self._speed.fetched(num_bytes, seconds))
             return
-        peer = wanted.peer or wanted.holder
+        peer = wanted.peer if source == "peer" else wanted.holder
         address = split_instance(peer.instance)[0] if peer is not None else ""
         self._post(lambda _: self._speed.read_from_peer(num_bytes, seconds, address))
 

@@ -1,37 +1,27 @@
-"""Reads KV that another worker holds ready, into this worker's blocks. Blocking; threads share it.
-
-One connection a peer stays open, as its session: under it the peer grants leases. A connection that fails is
-dropped and the next read opens another.
-"""
+"""Reads KV that another worker holds ready, into this worker's blocks. Blocking; threads share it."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import structlog
 import xxhash
 
-from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
-from tanghulu.protos import session_pb2, store_pb2
-from tanghulu.rpc.fast_client import Call, FastConnection
-from tanghulu.rpc.methods import HELLO
-from tanghulu.rpc.versions import SPOKEN, settled
-from tanghulu.runtime.process import host_id
+from tanghulu.errors import ChecksumMismatch, Overloaded, TanghuluError
+from tanghulu.protos import session_pb2
+from tanghulu.rpc.fast_client import Call
+from tanghulu.runtime.clock import Clock, SystemClock
 from tanghulu.transfer_engine.client.remote import RemoteSegment
 from tanghulu.transfer_engine.client.requests import TransferRequest
-from tanghulu.transfer_engine.core.descriptor_wire import from_proto
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.engine import TransferEngine
-from tanghulu.types import Address, BlockHash, Fingerprint
+from tanghulu.types import BlockHash, Fingerprint
 from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
+from tanghulu.workers.kv.peer_links import PeerLink, PeerLinks
 from tanghulu.workers.kv.peer_methods import EXPORT_PIN, EXPORT_RELEASE, PREFIX_PIN
 from tanghulu.workers.kv.ports import wipe
-from tanghulu.workers.sessions.wire import split_instance
 
 _log = structlog.get_logger(__name__)
 
@@ -39,34 +29,29 @@ _log = structlog.get_logger(__name__)
 PREFIX_DEADLINE_S = 5.0
 #: Of every other call and read.
 DEADLINE_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Peer:
-    connection: FastConnection
-    segment: RemoteSegment
+#: Before a peer whose pinned memory others read is asked once more.
+OVERLOADED_PAUSE_S = 0.1
 
 
 class _Arrived(NamedTuple):
-    """What one turn brought: leading whole blocks, whether they are all that the peer showed, and the peer's export."""
+    """What one turn brought: leading whole blocks, and whether they are all that the peer showed."""
 
     num_whole: int
     all_whole: bool
-    export_id: int
 
 
 class PeerReader:
-    """Connections to other workers and the reads over them.
+    """Reads of other workers' exports and cached prefixes.
 
     Only KV of ``fingerprint`` is read: peers refuse what is of another model, type or tensor-parallel split.
     """
 
-    def __init__(self, engine: TransferEngine, client_id: str, fingerprint: Fingerprint) -> None:
+    def __init__(
+        self, engine: TransferEngine, client_id: str, fingerprint: Fingerprint, clock: Clock | None = None
+    ) -> None:
         self._engine = engine
-        self._client_id = client_id
         self._fingerprint = fingerprint
-        self._lock = threading.Lock()
-        self._peers: dict[str, _Peer] = {}
+        self._links = PeerLinks(engine, client_id, clock or SystemClock())
 
     def read(self, peer: PeerExport, first_block: int, buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers`` with the export's blocks from ``first_block`` on.
@@ -75,14 +60,16 @@ class PeerReader:
         the export until `release`. Raises NodeUnavailable, ChunkNotFound, TransferFailed or DeadlineExceeded when none
         did.
         """
-        opened = self._open(peer.instance)
 
         def read(at: int) -> _Arrived:
             request = session_pb2.ExportPinRequest(
-                export_id=int(peer.export_id), first_block=first_block + at, fingerprint=self._fingerprint
+                export_id=int(peer.export_id),
+                first_block=first_block + at,
+                fingerprint=self._fingerprint,
+                max_blocks=len(buffers) - at,
             )
-            with self._dropped_if_gone(peer.instance):
-                return self._copy(opened, EXPORT_PIN.call(request), buffers[at:], DEADLINE_S)
+            call = EXPORT_PIN.call(request)
+            return self._links.use(peer.instance, lambda link: self._read(link, call, buffers[at:], DEADLINE_S))
 
         return _in_turns(read, len(buffers))
 
@@ -91,48 +78,39 @@ class PeerReader:
 
         Returns how many leading ones arrived whole, 0 if it has none (any more). Raises as `read` does, and Overloaded.
         """
-        opened = self._open(holder.instance)
 
         def read(at: int) -> _Arrived:
             request = session_pb2.PrefixPinRequest(block_hashes=hashes[at:], fingerprint=self._fingerprint)
-            with self._dropped_if_gone(holder.instance):
-                arrived = self._copy(opened, PREFIX_PIN.call(request), buffers[at:], PREFIX_DEADLINE_S)
-            if arrived.export_id:
-                self._release(opened, arrived.export_id, arrived.num_whole * len(buffers[0]))
-            return arrived
+            call = PREFIX_PIN.call(request)
+            return self._links.use(
+                holder.instance, lambda link: self._read(link, call, buffers[at:], PREFIX_DEADLINE_S)
+            )
 
         return _in_turns(read, len(buffers))
 
-    def _copy(
+    def _read(
         self,
-        opened: _Peer,
+        link: PeerLink,
         call: Call[session_pb2.ExportPinReply],
         buffers: Sequence[memoryview],
         deadline_s: float,
     ) -> _Arrived:
-        """Pin, copy and verify the blocks that the peer shows at once."""
-        pinned = opened.connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s)
-        reply = pinned.message
+        """Pin, copy and verify the blocks that the peer shows at once; an export that the pin has made is released."""
+        reply = link.connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s).message
         blocks = reply.blocks[: len(buffers)]
         num_whole = 0
         try:
-            self._transfer(opened.segment, blocks, buffers, deadline_s)
+            self._transfer(link.segment, blocks, buffers, deadline_s)
             num_whole = _count_whole(blocks, buffers)
         finally:
             wipe(buffers[num_whole : len(blocks)])
-        return _Arrived(num_whole, bool(blocks) and num_whole == len(blocks), reply.export_id)
-
-    @contextlib.contextmanager
-    def _dropped_if_gone(self, instance: str) -> Iterator[None]:
-        try:
-            yield
-        except NodeUnavailable:
-            self._drop(instance)
-            raise
+            if reply.export_id:
+                self._release_prefix(link, reply.export_id, num_whole * len(buffers[0]))
+        return _Arrived(num_whole, bool(blocks) and num_whole == len(blocks))
 
     def release(self, peer: PeerExport, bytes_read: int = 0) -> None:
-        with self._dropped_if_gone(peer.instance):
-            self._release(self._open(peer.instance), int(peer.export_id), bytes_read)
+        """Tell the export's holder that this worker reads no more of it; raises NodeUnavailable or DeadlineExceeded."""
+        self._links.use(peer.instance, lambda link: _release(link, int(peer.export_id), bytes_read))
 
     def _transfer(
         self,
@@ -155,52 +133,20 @@ class PeerReader:
         if requests:
             self._engine.transfer(requests, deadline_s)
 
-    def _release(self, opened: _Peer, export_id: int, bytes_read: int) -> None:
+    def _release_prefix(self, link: PeerLink, export_id: int, bytes_read: int) -> None:
         """Tell the peer that its blocks are free; it would find out by its own time limit too."""
-        request = session_pb2.ExportReleaseRequest(export_id=export_id, bytes_read=bytes_read)
         try:
-            opened.connection.call(EXPORT_RELEASE.number, request, EXPORT_RELEASE.reply, deadline_s=DEADLINE_S)
+            _release(link, export_id, bytes_read)
         except TanghuluError as error:
             _log.warning("export.release_failed", export=export_id, error=error.message)
 
-    def _open(self, instance: str) -> _Peer:
-        address, unix_path = split_instance(instance)
-        with self._lock:
-            known = self._peers.get(instance)
-            if known is not None and not known.connection.closed:
-                return known
-            connection = FastConnection(Address.parse(address), unix_path or None)
-            try:
-                known = self._peers[instance] = self._greet(connection)
-            except BaseException:  # an interrupt, too: nobody else would close it; raised on
-                connection.close()
-                raise
-            return known
-
-    def _greet(self, connection: FastConnection) -> _Peer:
-        hello = store_pb2.HelloRequest(
-            protocol_version=SPOKEN.lowest,
-            highest_version=SPOKEN.highest,
-            client_id=self._client_id,
-            pid=os.getpid(),
-            host_id=host_id(),
-            wants_shm=True,
-        )
-        reply = connection.call(HELLO.number, hello, HELLO.reply, deadline_s=DEADLINE_S)
-        settled(reply.message, connection.peer)
-        segment = self._engine.open_segment(from_proto(reply.message.segment), reply.message.session_id)
-        return _Peer(connection, segment)
-
-    def _drop(self, instance: str) -> None:
-        with self._lock:
-            peer = self._peers.pop(instance, None)
-        if peer is not None:
-            peer.connection.close()
-            peer.segment.close()
-
     def close(self) -> None:
-        for instance in list(self._peers):
-            self._drop(instance)
+        self._links.close()
+
+
+def _release(link: PeerLink, export_id: int, bytes_read: int) -> None:
+    request = session_pb2.ExportReleaseRequest(export_id=export_id, bytes_read=bytes_read)
+    link.connection.call(EXPORT_RELEASE.number, request, EXPORT_RELEASE.reply, deadline_s=DEADLINE_S)
 
 
 def _in_turns(read: Callable[[int], _Arrived], count: int) -> int:
@@ -208,7 +154,7 @@ def _in_turns(read: Callable[[int], _Arrived], count: int) -> int:
     num_ok = 0
     while num_ok < count:
         try:
-            arrived = read(num_ok)
+            arrived = _asked_twice(read, num_ok)
         except TanghuluError as error:
             if num_ok == 0:
                 raise
@@ -218,6 +164,14 @@ def _in_turns(read: Callable[[int], _Arrived], count: int) -> int:
         if not arrived.all_whole:
             break
     return num_ok
+
+
+def _asked_twice(read: Callable[[int], _Arrived], at: int) -> _Arrived:
+    try:
+        return read(at)
+    except Overloaded:
+        time.sleep(OVERLOADED_PAUSE_S)  # others read what fills its window: in a moment some of it is free
+        return read(at)
 
 
 def _count_whole(blocks: Sequence[session_pb2.ExportedBlock], buffers: Sequence[memoryview]) -> int:

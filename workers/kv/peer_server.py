@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import secrets
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -24,8 +25,8 @@ from tanghulu.runtime.process import host_id
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.descriptor_wire import to_proto
 from tanghulu.transfer_engine.core.leases import Freed
-from tanghulu.transfer_engine.core.segment import SegmentDescriptor
 from tanghulu.transfer_engine.core.slices import Opcode
+from tanghulu.transfer_engine.owner.server import SegmentServer
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, LeaseId, RequestId
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.step_plan import KvExport
@@ -39,6 +40,8 @@ EXPORT_TTL_S = 30.0
 #: Cached prefixes that other workers read at a time; who asks for more computes or asks the store.
 MAX_PREFIXES = 16
 SWEEP_S = 1.0
+#: Of the number at which a run's export ids begin: no later run comes near the ids of an earlier one.
+_FIRST_ID_BITS = 63
 
 
 class KvIdentity(NamedTuple):
@@ -81,16 +84,16 @@ class PeerServer:
         self._holder = holder
         self._prefix_numbers = itertools.count(1)
         self._prefixes: set[RequestId] = set()
-        self._exports = ExportTable(EXPORT_TTL_S)
+        self._exports = ExportTable(EXPORT_TTL_S, 1 + secrets.randbits(_FIRST_ID_BITS))
         self._session_ids = itertools.count(1)
-        self._descriptor: SegmentDescriptor | None = None
+        self._segment: SegmentServer
         self.address, self.unix_path = "", ""
         self.idle = asyncio.Event()
         self.idle.set()
 
-    def serve(self, service: FastService, descriptor: SegmentDescriptor) -> None:
-        """Answer the fast lane's calls; ``descriptor`` is how peers reach the cache's segment."""
-        self._descriptor = descriptor
+    def serve(self, service: FastService, segment: SegmentServer) -> None:
+        """Answer the fast lane's calls; peers read from ``segment``, where the window shows blocks."""
+        self._segment = segment
         service.register(HELLO, self._hello)
         service.register(EXPORT_PIN, self._pin)
         service.register(PREFIX_PIN, self._pin_prefix)
@@ -132,6 +135,7 @@ class PeerServer:
             now_s = self._clock.now_s()
             self.on_freed(self._access.expire(now_s))
             self._gone(self._exports.expire(now_s))
+            self._metrics.export_quarantined_bytes.set(self._access.quarantined_bytes)
 
     def _gone(self, requests: Sequence[RequestId]) -> None:
         for request_id in requests:
@@ -147,17 +151,16 @@ class PeerServer:
         version = settle(request)
         if peer.state is not None:
             raise InvalidRequest("a connection says hello once")
-        assert self._descriptor is not None
         session_id = next(self._session_ids) | (os.getpid() << 32)
-        maps = peer.is_unix and request.wants_shm and request.host_id == host_id()
-        self._access.open_session(session_id, peer.pid if maps else None)
-        peer.state = (session_id, maps)
+        may_map = peer.is_unix and request.wants_shm and request.host_id == host_id()
+        self._access.open_session(session_id, peer.pid if may_map else None)
+        peer.state = session_id
         peer.on_close.append(lambda: self.on_freed(self._access.close_session(session_id)))
         return store_pb2.HelloReply(
             instance_id=self._identity.instance_id,
             generation=self._identity.generation,
             session_id=session_id,
-            segment=to_proto(self._descriptor),
+            segment=to_proto(self._segment.descriptor()),
             protocol_version=version,
         )
 
@@ -167,8 +170,9 @@ class PeerServer:
         self._require_known(peer, request.fingerprint)
         export = self._exports.get(request.export_id)
         if request.first_block:
-            self._drop_leases(request.export_id, peer.state[0])  # it comes for more, so it has what it came for before
-        return await self._pinned(peer, export, export.kv.block_ids[request.first_block :])
+            self._drop_leases(request.export_id, peer.state)  # it comes for more, so it has what it came for before
+        wanted = export.kv.block_ids[request.first_block :]
+        return await self._pinned(peer, export, wanted[: request.max_blocks or None])
 
     async def _pin_prefix(
         self, peer: Peer, request: session_pb2.PrefixPinRequest, _: memoryview
@@ -193,7 +197,7 @@ class PeerServer:
         self._metrics.exports.set(len(self._exports))
         try:
             reply = await self._pinned(peer, export, kv.block_ids)
-        except Overloaded:
+        except BaseException:  # no reader has heard of it, or will; raised on
             self.release(export.export_id)
             raise
         reply.export_id = export.export_id
@@ -213,9 +217,8 @@ class PeerServer:
         """Lease as many leading ones of ``block_ids`` of ``export`` as there is room for, and add their checksums."""
         if not block_ids:
             return session_pb2.ExportPinReply(num_tokens=export.kv.num_tokens)
-        session_id, maps = peer.state
         offsets = self._window.take(block_ids)
-        leases = self._grant(session_id, offsets, maps)
+        leases = self._grant(peer.state, offsets)
         self._exports.pinned(export, leases, self._clock.now_s())
         # Shielded: what was taken is shown even if the reader hangs up meanwhile.
         showing = asyncio.to_thread(self._shown_checksums, block_ids[: len(offsets)], offsets)
@@ -227,9 +230,9 @@ class PeerServer:
             exported.checksums.parts.extend(parts)
         return reply
 
-    def _grant(self, session_id: int, offsets: Sequence[int], maps: bool) -> list[LeaseId]:
-        """Grant a lease on each block; the reader copies over tcp where its mapped bytes would pass the cap."""
-        size = self._layout.block_bytes
+    def _grant(self, session_id: int, offsets: Sequence[int]) -> list[LeaseId]:
+        """Grant a lease on each block, as a mapped range to a reader that maps the segment now."""
+        size, maps = self._layout.block_bytes, self._segment.maps(session_id)
         granted: list[LeaseId] = []
         for offset in offsets:
             try:
@@ -251,7 +254,7 @@ class PeerServer:
         self, peer: Peer, request: session_pb2.ExportReleaseRequest, _: memoryview
     ) -> session_pb2.ExportReleaseReply:
         self._metrics.export_bytes.inc(request.bytes_read)
-        self._drop_leases(request.export_id, peer.state[0] if peer.state is not None else 0)
+        self._drop_leases(request.export_id, peer.state or 0)
         self.release(request.export_id)
         return session_pb2.ExportReleaseReply()
 

@@ -32,7 +32,8 @@ class BlockPort(Protocol):
     def fill(self, block_ids: Sequence[int], move: Move) -> int:
         """Let ``move`` write the blocks, in order and perhaps some at a time; returns how many leading ones it did.
 
-        Those are in place when this returns; the others hold what they held. Raises what ``move`` raises.
+        Those are in place when this returns; the others hold what they held. Raises what ``move`` raises, unless blocks
+        came before that.
         """
 
     def drain(self, block_ids: Sequence[int], move: Move) -> int:

@@ -23,9 +23,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
+import structlog
 import torch
 
-from tanghulu.errors import ConfigError, Overloaded
+from tanghulu.errors import ConfigError, Overloaded, TanghuluError
 from tanghulu.transfer_engine.gpu.staging import DeviceCopier, StagingRing, make_copier, pin
 from tanghulu.transfer_engine.gpu.staging_plan import Piece, StagingEvent
 from tanghulu.types import format_size
@@ -35,6 +36,8 @@ from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.kv.connector import NUM_FETCH_THREADS
 from tanghulu.workers.kv.ports import KvPorts, Move
 from tanghulu.workers.ranks.processes import RankProcesses
+
+_log = structlog.get_logger(__name__)
 
 #: A ring for each thread that moves KV: those that fetch, the one that writes, and the engine's, which never waits.
 NUM_RINGS = NUM_FETCH_THREADS + 2
@@ -98,7 +101,10 @@ class StagedPort:
 
 
 class _Passage:
-    """The blocks of one call, passing through a ring; ``num_moved`` leading ones have moved, none after a failure."""
+    """The blocks of one call, passing through a ring; ``num_moved`` leading ones have moved, none after a failure.
+
+    A failure to fill ends it with the blocks that came before, of which there is at least one, or is raised.
+    """
 
     def __init__(
         self, blocks: DeviceBlocks, block_ids: Sequence[int], move: Move, copying: StagingEvent, ring: StagingRing
@@ -122,7 +128,13 @@ class _Passage:
         if self._ended:
             return
         first = pieces[0].request_index
-        count = self._move(first, [self._ring.view(piece) for piece in pieces])
+        try:
+            count = self._move(first, [self._ring.view(piece) for piece in pieces])
+        except TanghuluError as error:
+            if self.num_moved == 0 or self._copying is not StagingEvent.DRAIN:
+                raise
+            _log.warning("fill.ended_early", num_blocks=self.num_moved, code=error.code, error=error.message)
+            count = 0  # what came before is whole
         self.num_moved += count
         self._ended = count < len(pieces)
 
@@ -206,9 +218,13 @@ class StagedWindow:
         self.slots = SlotTable(len(segment) // blocks.block_bytes)
 
     def take(self, block_ids: Sequence[int]) -> list[int]:
-        """Take slots for as many blocks as there is room for; raises Overloaded if there is none."""
+        """Take slots for as many blocks as there is room for; raises Overloaded if there is none.
+
+        No more than half of what is free, so that the next reader finds some too: a reader comes again for more.
+        """
         with self._lock:
-            slots = self.slots.take(len(block_ids))
+            share = -(-self.slots.num_free // 2)
+            slots = self.slots.take(min(len(block_ids), share))
         if not slots:
             raise Overloaded(
                 f"all {self.slots.num_slots} blocks of pinned memory are being read by other workers; "

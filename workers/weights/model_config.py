@@ -75,6 +75,7 @@ def config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | No
     """
     architecture = str(config.get("model_type", "absent"))
     _require_known(architecture, ARCHITECTURES)
+    _refuse_others(config)
     fields = _Fields(config, "config.json")
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     theta, scaling = _hf_rope(config)
@@ -166,6 +167,21 @@ def _require_known(architecture: str, known: Sequence[str], source: str = "") ->
         raise ModelUnsupported(
             f"architecture {architecture!r} cannot be run; this worker runs {', '.join(known)}{source}"
         )
+
+
+def _refuse_others(config: Mapping[str, Any]) -> None:
+    """Raise ModelUnsupported if the config asks for something that would be passed over and change the results."""
+    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rotary = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    found = {
+        "quantization_config": config.get("quantization_config"),
+        "mlp_bias": config.get("mlp_bias"),
+        "hidden_act": None if config.get("hidden_act") in (None, "silu") else config["hidden_act"],
+        "partial_rotary_factor": None if float(rotary) == 1.0 else rotary,
+    }
+    for name, value in found.items():
+        if value:
+            raise ModelUnsupported(f"config.json has {name} {value!r}, which this worker does not compute")
 
 
 def _hf_context(config: Mapping[str, Any], positions: int) -> int:

@@ -87,7 +87,8 @@ class Owner:
             RdmaEnds(self.segment, ()),
             ServeContext(
                 segment=self.segment, access=None, generation=3, admission=self.reception, limits=ServerLimits(),
-                listen=ListenOptions(host="127.0.0.1"), on_freed=lambda freed: None, watch_process=lambda *_: None,
+                listen=ListenOptions(host="127.0.0.1"), on_freed=lambda freed: None, on_hang_up=lambda _: None,
+                watch_process=lambda *_: None,
             ),
         )  # fmt: skip
         loop = asyncio.get_running_loop()

@@ -114,6 +114,23 @@ def test_static_shapes_attend_as_ragged_ones_do(runs, backend, bound, groups, kv
     assert torch.equal(case.written[:scratch], written[:scratch])
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_what_blocks_held_before_reaches_nobody(static: bool):
+    """A request whose activations overflowed leaves NaN in its blocks, and masks hide no NaN."""
+    case = Case([(2, 1), (9, 1), (4, 1)], 2, 2, 1)
+    batch = None
+    if static:
+        packed = pack_decodes(case.chunks, DecodeShape.of(case.chunks, BLOCK), BLOCK, case.cache.scratch)
+        batch = decode_batch(torch.from_numpy(packed), BLOCK)
+    wanted = case.attend(SdpaAttention(), batch)
+    own = torch.zeros(case.cache.blocks.shape[:4], dtype=torch.bool)  # block, layer, K or V, token
+    for chunk in case.chunks:
+        for at in range(chunk.start):
+            own[chunk.block_ids[at // BLOCK], :, :, at % BLOCK] = True
+    case.cache.blocks[~own] = float("nan")
+    assert torch.equal(case.attend(SdpaAttention(), batch)[:3], wanted[:3])
+
+
 def test_the_packed_example():
     chunks = [
         SequenceChunk([11], 6, [7, 2], True),

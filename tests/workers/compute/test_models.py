@@ -196,6 +196,19 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
         load_model(resolve_model(str(tmp_path)), torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantised_weights_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Their scales stand in other tensors, without which they are other numbers."""
+    write_tiny(tmp_path)
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelUnsupported, match=r"up_proj.*quantised"):
+        load_model(resolve_model(str(tmp_path)), torch.float32)
+
+
 def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
     tiny = write_tiny(tmp_path)
     (tmp_path / "config.json").write_text(

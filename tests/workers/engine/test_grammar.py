@@ -15,10 +15,12 @@ from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import TokenSequence
 from tanghulu.protos import session_pb2
 from tanghulu.types import Fingerprint
+from tanghulu.workers.compute.device_sampling import sample_on_device
 from tanghulu.workers.compute.sampling import SamplingRow, sample
 from tanghulu.workers.engine.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarCompiler, GrammarKind
-from tanghulu.workers.engine.requests import SamplingParams
+from tanghulu.workers.engine.requests import EngineFinishReason, SamplingParams, StopParams
 from tanghulu.workers.sessions.wire import RequestFactory
+from tests.workers.tiny import request
 
 pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[grammar]'")
 
@@ -100,6 +102,31 @@ def test_min_tokens_do_not_stop_a_complete_text_from_ending(compiler):
     assert TOKENIZER.decode(tokens[:-1]) == "ab"
     longer = _generate(compiler.compile(GrammarKind.REGEX, "a{2,9}"), 1, SamplingParams(temperature=0), banned=[END])
     assert TOKENIZER.decode(longer[:-1]) == "a" * 9
+
+
+@pytest.mark.parametrize(
+    "stop", [StopParams(40, frozenset({END}), min_tokens=6), StopParams(40, frozenset({END}), ignore_eos=True)]
+)
+def test_a_text_ends_where_its_grammar_does(compiler, stop):
+    """Whatever min_tokens and ignore_eos say: what came behind would be bound by nothing."""
+    made = request("a", PROMPT, sampling=SamplingParams(temperature=0), stop=stop)
+    made.grammar = compiler.compile(GrammarKind.REGEX, "ab")
+    generator = torch.Generator().manual_seed(1)
+    while (reason := made.finish_reason(100)) is None or made.num_generated == 0:
+        logits = torch.randn(1, VOCAB, generator=generator)
+        made.sequence.append(sample(logits, [SamplingRow.of(made)]).tokens)
+    assert reason is EngineFinishReason.STOP
+    assert TOKENIZER.decode(made.sequence.tokens[len(PROMPT) : -1].tolist()) == "ab"
+
+
+def test_a_text_that_left_its_grammar_keeps_its_bans(compiler):
+    grammar = compiler.compile(GrammarKind.REGEX, "ab")
+    elsewhere = np.array([*PROMPT, *TOKENIZER.encode("x").ids], np.uint32)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, END] = 9.0
+    row = SamplingRow(SamplingParams(temperature=0), elsewhere, len(PROMPT), frozenset({END}), grammar)
+    assert sample(logits, [row]).tokens != [END]
+    assert sample_on_device(logits, [row]).tokens != [END]
 
 
 def test_other_rows_of_the_batch_are_free(compiler):

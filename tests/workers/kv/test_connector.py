@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
 
-from tanghulu.errors import NodeUnavailable
+from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
 from tanghulu.workers.engine.speed import SpeedMeter, Speeds
+from tanghulu.workers.kv.connector import NUM_FETCH_THREADS
 from tests.workers.rig import PROMPT, DictStore, NoPeers, Rig
 from tests.workers.tiny import BLOCK, request
 
@@ -66,6 +68,78 @@ def test_a_peer_that_is_gone_is_computed(rig: Rig) -> None:
     peer = PeerExport("nowhere|", "1", len(PROMPT))
     assert rig.run("two", PROMPT, 3, peer=peer)[0] == text
     assert rig.value("fetch_failures_total", source="peer") == 1
+
+
+class ExportingPeers(NoPeers):
+    """A worker that holds the first ``blocks`` of an export; ``error`` comes before the first or behind them."""
+
+    def __init__(self, blocks: Sequence[bytes], error: TanghuluError | None = None) -> None:
+        self.blocks, self.error = blocks, error
+        self.released: queue.Queue[tuple[PeerExport, int]] = queue.Queue()
+
+    def read(self, peer: PeerExport, first_block: int, buffers: Sequence[memoryview]) -> int:
+        if self.error is not None:
+            raise self.error
+        for buffer, block in zip(buffers, self.blocks[first_block:], strict=False):
+            buffer[:] = block
+        return max(0, min(len(buffers), len(self.blocks) - first_block))
+
+    def release(self, peer: PeerExport, bytes_read: int = 0) -> None:
+        self.released.put((peer, bytes_read))
+
+
+@pytest.mark.parametrize(("num_held", "error"), [(0, NodeUnavailable("away")), (0, None), (3, None)])
+def test_what_a_peer_did_not_bring_comes_from_the_store(tiny_model, store, num_held, error) -> None:
+    """And the export is given back, whatever failed."""
+    writer = Rig(tiny_model, store)
+    tokens, _ = writer.run("first", PROMPT, 4)
+    writer.run_until_idle()
+    writer.close()
+    peers = ExportingPeers(list(store.chunks.values())[:num_held], error)
+    rig = Rig(tiny_model, store, peers)
+    peer = PeerExport("there|", "1", len(PROMPT))
+    assert rig.run("again", PROMPT, 4, peer=peer) == (tokens, 5 * BLOCK)
+    assert rig.value("prefix_tokens_total", source="peer") == num_held * BLOCK
+    assert rig.value("prefix_tokens_total", source="store") == (5 - num_held) * BLOCK
+    block_bytes = len(next(iter(store.chunks.values())))
+    assert peers.released.get(timeout=30) == (peer, num_held * block_bytes)
+    rig.close()
+
+
+def test_an_export_that_was_damaged_is_given_back(tiny_model: Model) -> None:
+    peers = ExportingPeers([], ChecksumMismatch("the first exported block did not arrive as it was sent"))
+    rig = Rig(tiny_model, None, peers)
+    peer = PeerExport("there|", "1", len(PROMPT))
+    _, cached = rig.run("one", PROMPT, 2, peer=peer)
+    assert cached == 0
+    assert peers.released.get(timeout=30) == (peer, 0)
+    rig.close()
+
+
+def test_an_export_that_waits_is_forgone_by_an_abort(tiny_model: Model) -> None:
+    peers = ExportingPeers([])
+    rig = Rig(tiny_model, None, peers)
+    peer = PeerExport("there|", "1", len(PROMPT))
+    made = request("one", PROMPT, 2, peer=peer)
+    rig.thread.post(lambda core: (core.add(made), core.abort(made.request_id)))
+    assert peers.released.get(timeout=30) == (peer, 0)
+    rig.close()
+
+
+def test_an_export_is_given_back_while_fetches_are_slow(tiny_model: Model, store: DictStore) -> None:
+    store.gate.clear()
+    peers = ExportingPeers([])
+    rig = Rig(tiny_model, store, peers)
+    for number in range(NUM_FETCH_THREADS):
+        made = request(f"slow-{number}", [number, *PROMPT], 2)
+        rig.thread.post(lambda core, made=made: core.add(made))
+    while rig.value("requests_fetching") < NUM_FETCH_THREADS:
+        rig.next_report()
+    peer = PeerExport("there|", "1", len(PROMPT))
+    rig.thread.post(lambda _: rig.connector.forgo(peer))
+    assert peers.released.get(timeout=30) == (peer, 0)
+    store.gate.set()
+    rig.close()
 
 
 def test_beyond_the_bound_blocks_are_not_kept(tiny_model: Model, store: DictStore) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import random
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from tanghulu.errors import ConfigError, NodeUnavailable, Overloaded
+from tanghulu.errors import ChunkNotFound, ConfigError, NodeUnavailable, Overloaded
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime.clock import SystemClock
@@ -129,15 +130,33 @@ class TestPort:
         port = StagedPort(DeviceBlocks(parts), [StagingRing(CPU, 32, copier)])
 
         def fail(at: int, buffers: Sequence[memoryview]) -> int:
-            if at:
-                raise NodeUnavailable("the node is away")
-            return len(buffers)
+            raise NodeUnavailable("the node is away")
 
-        for act in (port.fill, port.drain, port.fill):
+        def fail_later(at: int, buffers: Sequence[memoryview]) -> int:
+            return fail(at, buffers) if at else len(buffers)
+
+        for act, move in ((port.fill, fail), (port.drain, fail_later), (port.fill, fail)):
             with pytest.raises(NodeUnavailable):
-                act([0, 1, 2, 3, 4], fail)
+                act([0, 1, 2, 3, 4], move)
             assert copier.num_under_way == 0
         assert port.drain([5], lambda at, buffers: len(buffers)) == 1
+
+    def test_what_came_before_a_failure_is_kept(self):
+        parts, copier = noise(6, [8]), LateCopier()
+        before = [part.clone() for part in parts]
+        port = StagedPort(DeviceBlocks(parts), [StagingRing(CPU, 32, copier)])
+
+        def move(at: int, buffers: Sequence[memoryview]) -> int:
+            if at >= 4:
+                raise Overloaded("no slots")
+            for index, buffer in enumerate(buffers):
+                buffer[:] = bytes([100 + at + index]) * 8
+            return len(buffers)
+
+        assert port.fill([0, 1, 2, 3, 4], move) == 4
+        assert copier.num_under_way == 0
+        assert [bytes_of(parts, block) for block in range(4)] == [bytes([100 + block]) * 8 for block in range(4)]
+        assert bytes_of(parts, 4) == bytes_of(before, 4)
 
     def test_a_ring_serves_one_at_a_time(self):
         port = StagedPort(DeviceBlocks(noise(2, [8])), [StagingRing(CPU, 32)])
@@ -194,6 +213,8 @@ class TestSlots:
     def test_a_full_window_is_refused_and_what_is_left_is_free_again(self):
         window = StagedWindow(DeviceBlocks(noise(6, [8])), memoryview(bytearray(3 * 8)), LateCopier())
         offsets = window.take([0, 1, 2, 3])
+        assert len(offsets) == 2, "the next reader finds one"
+        offsets += window.take([0, 1, 2, 3])
         assert sorted(offsets) == [0, 8, 16]
         with pytest.raises(Overloaded, match="--kv-staging"):
             window.take([4])
@@ -220,19 +241,22 @@ class Holder:
     async def serving(self) -> AsyncIterator[None]:
         clock, service = SystemClock(), FastService()
         metrics = WorkerMetrics(CollectorRegistry(), block_bytes=LAYOUT.block_bytes, num_blocks=20)
-        access = AccessTable(clock, 10_000, self._size)
+        self.access = access = AccessTable(clock, 10_000, self._size)
+        self.service = service
         self.server = PeerServer(
             KvIdentity(InstanceId("w1"), 1, NAME), LAYOUT, self.window, access, clock, metrics, holder=self
         )
         listen = ListenOptions(transports=("shm", "tcp"), host="127.0.0.1", unix_path=str(self._run_dir / "kv.sock"))
+        listen = replace(listen, shm_hang_up_frees=True)
         offered = SegmentServer(
             self._segment, access, generation=1, host_id="here", listen=listen, on_freed=self.server.on_freed
         )
         port_mux = PortMux(service, self._run_dir, "worker")
         self.address = await port_mux.bind("127.0.0.1", 0)
         await offered.start()
-        self.server.serve(service, offered.descriptor())
+        self.server.serve(service, offered)
         await port_mux.open()
+        self.instance = f"{self.address}|{port_mux.unix_path}"
         try:
             yield
         finally:
@@ -283,6 +307,19 @@ async def test_an_export_is_read_through_few_slots(tmp_path: Path, reader: PeerR
         holder.window.slots.check()
 
 
+async def test_an_export_of_an_earlier_run_names_nothing(tmp_path: Path, reader: PeerReader):
+    """A worker that was restarted at the same address has other prompts' KV: no id may find it."""
+    (tmp_path / "before").mkdir()
+    before = Holder(tmp_path / "before", 2, HostCopier())
+    async with before.serving():
+        stale = before.export([1, 2])
+    after = Holder(tmp_path, 2, HostCopier())
+    async with after.serving():
+        after.export([3, 4])
+        with pytest.raises(ChunkNotFound, match="compute the prompt"):
+            await asyncio.to_thread(reader.read, replace(stale, instance=f"{after.address}|"), 0, buffers(2))
+
+
 async def test_a_prefix_is_read_through_few_slots(tmp_path: Path, reader: PeerReader):
     holder = Holder(tmp_path, 2, LateCopier())
     async with holder.serving():
@@ -321,10 +358,32 @@ async def test_a_reader_that_hangs_up_during_the_copy_blocks_no_slot(tmp_path: P
 async def test_a_second_reader_waits_for_no_slot(tmp_path: Path, reader: PeerReader):
     holder = Holder(tmp_path, 2, HostCopier())
     async with holder.serving():
-        assert await asyncio.to_thread(reader.read, holder.export([1, 2]), 0, buffers(2)) == 2
+        taken = holder.window.take([1]) + holder.window.take([2])
         held = PeerPrefix(f"{holder.address}|", 1)
         with pytest.raises(Overloaded, match="pinned memory"):
             await asyncio.to_thread(reader.read_prefix, held, [BlockHash(b"\x03" * 16)], buffers(1))
+        holder.window.leave(taken)
+
+
+async def test_readers_share_the_window(tmp_path: Path, reader: PeerReader):
+    holder = Holder(tmp_path, 4, HostCopier())
+    async with holder.serving():
+        assert await asyncio.to_thread(reader.read, holder.export(range(8)), 0, buffers(8)) == 8
+        held = PeerPrefix(f"{holder.address}|", 1)
+        assert await asyncio.to_thread(reader.read_prefix, held, [BlockHash(b"\x03" * 16)], buffers(1)) == 1
+
+
+async def test_no_more_is_shown_than_is_read(tmp_path: Path, reader: PeerReader):
+    holder = Holder(tmp_path, 20, HostCopier())
+    shown: list[int] = []
+    show = holder.window.show
+    holder.window.show = lambda blocks, offsets: shown.extend(blocks) or show(blocks, offsets)
+    async with holder.serving():
+        blocks = list(range(8))
+        export = holder.export(blocks)
+        for at in range(0, 8, 2):
+            assert await asyncio.to_thread(reader.read, export, at, buffers(2)) == 2
+    assert shown == blocks
 
 
 def on_device(model: Model, store: DictStore) -> Rig:

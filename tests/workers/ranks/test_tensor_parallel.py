@@ -239,7 +239,7 @@ async def _peer(layout: KvLayout, name: Fingerprint, run_dir: Path) -> AsyncIter
     port_mux = PortMux(service, run_dir, "worker")
     address = await port_mux.bind("127.0.0.1", 0)
     await offered.start()
-    server.serve(service, offered.descriptor())
+    server.serve(service, offered)
     await port_mux.open()
     try:
         yield PeerExport(f"{address}|", "1", 8)

@@ -128,6 +128,22 @@ def test_config_readers_name_what_is_wrong() -> None:
         config_from_hf(BASE | {"num_key_value_heads": 4})
 
 
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("quantization_config", {"quantization_config": {"quant_method": "fp8"}}),
+        ("mlp_bias", {"mlp_bias": True}),
+        ("hidden_act", {"hidden_act": "gelu"}),
+        ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
+        ("partial_rotary_factor", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    ],
+)
+def test_what_would_be_passed_over_is_refused(name: str, found: dict[str, object]) -> None:
+    config_from_hf(BASE | {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1.0})
+    with pytest.raises(ModelUnsupported, match=name):
+        config_from_hf(BASE | found)
+
+
 def test_end_tokens_come_from_both_files() -> None:
     assert config_from_hf(BASE, {"eos_token_id": [5, 6]}).eos_ids == {1, 5, 6}
     assert config_from_hf(BASE | {"eos_token_id": None}).eos_ids == frozenset()

@@ -46,6 +46,7 @@ class ShmListener:
         self._path = path
         self._generation = context.generation
         self._watch_process = context.watch_process
+        self._on_hang_up = context.on_hang_up
         self._max_connections = context.limits.max_connections
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
@@ -105,17 +106,20 @@ class ShmListener:
             task.add_done_callback(self._peers.discard)
 
     async def _serve(self, peer: socket.socket) -> None:
+        session_id: int | None = None
         with peer:
             try:
                 async with asyncio.timeout(_HELLO_TIMEOUT_S):
-                    admitted = await self._greet(peer)
-                while admitted and await asyncio.get_running_loop().sock_recv(peer, 64):
+                    session_id = await self._greet(peer)
+                while session_id is not None and await asyncio.get_running_loop().sock_recv(peer, 64):
                     pass  # a peer has nothing to say; what we wait for is its end
             except (OSError, MalformedMessage, TimeoutError):
                 pass  # the peer is gone or does not speak our protocol: closing is the answer
+        if session_id is not None:
+            self._on_hang_up(session_id)
 
-    async def _greet(self, peer: socket.socket) -> bool:
-        """Read the hello and answer it; whether the peer was let in."""
+    async def _greet(self, peer: socket.socket) -> int | None:
+        """Read the hello and answer it; returns the session of the peer if it was let in."""
         loop = asyncio.get_running_loop()
         try:
             name_bytes, generation, session_id = parse_shm_hello(await _receive_hello(peer))
@@ -124,7 +128,7 @@ class ShmListener:
             peer.shutdown(socket.SHUT_WR)
             while await loop.sock_recv(peer, 4096):
                 pass  # what it says more must not reset the connection before it has heard us
-            return False
+            return None
         if name_bytes > MAX_NAME_BYTES:
             raise MalformedMessage(f"segment name of {name_bytes} bytes")
         name = (await _receive(peer, name_bytes)).decode(errors="replace")
@@ -132,11 +136,11 @@ class ShmListener:
             writable = self._admit(peer, name, generation, session_id)
         except TanghuluError as error:
             await self._refuse(peer, error)
-            return False
+            return None
         # A fresh stream socket has room for these few bytes, so sending without waiting cannot block.
         answer = pack_shm_answer(self._segment.size_bytes, self._segment.address)
         socket.send_fds(peer, [answer], self._segment.descriptors(writable=writable))
-        return True
+        return session_id
 
     async def _refuse(self, peer: socket.socket, error: TanghuluError) -> None:
         self.num_refused += 1

@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from tanghulu.workers.compute.attention.paged import StaticDecode, tokens_mask
+from tanghulu.workers.compute.attention.paged import StaticDecode, hidden_tokens, tokens_mask
 from tanghulu.workers.compute.device import upload
 from tanghulu.workers.compute.forward_batch import ForwardBatch, SequenceSpan
 from tanghulu.workers.compute.kv_cache import KvTensors
@@ -112,10 +112,17 @@ class _Gather:
         at = torch.arange(2 * layout.num_layers, device=device).view(layout.num_layers, 2, 1)
         self._ids = (at + blocks).flatten(1).unbind()
 
-    def of(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V as ``dtype``, each [count, kv_heads, tokens, head_dim]."""
-        gathered = self._planes.index_select(0, self._ids[layer]).to(dtype)
-        key, value = gathered.view(self._shape).transpose(2, 3).unbind()
+    def of(
+        self, layer: int, dtype: torch.dtype, hidden: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as ``dtype``, each [count, kv_heads, tokens, head_dim].
+
+        Of the last tokens those are zero that are ``hidden`` [count, last tokens].
+        """
+        gathered = self._planes.index_select(0, self._ids[layer]).to(dtype).view(self._shape)
+        if hidden is not None:
+            gathered[:, :, gathered.shape[2] - hidden.shape[1] :].masked_fill_(hidden[:, :, None, None], 0)
+        key, value = gathered.transpose(2, 3).unbind()
         return key, value
 
 
@@ -172,6 +179,7 @@ class _PrefillRun:
 class _DecodeGroup:
     """Sequences with one query each, padded to the longest. ``mask`` [B, 1, 1, tokens]; None for a single one.
 
+    ``hidden`` [B, last tokens] is what the mask hides, from the end of the shortest on.
     ``rows`` is a slice where they stand side by side, which spares a copy in and one out.
     """
 
@@ -179,6 +187,7 @@ class _DecodeGroup:
     num_rows: int
     gather: _Gather
     num_tokens: int
+    hidden: torch.Tensor | None
     mask: torch.Tensor | None
 
     @classmethod
@@ -186,18 +195,19 @@ class _DecodeGroup:
         device = cache.rows.device
         count, rows = len(spans), _rows_of(spans, device)
         if count == 1:
-            return cls(rows, 1, _Gather(cache, np.asarray(spans[0].block_ids), 1), spans[0].context, None)
+            return cls(rows, 1, _Gather(cache, np.asarray(spans[0].block_ids), 1), spans[0].context, None, None)
         width = max(len(span.block_ids) for span in spans)
         # Padding repeats the sequence's own first block: any readable block does, the mask hides it.
         table = [span.block_ids + span.block_ids[:1] * (width - len(span.block_ids)) for span in spans]
         num_tokens = width * cache.layout.block_tokens
-        contexts = upload(np.asarray([span.context for span in spans]), device)
-        mask = tokens_mask(contexts, num_tokens, dtype)
-        return cls(rows, count, _Gather(cache, np.asarray(table).ravel(), count), num_tokens, mask)
+        contexts = [span.context for span in spans]
+        hidden = hidden_tokens(upload(np.asarray(contexts), device), num_tokens)
+        gather, mask = _Gather(cache, np.asarray(table).ravel(), count), tokens_mask(hidden, dtype)
+        return cls(rows, count, gather, num_tokens, hidden[:, min(contexts) :], mask)
 
     def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
         layout, batch = cache.layout, self.num_rows
-        key, value = self.gather.of(layer, query.dtype)
+        key, value = self.gather.of(layer, query.dtype, self.hidden)
         if self.num_tokens < key.shape[2]:
             key, value = key[:, :, : self.num_tokens], value[:, :, : self.num_tokens]
         folded = query[self.rows].view(batch, layout.num_kv_heads, -1, layout.head_dim)

@@ -20,25 +20,34 @@ from tanghulu.workers.compute.kv_cache import KvTensors
 MAX_GATHERED_TOKENS = 262_144
 
 
-def tokens_mask(contexts: torch.Tensor, num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """[B, 1, 1, num_tokens], 0 for the first ``contexts[b]`` tokens of row b and -inf behind them."""
-    hidden = torch.arange(num_tokens, device=contexts.device) >= contexts[:, None]
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=contexts.device)
+def hidden_tokens(contexts: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Bool [B, num_tokens]: what lies behind the first ``contexts[b]`` tokens of row b."""
+    return torch.arange(num_tokens, device=contexts.device) >= contexts[:, None]
+
+
+def tokens_mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[B, 1, 1, num_tokens], -inf where ``hidden`` [B, num_tokens] and else 0.
+
+    It hides no NaN, of which a block may have some from its last owner: ``hidden`` K and V are zeroed besides.
+    """
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
 
 
 @dataclass(frozen=True, slots=True)
 class StaticDecode:
-    """One query for each row of ``tables`` [B, width]; ``mask`` [B, 1, 1, width x block_tokens]."""
+    """One query for each row of ``tables`` [B, width]; ``hidden`` and ``mask`` as in `tokens_mask`."""
 
     tables: torch.Tensor
+    hidden: torch.Tensor
     mask: torch.Tensor
 
     @classmethod
     def of(cls, cache: KvTensors, decodes: DecodeTables, dtype: torch.dtype) -> StaticDecode:
         """Prepare a step's decodes for queries of ``dtype``, by operations on the device alone."""
         num_tokens = decodes.tables.shape[1] * cache.layout.block_tokens
-        return cls(decodes.tables, tokens_mask(decodes.contexts, num_tokens, dtype))
+        hidden = hidden_tokens(decodes.contexts, num_tokens)
+        return cls(decodes.tables, hidden, tokens_mask(hidden, dtype))
 
     def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
         for part in self._parts():
@@ -56,4 +65,5 @@ class StaticDecode:
         """K or V as [rows, kv_heads, tokens, head_dim]."""
         tables, layout = self.tables[part], cache.layout
         blocks = cache.blocks[:, layer, kv].index_select(0, tables.flatten())
-        return blocks.view(len(tables), -1, layout.num_kv_heads, layout.head_dim).transpose(1, 2).to(dtype)
+        tokens = blocks.view(len(tables), -1, layout.num_kv_heads, layout.head_dim)
+        return tokens.masked_fill_(self.hidden[part, :, None, None], 0).transpose(1, 2).to(dtype)

@@ -26,6 +26,8 @@ from tanghulu.workers.weights.source import WeightSource
 
 Progress = Callable[[float], None]
 
+_WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 
 class Norm:
     """RMSNorm: x / sqrt(mean(x^2) + eps) * ``weight``, which has the type and the device of the inputs.
@@ -174,6 +176,8 @@ class _Loader:
         tensor = self._weights.tensor(name)
         if tuple(tensor.shape) != shape:
             raise ModelUnsupported(f"tensor {name!r} has shape {tuple(tensor.shape)}; the config says {shape}")
+        if tensor.dtype not in _WEIGHT_DTYPES:  # its scales stand elsewhere
+            raise ModelUnsupported(f"tensor {name!r} is {tensor.dtype}: this worker runs no quantised safetensors")
         if self._device.type != "cpu":  # in the file's type over the bus, converted there
             return tensor.to(self._device).to(self._dtype)
         # clone: a tensor that is a view of a mapped file must not outlive the file.

@@ -1,0 +1,154 @@
+"""What readers of other workers' KV leave behind when something fails: nothing, at either end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tanghulu.errors import NodeUnavailable, TransferFailed
+from tanghulu.rpc.fast_client import FastConnection
+from tanghulu.runtime.clock import SystemClock
+from tanghulu.transfer_engine.engine import TransferEngine
+from tanghulu.transfer_engine.gpu.staging import HostCopier
+from tanghulu.types import BlockHash
+from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
+from tanghulu.workers.kv import peer_links
+from tanghulu.workers.kv.peer_reader import PeerReader
+from tests.workers.kv.test_staging import LAYOUT, NAME, Holder, buffers
+
+HASHES = [BlockHash(bytes([number] * 16)) for number in (5, 9)]
+
+
+@pytest.fixture
+def transfers() -> Iterator[TransferEngine]:
+    made = TransferEngine(host_id="here", clock=SystemClock())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def reader(transfers: TransferEngine) -> Iterator[PeerReader]:
+    made = PeerReader(transfers, "w2", NAME)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[FastConnection]:
+    """Every connection that readers open."""
+    opened: list[FastConnection] = []
+
+    def dial(*where: object) -> FastConnection:
+        opened.append(FastConnection(*where))  # type: ignore[arg-type]
+        return opened[-1]
+
+    monkeypatch.setattr(peer_links, "FastConnection", dial)
+    return opened
+
+
+def mapped(holder: Holder, export: PeerExport) -> PeerExport:
+    """The export as a reader of this host names it, that maps the holder's memory."""
+    return replace(export, instance=holder.instance)
+
+
+async def until(what: str, condition) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+    assert condition(), what
+
+
+async def test_blocks_come_back_when_a_connection_is_lost_under_a_reader(
+    tmp_path: Path, reader: PeerReader, connections: list[FastConnection]
+) -> None:
+    """The reader's process lives, and maps the memory: only it can say that it reads no more."""
+    holder = Holder(tmp_path, 4, HostCopier())
+    async with holder.serving():
+        export = mapped(holder, holder.export([1, 2]))
+        assert await asyncio.to_thread(reader.read, export, 0, buffers(2)) == 2
+        connections[0].close()  # as at a missed deadline
+        await until("the session has ended", lambda: holder.access.quarantined_bytes == 2 * LAYOUT.block_bytes)
+        await asyncio.to_thread(reader.release, export)
+        await until("given back", lambda: holder.given_back == ["one"])
+        assert holder.access.quarantined_bytes == 0
+        assert holder.window.slots.num_free == 4
+
+
+async def test_a_prefix_that_did_not_come_whole_is_released(tmp_path: Path, transfers: TransferEngine, reader) -> None:
+    holder = Holder(tmp_path, 4, HostCopier())
+
+    def fail(*_: object) -> None:
+        raise TransferFailed("it broke off")
+
+    async with holder.serving():
+        held = PeerPrefix(holder.instance, 2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transfers, "transfer", fail)
+            with pytest.raises(TransferFailed):
+                await asyncio.to_thread(reader.read_prefix, held, HASHES, buffers(2))
+        await until("given back", lambda: len(holder.given_back) == 1)
+        assert holder.access.num_leases == 0
+        assert await asyncio.to_thread(reader.read_prefix, held, HASHES, buffers(2)) == 2
+
+
+async def test_a_prefix_whose_reader_was_lost_is_given_back(tmp_path: Path, reader: PeerReader) -> None:
+    """The reader has not heard of the export that its pin made, so it cannot release it."""
+    holder = Holder(tmp_path, 4, HostCopier())
+    show = holder.window.show
+
+    loop = asyncio.get_running_loop()
+
+    def lose(blocks, offsets):
+        for peer in list(holder.service.peers):
+            loop.call_soon_threadsafe(peer.hang_up)
+        return show(blocks, offsets)
+
+    holder.window.show = lose
+    async with holder.serving():
+        with pytest.raises(NodeUnavailable):
+            await asyncio.to_thread(reader.read_prefix, PeerPrefix(holder.instance, 2), HASHES, buffers(2))
+        await until("given back", lambda: len(holder.given_back) == 1)
+        assert holder.access.num_leases == 0
+
+
+async def test_a_stale_connection_is_opened_anew(tmp_path: Path, reader: PeerReader) -> None:
+    holder = Holder(tmp_path, 4, HostCopier())
+    async with holder.serving():
+        export = mapped(holder, holder.export([1, 2]))
+        assert await asyncio.to_thread(reader.read, export, 0, buffers(1)) == 1
+        for peer in list(holder.service.peers):
+            peer.hang_up()
+        assert await asyncio.to_thread(reader.read, export, 1, buffers(1)) == 1
+        await asyncio.to_thread(reader.release, export)
+        await until("given back", lambda: holder.given_back == ["one"])
+
+
+async def test_mappings_of_workers_that_are_gone_are_closed(
+    tmp_path: Path, reader: PeerReader, transfers: TransferEngine
+) -> None:
+    for run in range(3):
+        (tmp_path / str(run)).mkdir()
+        holder = Holder(tmp_path / str(run), 2, HostCopier())
+        async with holder.serving():
+            assert await asyncio.to_thread(reader.read, mapped(holder, holder.export([1])), 0, buffers(1)) == 1
+            assert len(transfers.open_segments()) == 1
+
+
+async def test_a_silent_worker_holds_up_no_reads_from_others(tmp_path: Path, reader: PeerReader, monkeypatch) -> None:
+    monkeypatch.setattr(peer_links, "HELLO_DEADLINE_S", 300.0)
+    holder = Holder(tmp_path, 2, HostCopier())
+    async with holder.serving():
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            nowhere = PeerExport(f"127.0.0.1:{silent.getsockname()[1]}|", "1", 4)
+            waiting = asyncio.create_task(asyncio.to_thread(reader.read, nowhere, 0, buffers(1)))
+            accepted, _ = await asyncio.to_thread(silent.accept)
+            assert await asyncio.to_thread(reader.read, mapped(holder, holder.export([1])), 0, buffers(1)) == 1
+            assert not waiting.done()
+            accepted.close()
+        with pytest.raises(NodeUnavailable):
+            await waiting

@@ -1,0 +1,198 @@
+"""Connections to other workers, one for each, as their sessions: under it a worker grants leases. Threads share them.
+
+A connection that fails is dropped, and the next use opens another. What its session mapped stays mapped until the last
+thread that reads has ended; that it is unmapped then tells the other worker that nothing reads its blocks any more.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import structlog
+
+from tanghulu.errors import NodeUnavailable
+from tanghulu.protos import store_pb2
+from tanghulu.rpc.fast_client import FastConnection
+from tanghulu.rpc.methods import HELLO
+from tanghulu.rpc.versions import SPOKEN, settled
+from tanghulu.runtime.clock import Clock
+from tanghulu.runtime.process import host_id
+from tanghulu.transfer_engine.client.remote import RemoteSegment
+from tanghulu.transfer_engine.core.descriptor_wire import from_proto
+from tanghulu.transfer_engine.engine import TransferEngine
+from tanghulu.types import Address
+from tanghulu.workers.sessions.wire import split_instance
+
+_log = structlog.get_logger(__name__)
+_T = TypeVar("_T")
+
+#: Of the first call on a connection.
+HELLO_DEADLINE_S = 10.0
+#: A connection that was not used for so long is closed: its worker may have gone, or come back at another address.
+MAX_IDLE_S = 300.0
+
+
+@dataclass(slots=True, eq=False)
+class PeerLink:
+    """An open connection and its session's mapping; ``num_readers`` threads use it, ``dropped``: no others will."""
+
+    connection: FastConnection
+    segment: RemoteSegment
+    used_at_s: float
+    num_readers: int = 0
+    dropped: bool = False
+
+    @property
+    def usable(self) -> bool:
+        return not self.dropped and not self.connection.closed and self.segment.alive
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """Where the link to one worker is; ``opening`` is held while it is dialled, which no other worker waits for."""
+
+    opening: threading.Lock = field(default_factory=threading.Lock)
+    num_waiting: int = 0
+    link: PeerLink | None = None
+
+
+class PeerLinks:
+    """The links to other workers, by their instance as `PeerExport` has it."""
+
+    def __init__(self, engine: TransferEngine, client_id: str, clock: Clock) -> None:
+        self._engine = engine
+        self._client_id = client_id
+        self._clock = clock
+        self._lock = threading.Lock()  # never held while somebody waits for a peer
+        self._places: dict[str, _Place] = {}
+        self._closed = False
+
+    def use(self, instance: str, use: Callable[[PeerLink], _T]) -> _T:
+        """Call ``use`` with the link to ``instance``, and again with a new one if an older one turns out to be stale.
+
+        Raises what ``use`` does, and NodeUnavailable or DeadlineExceeded if the worker cannot be reached.
+        """
+        link, fresh = self._borrow(instance)
+        try:
+            return self._use(link, use)
+        except NodeUnavailable as error:
+            if fresh:
+                raise
+            _log.info("peer.opened_anew", peer=instance, error=error.message)
+        return self._use(self._borrow(instance)[0], use)
+
+    def _use(self, link: PeerLink, use: Callable[[PeerLink], _T]) -> _T:
+        gone = False
+        try:
+            return use(link)
+        except NodeUnavailable:
+            gone = True
+            raise
+        finally:
+            self._give_back(link, spent=gone or link.connection.closed)
+
+    # --- the links
+
+    def _borrow(self, instance: str) -> tuple[PeerLink, bool]:
+        """The link to ``instance``, for one more reader, and whether it was opened for it."""
+        with self._lock:
+            if self._closed:
+                raise NodeUnavailable("this worker reads from no other any more")
+            place = self._places.setdefault(instance, _Place())
+            place.num_waiting += 1
+            stale = self._take_stale()
+        self._hang_up(stale)
+        try:
+            with place.opening:
+                with self._lock:
+                    if (known := self._lend(place.link)) is not None:
+                        return known, False
+                fresh = self._open(instance)
+                with self._lock:
+                    place.link, old = fresh, place.link
+                    self._lend(fresh)
+                    gone = [each for each in (old, fresh if self._closed else None) if self._drop(each)]
+                self._hang_up(gone)
+                return fresh, True
+        finally:
+            with self._lock:
+                place.num_waiting -= 1
+
+    def _lend(self, link: PeerLink | None) -> PeerLink | None:
+        if link is None or not link.usable:
+            return None
+        link.num_readers += 1
+        link.used_at_s = self._clock.now_s()
+        return link
+
+    def _give_back(self, link: PeerLink, *, spent: bool) -> None:
+        with self._lock:
+            link.num_readers -= 1
+            if spent:
+                self._drop(link)
+        if link.dropped:
+            self._hang_up([link])
+
+    def _drop(self, link: PeerLink | None) -> bool:
+        """Lend ``link`` to nobody any more; whether there is one."""
+        if link is not None:
+            link.dropped = True
+        return link is not None
+
+    def _take_stale(self) -> list[PeerLink]:
+        """Forget links of workers that are gone, and those that nobody used for long."""
+        since_s = self._clock.now_s() - MAX_IDLE_S
+        stale = []
+        for instance, place in list(self._places.items()):
+            link = place.link
+            if link is not None and link.num_readers == 0 and (not link.usable or link.used_at_s < since_s):
+                self._drop(link)
+                stale.append(link)
+                place.link = None
+            if place.link is None and place.num_waiting == 0:
+                del self._places[instance]
+        return stale
+
+    def _hang_up(self, links: list[PeerLink]) -> None:
+        """End dropped links; a mapping that somebody reads from goes with its last reader."""
+        for link in links:
+            link.connection.close()
+            if link.num_readers == 0:
+                link.segment.close()
+
+    # --- opening
+
+    def _open(self, instance: str) -> PeerLink:
+        address, unix_path = split_instance(instance)
+        connection = FastConnection(Address.parse(address), unix_path or None)
+        try:
+            return self._greet(connection)
+        except BaseException:  # an interrupt, too: nobody else would close it; raised on
+            connection.close()
+            raise
+
+    def _greet(self, connection: FastConnection) -> PeerLink:
+        hello = store_pb2.HelloRequest(
+            protocol_version=SPOKEN.lowest,
+            highest_version=SPOKEN.highest,
+            client_id=self._client_id,
+            pid=os.getpid(),
+            host_id=host_id(),
+            wants_shm=True,
+        )
+        reply = connection.call(HELLO.number, hello, HELLO.reply, deadline_s=HELLO_DEADLINE_S)
+        settled(reply.message, connection.peer)
+        segment = self._engine.open_segment(from_proto(reply.message.segment), reply.message.session_id)
+        return PeerLink(connection, segment, self._clock.now_s())
+
+    def close(self) -> None:
+        """Hang up on all workers; reads under way fail."""
+        with self._lock:
+            self._closed = True
+            links = [place.link for place in self._places.values() if self._drop(place.link)]
+            self._places.clear()
+        self._hang_up([link for link in links if link is not None])
