@@ -17,7 +17,7 @@ from tanghulu.errors import TanghuluError
 from tanghulu.store.client import Client
 from tanghulu.store.client.logic.effects import Notify, PeerId, Transfer
 from tests.store.client.test_logic import FakeCluster
-from tests.store.cluster import Cluster, eventually
+from tests.store.cluster import Cluster, Process, eventually
 from tests.store.fault_tools import DEADLINE_S, MIB, stopped, value
 
 SOON_S = 0.3
@@ -25,13 +25,21 @@ SOON_S = 0.3
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
-    """Two nodes of this host."""
-    with Cluster(2, "64MiB") as running:
+    """Two nodes of this host; no lease ends by itself."""
+    with Cluster(2, "64MiB", "--lease-ms", "600000") as running:
         yield running
 
 
 def leases(nodes: Cluster) -> float:
     return sum(node.metric("tanghulu_node_leases") for node in nodes.nodes)
+
+
+def reserved(node: Process) -> float:
+    """How many times ranges were reserved."""
+    try:
+        return node.metric("tanghulu_rpc_seconds_count", method="reserve")
+    except KeyError:
+        return 0.0
 
 
 def keys_of(store: Client, nodes: Cluster) -> list[str]:
@@ -156,9 +164,11 @@ def test_an_interrupt_while_ranges_are_reserved(nodes: Cluster, transport: str, 
     with tanghulu.connect(nodes.address, transport=transport, deadline_s=30) as store:
         two_connections_each(store, keys_of(store, nodes))
         items = [(key, value(key, 6 * MIB)) for key in keys]
+        before = reserved(node)
         with stopped(node.popen.pid), interrupted():
             store.put_many(items, prefer_node=node.name, replicas=2 if kind == "both nodes" else 1)
-        eventually(lambda: bool(store.exists_many(keys)) and not store._driver._owing and not leases(nodes))
+        eventually(lambda: reserved(node) > before)
+        eventually(lambda: bool(store.exists_many(keys)) and not leases(nodes))
         assert not store._driver.context.leases.num_held
         store.remove_many(keys)
         for key, wanted in items:
