@@ -97,7 +97,7 @@ class Load(threading.Thread):
                 raise outcome.error
 
     def _again(self) -> None:
-        """A put of what is there is a hit; while a master learns what nodes of version 4 hold, it may be stored again."""
+        """A put of what is there is a hit, but while a master learns what old nodes hold, it may be stored again."""
         for key in self._known(1):
             self.done["stored again"] += not self._client.put(key, value_of(key), replicas=2).existed
 
