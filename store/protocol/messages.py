@@ -21,6 +21,7 @@ import msgspec
 from tanghulu.errors import TanghuluError, error_from_code
 from tanghulu.rpc.wire import U32, U64, FastMessage
 from tanghulu.store.protocol.checksums import Checksums
+from tanghulu.store.protocol.terms import NO_TERM, Term
 from tanghulu.store.protocol.types import ClientCommit, CommitResult, NewChunk
 from tanghulu.store.protocol.write_buffer import BufferPlace
 
@@ -64,14 +65,19 @@ class PutRequest(FastMessage, frozen=True):
 
 
 class PutReply(FastMessage, frozen=True):
-    """Of each value whether its key existed already, a hit that wrote nothing, or why it failed; of COMMIT too."""
+    """Of each value whether its key existed already, a hit that wrote nothing, or why it failed; of COMMIT too.
+
+    ``term`` and ``term_of``, here and in GetReply: of the newest master that the node has reported to, see ``terms``.
+    """
 
     outcomes: list[bool | Failure]
+    term: U64 = 0
+    term_of: U64 = 0
 
     @classmethod
-    def of(cls, outcomes: Sequence[bool | TanghuluError]) -> PutReply:
+    def of(cls, outcomes: Sequence[bool | TanghuluError], term: Term = NO_TERM) -> PutReply:
         """The reply that says so."""
-        return cls([Failure.of(each) if isinstance(each, TanghuluError) else each for each in outcomes])
+        return cls([Failure.of(each) if isinstance(each, TanghuluError) else each for each in outcomes], *term)
 
     @property
     def results(self) -> list[bool | TanghuluError]:
@@ -123,7 +129,8 @@ class CommitItem(FastMessage, frozen=True):
 class CommitRequest(FastMessage, frozen=True):
     """``items`` were written, the reservations ``aborted`` were not; ``visible`` and ``deadline_ms`` as in PutRequest.
 
-    The first ``num_committed`` items the master has accepted already, in the name of the node's ``generation``.
+    The first ``num_committed`` items the master has accepted already, in the name of the node's ``generation``, and
+    in its ``term`` of ``term_of``: not to be relied upon by a node that has reported to its successor.
     ``filled``: in the place of leases stand numbers of reservations whose values came with RESERVE.
     """
 
@@ -134,6 +141,8 @@ class CommitRequest(FastMessage, frozen=True):
     num_committed: U32 = 0
     generation: U64 = 0
     filled: bool = False
+    term: U64 = 0
+    term_of: U64 = 0
 
 
 # --- puts into a range of the node's memory that the client was given before: DESK
@@ -183,6 +192,8 @@ class GetReply(FastMessage, frozen=True):
 
     items: list[Found | Failure]
     lease_ms: U32
+    term: U64 = 0
+    term_of: U64 = 0
 
 
 class UnpinRequest(FastMessage, frozen=True):

@@ -12,7 +12,8 @@ so bytes under an entry that stands are those of its chunk. A torn entry does no
 counts as not found, and the node is asked as before. The index is a cache: an entry may be pushed out by others of its
 bucket, and chunks with a time to live or several checksums are not in it.
 
-    header, 64 bytes:  magic u64 | time of the owner's last sign of life, CLOCK_MONOTONIC, f64 | zeros
+    header, 64 bytes:  magic u64 | time of the owner's last sign of life, CLOCK_MONOTONIC, f64
+                       | newest term of a master that the owner has reported to u64, of the etcd u64 (``terms``) | zeros
     bucket, 256 bytes: four entries
     entry, 64 bytes:   xxh3_128 of the key 16 | version u64 | offset u64 | size u64 | xxh3_64 of the value u64
                        | xxh3_64 of the 48 bytes before u64 | zeros 8
@@ -32,6 +33,8 @@ from typing import NamedTuple
 
 import numpy as np
 import xxhash
+
+from tanghulu.store.protocol.terms import Term
 
 _xxh3_64: Callable[[bytes | memoryview], int] = xxhash.xxh3_64_intdigest
 _xxh3_128: Callable[[bytes, int], bytes] = xxhash.xxh3_128_digest
@@ -55,6 +58,8 @@ _FIELDS = struct.Struct("<QQQQQ")
 _WORD = struct.Struct("<Q")
 _TIME = struct.Struct("<d")
 _TIME_OFFSET = 8
+_TERM = struct.Struct("<QQ")
+_TERM_OFFSET = 16
 _DIGEST_BYTES = 16
 _NO_ENTRY = bytes(ENTRY_BYTES)
 
@@ -101,6 +106,11 @@ class IndexWriter:
     def beat(self, now_s: float) -> None:
         """A sign of life."""
         _TIME.pack_into(self._view, _TIME_OFFSET, now_s)
+
+    def tell_term(self, term: Term) -> None:
+        """Readers learn the newest term that the node knows; they never see the number of one etcd as another's."""
+        _TERM.pack_into(self._view, _TERM_OFFSET, 0, term.cluster)
+        _TERM.pack_into(self._view, _TERM_OFFSET, *term)
 
     def publish(self, key: str, version: int, offset: int, size_bytes: int, checksum: int) -> None:
         """From now on readers find the chunk; an older entry of the bucket may have to go."""
@@ -167,6 +177,11 @@ class IndexReader:
         self._num_buckets = num_buckets
         self._seed = seed
         self._scope = key_scope.encode()
+
+    @property
+    def term(self) -> Term:
+        """The term of the newest master that the owner has reported to."""
+        return Term(*_TERM.unpack_from(self._published, self._begin + _TERM_OFFSET))
 
     def is_kept(self, now_s: float) -> bool:
         """Whether the owner has given a sign of life of late; ``now_s`` as below."""

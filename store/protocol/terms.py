@@ -13,6 +13,9 @@ class Term(NamedTuple):
     cluster: int = 0
 
 
+NO_TERM = Term()
+
+
 class TermFence:
     """Which masters a process still obeys: none whose term is over.
 
@@ -36,6 +39,10 @@ class TermFence:
                 return False
             self.newest = Term(number, cluster)
             return True
+
+    def is_over(self, number: int, cluster: int) -> bool:
+        """Whether a term later than ``number`` is known: what such a master accepts its successor need not know."""
+        return cluster == self.newest.cluster and 0 < number < self.newest.number
 
     def __repr__(self) -> str:
         return f"TermFence({self.newest.number} of {self.newest.cluster:x})"

@@ -23,16 +23,20 @@ _RUN = "import importlib, sys; importlib.import_module(sys.argv.pop(1)).COMMAND(
 
 
 class Process:
-    """One `tanghulu master` or `tanghulu node`; its status stream tells when it is ready."""
+    """One `tanghulu master` or `tanghulu node`; its status stream tells when it is ready.
 
-    def __init__(self, module: str, *flags: str) -> None:
+    ``source``: the checkout to run it from, if it is another one than this.
+    """
+
+    def __init__(self, module: str, *flags: str, source: Path | None = None) -> None:
         self.run_dir = Path(tempfile.mkdtemp(prefix="th-"))
         self.status, theirs = socket.socketpair()
         self.status.settimeout(START_DEADLINE_S)
         fd = theirs.fileno()
         command = [sys.executable, "-c", _RUN, module, *flags, "--run-dir", str(self.run_dir), "--status-fd", str(fd)]
         self.log = (self.run_dir / "log").open("wb")
-        self.popen = subprocess.Popen(command, pass_fds=[fd], stdout=self.log, stderr=self.log)
+        env = None if source is None else {**os.environ, "PYTHONPATH": str(source / "src")}
+        self.popen = subprocess.Popen(command, pass_fds=[fd], stdout=self.log, stderr=self.log, env=env)
         theirs.close()
         try:
             ready = json.loads(self.status.makefile().readline() or "{}")

@@ -297,7 +297,7 @@ class AsyncioDriver:
         reply = await connection.call(
             call.method, call.request, call.reply_type, call.attachment, deadline_s=deadline_s
         )
-        outcome = obeyed(self.context.fence, reply) if peer == MASTER else reply
+        outcome = obeyed(self.context, reply) if peer == MASTER else reply
         if isinstance(outcome, TanghuluError):
             raise outcome
         return outcome

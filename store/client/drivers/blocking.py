@@ -289,7 +289,7 @@ class BlockingDriver:
             return error
 
     def _answer_of_master(self, asking: Asking[Any] | TanghuluError | None) -> Outcome | None:
-        return obeyed(self.context.fence, asking.end()) if isinstance(asking, Asking) else asking
+        return obeyed(self.context, asking.end()) if isinstance(asking, Asking) else asking
 
     def _asked(self, peer: PeerId, asking: Asking[Any] | TanghuluError | None) -> None:
         """What was begun is over."""
@@ -357,7 +357,7 @@ class BlockingDriver:
             return [error] * len(calls)
         try:
             outcomes = connection.call_many(calls, deadline_s=_left_s(until_s))
-            return [obeyed(self.context.fence, each) for each in outcomes] if peer == MASTER else outcomes
+            return [obeyed(self.context, each) for each in outcomes] if peer == MASTER else outcomes
         except TanghuluError as error:
             if isinstance(error, NodeUnavailable) and peer == MASTER and reused:
                 return None

@@ -24,7 +24,6 @@ from tanghulu.store.client.logic.effects import NodeLink, PeerId
 from tanghulu.store.client.logic.messages import Welcome
 from tanghulu.store.client.logic.placement import NodeTable
 from tanghulu.store.client.settings import Settings
-from tanghulu.store.protocol.terms import TermFence
 from tanghulu.transfer_engine.engine import RemoteSegment
 from tanghulu.types import Address
 
@@ -142,8 +141,11 @@ def master_failure(master: Masters, error: TanghuluError) -> TanghuluError:
     return error
 
 
-def obeyed(fence: TermFence, outcome: messages.AnyReply | TanghuluError) -> messages.AnyReply | TanghuluError:
-    """What a master answered; NotLeader in its place if one of a later term is known."""
+def obeyed(context: Context, outcome: messages.AnyReply | TanghuluError) -> messages.AnyReply | TanghuluError:
+    """What a master answered; NotLeader in its place if one of a later term is known, here or to a mapped node."""
+    fence = context.fence
+    for mapped in tuple(context.mapped.values()):
+        fence.admits(*mapped.index.term)
     if isinstance(outcome, TanghuluError) or fence.admits(outcome.message.term, outcome.message.term_of):
         return outcome
     term = outcome.message.term

@@ -30,7 +30,7 @@ from tanghulu.store.client.logic.write_buffers import MappedNode
 from tanghulu.store.client.model import PutOptions
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.messages import Reservation
-from tanghulu.store.protocol.terms import Term
+from tanghulu.store.protocol.terms import NO_TERM, Term
 from tanghulu.store.protocol.types import CommitResult, NewChunk
 from tanghulu.store.protocol.write_buffer import BufferWriter, Record
 from tanghulu.transfer_engine.engine import Opcode, TransferRequest
@@ -171,9 +171,11 @@ class _StreamedPut:
         (result,) = (CommitResult.ASK_NODE,) if self._commit is None else self._commit.results(answer)
         if result is CommitResult.EXISTS:
             return self.abort_call()
-        items, num_committed = [(self.number, self._checksums)], int(result is CommitResult.ACCEPTED)
+        items, accepted = [(self.number, self._checksums)], messages.Accepted()
+        if self._commit is not None and result is CommitResult.ACCEPTED:
+            accepted = messages.Accepted(1, self._generation, self._commit.term)
         visible, left_ms = self._options.visible, self._deadline.remaining_ms()
-        return messages.commit(items, [], visible, left_ms, num_committed, self._generation, filled=True)
+        return messages.commit(items, [], visible, left_ms, accepted, filled=True)
 
     def abort_call(self) -> messages.AnyCall:
         """COMMIT of nothing: the value is not wanted."""
@@ -197,6 +199,7 @@ def put_by_stream(
     )
     if isinstance(answer, TanghuluError):
         return
+    context.fence.admits(answer.message.term, answer.message.term_of)
     (result,) = messages.put_results(answer) or (True,)  # nothing was committed, because the key existed
     if not isinstance(result, TanghuluError):
         op.take_result(node, result)
@@ -315,7 +318,8 @@ def transfer_all(context: Context, deadline: Deadline, fillings: list[Filling], 
             errors, _ = yield Transfer(part)
         for each, request, error in zip(moving[start : start + len(part)], part, errors, strict=True):
             each.moved(request, error)
-    yield from _commit_at_nodes(context, deadline, fillings, options, generation)
+    term = NO_TERM if commit is None else commit.term
+    yield from _commit_at_nodes(context, deadline, fillings, options, messages.Accepted(0, generation, term))
 
 
 def _requests(filling: Filling, link: NodeLink) -> Iterator[TransferRequest]:
@@ -340,8 +344,9 @@ def _commit_ahead(context: Context, fillings: Sequence[Filling]) -> tuple[Commit
 
 
 def _commit_at_nodes(
-    context: Context, deadline: Deadline, fillings: list[Filling], options: PutOptions, generation: int
+    context: Context, deadline: Deadline, fillings: list[Filling], options: PutOptions, master: messages.Accepted
 ) -> Logic[None]:
+    """COMMIT at every node; ``master``: for which generation of the only node, and in which term, it has accepted."""
     calls: list[tuple[PeerId, messages.AnyCall]] = []
     committed: list[list[Filling]] = []
     for node in dict.fromkeys(each.node for each in fillings):
@@ -351,9 +356,8 @@ def _commit_at_nodes(
         )
         aborted = [each.reservation.lease_id for each in own if not each.is_filled]
         items = [(each.reservation.lease_id, each.checksums(options.part_bytes)) for each in filled]
-        num_accepted = sum(each.result is CommitResult.ACCEPTED for each in filled)
-        remaining_ms = deadline.remaining_ms()
-        call = messages.commit(items, aborted, options.visible, remaining_ms, num_accepted, generation)
+        accepted = master._replace(num_items=sum(each.result is CommitResult.ACCEPTED for each in filled))
+        call = messages.commit(items, aborted, options.visible, deadline.remaining_ms(), accepted)
         calls.append((node, call))
         committed.append(filled)
     answers = yield CallPeers(calls)

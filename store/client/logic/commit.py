@@ -20,10 +20,8 @@ from tanghulu.store.client.model import Status
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.messages import CommitKeysRequest
-from tanghulu.store.protocol.terms import Term
+from tanghulu.store.protocol.terms import NO_TERM, Term
 from tanghulu.store.protocol.types import RELIED_S, ClientCommit, CommitResult, NewChunk
-
-_NO_TERM = Term()
 
 
 @dataclass(slots=True)
@@ -71,12 +69,12 @@ class PutOp:
 class CommitCall:
     """The call by which a client commits new chunks that one run of a node is to hold, and how its answer reads.
 
-    ``term`` is the newest that the client knows.
+    ``term`` is the newest that the client knows; the attribute is that in which the master has answered.
     """
 
-    def __init__(self, node: PeerId, generation: int, items: Sequence[NewChunk], term: Term = _NO_TERM) -> None:
+    def __init__(self, node: PeerId, generation: int, items: Sequence[NewChunk], term: Term = NO_TERM) -> None:
         said = [ClientCommit(node, generation, new.key, new.version, new.size_bytes, *term) for new in items]
-        self._num_items = len(said)
+        self._num_items, self.term = len(said), NO_TERM
         self.call: messages.AnyCall
         if self._num_items == 1:
             self.call = methods.COMMIT_KEY.call(said[0])
@@ -87,6 +85,7 @@ class CommitCall:
         """One for each item; ASK_NODE for all where there is no proper answer. None: the master was not called."""
         if answer is None or isinstance(answer, TanghuluError):
             return [CommitResult.ASK_NODE] * self._num_items
+        self.term = Term(answer.message.term, answer.message.term_of)
         if self._num_items == 1:
             return [answer.message.commit_result]
         results: list[CommitResult] = answer.message.commit_results
@@ -117,5 +116,6 @@ def take_results(
         for op in ops:
             op.error = answer
         return
+    context.fence.admits(answer.message.term, answer.message.term_of)
     for op, result in zip(ops, messages.put_results(answer), strict=True):
         op.take_result(node, result)

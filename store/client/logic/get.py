@@ -301,6 +301,7 @@ def _take_answer(
     if isinstance(outcome, TanghuluError):
         _node_failed(context, deadline, node, ops, outcome)
         return
+    context.fence.admits(outcome.message.term, outcome.message.term_of)
     answers = messages.found(outcome)
     if not answers:
         _node_failed(context, deadline, node, ops, NodeUnavailable(f"{node} answered nothing"))

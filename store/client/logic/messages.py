@@ -19,6 +19,7 @@ from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.messages import Failure, Found, Reservation
 from tanghulu.store.protocol.shared_index import IndexPlace
+from tanghulu.store.protocol.terms import NO_TERM, Term
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, NewChunk
 from tanghulu.store.protocol.wire import checksums_from_wire, index_from_wire, pin_from_wire, tier_from_wire
 from tanghulu.store.protocol.write_buffer import BufferPlace
@@ -106,13 +107,20 @@ def reservations(reply: AnyReply) -> list[Reservation | TanghuluError | None]:
     return [each.error if isinstance(each, Failure) else each for each in message.reservations]
 
 
+class Accepted(NamedTuple):
+    """What a master of ``term`` has accepted: the first ``num_items`` of a COMMIT, for one ``generation`` of the node."""
+
+    num_items: int = 0
+    generation: int = 0
+    term: Term = NO_TERM
+
+
 def commit(
     items: list[tuple[int, Checksums]],
     aborted: list[int],
     visible: bool,
     deadline_ms: int,
-    num_committed: int = 0,
-    generation: int = 0,
+    accepted: Accepted = Accepted(),  # noqa: B008 - it cannot change
     *,
     filled: bool = False,
 ) -> AnyCall:
@@ -121,8 +129,9 @@ def commit(
     ``filled``: not leases, but numbers that RESERVE has named.
     """
     written = [m.CommitItem(*item) for item in items]
+    num_items, generation, term = accepted
     return methods.COMMIT.call(
-        m.CommitRequest(written, aborted, visible, deadline_ms, num_committed, generation, filled)
+        m.CommitRequest(written, aborted, visible, deadline_ms, num_items, generation, filled, *term)
     )
 
 

@@ -26,7 +26,6 @@ from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.report_queue import ReportMessage
 from tanghulu.store.node.state.slot_report import SlotPiece
 from tanghulu.store.protocol.methods import ANNOUNCE
-from tanghulu.store.protocol.terms import TermFence
 from tanghulu.store.protocol.types import Tier
 from tanghulu.types import Address, InstanceId
 
@@ -61,7 +60,6 @@ class Reporter:
         self._queue = state.reports
         self._masters = masters
         self._master: Address | None = None  # that is connected, or was last
-        self._fence = TermFence()
         self._on_unregistered = on_unregistered
         self._on_orders = on_orders
         self._failed_copies: list[str] = []
@@ -228,8 +226,8 @@ class Reporter:
             used_bytes=self._state.used_bytes,
             ssd_capacity_bytes=self._state.tier.capacity_bytes,
             ssd_used_bytes=self._state.tier.used_bytes,
-            term=self._fence.newest.number,
-            term_of=self._fence.newest.cluster,
+            term=self._state.fence.newest.number,
+            term_of=self._state.fence.newest.cluster,
         )
         for key, version in message.retracted:
             request.withdrawn.add(key=key, version=version)
@@ -271,7 +269,7 @@ class Reporter:
         message = self._message
         if not isinstance(outcome, TanghuluError) and len(outcome.message.accepted) != len(message.added):
             outcome = MasterUnavailable(f"{self._master} did not answer all of {len(message.added)} announcements")
-        elif not isinstance(outcome, TanghuluError) and not self._fence.admits(
+        elif not isinstance(outcome, TanghuluError) and not self._state.obeys(
             outcome.message.term, outcome.message.term_of
         ):
             outcome = NotLeader.naming("")

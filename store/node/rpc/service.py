@@ -49,6 +49,7 @@ from tanghulu.store.protocol.messages import (
     UnpinRequest,
 )
 from tanghulu.store.protocol.shared_index import IndexPlace
+from tanghulu.store.protocol.terms import Term
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, MAX_STREAMED_BYTES, NewChunk
 from tanghulu.store.protocol.wire import index_to_wire
 from tanghulu.transfer_engine.core.descriptor_wire import to_proto
@@ -177,7 +178,9 @@ class NodeService:
         self, items: list[tuple[NewChunk, memoryview]], written: list[Written], visible: bool, until_s: float
     ) -> Answer:
         written = await self._puts.write_rest(items, written, visible=visible, until_s=until_s)
-        return PutReply.of(await self._puts.settled(written, visible=visible, until_s=until_s))
+        return PutReply.of(
+            await self._puts.settled(written, visible=visible, until_s=until_s), self._state.fence.newest
+        )
 
     def reserve(self, peer: Peer, request: ReserveRequest, attachment: memoryview) -> Answer | Pending:
         """Reserve ranges that the client will write, or that the value behind the request goes to."""
@@ -287,8 +290,9 @@ class NodeService:
 
     def _commit(self, request: CommitRequest, ended: Sequence[_Ended]) -> Later:
         """Make chunks of what the client has written; what it has committed at the master counts if all of it does."""
+        term = Term(request.term, request.term_of)
         valid = all(
-            self._state.is_commit_valid(each, request.generation) for each, _ in ended if isinstance(each, Chunk)
+            self._state.is_commit_valid(each, request.generation, term) for each, _ in ended if isinstance(each, Chunk)
         )
         num_told = request.num_committed if valid else 0
         written: list[Written] = []
@@ -305,7 +309,7 @@ class NodeService:
         later = Later()
 
         def done(outcomes: list[PutOutcome]) -> None:
-            later.set(PutReply.of(outcomes))
+            later.set(PutReply.of(outcomes, self._state.fence.newest))
 
         self._puts.settle(written, visible=visible, until_s=until_s, done=done, num_told=num_told)
         return later
@@ -319,7 +323,7 @@ class NodeService:
         if request.verify or (self._promoter is not None and self._promoter.is_cold(request.keys)):
             return self._get_key_by_key(session, request)
         items, values = self._get(session, request.keys, request.max_inline_bytes, MAX_INLINE_ANSWER_BYTES)
-        return GetReply(items, self._state.access.lease_ms), values
+        return GetReply(items, self._state.access.lease_ms, *self._state.fence.newest), values
 
     async def _get_key_by_key(self, session: Session, request: GetRequest) -> Answer:
         """What comes up from the SSD, or is verified, because room in memory may not suffice for all.
@@ -349,7 +353,7 @@ class NodeService:
             self._unsent.note(answer, 0)
         found = (self._state.find(ChunkKey(key)) for key in request.keys)
         self._state.touch([chunk for chunk in found if chunk is not None])  # once more, in the order of the prompt
-        return GetReply(items, self._state.access.lease_ms), values
+        return GetReply(items, self._state.access.lease_ms, *self._state.fence.newest), values
 
     async def _in_memory(self, request: GetRequest) -> AsyncIterator[tuple[str, TanghuluError | None]]:
         if self._promoter is None:

@@ -12,6 +12,7 @@ from sortedcontainers import SortedList
 
 from tanghulu.store.node.state.chunk import Chunk, ChunkEvent, ChunkState
 from tanghulu.store.protocol.shared_index import IndexWriter
+from tanghulu.store.protocol.terms import Term
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey, LeaseId
 
@@ -56,6 +57,11 @@ class Published:
         if self._writer is not None:
             self.flush()
             self._writer.beat(now_s)
+
+    def tell_term(self, term: Term) -> None:
+        """Let readers know the newest master that the node obeys."""
+        if self._writer is not None:
+            self._writer.tell_term(term)
 
     def close(self) -> None:
         """Tell readers not to look any more."""
@@ -194,6 +200,10 @@ class ChunkTable:
     def flush(self) -> None:
         """Let clients find what became LIVE."""
         self._published.flush()
+
+    def tell_term(self, term: Term) -> None:
+        """Let clients know the newest master that the node obeys."""
+        self._published.tell_term(term)
 
     def check(self) -> None:
         """Assert that the three indexes agree with the chunks' states and counts."""

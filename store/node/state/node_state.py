@@ -41,6 +41,7 @@ from tanghulu.store.node.state.ssd_chunk import SsdChunk
 from tanghulu.store.node.state.tenant_usage import TenantUsage
 from tanghulu.store.node.state.write_buffers import WriteBuffers
 from tanghulu.store.protocol.checksums import Checksums, validate
+from tanghulu.store.protocol.terms import NO_TERM, Term, TermFence
 from tanghulu.store.protocol.types import RELIED_S, NewChunk, Pin
 from tanghulu.store.protocol.write_buffer import BufferPlace
 from tanghulu.transfer_engine.core.access import AccessTable
@@ -81,6 +82,7 @@ class NodeState:
         self.waiters = WaitQueue()
         self.counters, self.hot = NodeCounters(), HotKeys()
         self.draining = False
+        self.fence = TermFence()
         self._exceeds_quota = False  # the last range that was asked for has to wait for more evictions by its quota
         self._clock = clock
         self._generation = generation
@@ -234,13 +236,21 @@ class NodeState:
         self.table.unlease(lease_id)
         return chunk
 
-    def is_commit_valid(self, chunk: Chunk, generation: int) -> bool:
+    def obeys(self, term: int, term_of: int) -> bool:
+        """Whether to obey the master that answered so; clients learn the newest term by the index."""
+        newest = self.fence.newest
+        admitted = self.fence.admits(term, term_of)
+        if self.fence.newest != newest:
+            self.table.tell_term(self.fence.newest)
+        return admitted
+
+    def is_commit_valid(self, chunk: Chunk, generation: int, term: Term = NO_TERM) -> bool:
         """Whether a client's commit of this reservation at the master, for that generation of the node, still holds.
 
-        Not when it may have been made too long ago, nor when an earlier try of the put was retracted: the retraction
-        may reach the master behind the commit.
+        Not when it may have been made too long ago, nor at a master whose ``term`` is over, nor when an earlier try of
+        the put was retracted: the retraction may reach the master behind the commit.
         """
-        if generation != self._generation or self.age_s(chunk) > RELIED_S:
+        if generation != self._generation or self.age_s(chunk) > RELIED_S or self.fence.is_over(*term):
             return False
         return not self.reports.has_retracted(chunk.key, chunk.version)
 

@@ -17,7 +17,7 @@ from tanghulu.errors import TanghuluError
 from tanghulu.store.client import Client
 from tanghulu.store.client.logic.effects import Notify, PeerId, Transfer
 from tests.store.client.test_logic import FakeCluster
-from tests.store.cluster import Cluster, eventually
+from tests.store.cluster import Cluster, Process, eventually
 from tests.store.fault_tools import DEADLINE_S, MIB, stopped, value
 
 SOON_S = 0.3
@@ -25,13 +25,21 @@ SOON_S = 0.3
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
-    """Two nodes of this host."""
-    with Cluster(2, "64MiB") as running:
+    """Two nodes of this host; no lease ends by itself."""
+    with Cluster(2, "64MiB", "--lease-ms", "600000") as running:
         yield running
 
 
 def leases(nodes: Cluster) -> float:
     return sum(node.metric("tanghulu_node_leases") for node in nodes.nodes)
+
+
+def reserved(node: Process) -> float:
+    """How many times ranges were reserved."""
+    try:
+        return node.metric("tanghulu_rpc_seconds_count", method="reserve")
+    except KeyError:
+        return 0.0
 
 
 def keys_of(store: Client, nodes: Cluster) -> list[str]:
@@ -117,27 +125,56 @@ def test_a_reservation_that_was_granted_too_late(nodes: Cluster) -> None:
         assert store.remove("late/reserved")
 
 
+def interrupt(number: int, frame: object) -> None:
+    """A handler of signals that raises."""
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def interrupted() -> Iterator[None]:
+    """What waits in the block is interrupted soon, as by Ctrl-C."""
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, SOON_S)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_an_interrupt_in_a_get(nodes: Cluster) -> None:
     """Ctrl-C while a node is silent: one node has answered, the other will."""
     with tanghulu.connect(nodes.address) as store:
         keys = keys_of(store, nodes)
         two_connections_each(store, keys)
-
-        def interrupt(number: int, frame: object) -> None:
-            raise KeyboardInterrupt
-
-        before = signal.signal(signal.SIGALRM, interrupt)
-        try:
-            for keys_asked in ([keys[0]], keys):
-                with stopped(nodes.nodes[0].popen.pid):
-                    signal.setitimer(signal.ITIMER_REAL, SOON_S)
-                    with pytest.raises(KeyboardInterrupt):
-                        store.get_many(keys_asked, deadline_s=20)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+        for keys_asked in ([keys[0]], keys):
+            with stopped(nodes.nodes[0].popen.pid), interrupted():
+                store.get_many(keys_asked, deadline_s=20)
         eventually(lambda: store.exists(keys[0]) and not leases(nodes))
         assert store.get(keys[0]) == value(keys[0])
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("kind", ["one", "several", "both nodes"])
+def test_an_interrupt_while_ranges_are_reserved(nodes: Cluster, transport: str, kind: str) -> None:
+    """The node has heard RESERVE, or will, and grants ranges to somebody who does not wait any more."""
+    node = nodes.nodes[0]
+    keys = [f"late/range-{transport}-{kind}-{number}" for number in range(1 if kind == "one" else 3)]
+    with tanghulu.connect(nodes.address, transport=transport, deadline_s=30) as store:
+        two_connections_each(store, keys_of(store, nodes))
+        items = [(key, value(key, 6 * MIB)) for key in keys]
+        before = reserved(node)
+        with stopped(node.popen.pid), interrupted():
+            store.put_many(items, prefer_node=node.name, replicas=2 if kind == "both nodes" else 1)
+        eventually(lambda: reserved(node) > before)
+        eventually(lambda: bool(store.exists_many(keys)) and not leases(nodes))
+        assert not store._driver.context.leases.num_held
+        store.remove_many(keys)
+        for key, wanted in items:
+            assert not store.put(key, wanted, prefer_node=node.name).existed
+            assert store.get(key) == wanted
+        store.remove_many(keys)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

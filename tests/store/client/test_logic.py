@@ -38,6 +38,7 @@ from tanghulu.store.client.logic.placement import NodeTable
 from tanghulu.store.client.model import NodeView, PutItem, PutOptions
 from tanghulu.store.protocol import checksums, methods
 from tanghulu.store.protocol.messages import Done, Failure, Found, GetReply, LocateReply, Location, PutReply
+from tanghulu.store.protocol.terms import NO_TERM
 
 OK = PutOptions()
 NAMES = {method.number: method.name for method in methods.METHODS}
@@ -63,6 +64,7 @@ class FakeCluster:
         self.asked: list[str] = []
         self.told_corrupt: list[tuple[str, str]] = []
         self.num_expiring = self.num_moves = self.num_pins = 0  # moves that come too late for their lease
+        self.term = NO_TERM  # of the master that the nodes have reported to
         self.context = Context("here", "", self.clock, NodeTable("here"))
         self.context.nodes.update([node(name) for name in names], 1e9)
         self.do = Operations(self.context, lambda: None)
@@ -138,7 +140,7 @@ class FakeCluster:
             else:
                 data += value
             items.append(Found(len(value), 0, checksums.compute(b"right"), self.num_pins, 0, False))
-        return Reply(GetReply(items, 1000), memoryview(data))
+        return Reply(GetReply(items, 1000, *self.term), memoryview(data))
 
     def _method_unpin(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
         self.told_corrupt += [(peer, key) for key in call.request.corrupt]
@@ -152,7 +154,7 @@ class FakeCluster:
             else:
                 self.values[peer][item.key] = bytes(value)
                 outcomes.append(False)
-        return Reply(PutReply.of(outcomes), memoryview(b""))
+        return Reply(PutReply.of(outcomes, self.term), memoryview(b""))
 
     def _method_exists(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
         found = bytes(key in self.values[peer] for key in call.request.keys)

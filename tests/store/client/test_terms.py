@@ -14,11 +14,17 @@ from prometheus_client import CollectorRegistry
 import tanghulu
 import tanghulu.aio
 from tanghulu.errors import MasterUnavailable, NotLeader
+from tanghulu.eviction.policies import make_policy
 from tanghulu.protos import directory_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
+from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
 from tanghulu.runtime.clock import ManualClock
+from tanghulu.store.client.drivers.connections import obeyed
+from tanghulu.store.client.logic.effects import PeerId
+from tanghulu.store.client.logic.write_buffers import MappedNode
+from tanghulu.store.client.model import PutItem
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement
 from tanghulu.store.master.election.election import KeyHolder
@@ -26,10 +32,16 @@ from tanghulu.store.master.election.leadership import Leadership
 from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.rpc.directory_service import DirectoryCalls
 from tanghulu.store.master.server import MasterServer
-from tanghulu.store.protocol.messages import CommitKeyReply, CommitKeysRequest, LocateRequest
+from tanghulu.store.node.state.chunk_table import Published
+from tanghulu.store.node.state.node_state import make_node_state
+from tanghulu.store.protocol.messages import CommitKeyReply, CommitKeysRequest, LocateReply, LocateRequest
 from tanghulu.store.protocol.methods import COMMIT_KEY, COMMIT_KEYS, LIST_KEYS, LOCATE, NODES, WAIT
+from tanghulu.store.protocol.shared_index import IndexPlace, IndexReader, IndexWriter, index_bytes
+from tanghulu.store.protocol.terms import NO_TERM, Term
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
+from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.types import Address, ChunkKey, Role
+from tests.store.client.test_logic import OK, FakeCluster
 from tests.store.master.running_master import instance
 
 ETCD = 77
@@ -153,6 +165,54 @@ async def test_a_deposed_master_takes_no_commit_of_who_knows_its_successor_and_s
         reply = await connection.call(COMMIT_KEY.number, of_another_etcd, CommitKeyReply)
         assert reply.message == CommitKeyReply(CommitResult.ACCEPTED, 7, ETCD)
         await connection.close()
+
+
+# --- a client that knows only the master that stood still learns of its successor from nodes
+
+
+OF_OLD = Reply(LocateReply(False, (None,), b"", 7, ETCD), memoryview(b""))
+
+
+@pytest.mark.parametrize("operation", ["get", "put"])
+def test_the_answers_of_nodes_tell_the_newest_term(operation: str) -> None:
+    fake = FakeCluster("a")
+    fake.values["a"]["k"], fake.directory["k"] = b"right", ["a"]
+    assert obeyed(fake.context, OF_OLD) is OF_OLD
+    fake.term = Term(9, ETCD)
+    logic = (
+        fake.do.get(fake.deadline, "k") if operation == "get" else fake.do.put(fake.deadline, PutItem("n", b"v"), OK)
+    )
+    fake.run(logic)
+    assert isinstance(obeyed(fake.context, OF_OLD), NotLeader)
+
+
+def test_the_memory_of_nodes_of_this_host_tells_the_newest_term() -> None:
+    memory = memoryview(bytearray(index_bytes(64)))
+    writer = IndexWriter(memory, 1, 0.0)
+    reader = IndexReader(memory, memory, IndexPlace(0, 64, 1))
+    fake = FakeCluster("a")
+    link: Any = None
+    fake.context.mapped[PeerId("a")] = MappedNode(link, reader, 7)
+    assert obeyed(fake.context, OF_OLD) is OF_OLD
+    for term in (Term(9, ETCD), Term(3, ETCD + 1), Term(8, ETCD)):
+        writer.tell_term(term)
+        assert reader.term == term
+    writer.tell_term(Term(9, ETCD))
+    assert isinstance(obeyed(fake.context, OF_OLD), NotLeader)
+
+
+def test_a_node_tells_readers_of_its_memory_whom_it_obeys() -> None:
+    memory = memoryview(bytearray(index_bytes(64)))
+    clock = ManualClock()
+    published = Published(IndexWriter(memory, 1, 0.0))
+    state = make_node_state(
+        1 << 20, AccessTable(clock, 1000, 1 << 20), lambda: make_policy("lru"), clock, published=published
+    )
+    reader = IndexReader(memory, memory, IndexPlace(0, 64, 1))
+    assert reader.term == NO_TERM
+    assert state.obeys(9, ETCD)
+    assert not state.obeys(7, ETCD)
+    assert reader.term == Term(9, ETCD)
 
 
 async def test_every_reply_of_the_directory_carries_the_term() -> None:

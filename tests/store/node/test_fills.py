@@ -15,6 +15,7 @@ from tanghulu.store.node.writes import fills
 from tanghulu.store.node.writes.fills import MAX_FILL_S, MAX_FRACTION, Fill
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
 from tanghulu.store.protocol.messages import CommitItem, CommitRequest, ReserveRequest
+from tanghulu.store.protocol.terms import NO_TERM, Term
 from tanghulu.types import ChunkKey
 from tests.store.node.rig import CAPACITY, GENERATION, SUM, new, put
 from tests.store.node.test_puts import NOTHING, Rig, results
@@ -49,10 +50,16 @@ class FillRig(Rig):
         return begun
 
     async def say(
-        self, number: int = 1, *, told: bool = True, generation: int = GENERATION, sums: Checksums = SUM
+        self,
+        number: int = 1,
+        *,
+        told: bool = True,
+        generation: int = GENERATION,
+        sums: Checksums = SUM,
+        term: Term = NO_TERM,
     ) -> list[bool | TanghuluError]:
-        """COMMIT of a value that has come; ``told``: the master has accepted it."""
-        request = CommitRequest([CommitItem(number, sums)], [], True, 1000, int(told), generation, True)
+        """COMMIT of a value that has come; ``told``: the master of ``term`` has accepted it."""
+        request = CommitRequest([CommitItem(number, sums)], [], True, 1000, int(told), generation, True, *term)
         outcomes = await results(self.service.commit(self.mine, request, NOTHING))
         self.check()
         return outcomes
@@ -81,6 +88,18 @@ async def test_a_committed_value_is_live_at_once_and_announced_with_the_next_mes
     assert fill.chunk.checksums == SUM
     assert not rig.state.reports.urgent
     assert rig.state.reports.take().added == [fill.chunk]
+
+
+@pytest.mark.parametrize(("term", "stands"), [(7, False), (9, True), (11, True), (0, True)])
+async def test_what_a_deposed_master_has_accepted_is_announced_to_its_successor(
+    rig: FillRig, term: int, stands: bool
+) -> None:
+    assert rig.state.obeys(9, 77)
+    fill = rig.here("k")
+    await rig.say(term=Term(term, 77))
+    assert fill.chunk.state is (ChunkState.LIVE if stands else ChunkState.ANNOUNCING)
+    assert not rig.state.obeys(7, 77)
+    assert rig.state.obeys(9, 77), "a client's word moves no node's fence"
 
 
 @pytest.mark.parametrize(("told", "generation"), [(False, GENERATION), (True, 8)])

@@ -55,12 +55,12 @@ FAILURE = Failure.of(StoreFull("no room"))
 SAID = ClientCommit("node-1", 2, ChunkKey("k"), 7, 5, 9, 77)
 EXAMPLES: list[FastMessage] = [
     PutRequest([NEW, NewChunk(ChunkKey("ab"), 7, 3)], True, 1000),
-    PutReply([True, False, FAILURE]),
+    PutReply([True, False, FAILURE], 9, 77),
     ReserveRequest([NEW], 1000, 5),
     ReserveReply([Reservation(1, 64, True), None, FAILURE]),
-    CommitRequest([CommitItem(1, SUMS)], [2, 3], True, 1000, 1, 4, True),
+    CommitRequest([CommitItem(1, SUMS)], [2, 3], True, 1000, 1, 4, True, 9, 77),
     GetRequest(["a", "b"], 65536, True, 1000),
-    GetReply([Found(8192, 7, SUMS, 1, 64, True), FAILURE], 5000),
+    GetReply([Found(8192, 7, SUMS, 1, 64, True), FAILURE], 5000, 9, 77),
     UnpinRequest([1, 2], 8192, ["a"], ["b", "c"]),
     Done(),
     OpenBufferRequest(4096),

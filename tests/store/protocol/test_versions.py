@@ -135,7 +135,7 @@ def test_a_client_of_then_puts_and_gets_at_the_node_of_today(cluster: Cluster) -
     client = ClientOfThen(cluster.nodes[0].address)
     hello = store_pb2.HelloReply.FromString(client.ask(HELLO, "hello.request")[0])
     assert hello.protocol_version == 4
-    assert client.ask(methods.PUT, "put.request", VALUE)[0] == BYTES["put.reply"]
+    assert as_read_then(client.ask(methods.PUT, "put.request", VALUE)[0], "put.reply") == [[False]]
     answer, value = client.ask(methods.GET, "get.request")
     assert value == VALUE
     assert as_read_then(answer, "get.reply")[0] == msgspec.msgpack.decode(BYTES["get.reply"])[0]
