@@ -8,15 +8,16 @@ map in newer versions (seen with 0.32), an array with its name in front in older
     ["BlockRemoved", hashes, medium, …]
     ["AllBlocksCleared"]
 
-Hashes are bytes, or numbers of 64 bits: unsigned ones of vLLM, signed ones of SGLang. vLLM's numbers are the last 8 bytes
-of its names; with ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0`` it tells the names themselves, as ``vllm_sha256_cbor`` makes them
-from tokens. Blocks in other media than the GPU's memory are left out.
+Hashes are bytes, or numbers of 64 bits: unsigned ones of vLLM, signed ones of SGLang. vLLM's numbers are the last
+8 bytes of its names; with ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0`` it tells the names themselves, as
+``vllm_sha256_cbor`` makes them from tokens. Blocks in other media than the GPU's memory are left out.
 
-A model of several kinds of attention tells events for each group of layers (``group_idx``). A group with a sliding window
-drops a block as soon as the window has passed it, while the group with full attention still has it, and that one decides
-whether a prefix can be used. So once a group with full attention is known, the events of others are left out. Where numbers are
-missing the reader asks for a replay from the first missing one; what the publisher cannot give any more is lost, and
-with it the worker's blocks: they are cleared, and come again as they are used.
+A model of several kinds of attention tells events for each group of layers (``group_idx``). A group with a sliding
+window drops a block as soon as the window has passed it, while the group with full attention still has it, and that one
+decides whether a prefix can be used. So once a group with full attention is known, the events of others are left out.
+
+Where numbers are missing the reader asks for a replay from the first missing one; what the publisher cannot give any
+more is lost, and with it the worker's blocks: they are cleared, and come again as they are used.
 """
 
 from __future__ import annotations

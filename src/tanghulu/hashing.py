@@ -10,7 +10,7 @@ blocks of 4 tokens, ``[1..10]`` has two names, h[0] over 1-4 and h[1] over h[0] 
 wait for their block to fill. This is the scheme of vLLM's automatic prefix caching and of the Mooncake
 paper (FAST'25, section 4); the 128-bit default H is xxh3, which is fast (a 128k-token prompt in about a
 millisecond) but not collision-proof against an attacker who picks tokens: choose ``sha256`` where tenants
-do not trust each other. ``vllm_sha256_cbor`` gives the names that vLLM itself gives its blocks (at the end of this file).
+do not trust each other. ``vllm_sha256_cbor`` gives the names that vLLM itself gives its blocks (at this file's end).
 """
 
 from __future__ import annotations
@@ -244,8 +244,8 @@ def vllm_chain_hashes(
 def _cbor_blocks(tokens: Tokens, block_tokens: int) -> tuple[bytes, list[int]]:
     """The CBOR of each block's list of tokens, one behind the other, and where each ends.
 
-    A token below 24 is one byte; others are a head (0x18, 0x19, 0x1a) and 1, 2 or 4 bytes, big-endian. So each gets five
-    columns, and the columns that it needs are kept: 500 is ``19 .. .. 01 f4`` without the dots.
+    A token below 24 is one byte; others are a head (0x18, 0x19, 0x1a) and 1, 2 or 4 bytes, big-endian. So each gets
+    five columns, and the columns that it needs are kept: 500 is ``19 .. .. 01 f4`` without the dots.
     """
     small, byte, short = tokens < 24, tokens < 1 << 8, tokens < 1 << 16
     columns = np.empty((len(tokens), 5), np.uint8)
