@@ -1,9 +1,23 @@
 """vLLM's block hashes: CBOR by its specification, hashes as its own code with cbor2 made them."""
 
+import hashlib
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tanghulu.hashing import cbor, vllm_chain_hashes, vllm_event_hash, vllm_root_hash
+from tanghulu.errors import InvalidRequest
+from tanghulu.hashing import (
+    VLLM_SHA256_CBOR,
+    TokenSequence,
+    cbor,
+    root_hash,
+    vllm_chain_hashes,
+    vllm_event_hash,
+    vllm_root_hash,
+)
+from tanghulu.types import Fingerprint
 
 TOKENS = np.arange(0, 70_000, 4375, dtype=np.uint32)
 ROOT = "4e1195df020de59e0d65a33a4279f1183e7ae4e5d980e309f8b55adff2e61c3e"
@@ -55,3 +69,29 @@ def test_block_hashes():
     assert [h.hex() for h in salted] == SALTED[:3]
     assert vllm_event_hash(vllm_chain_hashes(root, TOKENS, 4)[-1]) == 8662069637289929039
     assert vllm_chain_hashes(root, TOKENS[:3], 4) == []
+
+
+#: Tokens around the places where CBOR's numbers grow by a byte.
+EDGES = st.sampled_from([0, 23, 24, 255, 256, 65_535, 65_536, 2**32 - 1]) | st.integers(0, 2**32 - 1)
+
+
+@given(st.lists(EDGES, max_size=90), st.sampled_from([1, 2, 23, 24, 32]), st.none() | st.text(min_size=1, max_size=5))
+def test_a_chain_is_hash_over_hash_of_each_blocks_cbor(values, block_tokens, salt):
+    """The definition, block by block; the chain itself is cut and encoded all at once."""
+    tokens, expected, parent = np.array(values, np.uint32), [], vllm_root_hash()
+    extra = (("cache_salt", salt),) if salt else None
+    for number in range(len(values) // block_tokens):
+        own = tuple(values[number * block_tokens : (number + 1) * block_tokens])
+        parent = hashlib.sha256(cbor((parent, own, extra if number == 0 else None))).digest()
+        expected.append(parent)
+    assert vllm_chain_hashes(vllm_root_hash(salt=(salt or "").encode()), tokens, block_tokens) == expected
+    assert vllm_chain_hashes(vllm_root_hash(), tokens, block_tokens, [extra]) == expected
+
+
+def test_a_sequence_names_its_blocks_as_vllm_does():
+    model = Fingerprint(b"m" * 16)
+    sequence = TokenSequence(root_hash(model, b"tenant", VLLM_SHA256_CBOR), 4, TOKENS[:6], VLLM_SHA256_CBOR)
+    sequence.append(TOKENS[6:])
+    assert sequence.block_hashes == vllm_chain_hashes(vllm_root_hash(), TOKENS, 4, [(("cache_salt", "tenant"),)])
+    with pytest.raises(InvalidRequest, match="not UTF-8"):
+        root_hash(model, b"\xff", VLLM_SHA256_CBOR)

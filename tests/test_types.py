@@ -53,5 +53,7 @@ def test_places():
 def test_kv_chunk_keys_round_trip():
     key = kv_chunk_key(Fingerprint(bytes(range(16))), BlockHash(bytes(range(16, 32))), 3)
     assert parse_kv_chunk_key(key) == ("0001020304050607", bytes(range(16, 32)), 3)
+    of_vllm = kv_chunk_key(Fingerprint(bytes(16)), BlockHash(bytes(range(32))))
+    assert parse_kv_chunk_key(of_vllm) == ("0" * 16, bytes(range(32)), 0)
     for other in ("user/key", "kv/a/b/c", "kv/00/" + "zz" * 16 + "/0"):
         assert parse_kv_chunk_key(other) is None

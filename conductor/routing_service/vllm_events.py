@@ -1,4 +1,4 @@
-"""From vLLM's KV events to changes of the index: the payload's format, and the sequence numbers.
+"""From the KV events of vLLM and SGLang to changes of the index: the payload's format, and the sequence numbers.
 
 Pure. A publisher numbers its messages from 0; a message is msgpack of [time, events, data-parallel rank]. An event is a
 map in newer versions (seen with 0.32), an array with its name in front in older ones:
@@ -8,9 +8,16 @@ map in newer versions (seen with 0.32), an array with its name in front in older
     ["BlockRemoved", hashes, medium, …]
     ["AllBlocksCleared"]
 
-Hashes are numbers of 64 bits, or bytes. Blocks in other media than the GPU's memory are left out. Where numbers are
-missing the reader asks for a replay from the first missing one; what the publisher cannot give any more is lost, and
-with it the worker's blocks: they are cleared, and come again as they are used.
+Hashes are bytes, or numbers of 64 bits: unsigned ones of vLLM, signed ones of SGLang. vLLM's numbers are the last
+8 bytes of its names; with ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0`` it tells the names themselves, as
+``vllm_sha256_cbor`` makes them from tokens. Blocks in other media than the GPU's memory are left out.
+
+A model of several kinds of attention tells events for each group of layers (``group_idx``). A group with a sliding
+window drops a block as soon as the window has passed it, while the group with full attention still has it, and that one
+decides whether a prefix can be used. So once a group with full attention is known, the events of others are left out.
+
+Where numbers are missing the reader asks for a replay from the first missing one; what the publisher cannot give any
+more is lost, and with it the worker's blocks: they are cleared, and come again as they are used.
 """
 
 from __future__ import annotations
@@ -24,6 +31,8 @@ from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.types import BlockHash, InstanceId
 
 GPU = ("GPU", None)
+#: Kinds of groups that keep all blocks of a prefix (``kv_cache_spec_kind``); None: a publisher that tells no kinds.
+FULL_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention", None)
 #: Where an event that is an array has its medium.
 _MEDIUM_AT = {"BlockStored": 6, "BlockRemoved": 2}
 
@@ -75,12 +84,36 @@ class Numbers:
         self.next = number + 1
 
 
-def decode(payload: Any) -> list[KvChange]:
-    """The changes in an unpacked message, in order. Raises InvalidRequest for one that is not of this format."""
-    try:
-        return [_change(event if isinstance(event, dict) else _as_map(event)) for event in payload[1]]
-    except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequest(f"not a KV event message of vLLM: {error!r}") from error
+class EventDecoder:
+    """Decodes one publisher's messages; remembers which of its groups have full attention."""
+
+    def __init__(self) -> None:
+        self._full_groups: set[int] = set()
+
+    def decode(self, payload: Any) -> list[KvChange]:
+        """The changes in an unpacked message, in order. Raises InvalidRequest for one that is not of this format."""
+        try:
+            return [self._change(event if isinstance(event, dict) else _as_map(event)) for event in payload[1]]
+        except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequest(f"not a KV event message of vLLM or SGLang: {error!r}") from error
+
+    def _change(self, event: dict[str, Any]) -> KvChange:
+        name = event["type"]
+        if name == "AllBlocksCleared":
+            return KvChange(cleared=True)
+        if name not in _MEDIUM_AT or event.get("medium") not in GPU or not self._counts(name, event):
+            return KvChange()
+        hashes = _hashes(event["block_hashes"])
+        return KvChange(stored=hashes) if name == "BlockStored" else KvChange(removed=hashes)
+
+    def _counts(self, name: str, event: dict[str, Any]) -> bool:
+        """Whether the event is one of a group that decides; only BlockStored tells a group's kind."""
+        group = event.get("group_idx")
+        if group is None:
+            return True
+        if name == "BlockStored" and event.get("kv_cache_spec_kind") in FULL_ATTENTION:
+            self._full_groups.add(group)
+        return not self._full_groups or group in self._full_groups
 
 
 def _as_map(event: list[Any]) -> dict[str, Any]:
@@ -91,15 +124,5 @@ def _as_map(event: list[Any]) -> dict[str, Any]:
     return {"type": name, "block_hashes": event[1], "medium": event[at] if len(event) > at else None}
 
 
-def _change(event: dict[str, Any]) -> KvChange:
-    name = event["type"]
-    if name == "AllBlocksCleared":
-        return KvChange(cleared=True)
-    if name not in _MEDIUM_AT or event.get("medium") not in GPU:
-        return KvChange()
-    hashes = _hashes(event["block_hashes"])
-    return KvChange(stored=hashes) if name == "BlockStored" else KvChange(removed=hashes)
-
-
 def _hashes(values: Iterable[int | bytes]) -> tuple[BlockHash, ...]:
-    return tuple(BlockHash(v.to_bytes(8, "big") if isinstance(v, int) else bytes(v)) for v in values)
+    return tuple(BlockHash(v.to_bytes(8, "big", signed=v < 0) if isinstance(v, int) else bytes(v)) for v in values)

@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from tanghulu.conductor.routing.requests import KvChange
-from tanghulu.conductor.routing_service.vllm_events import EventSource, Numbers, decode
+from tanghulu.conductor.routing_service.vllm_events import EventDecoder, EventSource, Numbers
 from tanghulu.errors import ConfigError, InvalidRequest
 
 _log = structlog.get_logger(__name__)
@@ -35,7 +35,7 @@ class VllmFollower:
         self._source, self._apply, self._unpack = source, apply, unpack
         self._context: Any = zmq.asyncio.Context()
         self._subscribe, self._dealer = zmq.SUB, zmq.DEALER
-        self._numbers = Numbers()
+        self._numbers, self._decoder = Numbers(), EventDecoder()
 
     async def run(self) -> None:
         """Follow until cancelled; what cannot be read is logged and left out."""
@@ -63,7 +63,7 @@ class VllmFollower:
 
     def _read(self, number: int, payload: bytes) -> None:
         try:
-            for change in decode(self._unpack(payload)):
+            for change in self._decoder.decode(self._unpack(payload)):
                 self._apply(change)
         except (InvalidRequest, ValueError) as error:
             _log.warning("vllm.not_an_event", worker=self._source.worker, error=str(error))

@@ -10,7 +10,7 @@ blocks of 4 tokens, ``[1..10]`` has two names, h[0] over 1-4 and h[1] over h[0] 
 wait for their block to fill. This is the scheme of vLLM's automatic prefix caching and of the Mooncake
 paper (FAST'25, section 4); the 128-bit default H is xxh3, which is fast (a 128k-token prompt in about a
 millisecond) but not collision-proof against an attacker who picks tokens: choose ``sha256`` where tenants
-do not trust each other.
+do not trust each other. ``vllm_sha256_cbor`` gives the names that vLLM itself gives its blocks (at this file's end).
 """
 
 from __future__ import annotations
@@ -37,15 +37,22 @@ def _sha256_128(data: bytes | memoryview) -> BlockHash:
     return BlockHash(hashlib.sha256(data).digest()[:16])
 
 
-#: ``BlockHash`` is called nowhere in these: it would cost as much again as a block's hash.
+def _sha256(data: bytes | memoryview) -> BlockHash:
+    return BlockHash(hashlib.sha256(data).digest())
+
+
+#: Blocks are named as vLLM names them with ``--prefix-caching-hash-algo sha256_cbor``: 32 bytes.
+VLLM_SHA256_CBOR = "vllm_sha256_cbor"
+#: ``BlockHash`` is called nowhere in the first: it would cost as much again as a block's hash.
 HASH_FUNCTIONS: dict[str, HashFunction] = {
     "xxh3_128": cast(HashFunction, xxhash.xxh3_128_digest),
     "sha256": _sha256_128,
+    VLLM_SHA256_CBOR: _sha256,
 }
 
 
 def hash_function(name: str) -> HashFunction:
-    """The 128-bit hash called ``name``; raises InvalidRequest that lists the known ones."""
+    """The hash called ``name``; raises InvalidRequest that lists the known ones."""
     try:
         return HASH_FUNCTIONS[name]
     except KeyError:
@@ -53,7 +60,12 @@ def hash_function(name: str) -> HashFunction:
 
 
 def root_hash(fingerprint: Fingerprint, salt: bytes = b"", algorithm: str = "xxh3_128") -> BlockHash:
-    """The hash that stands in front of a prompt's first block: model and tenant."""
+    """The hash that stands in front of a prompt's first block: model and tenant.
+
+    vLLM's names say nothing of the model: there the root is vLLM's own, with the tenant's salt behind it.
+    """
+    if algorithm == VLLM_SHA256_CBOR:
+        return vllm_root_hash(salt=salt)
     return hash_function(algorithm)(b"tanghulu/v1\0" + fingerprint + b"\0" + salt)
 
 
@@ -70,6 +82,8 @@ def as_tokens(tokens: Iterable[int] | bytes | Tokens) -> Tokens:
 
 def chain_hashes(parent: BlockHash, tokens: Tokens, block_tokens: int, algorithm: str = "xxh3_128") -> list[BlockHash]:
     """Hashes of the full blocks of ``tokens`` behind ``parent``; a partial last block has none."""
+    if algorithm == VLLM_SHA256_CBOR:
+        return vllm_chain_hashes(parent, tokens, block_tokens)
     digest = hash_function(algorithm)
     num_blocks = len(tokens) // block_tokens
     data = np.ascontiguousarray(tokens[: num_blocks * block_tokens], dtype="<u4")
@@ -156,10 +170,11 @@ class TokenSequence:
         return f"TokenSequence({self._length} tokens, {len(self.block_hashes)} full blocks of {self.block_tokens})"
 
 
-# --- the block hashes of vLLM (its scheme ``sha256_cbor``), so that its KV events can be read
+# --- the block hashes of vLLM (its scheme ``sha256_cbor``): events, store keys and routing then share one name
 
 #: What vLLM's first blocks grow from where nothing else is configured (``PYTHONHASHSEED`` there, as text).
 DEFAULT_VLLM_SEED = "vllm-none-hash"
+VLLM_HASH_BYTES = 32
 CborValue = int | str | bytes | None | tuple["CborValue", ...]
 
 
@@ -184,9 +199,19 @@ def _cbor_head(major: int, number: int) -> bytes:
     return bytes((major << 5 | 24 + power,)) + number.to_bytes(1 << power, "big")
 
 
-def vllm_root_hash(seed: str = DEFAULT_VLLM_SEED) -> BlockHash:
-    """The hash that vLLM's first block has in place of a parent."""
-    return BlockHash(hashlib.sha256(cbor(seed)).digest())
+def vllm_root_hash(seed: str = DEFAULT_VLLM_SEED, salt: bytes = b"") -> BlockHash:
+    """What vLLM's first block has in place of a parent; with ``salt`` (UTF-8), that salt as CBOR behind it.
+
+    vLLM puts the text of ``cache_salt`` into the first block's extra keys; ``vllm_chain_hashes`` takes it from here.
+    Raises InvalidRequest for a salt that is no text.
+    """
+    root = hashlib.sha256(cbor(seed)).digest()
+    if not salt:
+        return BlockHash(root)
+    try:
+        return BlockHash(root + cbor((("cache_salt", salt.decode()),)))
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"the cache salt {salt!r} is not UTF-8, and vLLM takes text") from None
 
 
 def vllm_chain_hashes(
@@ -197,15 +222,45 @@ def vllm_chain_hashes(
         (parent's hash, the block's tokens, extra keys or null)
 
     ``extra_keys`` is a list with those of each block: a LoRA's name, ``(("cache_salt", salt),)`` for the first block …;
-    None or a missing entry is a block without any.
+    None or a missing entry is a block without any. ``parent`` may be a root with a salt behind it (``vllm_root_hash``).
     """
-    hashes = []
-    for number in range(len(tokens) // block_tokens):
-        own = tuple(tokens[number * block_tokens : (number + 1) * block_tokens].tolist())
-        extra = extra_keys[number] if number < len(extra_keys) else None
-        parent = BlockHash(hashlib.sha256(cbor((parent, own, extra))).digest())
-        hashes.append(parent)
+    num_blocks = len(tokens) // block_tokens
+    if not num_blocks:
+        return []
+    bodies, ends = _cbor_blocks(as_tokens(tokens)[: num_blocks * block_tokens], block_tokens)
+    front = _cbor_head(4, 3) + _cbor_head(2, VLLM_HASH_BYTES)
+    last, salted = bytes(parent[:VLLM_HASH_BYTES]), parent[VLLM_HASH_BYTES:]
+    hashes, begin, null, sha256 = [], 0, cbor(None), hashlib.sha256
+    for number, end in enumerate(ends):
+        extra = salted if salted and not number else null
+        if number < len(extra_keys):
+            extra = cbor(extra_keys[number])
+        last = sha256(front + last + bodies[begin:end] + extra).digest()
+        hashes.append(BlockHash(last))
+        begin = end
     return hashes
+
+
+def _cbor_blocks(tokens: Tokens, block_tokens: int) -> tuple[bytes, list[int]]:
+    """The CBOR of each block's list of tokens, one behind the other, and where each ends.
+
+    A token below 24 is one byte; others are a head (0x18, 0x19, 0x1a) and 1, 2 or 4 bytes, big-endian. So each gets
+    five columns, and the columns that it needs are kept: 500 is ``19 .. .. 01 f4`` without the dots.
+    """
+    small, byte, short = tokens < 24, tokens < 1 << 8, tokens < 1 << 16
+    columns = np.empty((len(tokens), 5), np.uint8)
+    columns[:, 0] = np.where(small, tokens, 0x1A - byte.view(np.uint8) - short.view(np.uint8))
+    columns[:, 1:] = tokens.astype(">u4").view(np.uint8).reshape(-1, 4)
+    needed = np.empty(columns.shape, bool)
+    needed[:, 0] = True
+    needed[:, 1] = needed[:, 2] = ~short
+    needed[:, 3], needed[:, 4] = ~byte, ~small
+    head = np.frombuffer(_cbor_head(4, block_tokens), np.uint8)
+    num_blocks = len(tokens) // block_tokens
+    rows = (num_blocks, 5 * block_tokens)
+    whole = np.concatenate((np.tile(head, (num_blocks, 1)), columns.reshape(rows)), axis=1)
+    kept = np.concatenate((np.ones((num_blocks, len(head)), bool), needed.reshape(rows)), axis=1)
+    return whole[kept].tobytes(), np.cumsum(kept.sum(axis=1)).tolist()
 
 
 def vllm_event_hash(block_hash: BlockHash) -> int:

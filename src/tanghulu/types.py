@@ -127,6 +127,10 @@ def format_size(size_bytes: float) -> str:
     return f"{size_bytes:.1f} TiB"
 
 
+#: Hexadecimal digits of a block's name in a key: names of 128 bits, and vLLM's of 256.
+_HASH_DIGITS = (32, 64)
+
+
 def kv_chunk_key(fingerprint: Fingerprint, block_hash: BlockHash, part: int = 0) -> ChunkKey:
     """Key of the chunk that holds one block's KV: ``kv/<fingerprint>/<block hash>/<part>``.
 
@@ -139,7 +143,7 @@ def kv_chunk_key(fingerprint: Fingerprint, block_hash: BlockHash, part: int = 0)
 def parse_kv_chunk_key(key: str) -> tuple[str, BlockHash, int] | None:
     """The inverse of kv_chunk_key: (fingerprint's first 8 bytes in hex, block hash, part), or None for other keys."""
     parts = key.split("/")
-    if len(parts) != 4 or parts[0] != "kv" or len(parts[2]) != 32:
+    if len(parts) != 4 or parts[0] != "kv" or len(parts[2]) not in _HASH_DIGITS:
         return None
     try:
         return parts[1], BlockHash(bytes.fromhex(parts[2])), int(parts[3])

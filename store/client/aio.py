@@ -223,6 +223,7 @@ class AsyncClient:
     ) -> list[int | TanghuluError]:
         """Each value into its buffer; a size or an error for each key. The buffers must not overlap.
 
+        A key's buffer may be a list of buffers, which are filled one behind the other, as with ``get_into``.
         ``raise_errors`` raises the first error instead.
         """
         deadline = self._deadline(deadline_s)

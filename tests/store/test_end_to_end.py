@@ -166,6 +166,13 @@ def test_many_keys_in_one_call(cluster: Cluster, client: Client, transport: str)
         assert results[:-1] == [len(value) for value in values.values()]
         assert isinstance(results[-1], ChunkNotFound)
         assert buffers == list(values.values())
+        layers = [[bytearray(3), bytearray(len(value))] for value in values.values()]
+        results = mine.get_many_into(keys, [*layers[:-1], [bytearray(1)], [bytearray(1)]])
+        assert results[:-2] == [len(value) for value in list(values.values())[:-1]]
+        assert isinstance(results[-2], InvalidRequest), "the list of buffers is too small"
+        assert isinstance(results[-1], ChunkNotFound)
+        for (first, rest), value in zip(layers[:-1], values.values(), strict=False):
+            assert (first + rest)[: len(value)] == value
         assert mine.exists_many(keys) == [True] * 100 + [False]
         assert mine.remove_many(["m0", "absent"]) == [True, False]
 

@@ -175,8 +175,15 @@ class Operations:
         keys = as_keys(keys)
         if len(keys) != len(buffers):
             raise InvalidRequest(f"{len(keys)} keys and {len(buffers)} buffers do not belong together")
-        ops = [GetOp(validate_key(k), writable(b)) for k, b in zip(keys, buffers, strict=True)]
+        many = [[writable(each) for each in b] if isinstance(b, list | tuple) else None for b in buffers]
+        ops = [
+            GetOp(validate_key(key), writable(buffer) if pieces is None else None)
+            for key, buffer, pieces in zip(keys, buffers, many, strict=True)
+        ]
         yield from gets.fetch(self._context, deadline, ops, self._flush)
+        for op, pieces in zip(ops, many, strict=True):
+            if pieces is not None:
+                ranges.scatter_result(op, pieces)
         if raise_errors:
             raise_first([op.result for op in ops])
         return [op.result for op in ops]  # type: ignore[misc]  # buffers: no chunks

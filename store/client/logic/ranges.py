@@ -119,3 +119,13 @@ def scatter(chunk: Chunk, buffers: Sequence[Buffer]) -> int:
             np.copyto(buffer.array[:length], np.frombuffer(source[position : position + length], np.uint8))
         position += length
     return chunk.size_bytes
+
+
+def scatter_result(op: GetOp, buffers: Sequence[Buffer]) -> None:
+    """Copy the chunk that ``op`` got into ``buffers``, and close it; the result becomes its size or an error."""
+    if isinstance(op.result, Chunk):
+        with op.result as chunk:
+            try:
+                op.result = scatter(chunk, buffers)
+            except InvalidRequest as error:
+                op.result = error

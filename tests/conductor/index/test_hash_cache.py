@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tanghulu.conductor.index.hash_cache import RUN_BLOCKS, HashCache
-from tanghulu.hashing import TokenSequence, chain_hashes, root_hash
+from tanghulu.hashing import TokenSequence, chain_hashes, root_hash, vllm_root_hash
 from tanghulu.types import Fingerprint
 
-ROOTS = [root_hash(Fingerprint(bytes([n]) * 16)) for n in range(2)]
+ROOTS = [*(root_hash(Fingerprint(bytes([n]) * 16)) for n in range(2)), vllm_root_hash(salt=b"tenant")]
 RUN = RUN_BLOCKS * 2
 #: Three conversations that part at different places.
 TOKENS = np.random.default_rng(0).integers(0, 9, (3, 5 * RUN), dtype=np.uint32)
@@ -27,7 +27,7 @@ TOKENS[2, : RUN + 3] = TOKENS[0, : RUN + 3]
             st.integers(0, 2),
             st.integers(0, 5 * RUN),
             st.sampled_from([1, 2]),
-            st.sampled_from(["xxh3_128", "sha256"]),
+            st.sampled_from(["xxh3_128", "sha256", "vllm_sha256_cbor"]),
         ),
         min_size=1,
         max_size=12,

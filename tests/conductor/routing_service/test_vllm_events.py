@@ -8,7 +8,7 @@ import pytest
 
 from tanghulu.conductor.routing.requests import KvChange
 from tanghulu.conductor.routing_service.main import RouterConfig
-from tanghulu.conductor.routing_service.vllm_events import EventSource, Numbers, decode, parse_sources
+from tanghulu.conductor.routing_service.vllm_events import EventDecoder, EventSource, Numbers, parse_sources
 from tanghulu.conductor.routing_service.vllm_follower import VllmFollower
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.types import InstanceId
@@ -32,7 +32,7 @@ def test_a_message():
         {"type": "BlockRemoved", "block_hashes": [3]},
         {"type": "AllBlocksCleared"},
     ]
-    assert decode([12.5, events, 0]) == [
+    assert EventDecoder().decode([12.5, events, 0]) == [
         KvChange(stored=(number(1), b"\xff" * 8)),
         KvChange(stored=(b"\x07" * 32,)),
         KvChange(),
@@ -53,7 +53,36 @@ def test_a_message():
 )
 def test_what_is_no_message(payload):
     with pytest.raises(InvalidRequest, match="not a KV event message"):
-        decode(payload)
+        EventDecoder().decode(payload)
+
+
+def test_hashes_of_sglang_are_signed():
+    stored = {"type": "BlockStored", "block_hashes": [-5, 5, -(2**63)], "medium": "GPU"}
+    assert EventDecoder().decode([0.0, [stored, ["BlockRemoved", [-5]]], None]) == [
+        KvChange(stored=(number(2**64 - 5), number(5), number(2**63))),
+        KvChange(removed=(number(2**64 - 5),)),
+    ]
+
+
+def stored(group: int, kind: str | None, *hashes: int) -> dict[str, object]:
+    return {"type": "BlockStored", "block_hashes": list(hashes), "group_idx": group, "kv_cache_spec_kind": kind}
+
+
+def removed(group: int, *hashes: int) -> dict[str, object]:
+    return {"type": "BlockRemoved", "block_hashes": list(hashes), "group_idx": group}
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "mla_attention", None])
+def test_a_removal_in_a_sliding_window_leaves_the_block_of_full_attention(kind):
+    decoder = EventDecoder()
+    decoder.decode([0.0, [stored(1, "sliding_window", 7), stored(0, kind, 7)], 0])
+    assert decoder.decode([0.0, [removed(1, 7), stored(1, "sliding_window", 8)], 0]) == [KvChange(), KvChange()]
+    assert decoder.decode([0.0, [removed(0, 7)], 0]) == [KvChange(removed=(number(7),))]
+
+
+def test_where_every_group_has_a_window_all_count():
+    changes = EventDecoder().decode([0.0, [stored(0, "sliding_window", 7), removed(0, 7)], 0])
+    assert changes == [KvChange(stored=(number(7),)), KvChange(removed=(number(7),))]
 
 
 def test_numbers():

@@ -1,0 +1,1 @@
+"""Connectors: what runs tanghulu inside other inference engines, a folder an engine and what they share."""

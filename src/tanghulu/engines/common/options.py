@@ -1,0 +1,70 @@
+"""A connector's options: what users write into the engine's configuration, checked once at its start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials, TlsFiles
+from tanghulu.errors import ConfigError, InvalidRequest
+from tanghulu.masters import Masters
+from tanghulu.store.client.client import Client
+from tanghulu.store.client.settings import Settings
+from tanghulu.types import parse_size
+
+SAVE_CHOICES = ("all", "prompt", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectorOptions:
+    """See docs/engines/vllm.md; the names are those of the keys in ``kv_connector_extra_config``."""
+
+    master: str
+    namespace: str = ""
+    tenant: str = ""
+    token: str = field(default="", repr=False)
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    lookup_deadline_ms: float = 20.0
+    load_deadline_s: float = 5.0
+    save_deadline_s: float = 10.0
+    threads: int = 2
+    save: str = "all"
+    save_pending_bytes: int | str = "512MiB"
+    min_blocks: int = 1
+
+    @staticmethod
+    def parse(values: Mapping[str, Any]) -> ConnectorOptions:
+        """The options in ``values``; raises ConfigError that names an unknown key, or what is wrong with a value."""
+        known = [each.name for each in fields(ConnectorOptions)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ConfigError(
+                f"unknown option {', '.join(map(repr, unknown))} of the connector; known: {', '.join(known)}"
+            )
+        if not values.get("master"):
+            raise ConfigError('the connector needs "master": "host:port", where tanghulu\'s master listens')
+        return ConnectorOptions(**values)
+
+    def __post_init__(self) -> None:
+        if self.save not in SAVE_CHOICES:
+            raise ConfigError(f"save={self.save!r} is unknown; known: {', '.join(SAVE_CHOICES)}")
+        for name in ("lookup_deadline_ms", "load_deadline_s", "save_deadline_s", "threads", "min_blocks"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be more than 0")
+        try:
+            parse_size(self.save_pending_bytes)
+        except InvalidRequest as error:
+            raise ConfigError(f"save_pending_bytes: {error.message}") from None
+
+    @property
+    def max_pending_bytes(self) -> int:
+        return parse_size(self.save_pending_bytes)
+
+    def open_client(self) -> Client:
+        """A client that finds its master when it is first used, and anew after a failure: the store may be away."""
+        shown = Credentials(self.tenant, self.token, TlsFiles(self.tls_cert, self.tls_key, self.tls_ca))
+        masters = Masters.of(self.master)
+        return Client(Settings(master=masters.showing(shown) if shown != NOTHING_TO_SHOW else masters))

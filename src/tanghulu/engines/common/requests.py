@@ -1,0 +1,175 @@
+"""What the store does for each request of an engine's scheduler: blocks to load, blocks to save. Pure.
+
+The engine asks how much of a request's prefix can be loaded, takes room for it, and waits for the load's end; it may
+preempt a request that computes, and end one at any time. Three rules hold whatever happens:
+
+* a load that was ordered is waited for, also when its request is gone: its blocks are being written to;
+* a request is loaded at most once between two preemptions: an engine that lost all of a load asks again, and would be
+  told the same by a store that does not answer;
+* blocks whose load failed are computed, and saved again.
+
+Example with blocks of 16 tokens: a prompt of 100, 2 blocks in the engine's own cache, 5 in the store. ``match`` says 48
+tokens (blocks 2, 3 and 4; of a prompt of 80 it were 32, as an engine must compute the last token), ``allocate`` orders
+their load, and behind its end the step that fills block 5 orders its save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from tanghulu.engines.common.saves import Block, PendingSaves, SaveJob
+
+
+class RequestState(Enum):
+    """Where a request stands with the store."""
+
+    WAITING = auto()  # nothing was said of it yet, or it was preempted
+    MATCHED = auto()  # the engine knows how much can be loaded, and has not taken room for it
+    LOADING = auto()  # its load is under way
+    COMPUTING = auto()  # the engine computes what was not loaded
+    LEFT = auto()  # it ended while its load was under way
+
+
+class RequestEvent(Enum):
+    """What happens to it."""
+
+    MATCH = auto()
+    LOAD = auto()
+    COMPUTE = auto()
+    LOADED = auto()
+    PREEMPT = auto()
+    LEAVE = auto()
+
+
+_S, _E = RequestState, RequestEvent
+#: None: the request is forgotten.
+TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState | None] = {
+    (_S.WAITING, _E.MATCH): _S.MATCHED,
+    (_S.WAITING, _E.COMPUTE): _S.COMPUTING,
+    (_S.WAITING, _E.PREEMPT): _S.WAITING,
+    (_S.WAITING, _E.LEAVE): None,
+    (_S.MATCHED, _E.MATCH): _S.MATCHED,
+    (_S.MATCHED, _E.LOAD): _S.LOADING,
+    (_S.MATCHED, _E.COMPUTE): _S.COMPUTING,
+    (_S.MATCHED, _E.PREEMPT): _S.WAITING,
+    (_S.MATCHED, _E.LEAVE): None,
+    (_S.LOADING, _E.LOADED): _S.COMPUTING,
+    (_S.LOADING, _E.LEAVE): _S.LEFT,
+    (_S.COMPUTING, _E.COMPUTE): _S.COMPUTING,
+    (_S.COMPUTING, _E.PREEMPT): _S.WAITING,
+    (_S.COMPUTING, _E.LEAVE): None,
+    (_S.LEFT, _E.LOADED): None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """Blocks to read from the store, in the order of the prompt."""
+
+    request_id: str
+    blocks: tuple[Block, ...]
+
+
+@dataclass(slots=True)
+class _Request:
+    state: RequestState = RequestState.WAITING
+    num_preemptions: int = 0
+    num_matched: int = 0  # blocks in front of this are the engine's own or the store's
+    num_computed: int = 0  # of those, the engine's own
+    num_saved: int = 0  # blocks in front of this are in the store, or were given to it
+    loading: tuple[Block, ...] = ()
+
+
+class RequestBook:
+    """All requests that the engine has not ended, and those whose load is still under way."""
+
+    def __init__(self, block_tokens: int, saves: PendingSaves, min_blocks: int = 1) -> None:
+        assert block_tokens > 0
+        self._block_tokens, self._min_blocks, self.saves = block_tokens, min_blocks, saves
+        self._requests: dict[str, _Request] = {}
+        self._loads: list[LoadJob] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def arrive(self, request_id: str) -> None:
+        """The engine has a new request; one that was told already stays as it is."""
+        self._requests.setdefault(request_id, _Request())
+
+    def may_load(self, request_id: str, num_preemptions: int) -> bool:
+        """Whether to ask the store for the request: not while or after it was loaded, but again once preempted."""
+        request = self._requests[request_id]
+        if num_preemptions > request.num_preemptions:
+            self._move(request_id, RequestEvent.PREEMPT)
+            request.num_preemptions = num_preemptions
+        return request.state in (RequestState.WAITING, RequestState.MATCHED)
+
+    def match(self, request_id: str, num_tokens: int, num_computed_tokens: int, num_stored: int) -> int:
+        """The store holds the first ``num_stored`` blocks: how many tokens the engine shall load."""
+        request = self._requests[request_id]
+        self._move(request_id, RequestEvent.MATCH)
+        request.num_saved = max(request.num_saved, num_stored)
+        request.num_computed = num_computed_tokens // self._block_tokens
+        usable = min(num_stored, (num_tokens - 1) // self._block_tokens)
+        if num_computed_tokens % self._block_tokens or usable - request.num_computed < self._min_blocks:
+            usable = request.num_computed
+        request.num_matched = usable
+        return (usable - request.num_computed) * self._block_tokens
+
+    def allocate(self, request_id: str, num_tokens: int, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """The engine took room, with ``num_tokens`` to be loaded; ``block_ids`` begin at the prompt's start."""
+        request = self._requests[request_id]
+        if not num_tokens:
+            self._move(request_id, RequestEvent.COMPUTE)
+            return
+        wanted = range(request.num_computed, request.num_matched)
+        assert num_tokens == len(wanted) * self._block_tokens, f"{num_tokens} tokens, {len(wanted)} blocks were offered"
+        self._move(request_id, RequestEvent.LOAD)
+        request.loading = tuple(Block(hashes[index], block_ids[index]) for index in wanted)
+        self._loads.append(LoadJob(request_id, request.loading))
+
+    def take_loads(self) -> list[LoadJob]:
+        """The loads that were ordered since the last call; every one of them must end with ``load_ended``."""
+        taken, self._loads = self._loads, []
+        return taken
+
+    def load_ended(self, request_id: str, bad_block_ids: set[int]) -> None:
+        """The load is over; the blocks from the first bad one on are computed, and then saved."""
+        request = self._requests[request_id]
+        bad = [index for index, block in enumerate(request.loading) if block.block_id in bad_block_ids]
+        if bad:
+            request.num_saved = min(request.num_saved, request.num_computed + bad[0])
+        request.loading = ()
+        self._move(request_id, RequestEvent.LOADED)
+
+    def computed(
+        self, request_id: str, num_tokens: int, hashes: Sequence[bytes], block_ids: Sequence[int]
+    ) -> SaveJob | None:
+        """What to save, as the first ``num_tokens`` have their KV when this step ends; the caller pins those blocks."""
+        request = self._requests[request_id]
+        assert request.state is RequestState.COMPUTING, f"{request_id} computes while it is {request.state.name}"
+        num_full = min(num_tokens // self._block_tokens, len(hashes))
+        fresh = [Block(hashes[index], block_ids[index]) for index in range(request.num_saved, num_full)]
+        request.num_saved = max(request.num_saved, num_full)
+        return self.saves.order(fresh) if fresh else None
+
+    def leave(self, request_id: str) -> None:
+        """The engine ended the request, or its client hung up."""
+        self._move(request_id, RequestEvent.LEAVE)
+
+    def check(self) -> None:
+        self.saves.check()
+        for request in self._requests.values():
+            under_way = request.state in (RequestState.LOADING, RequestState.LEFT)
+            assert under_way == bool(request.loading)
+        assert {job.request_id for job in self._loads} <= self._requests.keys()
+
+    def _move(self, request_id: str, event: RequestEvent) -> None:
+        request = self._requests[request_id]
+        following = TRANSITIONS[request.state, event]
+        if following is None:
+            del self._requests[request_id]
+        else:
+            request.state = following

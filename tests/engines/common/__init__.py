@@ -1,0 +1,1 @@
+"""Tests of what connectors share, in virtual time and without an engine."""

@@ -1,0 +1,1 @@
+"""Tests with vLLM in an environment of its own (tools/engine_venv.py)."""
