@@ -70,6 +70,21 @@ class TierCounters:
     recovered: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Residents:
+    """What has a range in the file; an entry whose time is over has it until it is dropped."""
+
+    entries: dict[ChunkKey, SsdChunk]
+    doomed: dict[int, SsdChunk]
+
+    def find(self, key: ChunkKey) -> SsdChunk | None:
+        """The entry of ``key``."""
+        return self.entries.get(key)
+
+    def __iter__(self) -> Iterator[SsdChunk]:
+        return chain(self.entries.values(), self.doomed.values())
+
+
 class TierState:
     """See the module. ``capacity_bytes``: of the file behind its superblock, a multiple of the unit."""
 
@@ -81,7 +96,8 @@ class TierState:
         self._clock = clock
         self._entries: dict[ChunkKey, SsdChunk] = {}
         self._doomed: dict[int, SsdChunk] = {}  # by offset
-        self._space: Space[SsdChunk] = Space(OffsetAllocator(capacity_bytes, UNIT), self, make_policy)
+        self._residents = _Residents(self._entries, self._doomed)
+        self._space: Space[SsdChunk] = Space(OffsetAllocator(capacity_bytes, UNIT), self._residents, make_policy)
         self._ends = SortedList()  # (expires_s, id, entry) of those in _entries that end by time
         self._sequence = 0
 
@@ -99,7 +115,7 @@ class TierState:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[SsdChunk]:
-        return chain(self._entries.values(), self._doomed.values())
+        return iter(self._residents)
 
     def entries(self) -> list[SsdChunk]:
         """All that can be had, as it is now."""

@@ -92,7 +92,7 @@ class Residents(Protocol[R_co]):
     """All that have a range, found by key."""
 
     def find(self, key: ChunkKey) -> R_co | None:
-        """The one of ``key``."""
+        """The one of ``key``, also when its time is over, as long as it has its range."""
         ...
 
     def __iter__(self) -> Iterator[R_co]: ...
@@ -373,9 +373,13 @@ class Space(Generic[R]):
             if allocator.largest_free_bytes >= wanted:
                 return allocator.allocate(size_bytes)
         window = allocator.frames.cheapest(wanted)
-        while window is not None and (position := self._first_taken(window)) is not None:
+        if window is None:
+            return None
+        allocator.raise_fence(window.start, window.end)  # what becomes free inside stays apart from holes beside it
+        while (position := self._first_taken(window)) is not None:
             drop(self._loose[position])
-        return None if window is None else allocator.allocate(size_bytes)
+        allocator.lift_fence()
+        return allocator.allocate(size_bytes)
 
     def carve(
         self, wanted_bytes: int, least_bytes: int, max_evicted_bytes: int, drop: Callable[[R], None]

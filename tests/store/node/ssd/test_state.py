@@ -18,6 +18,7 @@ from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.ssd.admission import Demotion, TierAdmission
 from tanghulu.store.node.ssd.file import TierFile
 from tanghulu.store.node.ssd.state import Instruction, LostChunk, TierState, Wipe, Write
+from tanghulu.store.node.state.frames import MAX_FRAMES
 from tanghulu.store.node.state.ssd_chunk import TRANSITIONS, SsdChunk, SsdChunkEvent, SsdChunkState
 from tanghulu.store.node.state.ssd_record import (
     HEADER_BYTES,
@@ -97,6 +98,39 @@ def test_entries_that_go_before_their_end_leave_nothing_behind() -> None:
     assert len([each for each in state.expire(clock.now_s()) if isinstance(each, LostChunk)]) == 64
     state.check()
     assert not state._ends
+
+
+def placed(state: TierState, key: str, size: int) -> SsdChunk:
+    """An entry of a size of which no bytes are made."""
+    entry, _ = state.evicted(SsdRecord(ChunkKey(key), 1, size, Checksums(0, (1,))), None, 0, size + UNIT)
+    assert entry is not None
+    assert state.written(entry, ok=True) == []
+    return entry
+
+
+def test_a_window_is_cleared_beside_holes_and_across_frames() -> None:
+    """In a file so large that its frames hold several units, as those of real ones do."""
+    state = TierState(4 * MAX_FRAMES * UNIT, lambda: make_policy("lru"), TierAdmission("all", 1 << 40), ManualClock())
+    rng = random.Random(5)
+    stored = [placed(state, f"k{i}", (700 + i % 3) * UNIT) for i in range(4 * MAX_FRAMES // 704)]
+    rng.shuffle(stored)
+    for each in stored:
+        state.touch(each)
+    for number in range(60):
+        placed(state, f"large{number}", rng.randrange(900, 5000) * UNIT)
+    state.check()
+
+
+def test_what_is_over_and_not_yet_dropped_gives_way_like_anything_else() -> None:
+    clock = ManualClock()
+    state = make_state(clock)
+    for i in range(64):
+        store(state, record(f"k{i}"), expires_s=5.0)
+    clock.advance(5.0)
+    assert state.find(ChunkKey("k0")) is None
+    state.switch_policy(lambda: make_policy("sieve"))
+    store(state, record("large", 3 * UNIT))
+    assert len(state.expire(clock.now_s())) == 2 * 60
 
 
 def test_a_range_that_is_being_read_is_not_used_again() -> None:
