@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -34,11 +35,13 @@ from rich.table import Table
 
 from directory_cases import (
     DEADLINE_S,
+    GROUP_KEYS,
     NUM_NODES,
     NUM_RANGES,
     PIECE_KEYS,
     Case,
     MasterDirectory,
+    group_of_keys,
     in_turns,
     key_of,
     range_of,
@@ -61,7 +64,9 @@ from tanghulu.store.protocol.types import CommitResult
 from tanghulu.types import Address
 
 PREFIX_KEYS = 1000
-BATCH = 16
+BATCH = GROUP_KEYS
+#: Puts or gets of so many clients that a busy master finds before it.
+AT_ONCE = 16
 #: Nodes of the large cluster in the arithmetic without a directory.
 MANY_NODES = 100
 PARTS = ("masters", "redis", "nobody", "tables", "etcd", "failover")
@@ -82,12 +87,8 @@ def master_cases(master: MasterDirectory, keys: Sequence[str], rng: random.Rando
     pids = (master.pid,)
 
     def commit() -> None:
-        reply = master.ask(methods.COMMIT_KEY.call(master.commits(rng, 1)[0]))
+        reply = master.ask(methods.COMMIT_KEY.call(master.commits([key_of(rng)])[0]))
         assert reply.commit_result is CommitResult.ACCEPTED
-
-    def commit_many() -> None:
-        reply = master.ask(methods.COMMIT_KEYS.call(m.CommitKeysRequest(master.commits(rng, BATCH))))
-        assert set(reply.commit_results) == {CommitResult.ACCEPTED}
 
     prefixes = drawn(keys, rng)
 
@@ -97,17 +98,27 @@ def master_cases(master: MasterDirectory, keys: Sequence[str], rng: random.Rando
 
     return [
         Case("master", "commit of one key", pids, commit, after=master.confirm),
-        Case("master", f"commit of {BATCH} keys in a call", pids, commit_many, 100, BATCH, master.confirm),
         Case("master", "location of one key", pids, lambda: locate(1)),
         Case("master", f"location of {PREFIX_KEYS} keys", pids, lambda: locate(PREFIX_KEYS), 30, PREFIX_KEYS),
     ]
 
 
-class SplitLookUps:
-    """``exists`` of a prefix's keys, where each range of slots belongs to one of several masters."""
+#: (number of the master, what it is asked), and a way to ask.
+Calls: TypeAlias = Sequence[tuple[int, Call[Any]]]
+Together: TypeAlias = Callable[[Calls], Sequence[Any]]
 
-    def __init__(self, masters: Sequence[MasterDirectory], keys: Sequence[str], rng: random.Random) -> None:
-        self._masters, self._prefixes = masters, drawn(keys, rng)
+
+class SplitCalls:
+    """Calls that name many keys, where each range of slots belongs to one of several masters."""
+
+    def __init__(
+        self,
+        masters: Sequence[MasterDirectory],
+        prefixes: Iterator[list[str]],
+        new_keys: Callable[[], list[str]],
+        which: str = "",
+    ) -> None:
+        self._masters, self._prefixes, self._new_keys, self._which = masters, prefixes, new_keys, which
         self._threads = ThreadPoolExecutor(len(masters))
 
     def split(self, keys: Sequence[str]) -> list[list[int]]:
@@ -118,42 +129,88 @@ class SplitLookUps:
             parts[range_of(key) % num_masters].append(index)
         return parts
 
-    def exists(self, together: Callable[[Sequence[Call[Any]]], Sequence[Any]]) -> None:
-        """Ask each for its part, and join the answers."""
+    def _parts(self, keys: Sequence[str]) -> list[tuple[int, Sequence[int]]]:
+        """(master, positions of its keys), of those that have any."""
+        parts = [range(len(keys))] if len(self._masters) == 1 else self.split(keys)
+        return [(number, part) for number, part in enumerate(parts) if part]
+
+    def exists(self, together: Together) -> None:
+        """Ask each master for its part of a prefix, and join the answers."""
         keys = next(self._prefixes)
-        parts = [range(PREFIX_KEYS)] if len(self._masters) == 1 else self.split(keys)
-        calls = [methods.LOCATE.call(m.LocateRequest([keys[i] for i in part], True)) for part in parts]
+        parts = self._parts(keys)
+        calls = [(i, methods.LOCATE.call(m.LocateRequest([keys[each] for each in part], True))) for i, part in parts]
         found = bytearray(PREFIX_KEYS)
-        for part, reply in zip(parts, together(calls), strict=True):
+        for (_, part), reply in zip(parts, together(calls), strict=True):
             for index, byte in zip(part, reply.message.found, strict=True):
                 found[index] = byte
         assert found.count(1) == PREFIX_KEYS
 
-    def by_threads(self, calls: Sequence[Call[Any]]) -> Sequence[Any]:
+    def locate(self, together: Together, num_gets: int = 1) -> None:
+        """The holders of the keys of gets of several values."""
+        calls: list[tuple[int, Call[Any]]] = []
+        for _ in range(num_gets):
+            keys = next(self._prefixes)[:BATCH]
+            for number, part in self._parts(keys):
+                calls.append((number, methods.LOCATE.call(m.LocateRequest([keys[each] for each in part], False))))
+        assert all(None not in reply.message.locations for reply in together(calls))
+
+    def commit(self, together: Together, num_puts: int = 1) -> None:
+        """Commit the keys of puts of several values."""
+        calls: list[tuple[int, Call[Any]]] = []
+        for _ in range(num_puts):
+            keys = self._new_keys()
+            for number, part in self._parts(keys):
+                said = self._masters[number].commits([keys[each] for each in part])
+                calls.append((number, methods.COMMIT_KEYS.call(m.CommitKeysRequest(said))))
+        assert all(set(reply.message.commit_results) == {CommitResult.ACCEPTED} for reply in together(calls))
+
+    def confirm(self) -> None:
+        """The nodes announce what was committed."""
+        for master in self._masters:
+            master.confirm()
+
+    def by_threads(self, calls: Calls) -> Sequence[Any]:
         """A thread a master, as the blocking driver asks several peers."""
-        pairs = zip(self._masters, calls, strict=True)
-        asked = [self._threads.submit(master.connection.call_one, call) for master, call in pairs]
+        asked = [self._threads.submit(self._masters[number].connection.call_one, call) for number, call in calls]
         return [each.result() for each in asked]
 
-    def begun_together(self, calls: Sequence[Call[Any]]) -> Sequence[Any]:
+    def begun_together(self, calls: Calls) -> Sequence[Any]:
         """All sent by this thread, then all answers taken."""
-        begun = [master.connection.begin(call) for master, call in zip(self._masters, calls, strict=True)]
+        begun = [self._masters[number].connection.begin(call) for number, call in calls]
         replies = []
         for each in begun:
             replies.append(each.end())
             each.close()
         return replies
 
+    def master_by_master(self, calls: Calls) -> Sequence[Any]:
+        """One master after the other, the calls to each in a row: a busy master, as of many clients."""
+        by_master: dict[int, list[Call[Any]]] = {}
+        for number, call in calls:
+            by_master.setdefault(number, []).append(call)
+        asked = (self._masters[number].connection.call_many(own) for number, own in by_master.items())
+        return [reply for replies in asked for reply in replies]
+
     def cases(self) -> list[Case]:
         """Both ways."""
         num_masters, pids = len(self._masters), [master.pid for master in self._masters]
-        what, name = f"existence of {PREFIX_KEYS} keys", f"{num_masters} masters"
+        what, name = f"existence of {PREFIX_KEYS} keys{self._which}", f"{num_masters} masters"
+        name = name if num_masters > 1 else "master"
+        together = []
+        for verb, call in (("commit", self.commit), ("location", self.locate)):
+            after = self.confirm if verb == "commit" else lambda: None
+            keys = f"{verb} of {BATCH} keys{self._which}"
+            alone, many = partial(call, self.begun_together), partial(call, self.master_by_master, AT_ONCE)
+            together.append(Case(name, keys, pids, alone, 100, BATCH, after))
+            together.append(Case(name, f"{keys}, {AT_ONCE} at once", pids, many, 30, BATCH * AT_ONCE, after))
         if num_masters == 1:
-            return [Case("master", what, pids, lambda: self.exists(self.begun_together), 60, PREFIX_KEYS)]
+            exists = Case(name, what, pids, lambda: self.exists(self.begun_together), 60, PREFIX_KEYS)
+            return [*together, exists]
         return [
+            *together,
             Case(name, f"{what}, sent together", pids, lambda: self.exists(self.begun_together), 60, PREFIX_KEYS),
             Case(name, f"{what}, by threads", pids, lambda: self.exists(self.by_threads), 60, PREFIX_KEYS),
-            Case(name, f"splitting {PREFIX_KEYS} keys", (), lambda: self.split(next(self._prefixes)), 30),
+            Case(name, f"splitting {PREFIX_KEYS} keys{self._which}", (), lambda: self.split(next(self._prefixes)), 30),
         ]
 
 
@@ -246,7 +303,7 @@ class RedisDirectory:
         return [
             Case(system, "SET NX of one key", pids, lambda: commit(1, b"SET", b"7 30d40 2", b"NX")),
             Case(system, "commit of one key", pids, lambda: commit(1)),
-            Case(system, f"commit of {BATCH} keys in a call", pids, lambda: commit(BATCH), 100, BATCH),
+            Case(system, f"commit of {BATCH} keys", pids, lambda: commit(BATCH), 100, BATCH),
             Case(system, "location of one key", pids, lambda: locate(1)),
             Case(system, many, pids, lambda: locate(PREFIX_KEYS), 30, PREFIX_KEYS),
             Case(system, f"{many}, one command each", pids, locate_each, 15, PREFIX_KEYS),
@@ -447,7 +504,7 @@ def measure(options: argparse.Namespace, rng: random.Random) -> list[dict[str, A
         rows += etcd_rows(options.rounds, rng)
     if "failover" in options.only:
         rows += [{"system": "Redis", **each} for each in lose_hosts(2 * options.rounds)]
-        rows += [{"system": "Redis Cluster", **each} for each in kill_cluster_primaries(3)]
+        rows += [{"system": "Redis Cluster", **each} for _ in range(2) for each in kill_cluster_primaries(3)]
     return rows
 
 
@@ -457,16 +514,21 @@ Begun: TypeAlias = tuple[list[dict[str, Any]], list[Case]]
 def begin_masters(stack: contextlib.ExitStack, keys: Sequence[str], rng: random.Random) -> Begun:
     """One master, two and four, each of which has been told its share of the keys."""
     rows, cases = [], []  # type: list[dict[str, Any]], list[Case]
+    grouped = [key for _ in range(len(keys) // 4 // BATCH) for key in group_of_keys(rng)]
     for num_masters in (1, 2, 4):
         masters = []
         for number in range(num_masters):
             master = MasterDirectory(stack.enter_context(process("tanghulu.store.master.main", "--port", "0")))
             stack.callback(master.close)
-            told = master.report([key for key in keys if range_of(key) % num_masters == number])
+            told = master.report([key for key in (*keys, *grouped) if range_of(key) % num_masters == number])
             rows += [told] if num_masters == 1 else []
             masters.append(master)
         cases += master_cases(masters[0], keys, rng) if num_masters == 1 else []
-        cases += SplitLookUps(masters, keys, rng).cases()
+        cases += SplitCalls(masters, drawn(keys, rng), lambda: [key_of(rng) for _ in range(BATCH)]).cases()
+        if num_masters == 4:
+            starts = [rng.randrange((len(grouped) - PREFIX_KEYS) // BATCH) * BATCH for _ in range(NUM_PREFIXES)]
+            prefixes = itertools.cycle([grouped[start : start + PREFIX_KEYS] for start in starts])
+            cases += SplitCalls(masters, prefixes, lambda: group_of_keys(rng), ", in groups").cases()
     return rows, cases
 
 

@@ -26,6 +26,8 @@ from tanghulu.types import Address, ChunkKey, InstanceId, Place, Role
 
 #: How the slots would be grouped: what is owned, moved and followed as one.
 NUM_RANGES = 64
+#: Blocks whose keys would be grouped.
+GROUP_KEYS = 16
 NUM_NODES = 3
 PIECE_KEYS = 4096
 LEASE_MS = 300_000
@@ -87,8 +89,17 @@ def key_of(rng: random.Random) -> str:
     return f"kv/{rng.getrandbits(128):032x}"
 
 
+def group_of_keys(rng: random.Random) -> list[str]:
+    """The keys of a run of blocks that name in braces what their slot is computed from, so that they stay together."""
+    group = f"{rng.getrandbits(32):08x}"
+    return [f"kv/{{{group}}}{rng.getrandbits(128):032x}" for _ in range(GROUP_KEYS)]
+
+
 def range_of(key: str) -> int:
-    """The range of slots that ``key`` belongs to."""
+    """The range of slots that ``key`` belongs to: by what stands in braces, or by all of it."""
+    begin = key.find("{")
+    if begin >= 0:
+        key = key[begin + 1 : key.index("}", begin)]
     return slot_of(key) * NUM_RANGES // NUM_SLOTS
 
 
@@ -141,10 +152,10 @@ class MasterDirectory:
         eventually(lambda: not self.ask(methods.NODES.call(directory_pb2.NodesRequest())).rebuilding)
         return report_row("master", (meter.cpu_s - cpu_s) / len(keys), (meter.num_bytes - before) / len(keys))
 
-    def commits(self, rng: random.Random, count: int) -> list[ClientCommit]:
-        """New keys to commit, all at one node."""
+    def commits(self, keys: Sequence[str]) -> list[ClientCommit]:
+        """What a client says of new keys, all at one node."""
         self._turn = (self._turn + 1) % NUM_NODES
-        node, keys = self.nodes[self._turn], [key_of(rng) for _ in range(count)]
+        node = self.nodes[self._turn]
         self._committed[self._turn] += [(key, 7) for key in keys]
         return [ClientCommit(node.id, node.generation, ChunkKey(key), 7, CHUNK_BYTES) for key in keys]
 

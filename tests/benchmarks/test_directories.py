@@ -14,9 +14,9 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-import directories  # noqa: E402 - benchmarks is no package of ours
-from directory_cases import NUM_RANGES, Case, key_of, range_of  # noqa: E402
-from peers import redis_directory as redis  # noqa: E402
+import directories
+from directory_cases import NUM_RANGES, Case, key_of, range_of
+from peers import redis_directory as redis
 
 
 def test_a_row_has_the_medians_of_the_rounds_and_counts_operations():
