@@ -154,9 +154,9 @@ class EngineCore:
         A peer's export that waits for it is forgone; one that is being fetched is released when the fetch has ended.
         """
         request = self.scheduler.request(request_id)
-        if request is not None and request.peer is not None and self._fetcher is not None:
-            if request.state is EngineRequestState.WAITING:
-                self._fetcher.forgo(request.peer)
+        peer = request.peer if request is not None and request.state is EngineRequestState.WAITING else None
+        if peer is not None and self._fetcher is not None:
+            self._fetcher.forgo(peer)
         return self.scheduler.abort(request_id)
 
     def fetch_done(self, request_id: RequestId, num_blocks_ok: int) -> None:

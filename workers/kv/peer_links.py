@@ -114,8 +114,8 @@ class PeerLinks:
                 fresh = self._open(instance)
                 with self._lock:
                     place.link, old = fresh, place.link
-                    self._lend(fresh)
-                    gone = [each for each in (old, fresh if self._closed else None) if self._drop(each)]
+                    fresh.num_readers += 1
+                    gone = self._drop(old, fresh if self._closed else None)
                 self._hang_up(gone)
                 return fresh, True
         finally:
@@ -137,21 +137,21 @@ class PeerLinks:
         if link.dropped:
             self._hang_up([link])
 
-    def _drop(self, link: PeerLink | None) -> bool:
-        """Lend ``link`` to nobody any more; whether there is one."""
-        if link is not None:
+    def _drop(self, *links: PeerLink | None) -> list[PeerLink]:
+        """Lend ``links`` to nobody any more; returns those that are there, to be hung up."""
+        there = [link for link in links if link is not None]
+        for link in there:
             link.dropped = True
-        return link is not None
+        return there
 
     def _take_stale(self) -> list[PeerLink]:
         """Forget links of workers that are gone, and those that nobody used for long."""
         since_s = self._clock.now_s() - MAX_IDLE_S
-        stale = []
+        stale: list[PeerLink] = []
         for instance, place in list(self._places.items()):
             link = place.link
             if link is not None and link.num_readers == 0 and (not link.usable or link.used_at_s < since_s):
-                self._drop(link)
-                stale.append(link)
+                stale += self._drop(link)
                 place.link = None
             if place.link is None and place.num_waiting == 0:
                 del self._places[instance]
@@ -193,6 +193,6 @@ class PeerLinks:
         """Hang up on all workers; reads under way fail."""
         with self._lock:
             self._closed = True
-            links = [place.link for place in self._places.values() if self._drop(place.link)]
+            links = self._drop(*[place.link for place in self._places.values()])
             self._places.clear()
-        self._hang_up([link for link in links if link is not None])
+        self._hang_up(links)

@@ -19,6 +19,7 @@ from tanghulu.types import BlockHash
 from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
 from tanghulu.workers.kv import peer_links
 from tanghulu.workers.kv.peer_reader import PeerReader
+from tests.rpc.service import until
 from tests.workers.kv.test_staging import LAYOUT, NAME, Holder, buffers
 
 HASHES = [BlockHash(bytes([number] * 16)) for number in (5, 9)]
@@ -56,13 +57,6 @@ def mapped(holder: Holder, export: PeerExport) -> PeerExport:
     return replace(export, instance=holder.instance)
 
 
-async def until(what: str, condition) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
-    assert condition(), what
-
-
 async def test_blocks_come_back_when_a_connection_is_lost_under_a_reader(
     tmp_path: Path, reader: PeerReader, connections: list[FastConnection]
 ) -> None:
@@ -72,9 +66,9 @@ async def test_blocks_come_back_when_a_connection_is_lost_under_a_reader(
         export = mapped(holder, holder.export([1, 2]))
         assert await asyncio.to_thread(reader.read, export, 0, buffers(2)) == 2
         connections[0].close()  # as at a missed deadline
-        await until("the session has ended", lambda: holder.access.quarantined_bytes == 2 * LAYOUT.block_bytes)
+        await until(lambda: holder.access.quarantined_bytes == 2 * LAYOUT.block_bytes)
         await asyncio.to_thread(reader.release, export)
-        await until("given back", lambda: holder.given_back == ["one"])
+        await until(lambda: holder.given_back == ["one"])
         assert holder.access.quarantined_bytes == 0
         assert holder.window.slots.num_free == 4
 
@@ -91,7 +85,7 @@ async def test_a_prefix_that_did_not_come_whole_is_released(tmp_path: Path, tran
             patch.setattr(transfers, "transfer", fail)
             with pytest.raises(TransferFailed):
                 await asyncio.to_thread(reader.read_prefix, held, HASHES, buffers(2))
-        await until("given back", lambda: len(holder.given_back) == 1)
+        await until(lambda: len(holder.given_back) == 1)
         assert holder.access.num_leases == 0
         assert await asyncio.to_thread(reader.read_prefix, held, HASHES, buffers(2)) == 2
 
@@ -112,7 +106,7 @@ async def test_a_prefix_whose_reader_was_lost_is_given_back(tmp_path: Path, read
     async with holder.serving():
         with pytest.raises(NodeUnavailable):
             await asyncio.to_thread(reader.read_prefix, PeerPrefix(holder.instance, 2), HASHES, buffers(2))
-        await until("given back", lambda: len(holder.given_back) == 1)
+        await until(lambda: len(holder.given_back) == 1)
         assert holder.access.num_leases == 0
 
 
@@ -125,7 +119,7 @@ async def test_a_stale_connection_is_opened_anew(tmp_path: Path, reader: PeerRea
             peer.hang_up()
         assert await asyncio.to_thread(reader.read, export, 1, buffers(1)) == 1
         await asyncio.to_thread(reader.release, export)
-        await until("given back", lambda: holder.given_back == ["one"])
+        await until(lambda: holder.given_back == ["one"])
 
 
 async def test_mappings_of_workers_that_are_gone_are_closed(

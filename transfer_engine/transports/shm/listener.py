@@ -2,8 +2,9 @@
 
 Owns the socket and its peers' connections; finds the peers' processes (pidfd), which others watch. A peer keeps its
 connection open while it uses the mapping; when it ends the mapping may live on, which is why leases of mapped ranges
-outlast it (see ``access``). Only processes of this user are let in, and, where leases are kept, only the process that
-opened the session. It gets the memory for reading, and for writing too if its session may write.
+outlast it (see ``access``), unless the segment's owner knows better (``shm_hang_up_frees``). Only processes of this
+user are let in, and, where leases are kept, only the process that opened the session. It gets the memory for reading,
+and for writing too if its session may write.
 """
 
 from __future__ import annotations
