@@ -293,7 +293,7 @@ class Dispatcher:
         """End this request alone, whatever the block raises: the caller acts for another client, or for a worker."""
         try:
             yield
-        except Exception as raised:
+        except Exception as raised:  # noqa: BLE001 - it is told to the client, and logged where it is untyped
             flight = entry.flight
             error = raised if isinstance(raised, TanghuluError) else TanghuluError(f"the conductor failed: {raised!r}")
             if error is not raised:

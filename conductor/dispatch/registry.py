@@ -259,7 +259,7 @@ class Registry:
         while True:
             try:
                 error = await self._one_session(worker)
-            except Exception as broken:  # it must not leave the worker without a session for ever
+            except Exception as broken:  # noqa: BLE001 - it must not leave the worker without a session for ever
                 _log.exception("worker.session_broken", worker=worker.id)
                 error = NodeUnavailable(f"the conductor could not go on with the session: {broken!r}")
             retry_s = _RETRY_FIRST_S if worker.heard else min(2 * retry_s, _RETRY_MOST_S)

@@ -33,7 +33,6 @@ class PrefillProfile:
         load_s = self.load_s * hit
         return compute_s if compute_s > load_s else load_s
 
-
     def queue_seconds(self, num_prompts: int, num_tokens: int, num_pairs: int) -> float:
         """Time to compute ``num_tokens`` of several prompts, with ``num_pairs`` the sum of their n^2 - p^2."""
         return self.fixed_s * num_prompts + self.token_s * num_tokens + self.pair_s * num_pairs

@@ -1,8 +1,8 @@
 """What the workers of one kind (a model and a role) have measured, taken for one that has not measured yet.
 
-Pure. A worker measures its speed by working, and gets no work while it looks slow; one that is new among fast ones would
-stay idle. So it counts as their median until it reports its own. Example: four workers prefill 20,000 tokens a second
-each. A fifth comes: it is taken to do 20,000 too, not the 2,000 that are assumed where nobody knows.
+Pure. A worker measures its speed by working, and gets no work while it looks slow; one that is new among fast ones
+would stay idle. So it counts as their median until it reports its own. Example: four workers prefill 20,000 tokens a
+second each. A fifth comes: it is taken to do 20,000 too, not the 2,000 that are assumed where nobody knows.
 
 A median that moves by less than ``TOLERANCE`` is not told: views of the unmeasured would be made anew all the time.
 """
@@ -55,7 +55,7 @@ class KindOfWorkers:
     def check(self) -> None:
         speeds = [(_prefill_speed(load), number) for number, load in self._loads.items()]
         assert self._prefills == sorted(each for each in speeds if each[0])
-        assert self._decodes == sorted((l.decode_step_s, n) for n, l in self._loads.items() if l.decode_step_s)
+        assert self._decodes == sorted((load.decode_step_s, n) for n, load in self._loads.items() if load.decode_step_s)
         assert self.unmeasured <= self._loads.keys()
 
     def _renew(self) -> bool:

@@ -79,7 +79,7 @@ def restricted(shown: Sequence[WorkerView], overrides: RoutingOverrides) -> Sequ
 def parse_weights(text: str, drawn_by: str = "") -> PolicyOptions:
     """``"alpha=0.7,temperature=0.2"`` as options of a live service; raises ConfigError that names what is wrong.
 
-    ``drawn_by`` names the process that decides: services side by side must not draw alike, or all take the same of equals.
+    ``drawn_by`` names the process that decides: services that draw alike would all take the same of equal workers.
     """
     weights = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
@@ -92,4 +92,4 @@ def parse_weights(text: str, drawn_by: str = "") -> PolicyOptions:
             raise ConfigError(f"policy weight {part!r} is not of the form name=number") from None
         if not 0 <= weights[name] < float("inf"):
             raise ConfigError(f"policy weight {part!r} is not a number of at least 0")
-    return PolicyOptions(**{"replica_weight": LIVE_REPLICA_WEIGHT, **weights}, seed=crc32(drawn_by.encode()))  # type: ignore[arg-type]
+    return PolicyOptions(**{"replica_weight": LIVE_REPLICA_WEIGHT, **weights}, seed=crc32(drawn_by.encode()))

@@ -31,7 +31,7 @@ class WorkerNetworks:
             raise ConfigError(f"--worker-networks: {error}") from None
 
     def check_url(self, url: str) -> None:
-        """Raise InvalidRequest unless ``url`` is a worker's: ``http://host:port``, an address in one of the networks."""
+        """Raise InvalidRequest unless ``url`` is ``http://host:port``, and an address in one of the networks."""
         try:
             read = httpx.URL(url)
         except httpx.InvalidURL as error:

@@ -50,12 +50,13 @@ async def test_an_error_in_the_block_ends_them_too():
 
 async def test_one_that_fails_ends_the_block_and_the_others_and_is_in_the_log():
     work = Work()
-    reached = False
-    with structlog.testing.capture_logs() as logs, pytest.raises(RuntimeError, match="its own affair"):
+
+    async def block():
         async with beside(work.forever(), _fails()):
             await asyncio.Event().wait()
-            reached = True
-    assert not reached
+
+    with structlog.testing.capture_logs() as logs, pytest.raises(RuntimeError, match="its own affair"):
+        await block()
     assert work.over
     assert [line["task"] for line in logs if line["event"] == "task.failed"] == ["_fails"]
     assert asyncio.current_task().cancelling() == 0

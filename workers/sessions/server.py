@@ -4,9 +4,9 @@ Everything here runs on the process's event loop; the engine's thread is reached
 A session that ends takes its requests along: nobody would read their tokens.
 
 A step's outputs leave at once. A conductor that has none in it hears of the load and the KV events only every
-``SPREAD_S``, of all that came meanwhile in one message: with many conductors each would otherwise read each step of each
-worker, and more conductors could carry no more. Example: of eight conductors one has requests at a worker that makes
-100 steps a second: it gets 100 messages a second, each of the others 20.
+``SPREAD_S``, of all that came meanwhile in one message: with many conductors each would otherwise read each step of
+each worker, and more conductors could carry no more. Example: of eight conductors one has requests at a worker that
+makes 100 steps a second: it gets 100 messages a second, each of the others 20.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class ConductorSession:
     """One conductor's stream. ``requests`` are those of its requests that are in the engine.
 
     ``events`` and ``load`` have not been told yet; ``telling`` will tell them, or ``next_s`` is the time from which on
-    they may be told at once. ``load`` holds the first ``num_taken`` of the session's ``num_submits``. ``added`` has those
-    that the engine took and no load held yet, each with how many requests of all sessions it had taken then.
+    they may be told at once. ``load`` holds the first ``num_taken`` of the session's ``num_submits``. ``added`` has
+    those that the engine took and no load held yet, each with how many requests of all sessions it had taken then.
     """
 
     conductor_id: str

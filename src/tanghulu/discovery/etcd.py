@@ -140,9 +140,7 @@ class EtcdDiscovery:
                 for event in events:
                     yield event
 
-    def _put_events(
-        self, mirror: InstanceMirror, kv: etcd_pb2.KeyValue, roles: frozenset[Role]
-    ) -> list[InstanceEvent]:
+    def _put_events(self, mirror: InstanceMirror, kv: etcd_pb2.KeyValue, roles: frozenset[Role]) -> list[InstanceEvent]:
         """The events of an entry; none, and it is counted, for one that a newer version or a stranger has written."""
         try:
             instance = instance_from_proto(common_pb2.Instance.FromString(kv.value))

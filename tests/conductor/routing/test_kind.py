@@ -75,4 +75,6 @@ def test_it_stays_near_the_median(reports):
             measured = sorted(filter(None, of))
             median = measured[len(measured) // 2] if measured else 0.0
             assert abs(found - median) <= TOLERANCE * max(found, median)
-        assert kind.unmeasured == {n for n, load in loads.items() if not (load.prefill_tokens_per_s and load.decode_step_s)}
+        assert kind.unmeasured == {
+            n for n, load in loads.items() if not (load.prefill_tokens_per_s and load.decode_step_s)
+        }

@@ -66,6 +66,12 @@ class _Scene:
         self.hub = SessionHub(InstanceId("w"), 1, factory, self.engine, lambda report: {}, lambda export: None)
         self.num_steps = 0
 
+    async def owns(self, num_requests: int) -> None:
+        """Wait until so many submissions have arrived."""
+        async with asyncio.timeout(30):
+            while len(self.hub._owners) < num_requests:  # noqa: ASYNC110 - it has no hook for tests
+                await asyncio.sleep(0)
+
     def step(self, *request_ids: str, reads: tuple[PeerReadTotal, ...] = (), num_added: int = 0) -> None:
         """A step with an output for each of ``request_ids`` and a new block in the cache."""
         self.num_steps += 1
@@ -85,8 +91,7 @@ async def scene():
         assert (await conductor.read()).welcome.event_sequence == 0
     busy, idle = conductors
     busy.say(pb.ToWorker(submit=pb.Submit(request_id="r1")))
-    while not scene.hub._owners:
-        await asyncio.sleep(0)
+    await scene.owns(1)
     yield scene, busy, idle
     for conductor in conductors:
         await conductor.close()
@@ -150,11 +155,9 @@ async def test_a_load_says_how_many_of_the_sessions_submissions_it_holds(scene):
     """Of three submissions of two conductors the engine had taken one, then two, when its load was measured."""
     here, busy, idle = scene
     idle.say(pb.ToWorker(submit=pb.Submit(request_id="other")))
-    while len(here.hub._owners) < 2:
-        await asyncio.sleep(0)
+    await here.owns(2)
     busy.say(pb.ToWorker(submit=pb.Submit(request_id="r2")))
-    while len(here.hub._owners) < 3:
-        await asyncio.sleep(0)
+    await here.owns(3)
     told = []
     for num_added in range(4):
         here.step("r1", "other", num_added=num_added)
