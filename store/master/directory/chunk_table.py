@@ -7,11 +7,10 @@ holders of the key stand above the version, 22 bits each, one more than their nu
 
 Strings and ints alone are in these dicts, so that the garbage collector never looks at them.
 
-Why it never stands still. The keys lie in NUM_PARTS dicts, by their hash: none grows large, and none grows when all
-others do (one dict for all would be copied in one step whenever it is full: 0.3 s at three million keys). Losing a node
-with a million chunks, or replacing what it said by a new report, marks one inventory dead: O(1), and from then on no
-lookup sees it. Its traces are swept in slices, part by part. An inventory's number is used again only after a whole
-sweep that began after its death.
+Why it never stands still. The keys lie in NUM_PARTS dicts, by their hash (see ``parted_dict``; its methods are written
+out here, where each costs as much as the rest of a look-up). Losing a node with a million chunks, or replacing what it
+said by a new report, marks one inventory dead: O(1), and from then on no lookup sees it. Its traces are swept in
+slices, part by part. An inventory's number is used again only after a whole sweep that began after its death.
 
 Whoever has to see all keys walks over them part by part, in steps; only listings need an order, which is made for them
 (see ``key_order``).
@@ -29,14 +28,11 @@ from itertools import islice
 from typing import NamedTuple, NewType
 
 from tanghulu.errors import Overloaded
+from tanghulu.parted_dict import NUM_PARTS, PART_SHIFT
 from tanghulu.store.master.directory.key_order import KeyOrder
 
 InventoryId = NewType("InventoryId", int)
 
-#: Dicts that the keys lie in: ten million keys make 10,000 in each, which grows within 1 ms.
-NUM_PARTS = 1024
-#: The high bits of a key's hash (64 bits, signed) name its part; the dict there uses the low ones.
-_PART_SHIFT = 54
 
 _INVENTORY_BITS = 20
 _SIZE_BITS = 44
@@ -193,7 +189,7 @@ class DirectoryTable:
 
     def find(self, key: str) -> FoundChunk | None:
         """The chunk and its live holders; None if there are none."""
-        entry = self._parts[hash(key) >> _PART_SHIFT].get(key)
+        entry = self._parts[hash(key) >> PART_SHIFT].get(key)
         if entry is None:
             return None
         states, owners, live = self._states, self._owners, InventoryState.LIVE
@@ -213,10 +209,10 @@ class DirectoryTable:
         """For each key 1 if a live node holds it, else 0."""
         parts, states, live = self._parts, self._states, InventoryState.LIVE
         if not self.needs_sweep:  # whatever is known is held
-            return bytes([key in parts[hash(key) >> _PART_SHIFT] for key in keys])
+            return bytes([key in parts[hash(key) >> PART_SHIFT] for key in keys])
         return bytes(
             [
-                (entry := parts[hash(key) >> _PART_SHIFT].get(key)) is not None
+                (entry := parts[hash(key) >> PART_SHIFT].get(key)) is not None
                 and (states[entry & _INVENTORY_MASK] is live or (entry >= _SEVERAL and self.find(key) is not None))
                 for key in keys
             ]
@@ -231,7 +227,7 @@ class DirectoryTable:
         outcomes: list[Outcome] = []
         num_new = 0
         for key, version, size_bytes, cold in entries:
-            part = parts[hash(key) >> _PART_SHIFT]
+            part = parts[hash(key) >> PART_SHIFT]
             if key in part or order:
                 outcomes.append(self.add(inventory, key, version, size_bytes, cold=bool(cold)))
                 continue
@@ -303,7 +299,7 @@ class DirectoryTable:
     # --- inside
 
     def _part(self, key: str) -> dict[str, int]:
-        return self._parts[hash(key) >> _PART_SHIFT]
+        return self._parts[hash(key) >> PART_SHIFT]
 
     def _owner(self, holder: int) -> str:
         return self._owners[holder & _INVENTORY_MASK]
@@ -316,7 +312,7 @@ class DirectoryTable:
             self._counts[holder & _INVENTORY_MASK] -= 1
         for holder in after:
             self._counts[holder & _INVENTORY_MASK] += 1
-        number = hash(key) >> _PART_SHIFT
+        number = hash(key) >> PART_SHIFT
         part = self._parts[number]
         if after:
             part[key] = _packed(version, size_bytes, after)
