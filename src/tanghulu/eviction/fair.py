@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 from tanghulu.auth.tenants import tenant_of
 from tanghulu.eviction.base import Policy
+from tanghulu.parted_dict import PartedDict
 from tanghulu.types import ChunkKey
 
 
@@ -37,7 +38,7 @@ class Fair:
         self.name = make_inner().name
         self._orders: dict[str, Policy] = {}
         self._bytes: dict[str, int] = {}
-        self._sizes: dict[ChunkKey, int] = {}
+        self._sizes = PartedDict[ChunkKey, int]()
         self._told: set[str] = set()  # tenants whose order has heard of the batch under way
 
     @property
@@ -63,7 +64,8 @@ class Fair:
 
     def remove(self, key: ChunkKey, *, evicted: bool) -> None:
         """Forget ``key``."""
-        size_bytes = self._sizes.pop(key)
+        size_bytes = self._sizes[key]
+        del self._sizes[key]
         tenant = tenant_of(key)
         self._orders[tenant].remove(key, evicted=evicted)
         self._bytes[tenant] -= size_bytes

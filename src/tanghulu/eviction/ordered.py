@@ -1,20 +1,35 @@
-"""The two simple policies, FIFO and LRU: an ordered dictionary whose order is the order of eviction."""
+"""The two simple policies, FIFO and LRU: keys in a row, which is the order of eviction.
+
+Each key knows its neighbours by their names. An OrderedDict does the same in C, and stands still for 0.1 s whenever it
+grows at half a million keys.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 
+import msgspec
+
+from tanghulu.parted_dict import PartedDict
 from tanghulu.types import ChunkKey
 
 
+class _Place(msgspec.Struct, eq=False, gc=False):
+    """The neighbours of a key; None at either end."""
+
+    before: ChunkKey | None
+    after: ChunkKey | None
+
+
 class Ordered:
-    """Keys in the order of their eviction. Subclasses say what ``add`` and ``touch`` do to the order."""
+    """Keys in the order of their eviction. Subclasses say what ``touch`` does to the order."""
 
     name = ""
 
     def __init__(self) -> None:
-        self._order: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._places = PartedDict[ChunkKey, _Place]()
+        self._first: ChunkKey | None = None
+        self._last: ChunkKey | None = None
 
     @property
     def num_ghosts(self) -> int:
@@ -26,28 +41,54 @@ class Ordered:
 
     def add(self, key: ChunkKey, size_bytes: int) -> None:
         """Enter ``key`` as the last to go."""
-        assert key not in self._order, f"{key!r} was added before"
-        self._order[key] = None
+        assert key not in self._places, f"{key!r} was added before"
+        self._places[key] = _Place(self._last, None)
+        if self._last is None:
+            self._first = key
+        else:
+            self._places[self._last].after = key
+        self._last = key
 
     def remove(self, key: ChunkKey, *, evicted: bool) -> None:
         """Forget ``key``."""
-        del self._order[key]
+        place = self._places[key]
+        before, after = place.before, place.after
+        del self._places[key]
+        if before is None:
+            self._first = after
+        else:
+            self._places[before].after = after
+        if after is None:
+            self._last = before
+        else:
+            self._places[after].before = before
 
     def victims(self) -> Iterator[ChunkKey]:
         """Keys from the first to the last to go."""
-        return iter(self._order)
+        key = self._first
+        while key is not None:
+            after = self._places[key].after
+            yield key
+            key = after
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._places)
 
     def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._order
+        return key in self._places
 
     def check(self) -> None:
-        """Nothing to assert beyond what the dictionary keeps by itself."""
+        """Assert that the row is whole, in both directions."""
+        self._places.check()
+        num_keys, before = 0, None
+        for key in self.victims():
+            assert self._places[key].before == before
+            num_keys, before = num_keys + 1, key
+        assert num_keys == len(self._places)
+        assert self._last == before
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self._order)} keys)"
+        return f"{type(self).__name__}({len(self._places)} keys)"
 
 
 class Fifo(Ordered):
@@ -72,5 +113,6 @@ class Lru(Ordered):
 
     def touch(self, key: ChunkKey) -> None:
         """Make ``key`` the most recently used."""
-        if key in self._order:
-            self._order.move_to_end(key)
+        if key != self._last and key in self._places:
+            self.remove(key, evicted=False)
+            self.add(key, 0)

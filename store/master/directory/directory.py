@@ -23,7 +23,7 @@ Rules of an announcement, which comes from a registered node and carries its gen
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import compress
 from random import Random
@@ -423,9 +423,13 @@ class Directory:
         """A page of the keys that begin with ``prefix`` (see key_pages), and whether there are more."""
         return key_pages.list_keys(self._table, prefix, after, limit)
 
-    def snapshot(self, prefix: str, after: str, num_keys: int) -> tuple[dict[str, list[str]], str | None]:
-        """A page of a snapshot for followers (see key_pages)."""
-        return key_pages.snapshot(self._table, prefix, after, num_keys)
+    def walk(self) -> Iterator[str]:
+        """All keys in no order, those of lost nodes included, to be taken in steps; each that stays comes once."""
+        return self._table.walk()
+
+    def snapshot(self, walk: Iterator[str], prefix: str, num_keys: int) -> tuple[dict[str, list[str]], bool]:
+        """A page of a snapshot for followers, of the next keys of ``walk`` (see key_pages)."""
+        return key_pages.snapshot(self._table, walk, prefix, num_keys)
 
     # --- time
 
@@ -435,7 +439,7 @@ class Directory:
             self._take_back(key, commit.node_id, commit.version)
         self.rebuild.tick(now_s)
         self._count_slots()
-        self._table.settle()
+        self._table.tick(now_s)
 
     def sweep(self, num_keys: int) -> bool:
         """Clean the next ``num_keys`` keys of lost nodes and replaced reports; returns whether there is more."""

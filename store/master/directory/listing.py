@@ -1,7 +1,8 @@
-"""Pages of the directory's keys in order, for listings and for the snapshots of followers. Pure; changes nothing."""
+"""Pages of the directory's keys: in order for listings, in any for the snapshots of followers. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ class KeyListing(NamedTuple):
 
 
 class KeyPage(NamedTuple):
-    """Keys in order; whether there may be more; and the last key looked at, where that ended the walk too early."""
+    """Keys in order; whether there may be more; and where to go on, if the step ended before the page was full."""
 
     keys: list[KeyListing]
     more: bool
@@ -29,14 +30,17 @@ class KeyPage(NamedTuple):
 def list_keys(table: DirectoryTable, prefix: str, after: str, limit: int, most_dead: int = MAX_DEAD) -> KeyPage:
     """Up to ``limit`` keys that begin with ``prefix``, in order, behind ``after``, and whether there are more.
 
-    A walk over ``most_dead`` keys that nobody holds any more ends the page: the caller goes on behind ``walked_to`` in
-    another step.
+    A walk over ``most_dead`` keys that nobody holds any more ends the page, and so does an order that has yet to be
+    made: the caller goes on behind ``walked_to`` in another step.
     """
     assert limit > 0
     listing: list[KeyListing] = []
     num_dead = 0
     inclusive = after < prefix
-    for key in table.keys_from(prefix if inclusive else after, inclusive=inclusive):
+    keys = table.keys_from(prefix if inclusive else after, inclusive=inclusive)
+    if keys is None:
+        return KeyPage([], True, after)
+    for key in keys:
         if not key.startswith(prefix):
             break
         found = table.find(key)
@@ -51,19 +55,18 @@ def list_keys(table: DirectoryTable, prefix: str, after: str, limit: int, most_d
     return KeyPage(listing, False)
 
 
-def snapshot(table: DirectoryTable, prefix: str, after: str, num_keys: int) -> tuple[dict[str, list[str]], str | None]:
-    """A page of a snapshot for followers: node id -> keys, and where to go on (None: that was all).
+def snapshot(
+    table: DirectoryTable, walk: Iterator[str], prefix: str, num_keys: int
+) -> tuple[dict[str, list[str]], bool]:
+    """A page of a snapshot for followers: the next ``num_keys`` of ``walk`` as node id -> keys, and if there are more.
 
     Pages may be taken at different times, if all changes since before the first are applied after the last:
     of each (node, key) the last change decides, and without a change every page tells the same.
     """
-    inclusive = after < prefix or not after
-    keys = list(islice(table.keys_from(max(after, prefix), inclusive=inclusive), num_keys))
+    keys = list(islice(walk, num_keys))
     page: dict[str, list[str]] = {}
     for key in keys:
-        if not key.startswith(prefix):
-            return page, None
-        found = table.find(key)
+        found = table.find(key) if key.startswith(prefix) else None
         for node_id in found.node_ids if found is not None else ():
             page.setdefault(node_id, []).append(key)
-    return page, keys[-1] if len(keys) == num_keys else None
+    return page, len(keys) == num_keys

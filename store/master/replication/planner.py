@@ -95,7 +95,8 @@ class CopyPlanner:
         self._extra: dict[str, _Extra] = {}
         self._total_fullness = 0.0  # of the nodes that take chunks, as of the last look
         self._num_takers = 0
-        self._after = ""  # the walk over all keys goes on behind this one
+        self._keys = directory.walk()  # what is left of the walk over all keys
+        self._next_key: str | None = None  # comes before them: there was no room for its copy
         self._walk_began_s = now_s
         self._wanted_walk: list[str] = []
         self._next_walk_s = now_s
@@ -218,23 +219,26 @@ class CopyPlanner:
         return mean >= FILL_FULL and _fullness(node) + incoming < limit
 
     def _begin_walk(self, now_s: float) -> None:
-        self._after, self._walk_began_s = "", now_s
+        self._keys, self._next_key, self._walk_began_s = self._directory.walk(), None, now_s
         for drain in self._drains.values():
             drain.walked_unsafe = 0
 
     def _walk_all(self, nodes: dict[str, PlacementCandidate], now_s: float, num_keys: int) -> None:
-        page = self._directory.list_keys("", self._after, num_keys)
-        for key, found in page.keys:
+        for _ in range(num_keys):
+            key = self._next_key or next(self._keys, None)
+            if key is None:
+                self._end_walk(now_s)
+                return
+            self._next_key = None
+            found = self._directory.find(key)
+            if found is None:
+                continue
             if not self._examine(key, found, nodes, now_s):
+                self._next_key = key
                 return  # no room for a copy that must be: go on here next time
-            self._after = key
             safe = [node_id for node_id in found.node_ids if node_id not in self._drains]
             for node_id in found.node_ids if not safe else ():
                 self._drains[node_id].walked_unsafe += 1
-        if not page.more:
-            self._end_walk(now_s)
-        elif page.walked_to is not None:
-            self._after = page.walked_to
 
     def _end_walk(self, now_s: float) -> None:
         for drain in self._drains.values():

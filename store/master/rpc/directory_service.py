@@ -17,7 +17,6 @@ from tanghulu.rpc.grpc_edge import abort
 from tanghulu.rpc.methods import HELLO, Method
 from tanghulu.rpc.versions import settle
 from tanghulu.store.master.directory.chunk_table import FoundChunk
-from tanghulu.store.master.directory.listing import KeyListing
 from tanghulu.store.master.rpc import wire
 from tanghulu.store.master.rpc.followers import follow
 from tanghulu.store.master.rpc.node_list import NodeList
@@ -37,6 +36,8 @@ from tanghulu.types import format_size
 
 _log = structlog.get_logger(__name__)
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+#: Keys of a listing that are looked up in one step, some 8 ms.
+LIST_STEP_KEYS = 1000
 
 
 class _Termed(Protocol):
@@ -206,20 +207,17 @@ class DirectoryCalls:
         return self.node_list.answer(request)
 
     async def list_keys(self, request: pb.ListKeysRequest) -> pb.ListKeysReply:
-        """A page of keys, in order; other calls have their turn while it walks over keys that nobody holds.
-
-        Raises NotLeader.
-        """
-        limit, after = wire.list_limit(request), request.after
-        listing: list[KeyListing] = []
-        while True:
+        """A page of keys, in order, made in steps; other calls have their turn in between. Raises NotLeader."""
+        reply, num_left, after = pb.ListKeysReply(more=True), wire.list_limit(request), request.after
+        while reply.more and num_left:
             self._server.require_leadership()
-            page = self._master.directory.list_keys(request.prefix, after, limit - len(listing))
-            listing += page.keys
-            if page.walked_to is None or len(listing) == limit:
-                return self.signed(wire.listing_to_wire(listing, more=page.more))
-            after = page.walked_to
+            page = self._master.directory.list_keys(request.prefix, after, min(num_left, LIST_STEP_KEYS))
+            reply.keys.extend(map(wire.listed_to_wire, page.keys))
+            reply.more = page.more
+            num_left -= len(page.keys)
+            after = page.keys[-1].key if page.walked_to is None and page.keys else page.walked_to or ""
             await asyncio.sleep(0)
+        return self.signed(reply)
 
     def replicate(self, request: pb.ReplicateRequest) -> pb.ReplicateReply:
         """Have chunks copied ahead. Raises InvalidRequest for a number or a time that makes no sense."""

@@ -45,12 +45,13 @@ async def _snapshot(server: MasterServer, prefix: str, sequence: int) -> AsyncIt
         return pb.EventBatch(master_generation=generation, events=map(event_to_wire, events))
 
     yield batch(DirectoryEvent(sequence, DirectoryEventKind.RESET))
-    after: str | None = ""
-    while after is not None:
+    walk, more, stored = server.master.directory.walk(), True, DirectoryEventKind.STORED
+    while more:
         server.require_generation(generation)
-        page, after = server.master.directory.snapshot(prefix, after, SNAPSHOT_KEYS)
-        stored = DirectoryEventKind.STORED
-        yield batch(*(DirectoryEvent(sequence, stored, node_id, tuple(keys)) for node_id, keys in page.items()))
+        page, more = server.master.directory.snapshot(walk, prefix, SNAPSHOT_KEYS)
+        if page:
+            yield batch(*(DirectoryEvent(sequence, stored, node_id, tuple(keys)) for node_id, keys in page.items()))
+        await asyncio.sleep(0)  # there may be a million keys without the prefix
     yield batch(DirectoryEvent(sequence, DirectoryEventKind.SYNCED))
 
 

@@ -175,13 +175,10 @@ def list_limit(request: pb.ListKeysRequest) -> int:
     return min(request.limit or DEFAULT_LIST_LIMIT, MAX_LIST_LIMIT)
 
 
-def listing_to_wire(listing: Iterable[KeyListing], *, more: bool) -> pb.ListKeysReply:
-    """A page of keys."""
-    keys = [
-        pb.KeyInfo(key=key, size_bytes=found.size_bytes, version=found.version, node_ids=found.node_ids)
-        for key, found in listing
-    ]
-    return pb.ListKeysReply(keys=keys, more=more)
+def listed_to_wire(listed: KeyListing) -> pb.KeyInfo:
+    """One key of a listing."""
+    key, found = listed
+    return pb.KeyInfo(key=key, size_bytes=found.size_bytes, version=found.version, node_ids=found.node_ids)
 
 
 def event_to_wire(event: DirectoryEvent) -> pb.DirectoryEvent:

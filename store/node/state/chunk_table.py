@@ -5,11 +5,12 @@ Owns the indexes; decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
 
 from sortedcontainers import SortedList
 
+from tanghulu.parted_dict import PartedDict
 from tanghulu.store.node.state.chunk import Chunk, ChunkEvent, ChunkState
 from tanghulu.store.protocol.shared_index import IndexWriter
 from tanghulu.store.protocol.terms import Term
@@ -68,7 +69,7 @@ class Published:
         if self._writer is not None:
             self._writer.close()
 
-    def check(self, chunks: Mapping[ChunkKey, Chunk]) -> None:
+    def check(self, chunks: PartedDict[ChunkKey, Chunk]) -> None:
         """Assert that every entry is that of a LIVE chunk."""
         if self._writer is None:
             return
@@ -90,7 +91,7 @@ class ChunkTable:
     """A key names at most one ANNOUNCING or LIVE chunk; RESERVED and CONDEMNED ones, the few, stand by themselves."""
 
     def __init__(self, published: Published | None = None) -> None:
-        self._by_key: dict[ChunkKey, Chunk] = {}
+        self._by_key = PartedDict[ChunkKey, Chunk]()
         self._nameless: dict[int, Chunk] = {}  # RESERVED and CONDEMNED chunks by offset
         self._by_lease: dict[LeaseId, Chunk] = {}
         self._ends = SortedList()  # (expires_s, id, chunk) of those in _by_key that end by time
@@ -158,8 +159,6 @@ class ChunkTable:
             self._nameless[chunk.offset] = chunk
             if chunk.expires_s is not None:
                 self._ends.discard((chunk.expires_s, id(chunk), chunk))
-            if not self._by_key:
-                self._by_key.clear()  # an emptied dict keeps its table, a cleared one does not
         chunk.step(ChunkEvent.DROP)
 
     def forget(self, chunk: Chunk) -> None:
@@ -207,6 +206,7 @@ class ChunkTable:
 
     def check(self) -> None:
         """Assert that the three indexes agree with the chunks' states and counts."""
+        self._by_key.check()
         for key, chunk in self._by_key.items():
             assert chunk.key == key
             assert chunk.state in _INDEXED, f"{chunk!r} is indexed"

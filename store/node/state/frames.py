@@ -39,14 +39,14 @@ class Frames:
         self._shift = (least - 1).bit_length()
         self.frame_bytes = 1 << self._shift
         self._capacity_bytes = capacity_bytes
-        self._num = -(-capacity_bytes // self.frame_bytes)
-        self._sizes = np.full(self._num, self.frame_bytes, np.int64)
-        self._sizes[-1] = capacity_bytes - (self._num - 1) * self.frame_bytes
+        self.num_frames = -(-capacity_bytes // self.frame_bytes)
+        self._sizes = np.full(self.num_frames, self.frame_bytes, np.int64)
+        self._sizes[-1] = capacity_bytes - (self.num_frames - 1) * self.frame_bytes
         self._free = array("q", self._sizes.tobytes())
-        self._loose = array("q", bytes(8 * self._num))
+        self._loose = array("q", bytes(8 * self.num_frames))
         #: How far the loose resident that lies across the beginning of a frame reaches to either side of it.
-        self._before = array("q", bytes(8 * (self._num + 1)))
-        self._behind = array("q", bytes(8 * (self._num + 1)))
+        self._before = array("q", bytes(8 * (self.num_frames + 1)))
+        self._behind = array("q", bytes(8 * (self.num_frames + 1)))
 
     def window_bytes(self, size_bytes: int) -> int:
         """The length of a window for a value of that size."""
@@ -130,7 +130,7 @@ class Frames:
     def check(self, free: list[tuple[int, int]], loose: list[tuple[int, int]]) -> None:
         """Assert that the sums are those of these ranges."""
         other = Frames(self._capacity_bytes, self.frame_bytes)
-        other._free = array("q", bytes(8 * self._num))
+        other._free = array("q", bytes(8 * self.num_frames))
         for offset, length in free:
             other.freed(offset, length)
         for offset, length in loose:
@@ -141,7 +141,7 @@ class Frames:
         assert other._behind == self._behind
 
     def __repr__(self) -> str:
-        return f"Frames({self._num} of {self.frame_bytes} B)"
+        return f"Frames({self.num_frames} of {self.frame_bytes} B)"
 
 
 def _sums(values: np.ndarray[tuple[int], np.dtype[np.int64]], num: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -126,7 +126,8 @@ class Space(Generic[R]):
         self._mover = mover
         self._policies: dict[Pin, Policy] = {Pin.NONE: make_policy(), Pin.SOFT: make_policy()}
         self._noted: list[R] = []  # came or were read in the call that is being served; the policies hear at its end
-        self._loose: dict[int, R] = {}  # by offset
+        #: By offset, the residents of each frame by themselves: a dict of all would be copied in one step as it grows.
+        self._loose: list[dict[int, R]] = [{} for _ in range(allocator.frames.num_frames)]
         self._changed: dict[int, R] = {}  # by offset: came into use or out of it since the frames were last asked
         self._vacating = 0  # the length of the range that room is being made for
         self._steps: Iterator[bool] | None = None
@@ -159,7 +160,7 @@ class Space(Generic[R]):
     def leave(self, chunk: R, *, evicted: bool) -> None:
         """The chunk is no longer LIVE; to be called while its range is still the same."""
         self._changed.pop(chunk.offset, None)
-        if chunk.offset in self._loose:
+        if self._loose_at(chunk.offset) is not None:
             self._fix(chunk)
         if chunk.pin is not Pin.HARD:
             self.end_batch()
@@ -177,19 +178,25 @@ class Space(Generic[R]):
     def _tell_frames(self) -> None:
         for offset, chunk in self._changed.items():
             is_loose = chunk.is_loose
-            if (offset in self._loose) != is_loose:
+            if (self._loose_at(offset) is not None) != is_loose:
                 if is_loose:
                     self._loosen(chunk)
                 else:
                     self._fix(chunk)
         self._changed.clear()
 
+    def _loose_at(self, offset: int) -> R | None:
+        return self._loose[offset // self.allocator.frames.frame_bytes].get(offset)
+
     def _loosen(self, chunk: R) -> None:
-        self._loose[chunk.offset] = chunk
+        self._loose[chunk.offset // self.allocator.frames.frame_bytes][chunk.offset] = chunk
         self.allocator.frames.loosened(chunk.offset, self.allocator.rounded(chunk.range_bytes))
 
     def _fix(self, chunk: R) -> None:
-        del self._loose[chunk.offset]
+        frame = self._loose[chunk.offset // self.allocator.frames.frame_bytes]
+        del frame[chunk.offset]
+        if not frame:
+            frame.clear()  # an emptied dict keeps its table, a cleared one does not
         self.allocator.frames.fixed(chunk.offset, self.allocator.rounded(chunk.range_bytes))
 
     def touch(self, chunk: R) -> None:
@@ -309,7 +316,7 @@ class Space(Generic[R]):
                 yield True
                 step.begin()
                 continue
-            resident = self._loose.get(position)
+            resident = self._loose_at(position)
             if resident is None:
                 return
             target = allocator.allocate(resident.range_bytes)
@@ -344,7 +351,7 @@ class Space(Generic[R]):
             if step.is_over:
                 yield True
                 step.begin()
-            if self._loose.get(source) is not resident:
+            if self._loose_at(source) is not resident:
                 self._drop_copy()
                 return
             piece = min(STEP_BYTES, size - done)
@@ -377,7 +384,9 @@ class Space(Generic[R]):
             return None
         allocator.raise_fence(window.start, window.end)  # what becomes free inside stays apart from holes beside it
         while (position := self._first_taken(window)) is not None:
-            drop(self._loose[position])
+            resident = self._loose_at(position)
+            assert resident is not None, "a window that can be vacated has loose residents only"
+            drop(resident)
         allocator.lift_fence()
         return allocator.allocate(size_bytes)
 
@@ -457,7 +466,8 @@ class Space(Generic[R]):
                 assert chunk is not None, f"{key!r} is in the eviction order only"
                 assert chunk.pin is pin
         loose = {resident.offset: resident for resident in self._table if resident.is_loose}
-        assert loose == self._loose, "what is loose"
+        assert loose == {offset: each for frame in self._loose for offset, each in frame.items()}, "what is loose"
+        assert all(self._loose_at(offset) is each for offset, each in loose.items())
         rounded = self.allocator.rounded
         ranges = [(offset, rounded(resident.range_bytes)) for offset, resident in loose.items()]
         self.allocator.frames.check(self.allocator.holes(), ranges)

@@ -232,10 +232,10 @@ class DirectoryMachine(RuleBasedStateMachine):
                 got += [entry.key for entry in listing]
                 after = got[-1] if got else ""
             assert got == wanted
-            cursor: str | None = ""
+            walk, more = self.directory.walk(), True
             pairs: list[tuple[str, str]] = []
-            while cursor is not None:
-                page, cursor = self.directory.snapshot(prefix, cursor, 2)
+            while more:
+                page, more = self.directory.snapshot(walk, prefix, 2)
                 pairs += [(name, key) for name, keys in page.items() for key in keys]
             assert sorted(pairs) == sorted(pair for pair in self.truth() if pair[1].startswith(prefix))
 

@@ -373,8 +373,8 @@ class World:
         assert directory.rebuild.is_ready, "the directory is not complete"
         for host, node in self.nodes.items():
             held = {chunk.key for chunk in node.state.live_chunks()}
-            page, rest = directory.snapshot("", "", 1 << 20)
-            assert rest is None
+            page, rest = directory.snapshot(directory.walk(), "", 1 << 20)
+            assert not rest
             listed = set(page.get(host, ()))
             assert listed == held, f"{host} holds {held - listed} more, {listed - held} less than the directory says"
         await on_host("client-0", self._read_all())
