@@ -42,7 +42,7 @@ WARM_DEADLINE_S = 1.0
 
 
 @dataclass
-class Orders(KVConnectorMetadata):
+class StepOrders(KVConnectorMetadata):
     """From the scheduler to every rank, with each step."""
 
     loads: list[LoadJob] = field(default_factory=list)
@@ -116,7 +116,7 @@ class TanghuluConnector(KVConnectorBase_V1):
         self.scheduler.lookup.answers.forget(request.request_id)
         self.scheduler.requests[request.request_id] = request
 
-    def build_connector_meta(self, scheduler_output: Any) -> Orders:
+    def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
         """The loads that were ordered, and saves of blocks that this step fills."""
         return self.scheduler.orders(scheduler_output)
 
@@ -178,9 +178,9 @@ class TanghuluConnector(KVConnectorBase_V1):
         """The saves that ended."""
         return SavesEnded(self.rank.ended.saved) if self.rank.ended.saved else None
 
-    def _orders(self) -> Orders:
+    def _orders(self) -> StepOrders:
         orders = self._get_connector_metadata()
-        assert isinstance(orders, Orders)
+        assert isinstance(orders, StepOrders)
         return orders
 
 
@@ -216,9 +216,9 @@ class SchedulerSide:
         num_stored = self.lookup.num_stored(request.request_id, keys)
         return self.book.match(request.request_id, request.num_tokens, num_computed_tokens, num_stored)
 
-    def orders(self, output: Any) -> Orders:
+    def orders(self, output: Any) -> StepOrders:
         """This step's loads, and saves of the blocks that it fills, which are pinned from here on."""
-        orders = Orders(self.book.take_loads())
+        orders = StepOrders(self.book.take_loads())
         if self._save == "none":
             return orders
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
@@ -248,6 +248,7 @@ class SchedulerSide:
         self.book.leave(request_id)
 
     def close(self) -> None:
+        _log.info("tanghulu: asked of the store: %s", dict(self.lookup.counts))
         self._client.close()
 
     def _keys(self, hashes: list[bytes]) -> list[ChunkKey]:
@@ -283,6 +284,7 @@ class RankSide:
 
     def close(self) -> None:
         if self._transfers is not None:
+            _log.info("tanghulu: moved by rank %d: %s", self._number, dict(self._transfers.counts))
             self._transfers.close()
         self._client.close()
 
