@@ -24,10 +24,14 @@ up: $(VENV)/.ready ## install, start the embedded cluster on the real model, say
 	$(VENV)/bin/tanghulu up $(UP_FLAGS)
 
 test: $(VENV)/.ready ## the quick suite, with real processes and the real model
-	$(PY) -m pytest -n $(JOBS) -m "not slow" $(PYTEST_FLAGS)
+	$(PY) -m pytest -n $(JOBS) -m "not slow and not engine_vllm" $(PYTEST_FLAGS)
 
 test-slow: $(VENV)/.ready ## long simulations, kills and restarts
 	$(PY) -m pytest -m "slow and not rdma" $(PYTEST_FLAGS)
+
+test-engines: $(VENV)/.ready ## two vLLM processes that share a prefix; the first time installs vLLM (3.5 GB)
+	$(PY) tools/engine_venv.py vllm
+	$(PY) -m pytest -m engine_vllm $(PYTEST_FLAGS)
 
 test-rdma: $(VENV)/.ready ## real verbs: soft-RoCE devices in two QEMU guests (docs/rdma.md)
 	tests/rdma_vm/rdma_vm.sh prepare
@@ -63,4 +67,4 @@ protos: $(VENV)/.ready ## regenerate the committed protobuf code
 client: $(VENV)/.ready ## regenerate the blocking client's methods from the asyncio client's
 	$(PY) tools/generate_client.py
 
-.PHONY: help up test test-slow test-rdma coverage check bench bench-store bench-transfer bench-gpu protos client
+.PHONY: help up test test-slow test-engines test-rdma coverage check bench bench-store bench-transfer bench-gpu protos client

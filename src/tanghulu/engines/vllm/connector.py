@@ -1,0 +1,307 @@
+"""``TanghuluConnector``: vLLM's KV cache blocks are saved in the store, and prefixes that it holds are loaded from it.
+
+vLLM builds it twice: in the scheduler's process, where it asks the store and orders loads and saves, and in each rank,
+which performs them. This file translates between vLLM's calls (``KVConnectorBase_V1``, 0.32) and ``engines.common``,
+where the decisions are. docs/engines/vllm.md says how to use it. Importing it starts nothing: vLLM's API server imports
+it, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.logger import init_logger
+
+from tanghulu.engines.common.names import block_keys
+from tanghulu.engines.common.options import ConnectorOptions
+from tanghulu.engines.common.requests import LoadJob, RequestBook
+from tanghulu.engines.common.saves import PendingSaves, SaveJob
+from tanghulu.engines.common.transfers import BlockMemory, Ended, PrefixLookup, Transfers
+from tanghulu.engines.vllm.facts import fingerprint_of, refuse_what_cannot_work
+from tanghulu.errors import TanghuluError
+from tanghulu.store.client.client import Client
+from tanghulu.types import ChunkKey, Fingerprint
+
+if TYPE_CHECKING:
+    import torch
+
+# Of vLLM's own loggers: others are not shown by default.
+_log = init_logger("vllm.tanghulu")
+
+#: The part of a block that the scheduler asks for: where rank 0 has saved, the others have or will have.
+FIRST_RANK = 0
+WARM_DEADLINE_S = 1.0
+
+
+@dataclass
+class StepOrders(KVConnectorMetadata):
+    """From the scheduler to every rank, with each step."""
+
+    loads: list[LoadJob] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)
+
+
+@dataclass
+class SavesEnded(KVConnectorWorkerMetadata):
+    """From the ranks to the scheduler: how many ranks ended each job."""
+
+    jobs: Counter[int]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> SavesEnded:
+        """Add up the ranks of one step."""
+        assert isinstance(other, SavesEnded)
+        return SavesEnded(self.jobs + other.jobs)
+
+
+class TanghuluConnector(KVConnectorBase_V1):
+    """vLLM's side of the store; see ``SchedulerSide`` and ``RankSide``."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        refuse_what_cannot_work(vllm_config, kv_cache_config)
+        options = ConnectorOptions.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        fingerprint = fingerprint_of(vllm_config, kv_cache_config, options)
+        client = _warm(options.open_client(), options.master)
+        self._scheduler: SchedulerSide | None = None
+        self._rank: RankSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            _log.info("tanghulu: blocks are kept at %s as kv/%s/...", options.master, fingerprint[:8].hex())
+            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, options, fingerprint, client)
+        else:
+            self._rank = RankSide(vllm_config.parallel_config.rank, options, fingerprint, client)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # what is not saved is computed again
+
+    def shutdown(self) -> None:
+        """End the transfers, close the client."""
+        side = self._scheduler or self._rank
+        if side is not None:
+            side.close()
+
+    # --- in the scheduler's process
+
+    @property
+    def scheduler(self) -> SchedulerSide:
+        assert self._scheduler is not None, "a rank was asked what only the scheduler knows"
+        return self._scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Take the pool whose blocks are pinned while they are saved."""
+        self.scheduler.pool = gpu_block_pool
+
+    def on_new_request(self, request: Any) -> None:
+        """Note the request."""
+        self.scheduler.book.arrive(request.request_id)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """How many tokens can be loaded behind those computed; loads are asynchronous always."""
+        num_tokens = self.scheduler.num_to_load(request, num_computed_tokens)
+        return num_tokens, num_tokens > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Order the load into the blocks that were taken."""
+        (block_ids,) = blocks.get_block_ids()
+        book = self.scheduler.book
+        book.allocate(request.request_id, num_external_tokens, request.block_hashes, block_ids)
+        self.scheduler.lookup.answers.forget(request.request_id)
+        self.scheduler.requests[request.request_id] = request
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
+        """The loads that were ordered, and saves of blocks that this step fills."""
+        return self.scheduler.orders(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take the ranks' word on loads and saves."""
+        bad = connector_output.invalid_block_ids or set()
+        for request_id in connector_output.finished_recving or ():
+            self.scheduler.book.load_ended(request_id, bad)
+        ended = connector_output.kv_connector_worker_meta
+        if isinstance(ended, SavesEnded):
+            self.scheduler.saves_ended(ended.jobs)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the request; its blocks may be freed at once, for those that are being saved are pinned."""
+        self.scheduler.leave(request.request_id)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        """Keep the engine stepping until saves are acknowledged: else they stay pinned until the next request."""
+        return bool(self.scheduler.book.saves)
+
+    # --- in a rank
+
+    @property
+    def rank(self) -> RankSide:
+        assert self._rank is not None, "the scheduler was asked for a transfer"
+        return self._rank
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the cache's memory."""
+        self.rank.take_memory(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin the loads of this step."""
+        for job in self._orders().loads:
+            self.rank.transfers.load(job)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: requests wait for their loads outside of the model's run."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: blocks are saved when all layers have computed."""
+
+    def wait_for_save(self) -> None:
+        """Begin the saves of this step, and wait for none: the blocks are pinned."""
+        for job in self._orders().saves:
+            self.rank.transfers.save(job)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The requests whose loads ended, well or not, aborted ones too; vLLM waits for each."""
+        self.rank.collect()
+        return None, self.rank.ended.loaded or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """The blocks that those loads have lost."""
+        return self.rank.ended.bad_block_ids
+
+    def build_connector_worker_meta(self) -> SavesEnded | None:
+        """The saves that ended."""
+        return SavesEnded(self.rank.ended.saved) if self.rank.ended.saved else None
+
+    def _orders(self) -> StepOrders:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, StepOrders)
+        return orders
+
+
+class SchedulerSide:
+    """What the scheduler's process has: the book of requests, and questions to the store."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        options: ConnectorOptions,
+        fingerprint: Fingerprint,
+        client: Client,
+    ) -> None:
+        (group,) = kv_cache_config.kv_cache_groups
+        role = vllm_config.kv_transfer_config.kv_role
+        block_bytes = group.kv_cache_spec.page_size_bytes * len(group.layer_names)
+        saves = PendingSaves(vllm_config.parallel_config.world_size, block_bytes, options.max_pending_bytes)
+        self.book = RequestBook(group.kv_cache_spec.block_size, saves, options.min_blocks)
+        self.lookup = PrefixLookup(client, options.lookup_deadline_ms / 1000)
+        self.requests: dict[str, Any] = {}  # those that compute: vLLM's own objects, whose hashes grow
+        self.pool: Any = None
+        self._client, self._fingerprint = client, fingerprint
+        self._loads = role in ("kv_consumer", "kv_both")
+        self._save = options.save if role in ("kv_producer", "kv_both") else "none"
+
+    def num_to_load(self, request: Any, num_computed_tokens: int) -> int:
+        """Tokens behind those computed that the store has, as far as the request may be loaded."""
+        wanted = self._loads and not request.skip_reading_prefix_cache
+        if not self.book.may_load(request.request_id, request.num_preemptions) or not wanted:
+            return 0
+        keys = self._keys(request.block_hashes)
+        num_stored = self.lookup.num_stored(request.request_id, keys)
+        return self.book.match(request.request_id, request.num_tokens, num_computed_tokens, num_stored)
+
+    def orders(self, output: Any) -> StepOrders:
+        """This step's loads, and saves of the blocks that it fills, which are pinned from here on."""
+        orders = StepOrders(self.book.take_loads())
+        if self._save == "none":
+            return orders
+        for request_id, num_scheduled in output.num_scheduled_tokens.items():
+            request = self.requests.get(request_id)
+            if request is None:
+                continue
+            (block_ids,) = output.kv_connector_block_state.get_block_ids(request_id)
+            num_tokens = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
+            if self._save == "prompt":
+                num_tokens = min(num_tokens, request.num_prompt_tokens)
+            job = self.book.computed(request_id, num_tokens, request.block_hashes, block_ids)
+            if job is not None:
+                self.pool.touch([self.pool.blocks[block.block_id] for block in job.blocks])
+                orders.saves.append(job)
+        return orders
+
+    def saves_ended(self, jobs: Counter[int]) -> None:
+        """Unpin what every rank has saved. Last blocks first: vLLM then evicts them before the prefix in front."""
+        for job_id, num_ranks in jobs.items():
+            freed = self.book.saves.acknowledge(job_id, num_ranks)
+            self.pool.free_blocks([self.pool.blocks[block_id] for block_id in reversed(freed)])
+
+    def leave(self, request_id: str) -> None:
+        """The request ended."""
+        self.requests.pop(request_id, None)
+        self.lookup.answers.forget(request_id)
+        self.book.leave(request_id)
+
+    def close(self) -> None:
+        _log.info("tanghulu: asked of the store: %s", dict(self.lookup.counts))
+        self._client.close()
+
+    def _keys(self, hashes: list[bytes]) -> list[ChunkKey]:
+        return block_keys(self._fingerprint, hashes, FIRST_RANK)
+
+
+class RankSide:
+    """What a rank has: the cache's memory, and its transfers."""
+
+    def __init__(self, rank: int, options: ConnectorOptions, fingerprint: Fingerprint, client: Client) -> None:
+        self._number, self._options, self._fingerprint, self._client = rank, options, fingerprint, client
+        self._transfers: Transfers | None = None
+        self.ended = Ended()
+
+    @property
+    def transfers(self) -> Transfers:
+        assert self._transfers is not None, "no memory was registered"
+        return self._transfers
+
+    def take_memory(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Begin with the cache's layers, each of shape ``[blocks, …]`` with a block in one piece."""
+        layers = [_bytes_of_blocks(name, cache) for name, cache in kv_caches.items()]
+        memory = BlockMemory(
+            block_bytes=sum(layer.shape[1] for layer in layers),
+            keys=lambda hashes: block_keys(self._fingerprint, hashes, self._number),
+            buffers=lambda block_id: [layer[block_id] for layer in layers],
+        )
+        self._transfers = Transfers(self._client, memory, self._options)
+
+    def collect(self) -> None:
+        """Take what ended since the step before."""
+        self.ended = self._transfers.take_ended() if self._transfers is not None else Ended()
+
+    def close(self) -> None:
+        if self._transfers is not None:
+            _log.info("tanghulu: moved by rank %d: %s", self._number, dict(self._transfers.counts))
+            self._transfers.close()
+        self._client.close()
+
+
+def _bytes_of_blocks(name: str, cache: torch.Tensor) -> Any:
+    """The bytes of a layer's cache as an array ``[blocks, bytes]`` over its memory. Raises ValueError for gaps."""
+    import torch
+
+    if not cache.is_contiguous():
+        raise ValueError(f"the cache of layer {name} has strides {cache.stride()}, so that its blocks are in pieces")
+    return cache.view(torch.uint8).reshape(cache.shape[0], -1).numpy()
+
+
+def _warm(client: Client, master: str) -> Client:
+    """Connect now: within a busy scheduler that takes longer, and a request would wait for it."""
+    try:
+        client.exists("kv/", deadline_s=WARM_DEADLINE_S)
+    except TanghuluError as error:
+        _log.warning("tanghulu: the store at %s does not answer, and is tried again later: %s", master, error)
+    return client

@@ -1,0 +1,73 @@
+"""What the connector reads from vLLM's configuration: whether it can work with it, and what its blocks' bytes mean.
+
+Takes vLLM's objects as they are and imports nothing of it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from tanghulu.engines.common.names import digest_of_weights, make_fingerprint
+from tanghulu.engines.common.options import ConnectorOptions
+from tanghulu.errors import ConfigError
+from tanghulu.hashing import DEFAULT_VLLM_SEED
+from tanghulu.types import Fingerprint
+
+#: Parts of a model's configuration that say where it came from, and nothing of what it computes.
+_NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
+
+
+def refuse_what_cannot_work(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise ConfigError that says what to change where blocks could not be shared, or a failure would end requests."""
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            f'"kv_load_failure_policy" is {transfer.kv_load_failure_policy!r}, which ends a request whose load fails; '
+            'put "kv_load_failure_policy": "recompute" into --kv-transfer-config'
+        )
+    if algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ:
+        raise ConfigError(
+            f"with --prefix-caching-hash-algo {algorithm} every process names its blocks differently; say sha256_cbor, "
+            "or set PYTHONHASHSEED to one value everywhere"
+        )
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigError("blocks have no names without prefix caching; leave out --no-enable-prefix-caching")
+    if len(kv_cache_config.kv_cache_groups) != 1:
+        num_groups = len(kv_cache_config.kv_cache_groups)
+        raise ConfigError(f"the model has {num_groups} groups of KV cache, and this connector knows models with one")
+    if vllm_config.device_config.device_type != "cpu":
+        raise ConfigError(
+            f"this connector runs on CPUs, not on {vllm_config.device_config.device_type!r}; on GPUs nothing is "
+            "offered yet"
+        )
+    if parallel.pipeline_parallel_size > 1:
+        raise ConfigError(f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: this connector knows only 1")
+
+
+def fingerprint_of(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> Fingerprint:
+    """What equal bytes need: weights, configuration, element types, blocks, layout, hashes; and the namespace."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
+    (group,) = kv_cache_config.kv_cache_groups
+    return make_fingerprint(
+        {
+            "engine": "vllm",
+            "namespace": options.namespace,
+            "weights": digest_of_weights(model.model, model.revision),
+            "config": config,
+            "dtype": str(model.dtype),
+            "cache_dtype": cache.cache_dtype,
+            "quantization": model.quantization,
+            "block_tokens": group.kv_cache_spec.block_size,
+            "page_bytes": group.kv_cache_spec.page_size_bytes,
+            "layers": list(group.layer_names),
+            "layout": kv_cache_config.kv_cache_layout,
+            "device": vllm_config.device_config.device_type,
+            "tensor_parallel": parallel.tensor_parallel_size,
+            "decode_context_parallel": parallel.decode_context_parallel_size,
+            "hash": cache.prefix_caching_hash_algo,
+            "hash_root": os.environ.get("PYTHONHASHSEED", DEFAULT_VLLM_SEED),
+        }
+    )
