@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tanghulu.auth.tenants import Right
+from tanghulu.auth.tls import ServerTls
 from tanghulu.errors import ChunkNotFound
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc
@@ -99,10 +100,10 @@ class Directory(directory_pb2_grpc.DirectoryServicer):
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[Served]:
+async def serving(tls: ServerTls | None = None) -> AsyncIterator[Served]:
     with tempfile.TemporaryDirectory(prefix="th-rpc-") as run_dir:
         service = FastService()
-        port_mux = PortMux(service, Path(run_dir), "test")
+        port_mux = PortMux(service, Path(run_dir), "test", tls=tls)
         made = Served(port_mux, service, asyncio.Event())
         make_service(made)
         directory_pb2_grpc.add_DirectoryServicer_to_server(Directory(), port_mux.grpc_server)

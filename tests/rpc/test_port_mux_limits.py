@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import socket
+import ssl
 from pathlib import Path
 
 import grpc
 import pytest
 
+from tanghulu.auth import handshakes
+from tanghulu.auth.credentials import TlsFiles
+from tanghulu.auth.tls import ServerTls, client_context
 from tanghulu.auth.tokens import TokensFile
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, Unauthorized
 from tanghulu.protos import directory_pb2 as pb
@@ -18,10 +23,11 @@ from tanghulu.rpc import fast_server, port_mux
 from tanghulu.rpc.authorizer import Authorizer
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import FastConnection
-from tanghulu.rpc.frames import HEAD, PREAMBLE
+from tanghulu.rpc.frames import HEAD, PREAMBLE, encode_head
 from tanghulu.rpc.grpc_edge import channel
 from tanghulu.rpc.methods import HELLO
-from tests.rpc.service import ECHO, Served, until
+from tests.rpc.service import ECHO, Served, head_of, serving, until
+from tests.tls_files import Authority
 
 ASK, REPLY = pb.LocateRequest(keys=["k"]), pb.LocateReply
 
@@ -39,6 +45,66 @@ async def test_those_who_say_nothing_make_way(served: Served, monkeypatch: pytes
     await connection.close()
     for _, writer in silent:
         writer.close()
+
+
+async def test_those_who_begin_a_handshake_and_do_not_end_it_make_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshakes, "MAX_HANDSHAKES", 3)
+    authority = Authority(tmp_path)
+    cert, key = authority.sign("host")
+    async with serving(ServerTls(TlsFiles(cert=cert, key=key), mutual=False)) as served:
+        address = served.port_mux.address
+        silent = []
+        for number in range(8):
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            writer.write(b"\x16\x03\x01"[: number % 4])  # the beginning of a ClientHello
+            silent.append((reader, writer))
+            await until(lambda: served.port_mux.num_handshakes > 0)
+        for reader, _ in silent[:5]:
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(1), 30) == b""
+        assert served.port_mux.num_handshakes == 3
+        connection = await AsyncFastConnection.connect(address, tls=TlsFiles(ca=authority.ca))
+        assert (await connection.call(ECHO, ASK, REPLY)).message.node_ids == ["k"]
+        await connection.close()
+        for _, writer in silent[5:7]:
+            writer.close()
+        await until(lambda: served.port_mux.num_handshakes <= 1)
+    for _, writer in silent:
+        writer.close()
+
+
+async def test_what_comes_with_the_end_of_a_handshake_is_not_lost(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    cert, key = authority.sign("host")
+    async with serving(ServerTls(TlsFiles(cert=cert, key=key), mutual=False)) as served:
+        address = served.port_mux.address
+
+        def ask() -> list[str]:
+            incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+            wire = client_context(TlsFiles(ca=authority.ca)).wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+            with socket.create_connection((address.host, address.port), timeout=30) as sock:
+                while True:
+                    try:
+                        wire.do_handshake()
+                        break
+                    except ssl.SSLWantReadError:
+                        sock.sendall(outgoing.read())
+                        incoming.write(sock.recv(1 << 16))
+                body = ASK.SerializeToString()
+                wire.write(PREAMBLE + encode_head(ECHO, 3, len(body), 0) + body)
+                sock.sendall(outgoing.read())  # the end of the handshake, and the first call behind it
+                answer = b""
+                while len(answer) < HEAD.size or len(answer) < HEAD.size + head_of(answer[: HEAD.size])[0]:
+                    try:
+                        answer += wire.read()
+                    except ssl.SSLWantReadError:
+                        incoming.write(sock.recv(1 << 16))
+                return list(REPLY.FromString(answer[HEAD.size :]).node_ids)
+
+        for _ in range(20):
+            assert await asyncio.to_thread(ask) == ["k"]
 
 
 async def test_grpc_connections_are_bounded(served: Served) -> None:

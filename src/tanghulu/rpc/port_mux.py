@@ -14,13 +14,15 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 import grpc.aio
 import structlog
 
+from tanghulu.auth.handshakes import Handshakes
 from tanghulu.auth.tls import ServerTls
 from tanghulu.errors import ConfigError
 from tanghulu.rpc import nearby
@@ -62,6 +64,7 @@ class PortMux:
             options=SERVER_OPTIONS, interceptors=interceptors, maximum_concurrent_rpcs=max_grpc_calls
         )
         self._undecided: dict[asyncio.Transport, None] = {}
+        self._handshakes: Handshakes | None = None
         self._num_relays = 0
         self._servers: list[asyncio.Server] = []
         self._transports: set[asyncio.Transport] = set()
@@ -83,11 +86,10 @@ class PortMux:
         """
         loop = asyncio.get_running_loop()
         try:
-            context = None if self.tls is None else self.tls.context
-            patience_s = None if context is None else HELLO_S
-            tcp = await loop.create_server(
-                lambda: _Sniffer(self), host, port, ssl=context, ssl_handshake_timeout=patience_s, start_serving=False
-            )
+            make: Callable[[], asyncio.Protocol] = partial(_Sniffer, self)
+            if self.tls is not None:
+                make = self._handshakes = Handshakes(self.tls.context, make, HELLO_S)
+            tcp = await loop.create_server(make, host, port, start_serving=False)
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
         self._servers.append(tcp)
@@ -124,6 +126,8 @@ class PortMux:
             self._refreshing.cancel()
             await asyncio.gather(self._refreshing, return_exceptions=True)
         await self.grpc_server.stop(grace_s)
+        if self._handshakes is not None:
+            self._handshakes.close()
         for transport in list(self._transports):
             transport.close()
         with contextlib.suppress(TimeoutError):
@@ -134,6 +138,11 @@ class PortMux:
         for path in (self.unix_path, self._grpc_path):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
+
+    @property
+    def num_handshakes(self) -> int:
+        """Connections whose TLS handshake has not ended."""
+        return 0 if self._handshakes is None else len(self._handshakes)
 
     def enter(self, transport: asyncio.Transport) -> None:
         """Count a new connection; if too many have not said what they want, the oldest of those is closed."""

@@ -108,7 +108,7 @@ def reservations(reply: AnyReply) -> list[Reservation | TanghuluError | None]:
 
 
 class Accepted(NamedTuple):
-    """What a master of ``term`` has accepted: the first ``num_items`` of a COMMIT, for that generation of the node."""
+    """What a master of ``term`` has accepted: the first ``num_items`` of a COMMIT, for a ``generation`` of the node."""
 
     num_items: int = 0
     generation: int = 0

@@ -13,6 +13,7 @@ import pytest
 
 import tanghulu
 from tanghulu.auth.credentials import Credentials
+from tanghulu.auth.handshakes import MAX_HANDSHAKES
 from tanghulu.protos import store_pb2, store_pb2_grpc
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import PREAMBLE, encode_head
@@ -21,6 +22,7 @@ from tanghulu.rpc.unsent import MAX_UNSENT_BYTES
 from tanghulu.rpc.wire import encode
 from tanghulu.store.client import Client
 from tanghulu.store.client.logic import messages
+from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS
 from tanghulu.store.protocol.messages import CommitItem, CommitRequest, GetRequest, ReserveRequest, UnpinRequest
@@ -28,7 +30,7 @@ from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import Address, ChunkKey
 from tests.store.cluster import Cluster, Process, eventually
 from tests.store.gateway.running_gateway import serving
-from tests.store.guarded_cluster import TOKENS, Secured, write_tokens
+from tests.store.guarded_cluster import TOKENS, Encrypted, Secured, write_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -106,6 +108,30 @@ def test_connections_that_say_nothing(tmp_path: Path) -> None:
             client.put("large", bytes(4 * MIB))
             others_are_served(client)
             assert client.get("large").size_bytes == 4 * MIB
+
+
+def test_handshakes_that_do_not_end(tmp_path: Path) -> None:
+    with Encrypted(tmp_path) as cluster, contextlib.ExitStack() as stack:
+        with tanghulu.connect(cluster.address, transport="tcp", **cluster.shown) as client:
+            client.put("large", bytes(4 * MIB))
+            welcome = client._driver._sessions.welcome(PeerId(cluster.nodes[0].name))
+            assert welcome is not None
+            data_ports = [Address.parse(each.address) for each in welcome.segment.endpoints_of("tcp")]
+            for address in (
+                Address.parse(cluster.master.address),
+                Address.parse(cluster.nodes[0].address),
+                *data_ports,
+            ):
+                for _ in range(600):
+                    wire = stack.enter_context(socket.create_connection((address.host, address.port)))
+                    with contextlib.suppress(ConnectionError):
+                        wire.sendall(b"\x16\x03\x01")  # the beginning of a ClientHello
+        with tanghulu.connect(cluster.address, transport="tcp", deadline_s=30, **cluster.shown) as client:
+            others_are_served(client)
+            assert client.get("large").size_bytes == 4 * MIB
+        for process in (*cluster.nodes, cluster.master):
+            num_open = len(list(Path(f"/proc/{process.popen.pid}/fd").iterdir()))
+            assert num_open < 2 * MAX_HANDSHAKES + 200, "two ports at most, and what it has anyway"
 
 
 async def test_lists_without_end(cluster: Cluster) -> None:

@@ -18,8 +18,10 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from typing import Protocol, cast
 
+from tanghulu.auth.handshakes import Handshakes
 from tanghulu.errors import TanghuluError
 from tanghulu.rpc.pacing import unpace_within_machine
 from tanghulu.runtime.busy_polling import LoopPoller
@@ -119,19 +121,19 @@ class TcpListener:
     def __init__(self, context: ServeContext) -> None:
         self._context = context
         self._port = context.listen.port
+        self._handshakes: Handshakes | None = None
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
         """Listen. Raises OSError if the address is taken."""
         context = self._context
         tls = context.listen.tls
+        make: Callable[[], asyncio.BaseProtocol]
+        make = partial(TcpConnection, context.admission, encrypted=tls is not None)
+        if tls is not None:
+            make = self._handshakes = Handshakes(tls, make, context.limits.hello_s)
         self._server = await asyncio.get_running_loop().create_server(
-            lambda: TcpConnection(context.admission, encrypted=tls is not None),
-            context.listen.host,
-            self._port,
-            backlog=_BACKLOG,
-            ssl=tls,
-            ssl_handshake_timeout=None if tls is None else context.limits.hello_s,
+            make, context.listen.host, self._port, backlog=_BACKLOG
         )
         self._port = self._server.sockets[0].getsockname()[1]
 
@@ -154,6 +156,8 @@ class TcpListener:
         if self._server is not None:
             self._server.close()
             self._server = None
+        if self._handshakes is not None:
+            self._handshakes.close()
         for connection in self._connections():
             connection.cut()
 

@@ -1,0 +1,81 @@
+"""TLS handshakes at one listener: each has a deadline, and all of them together a quota.
+
+A connection that begins a handshake and does not end it costs its peer nothing and this process a context of OpenSSL.
+So at most ``MAX_HANDSHAKES`` are under way; when another comes, the oldest makes way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+_log = structlog.get_logger(__name__)
+
+#: Unfinished handshakes at one listener.
+MAX_HANDSHAKES: Final = 256
+
+
+class Handshakes:
+    """A protocol factory for a listener: ``make()`` gets each connection after a handshake within ``patience_s``."""
+
+    def __init__(self, context: ssl.SSLContext, make: Callable[[], asyncio.BaseProtocol], patience_s: float) -> None:
+        self._context = context
+        self._make = make
+        self._patience_s = patience_s
+        self._under_way: dict[socket.socket, asyncio.Task[None]] = {}
+
+    def __call__(self) -> asyncio.Protocol:
+        """A connection has come."""
+        return _Arrival(self)
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def begin(self, sock: socket.socket) -> None:
+        """Take a connection; the oldest handshake is hung up on if there are too many."""
+        self._under_way[sock] = asyncio.ensure_future(self._shake(sock))
+        if len(self._under_way) > MAX_HANDSHAKES:
+            oldest = next(iter(self._under_way))
+            del self._under_way[oldest]
+            _hang_up(oldest)
+
+    def close(self) -> None:
+        """Hang up on all that have not ended."""
+        for sock in self._under_way:
+            _hang_up(sock)
+
+    async def _shake(self, sock: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._make, sock, ssl=self._context, ssl_handshake_timeout=self._patience_s
+            )
+        except OSError as error:  # it hung up, made way, was silent, or speaks something else
+            _log.debug("handshakes.failed", error=str(error))
+            sock.close()
+        finally:
+            self._under_way.pop(sock, None)
+
+
+class _Arrival(asyncio.Protocol):
+    """Takes the socket from the listener before anything is read from it."""
+
+    def __init__(self, owner: Handshakes) -> None:
+        self._owner = owner
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        sock = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        sock.setblocking(False)
+        transport.close()  # the connection lives on in its other descriptor
+        self._owner.begin(sock)
+
+
+def _hang_up(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is closed already
+        sock.shutdown(socket.SHUT_RDWR)
