@@ -10,7 +10,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from tanghulu.conductor.dispatch.router import RoutedRequest
-from tanghulu.conductor.http.json_marks import JsonMarks
 from tanghulu.conductor.http.preprocess import ParsedRequest, parse_chat, parse_completion
 from tanghulu.conductor.http.reply import dumps, parse_large, reading
 from tanghulu.conductor.http.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -50,15 +49,16 @@ def router(service: Service) -> APIRouter:
     @api.api_route("/route", methods=["GET", "POST"])
     async def route(request: Request) -> dict[str, Any]:
         """Where a completion or chat with this body would go now, and why. GET takes ?prompt=&model= as well."""
-        async with service.bodies.reading(request.scope, request.receive, JsonMarks().feed) as body:
-            parsed = await _parse_body(service, body, dict(request.query_params))
+        async with service.bodies.reading(request.scope, request.receive) as body:
+            with body.view() as view:
+                parsed = await _parse_body(service, bytes(view), dict(request.query_params))
         found = service.dispatcher.router.explain(parsed.requests[0], parsed.model)
         return _explanation(parsed, found)
 
     @api.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
         """Text, texts or a chat to token ids."""
-        async with reading(request, service.bodies, TokenizeBody) as body:
+        async with reading(request, service, TokenizeBody) as body:
             model = await service.find_model(body.model)
             special, texts = body.add_special_tokens, body.prompt
             if body.messages is not None:
@@ -75,7 +75,7 @@ def router(service: Service) -> APIRouter:
     @api.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, Any]:
         """Token ids to text, under vLLM's name and SGLang's."""
-        async with reading(request, service.bodies, DetokenizeBody) as body:
+        async with reading(request, service, DetokenizeBody) as body:
             model = await service.find_model(body.model)
             ids = model.checked_tokens(body.tokens).tolist()
             text = await in_thread(model.decode, ids, body.skip_special_tokens)
@@ -84,15 +84,15 @@ def router(service: Service) -> APIRouter:
     return api
 
 
-async def _parse_body(service: Service, body: bytearray, query: dict[str, str]) -> ParsedRequest:
+async def _parse_body(service: Service, body: bytes, query: dict[str, str]) -> ParsedRequest:
     if not body and "prompt" in query:
-        body += dumps({key: query[key] for key in ("prompt", "model") if key in query}).encode()
+        body = dumps({key: query[key] for key in ("prompt", "model") if key in query}).encode()
     if not body:
         raise BadField("send a body like a completion's or a chat's, or ?prompt=", "prompt")
     if b'"messages"' in body:
-        chat = await parse_large(ChatBody, body)
+        chat = await parse_large(ChatBody, body, service.most_string_bytes)
         return await parse_chat(chat, await service.find_model(chat.model))
-    completion = await parse_large(CompletionBody, body)
+    completion = await parse_large(CompletionBody, body, service.most_string_bytes)
     return await parse_completion(completion, await service.find_model(completion.model))
 
 

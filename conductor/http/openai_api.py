@@ -30,7 +30,7 @@ def router(service: Service) -> APIRouter:
     @api.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         """A chat completion."""
-        async with reading(request, service.bodies, ChatBody) as body:
+        async with reading(request, service, ChatBody) as body:
             model = await service.find_model(body.model)
             parsed = await parse_chat(body, model)
         call = service.start(f"chatcmpl-{uuid.uuid4().hex}", parsed)
@@ -48,7 +48,7 @@ def router(service: Service) -> APIRouter:
     @api.post("/v1/completions")
     async def completions(request: Request) -> Response:
         """A text completion."""
-        async with reading(request, service.bodies, CompletionBody) as body:
+        async with reading(request, service, CompletionBody) as body:
             model = await service.find_model(body.model)
             parsed = await parse_completion(body, model)
         echoes = [model.decode(r.prompt.tolist()) for r in parsed.requests] if body.echo else []

@@ -20,10 +20,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tanghulu.conductor.http.generation import GenerationCall
-from tanghulu.conductor.http.json_marks import JsonMarks
+from tanghulu.conductor.http.json_marks import check_marks
+from tanghulu.conductor.http.service import Service
 from tanghulu.conductor.text.preparing import INLINE_BYTES, in_thread
 from tanghulu.errors import TanghuluError
-from tanghulu.web.bodies import DEADLINE_S, STALL_S, Bodies, IncomingBody, pieces
+from tanghulu.web.bodies import DEADLINE_S, STALL_S, IncomingBody, pieces
 from tanghulu.web.errors import BadField, body_of, from_validation, log_failure
 
 B = TypeVar("B", bound=BaseModel)
@@ -42,23 +43,27 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def reading(request: Request, bodies: Bodies, model: type[B]) -> AsyncIterator[B]:
-    """The body as ``model``; it has its place in the room for ``bodies`` until the block ends, so tokenise inside.
+async def reading(request: Request, service: Service, model: type[B]) -> AsyncIterator[B]:
+    """The body as ``model``; it has its place in the room for bodies until the block ends, so tokenise inside.
 
-    Raises BadField, BodyTooLarge, BodyTooSlow, BodiesFull.
+    Raises BadField, ContextLengthExceeded, BodyTooLarge, BodyTooSlow, BodiesFull.
     """
-    async with bodies.reading(request.scope, request.receive, JsonMarks().feed) as body:
-        parsed = await parse_large(model, body)
+    async with service.bodies.reading(request.scope, request.receive) as body:
+        with body.view() as view:
+            parsed = await parse_large(model, view, service.most_string_bytes)
         body.clear()
         yield parsed
 
 
-async def parse_large(model: type[B], body: bytes | bytearray) -> B:
-    """``body`` as ``model``, parsed in a thread where it is long. Raises BadField."""
-    return parse(model, body) if len(body) <= INLINE_BYTES else await in_thread(parse, model, body)
+async def parse_large(model: type[B], body: bytes | memoryview, most_string_bytes: float) -> B:
+    """``body`` as ``model``, parsed in a thread where it is long. Raises BadField, ContextLengthExceeded."""
+    if len(body) <= INLINE_BYTES:
+        return parse(model, body)
+    await in_thread(check_marks, body, most_string_bytes)
+    return await in_thread(parse, model, body)
 
 
-def parse(model: type[B], body: bytes | bytearray) -> B:
+def parse(model: type[B], body: bytes | memoryview) -> B:
     """``body`` as ``model``. Raises BadField."""
     try:
         return model.model_validate(msgspec.json.decode(body))

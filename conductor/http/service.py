@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ from tanghulu.web.bodies import Bodies
 from tanghulu.web.errors import BadField
 
 DEFAULT_BODY_BYTES = 32 << 20
+#: No text has more bytes a token than this on average, even where all its characters are escaped in JSON.
+MAX_JSON_BYTES_PER_TOKEN = 64
 #: The bytes of bodies that are under way at one time, from their first piece until they are tokens.
 ROOM_BYTES = 32 << 20
 
@@ -44,6 +47,12 @@ class Service:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(registry.model_known.wait(), self.first_model_timeout_s)
         return registry.find_model(name)
+
+    @property
+    def most_string_bytes(self) -> float:
+        """The longest string, in bytes of JSON, that may fit the context of any model that is known."""
+        contexts = [model.card.context_length for model in self.dispatcher.registry.models.values()]
+        return MAX_JSON_BYTES_PER_TOKEN * max(contexts) if contexts else math.inf
 
     def start(self, call_id: str, parsed: ParsedRequest) -> GenerationCall:
         """Begin all sequences of ``parsed``. Raises Overloaded, and then begins none."""

@@ -25,7 +25,7 @@ def router(service: Service) -> APIRouter:
     @api.post("/generate")
     async def generate(request: Request) -> Response:
         """Continue a text or token ids."""
-        async with reading(request, service.bodies, GenerateBody) as body:
+        async with reading(request, service, GenerateBody) as body:
             model = await service.find_model(body.model)
             parsed = await parse_generate(body, model)
         call = service.start(body.rid or uuid.uuid4().hex, parsed)
@@ -37,7 +37,7 @@ def router(service: Service) -> APIRouter:
     @api.post("/abort_request")
     async def abort_request(request: Request) -> dict[str, Any]:
         """End a request by its rid (or by the id of an OpenAI answer)."""
-        async with reading(request, service.bodies, AbortBody) as body:
+        async with reading(request, service, AbortBody) as body:
             wanted = list(service.calls) if body.abort_all else [body.rid]
         return {"aborted": sum(service.abort(call_id) for call_id in wanted)}
 

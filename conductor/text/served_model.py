@@ -22,6 +22,12 @@ from tanghulu.hashing import Tokens, TokenSequence, as_tokens, root_hash
 
 #: No text has more characters a token than this on average; so what is longer is refused before it is tokenised.
 MAX_CHARACTERS_PER_TOKEN = 16
+#: With more characters for each token of the context than this, a text is first counted piece by piece: tokenising one
+#: at a time takes 200 bytes a token, and some tokenizers make a token of each character.
+COUNTED_FROM_CHARACTERS_PER_TOKEN = 2
+_COUNTED_CHARACTERS = 16_384
+#: A cut through a word adds tokens, but hardly more than this.
+_TOKENS_OF_A_CUT = 16
 _MAX_TOKENIZER_BYTES = 256 << 20
 
 
@@ -43,16 +49,37 @@ class ServedModel:
     async def encode(self, text: str, add_special_tokens: bool) -> Tokens:
         """Tokens of ``text``; with ``add_special_tokens`` as the model wants a bare text (its bos in front).
 
-        Raises ContextLengthExceeded, unread, for a text that is far too long for the context.
+        Raises ContextLengthExceeded for a text that is far too long for the context; most are not even tokenised.
         """
-        if len(text) > MAX_CHARACTERS_PER_TOKEN * self.card.context_length:
-            raise ContextLengthExceeded(
-                f"this model's maximum context length is {self.card.context_length} tokens and the text has "
-                f"{len(text)} characters; shorten it"
-            )
+        self._check_characters(len(text))
+        if len(text) > COUNTED_FROM_CHARACTERS_PER_TOKEN * self.card.context_length:
+            await self._check_count(text)
         if len(text) <= INLINE_CHARACTERS:
             return self._encode(text, add_special_tokens)
         return await in_thread(self._encode, text, add_special_tokens)
+
+    def _check_characters(self, num_characters: int) -> None:
+        context = self.card.context_length
+        if num_characters > MAX_CHARACTERS_PER_TOKEN * context:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {context} tokens and the text has {num_characters} "
+                "characters; shorten it"
+            )
+
+    async def _check_count(self, text: str) -> None:
+        """Refuse ``text`` once the tokens of its pieces are more than the context; pieces of others go between."""
+        context, count = self.card.context_length, 0
+        for num_cuts, start in enumerate(range(0, len(text), _COUNTED_CHARACTERS)):
+            count += await in_thread(self._count, text[start : start + _COUNTED_CHARACTERS])
+            if count > context + _TOKENS_OF_A_CUT * num_cuts:
+                raise ContextLengthExceeded(
+                    f"this model's maximum context length is {context} tokens and the first "
+                    f"{min(start + _COUNTED_CHARACTERS, len(text))} of the text's {len(text)} characters have about "
+                    f"{count}; shorten it"
+                )
+
+    def _count(self, text: str) -> int:
+        return len(self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def _encode(self, text: str, add_special_tokens: bool) -> Tokens:
         # The call for many texts is the one that lets other threads have the interpreter meanwhile.
@@ -65,8 +92,14 @@ class ServedModel:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     async def render_chat(self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]) -> str:
-        """The chat's prompt as text; to be encoded without special tokens, which are in it."""
-        if sum(len(message.get("content") or "") for message in messages) <= INLINE_BYTES:
+        """The chat's prompt as text; to be encoded without special tokens, which are in it.
+
+        Raises InvalidRequest where the template refuses the messages, and ContextLengthExceeded where they are far too
+        long for the context.
+        """
+        num_characters = sum(len(message.get("content") or "") for message in messages)
+        self._check_characters(num_characters)
+        if num_characters <= INLINE_BYTES:
             return self.template.render(messages, variables)
         return await in_thread(self.template.render, messages, variables)
 

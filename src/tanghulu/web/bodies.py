@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import mmap
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect
@@ -27,6 +28,7 @@ STALL_S = 10.0
 DEADLINE_S = 120.0
 #: A body that has been arriving for less is not given up for another's sake.
 GRACE_S = 1.0
+_SMALL_BYTES = 256 << 10
 
 
 @dataclass(eq=False, slots=True)
@@ -170,6 +172,39 @@ class IncomingBody:
         return BodyTooSlow(f"{self.num_come}{of} bytes came, {said}")
 
 
+class BodyBuffer:
+    """The bytes of one body of at most ``most_bytes``.
+
+    More than a few are kept in memory of their own: a bytearray that grows to 30 MB is copied time and again, which
+    holds up the loop for a tenth of a second, and what it leaves in the heap does not go back to the system.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._small = bytearray()
+        self._large: mmap.mmap | None = None
+
+    def write(self, piece: bytes) -> None:
+        """Add ``piece``."""
+        if self._large is None and len(self._small) + len(piece) > _SMALL_BYTES:
+            self._large = mmap.mmap(-1, self._most_bytes)
+            self._large.write(self._small)
+        if self._large is None:
+            self._small += piece
+        else:
+            self._large.write(piece)
+
+    def view(self) -> memoryview:
+        """All bytes, until ``clear``; to be released before."""
+        return memoryview(self._small) if self._large is None else memoryview(self._large)[: self._large.tell()]
+
+    def clear(self) -> None:
+        """Give the memory back. No error if that has been done."""
+        self._small.clear()
+        if self._large is not None and not self._large.closed:
+            self._large.close()
+
+
 class Bodies:
     """Reads the bodies of an application's requests, each up to ``limit_bytes``, within one room for all."""
 
@@ -181,27 +216,24 @@ class Bodies:
         self._stopped: NodeUnavailable | None = None
 
     @contextlib.asynccontextmanager
-    async def reading(
-        self, scope: Scope, receive: Receive, look: Callable[[bytes], None] | None = None
-    ) -> AsyncIterator[bytearray]:
-        """The whole body, which has its place in the room until the block ends; ``look`` sees each piece as it comes.
+    async def reading(self, scope: Scope, receive: Receive) -> AsyncIterator[BodyBuffer]:
+        """The whole body, which has its place in the room until the block ends.
 
         Raises BodyTooLarge as soon as the body is known to be too long, BodyTooSlow, BodiesFull, ClientDisconnect.
         """
         incoming = IncomingBody(scope, receive, self._stall_s, DEADLINE_S)
         held = self.room.begin(time.monotonic())
         self._arriving[held] = incoming
+        body = BodyBuffer(self._limit_bytes)
         try:
-            body = bytearray()
             async for piece in pieces(incoming, self._limit_bytes):
                 self._make_room(held, len(piece))
-                if look is not None:
-                    look(piece)
-                body += piece
+                body.write(piece)
             self.room.arrived(held)
             del self._arriving[held]
             yield body
         finally:
+            body.clear()
             self._arriving.pop(held, None)
             self.room.end(held)
 

@@ -10,11 +10,14 @@ from collections.abc import AsyncIterator
 import pytest
 
 import tanghulu.web.bodies as web_bodies
-from tanghulu.conductor.http.json_marks import FULL_BRACKET, JsonMarks
+from tanghulu.conductor.http import reply
+from tanghulu.conductor.http.json_marks import BRACKET_MARKS, JsonMarks
 from tanghulu.conductor.http.reply import parse
 from tanghulu.conductor.http.schema import CompletionBody
-from tanghulu.conductor.text import preparing
+from tanghulu.conductor.http.service import MAX_JSON_BYTES_PER_TOKEN
+from tanghulu.conductor.text import preparing, served_model
 from tanghulu.conductor.text.served_model import MAX_CHARACTERS_PER_TOKEN
+from tanghulu.errors import ContextLengthExceeded
 from tanghulu.web.bodies import Bodies
 from tanghulu.web.errors import BadField
 from tests.conductor.cluster import Cluster
@@ -93,23 +96,38 @@ class TestLargePrompts:
         ids = await cluster.http.post("/v1/completions", json={**ASK, "prompt": [1] * 100_000})
         assert ids.json()["error"]["code"] == "context_length_exceeded"
 
+    async def test_a_text_that_may_not_fit_is_counted_in_pieces(self, cluster, monkeypatch):
+        await cluster.add()
+        model = await cluster.conductor.service.find_model("tiny")
+        monkeypatch.setattr(served_model, "_COUNTED_CHARACTERS", 100)
+        counted: list[int] = []
+        count = model._count
+        monkeypatch.setattr(model, "_count", lambda text: counted.append(len(text)) or count(text))
+        fits = await model.encode("the" * (CONTEXT - 10), add_special_tokens=False)  # a token each
+        assert (len(fits), sum(counted)) == (CONTEXT - 10, 3 * (CONTEXT - 10))
+        counted.clear()
+        with pytest.raises(ContextLengthExceeded):
+            await model.encode("x" * (10 * CONTEXT), add_special_tokens=False)
+        assert sum(counted) < 2 * CONTEXT, "the rest is not looked at"
+
     async def test_others_are_served_while_one_is_tokenised(self, cluster, monkeypatch):
         """The tokenizer lets the loop go on: it answers others before the large prompt has its answer."""
         await cluster.add()
         model = await cluster.conductor.service.find_model("tiny")
-        begun, go_on, encode = asyncio.Event(), asyncio.Event(), model._encode
+        begun, go_on, count = asyncio.Event(), asyncio.Event(), model._count
         loop = asyncio.get_running_loop()
 
-        def held(text: str, special: bool):
+        def held(text: str) -> int:
             loop.call_soon_threadsafe(begun.set)
             asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(30)
-            return encode(text, special)
+            return count(text)
 
         text = "x" * (preparing.INLINE_CHARACTERS + 1)
         with monkeypatch.context() as patch:
-            patch.setattr(model, "_encode", held)
+            patch.setattr(model, "_count", held)
             large = asyncio.create_task(cluster.http.post("/v1/completions", json={**ASK, "prompt": text}))
-            await begun.wait()
+            async with asyncio.timeout(30):
+                await begun.wait()
         assert (await cluster.http.get("/live")).status_code == 200
         assert (await cluster.http.post("/v1/completions", json=ASK)).status_code == 200
         assert not large.done()
@@ -140,9 +158,18 @@ class TestJson:
         marks = JsonMarks()
         for start in range(0, len(text), step):
             marks.feed(text[start : start + step])
-        assert marks.num_marks == 3 * FULL_BRACKET + 2 + 2
+        assert marks.num_marks == 3 * BRACKET_MARKS + 2 + 2
+        assert marks.longest_string == len("x, y, z")
 
-    async def test_a_body_of_very_many_values_is_refused_as_it_comes(self, cluster):
+    async def test_a_string_that_fits_no_context_is_refused_before_it_is_parsed(self, cluster, monkeypatch):
+        await cluster.add()
+        monkeypatch.setattr(reply, "parse", None)  # would fail
+        text = "x, " * (MAX_JSON_BYTES_PER_TOKEN * CONTEXT // 3 + 1)
+        response = await cluster.http.post("/v1/completions", json={**ASK, "prompt": text})
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+
+    async def test_a_body_of_very_many_values_is_refused(self, cluster):
         await cluster.add()
         body = b'{"prompt": "x", "more": [' + b"[]," * 300_000 + b"[]]}"
         response = await cluster.http.post("/v1/completions", content=body)
