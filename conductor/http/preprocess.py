@@ -87,7 +87,7 @@ async def _tokenised(model: ServedModel, prompts: Prompts) -> list[Tokens]:
     if not prompts:
         raise BadField("the list of prompts is empty", "prompt")
     if isinstance(prompts[0], int):
-        return [_checked(model, prompts)]  # type: ignore[arg-type]
+        return [_checked(model, prompts)]
     if len(prompts) > MAX_SEQUENCES:
         raise BadField(f"{len(prompts)} prompts in one request; at most {MAX_SEQUENCES}", "prompt")
     ready = []
