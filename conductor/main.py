@@ -16,7 +16,7 @@ from tanghulu.conductor.dispatch.admission import Admission
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.dispatch.queue import ORDERS, QueueOrder
 from tanghulu.conductor.http import admin_api, openai_api, sglang_api
-from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES, Service
+from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES, ROOM_BYTES, Service
 from tanghulu.conductor.index.shards import DEFAULT_SHARDS
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.peers import group
@@ -36,6 +36,7 @@ from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, Role
 from tanghulu.version import __version__
 from tanghulu.web import errors
+from tanghulu.web.bodies import Bodies
 from tanghulu.web.server import HttpServer, address_of, listen
 
 _log = structlog.get_logger(__name__)
@@ -118,7 +119,8 @@ class Conductor:
             SystemClock(),
             config.place,
         )
-        self.service = Service(self.dispatcher, registry, config.max_body_size, config.queue_timeout_s)
+        bodies = Bodies(config.max_body_size, ROOM_BYTES)
+        self.service = Service(self.dispatcher, registry, bodies, config.queue_timeout_s)
         self.peers = group.PeerGroup(conductor_id, self.dispatcher.own, self.dispatcher.peers, config.credentials)
         self.address = Address("", 0)
 
@@ -164,6 +166,7 @@ class Conductor:
     async def _finish(self, server: HttpServer, serving: asyncio.Task[None]) -> None:
         """Accept no more, let requests under way end, then fail the rest."""
         self.service.stopping = True
+        self.service.bodies.stop()
         server.stop()
         _log.info("conductor.finishing", requests=self.dispatcher.num_requests, grace_s=self.config.grace_s)
         await asyncio.wait([serving], timeout=self.config.grace_s)
@@ -184,7 +187,7 @@ class Conductor:
 def make_app(service: Service) -> FastAPI:
     """Build the HTTP application: all routes of the conductor, on ``service``."""
     app = FastAPI(title="tanghulu conductor", version=__version__, redirect_slashes=False)
-    errors.install(app, "the conductor")
+    errors.install(app, "the conductor", service.retry_after_s)
     app.include_router(openai_api.router(service))
     app.include_router(sglang_api.router(service))
     app.include_router(admin_api.router(service))

@@ -110,6 +110,11 @@ class Dispatcher:
     def num_requests(self) -> int:
         return len(self._entries)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the conductor's own queue."""
+        return len(self._queue)
+
     def submit(self, request: GenerationRequest, model: ServedModel) -> TokenStream:
         """Take ``request``; its tokens come through the stream.
 

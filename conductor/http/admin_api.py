@@ -11,9 +11,10 @@ from starlette.responses import Response
 
 from tanghulu.conductor.dispatch.router import RoutedRequest
 from tanghulu.conductor.http.preprocess import ParsedRequest, parse_chat, parse_completion
-from tanghulu.conductor.http.reply import dumps, parse, read_body
+from tanghulu.conductor.http.reply import dumps, parse_large, reading
 from tanghulu.conductor.http.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tanghulu.conductor.http.service import Service
+from tanghulu.conductor.text.preparing import in_thread
 from tanghulu.web.errors import BadField
 
 
@@ -48,34 +49,36 @@ def router(service: Service) -> APIRouter:
     @api.api_route("/route", methods=["GET", "POST"])
     async def route(request: Request) -> dict[str, Any]:
         """Where a completion or chat with this body would go now, and why. GET takes ?prompt=&model= as well."""
-        parsed = await _parse_body(
-            service, await read_body(request, service.max_body_bytes), dict(request.query_params)
-        )
+        async with service.bodies.reading(request.scope, request.receive) as body:
+            with body.view() as view:
+                parsed = await _parse_body(service, bytes(view), dict(request.query_params))
         found = service.dispatcher.router.explain(parsed.requests[0], parsed.model)
         return _explanation(parsed, found)
 
     @api.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
         """Text, texts or a chat to token ids."""
-        body = parse(TokenizeBody, await read_body(request, service.max_body_bytes))
-        model = await service.find_model(body.model)
-        special, texts = body.add_special_tokens, body.prompt
-        if body.messages is not None:
-            special, messages = False, [message.for_template() for message in body.messages]
-            texts = model.render_chat(messages, add_generation_prompt=body.add_generation_prompt)
-        if isinstance(texts, list):
-            lists = [(await model.encode(text, special)).tolist() for text in texts]
-            return {"count": [len(ids) for ids in lists], "tokens": lists, "max_model_len": model.card.context_length}
-        ids = (await model.encode(texts or "", special)).tolist()
-        return {"count": len(ids), "tokens": ids, "max_model_len": model.card.context_length}
+        async with reading(request, service, TokenizeBody) as body:
+            model = await service.find_model(body.model)
+            special, texts = body.add_special_tokens, body.prompt
+            if body.messages is not None:
+                special, messages = False, [message.for_template() for message in body.messages]
+                texts = await model.render_chat(messages, {"add_generation_prompt": body.add_generation_prompt})
+            if isinstance(texts, list):
+                tokens: Any = [(await model.encode(text, special)).tolist() for text in texts]
+                count: Any = [len(ids) for ids in tokens]
+            else:
+                tokens = (await model.encode(texts or "", special)).tolist()
+                count = len(tokens)
+        return {"count": count, "tokens": tokens, "max_model_len": model.card.context_length}
 
     @api.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, Any]:
         """Token ids to text, under vLLM's name and SGLang's."""
-        body = parse(DetokenizeBody, await read_body(request, service.max_body_bytes))
-        model = await service.find_model(body.model)
-        ids = model.checked_tokens(body.tokens).tolist()
-        text = model.decode(ids, body.skip_special_tokens)
+        async with reading(request, service, DetokenizeBody) as body:
+            model = await service.find_model(body.model)
+            ids = model.checked_tokens(body.tokens).tolist()
+            text = await in_thread(model.decode, ids, body.skip_special_tokens)
         return {"prompt": text, "text": text}
 
     return api
@@ -87,9 +90,9 @@ async def _parse_body(service: Service, body: bytes, query: dict[str, str]) -> P
     if not body:
         raise BadField("send a body like a completion's or a chat's, or ?prompt=", "prompt")
     if b'"messages"' in body:
-        chat = parse(ChatBody, body)
+        chat = await parse_large(ChatBody, body, service.most_string_bytes)
         return await parse_chat(chat, await service.find_model(chat.model))
-    completion = parse(CompletionBody, body)
+    completion = await parse_large(CompletionBody, body, service.most_string_bytes)
     return await parse_completion(completion, await service.find_model(completion.model))
 
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from tanghulu.conductor.http import openai_format as shape
 from tanghulu.conductor.http.generation import GenerationCall, TextDelta
 from tanghulu.conductor.http.preprocess import parse_chat, parse_completion
-from tanghulu.conductor.http.reply import DONE, EventStream, JsonWhenDone, parse, read_body
+from tanghulu.conductor.http.reply import DONE, EventStream, JsonWhenDone, reading
 from tanghulu.conductor.http.schema import ChatBody, CompletionBody
 from tanghulu.conductor.http.service import Service
 from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
@@ -30,9 +30,9 @@ def router(service: Service) -> APIRouter:
     @api.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         """A chat completion."""
-        body = parse(ChatBody, await read_body(request, service.max_body_bytes))
-        model = await service.find_model(body.model)
-        parsed = await parse_chat(body, model)
+        async with reading(request, service, ChatBody) as body:
+            model = await service.find_model(body.model)
+            parsed = await parse_chat(body, model)
         call = service.start(f"chatcmpl-{uuid.uuid4().hex}", parsed)
         num_top = body.top_logprobs or 0
 
@@ -48,9 +48,9 @@ def router(service: Service) -> APIRouter:
     @api.post("/v1/completions")
     async def completions(request: Request) -> Response:
         """A text completion."""
-        body = parse(CompletionBody, await read_body(request, service.max_body_bytes))
-        model = await service.find_model(body.model)
-        parsed = await parse_completion(body, model)
+        async with reading(request, service, CompletionBody) as body:
+            model = await service.find_model(body.model)
+            parsed = await parse_completion(body, model)
         echoes = [model.decode(r.prompt.tolist()) for r in parsed.requests] if body.echo else []
         by_choice = [shape.CompletionLogprobs(model) for _ in parsed.requests]
         call = service.start(f"cmpl-{uuid.uuid4().hex}", parsed)

@@ -9,6 +9,7 @@ import secrets
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tanghulu.conductor.http.schema import (
     MAX_CHOICES,
@@ -29,6 +30,8 @@ from tanghulu.types import RequestId
 from tanghulu.web.errors import BadField
 
 DEFAULT_COMPLETION_TOKENS = 16
+#: Variables of a template that chat_template_kwargs must not set.
+TEMPLATE_NAMES_TAKEN = frozenset(("messages", "tools", "self"))
 _SEED_MASK = (1 << 64) - 1
 
 
@@ -45,12 +48,20 @@ class ParsedRequest:
 async def parse_chat(body: ChatBody, model: ServedModel) -> ParsedRequest:
     """Make the sequences of a chat completion."""
     messages = [message.for_template() for message in body.messages]
-    variables = {**(body.chat_template_kwargs or {}), "add_generation_prompt": body.add_generation_prompt}
-    text = model.render_chat(messages, tools=body.tools, **variables)
+    variables = {**_template_variables(body), "tools": body.tools, "add_generation_prompt": body.add_generation_prompt}
+    text = await model.render_chat(messages, variables)
     prompt = await model.encode(text, add_special_tokens=False)
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     wanted = body.max_completion_tokens or body.max_tokens
     return _parsed(model, [prompt], body, wanted, num_logprobs, body)
+
+
+def _template_variables(body: ChatBody) -> dict[str, Any]:
+    """The variables of its own that a chat gives its template; refuses the names that have another door or none."""
+    given = body.chat_template_kwargs or {}
+    for name in TEMPLATE_NAMES_TAKEN & given.keys():
+        raise BadField(f"chat_template_kwargs must not have {name!r}", "chat_template_kwargs")
+    return given
 
 
 async def parse_completion(body: CompletionBody, model: ServedModel) -> ParsedRequest:
@@ -76,15 +87,22 @@ async def _tokenised(model: ServedModel, prompts: Prompts) -> list[Tokens]:
     if not prompts:
         raise BadField("the list of prompts is empty", "prompt")
     if isinstance(prompts[0], int):
-        return [model.checked_tokens([p for p in prompts if isinstance(p, int)])]
+        return [_checked(model, prompts)]
     if len(prompts) > MAX_SEQUENCES:
         raise BadField(f"{len(prompts)} prompts in one request; at most {MAX_SEQUENCES}", "prompt")
     ready = []
     for prompt in prompts:
         assert not isinstance(prompt, int)
         text = isinstance(prompt, str)
-        ready.append(await model.encode(prompt, True) if text else model.checked_tokens(prompt))  # type: ignore[arg-type]
+        ready.append(await model.encode(prompt, True) if text else _checked(model, prompt))  # type: ignore[arg-type]
     return ready
+
+
+def _checked(model: ServedModel, ids: Sequence[int]) -> Tokens:
+    """The token ids of one prompt; those that are too many are refused before they are looked at."""
+    if ids:
+        model.max_new_tokens(len(ids), None)
+    return model.checked_tokens(ids)
 
 
 def _parsed(

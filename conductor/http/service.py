@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +15,17 @@ from tanghulu.conductor.dispatch.dispatcher import Dispatcher
 from tanghulu.conductor.dispatch.registry import RegisteredWorker
 from tanghulu.conductor.http.generation import Generation, GenerationCall
 from tanghulu.conductor.http.preprocess import ParsedRequest
+from tanghulu.conductor.http.retry_after import RetryAfter
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import TanghuluError
+from tanghulu.web.bodies import Bodies
 from tanghulu.web.errors import BadField
 
 DEFAULT_BODY_BYTES = 32 << 20
+#: No text has more bytes a token than this on average, even where all its characters are escaped in JSON.
+MAX_JSON_BYTES_PER_TOKEN = 64
+#: The bytes of bodies that are under way at one time, from their first piece until they are tokens.
+ROOM_BYTES = 32 << 20
 
 
 @dataclass(eq=False)
@@ -26,10 +34,11 @@ class Service:
 
     dispatcher: Dispatcher
     metrics: CollectorRegistry
-    max_body_bytes: int = DEFAULT_BODY_BYTES
+    bodies: Bodies = field(default_factory=lambda: Bodies(DEFAULT_BODY_BYTES, ROOM_BYTES))
     first_model_timeout_s: float = 30.0
     calls: dict[str, GenerationCall] = field(default_factory=dict)
     stopping: bool = False
+    _retry_after: RetryAfter = field(default_factory=lambda: RetryAfter(time.monotonic()))
 
     async def find_model(self, name: str | None) -> ServedModel:
         """The model called ``name``; waits for the first worker. Raises ModelNotFound, NodeUnavailable."""
@@ -38,6 +47,12 @@ class Service:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(registry.model_known.wait(), self.first_model_timeout_s)
         return registry.find_model(name)
+
+    @property
+    def most_string_bytes(self) -> float:
+        """The longest string, in bytes of JSON, that may fit the context of any model that is known."""
+        contexts = [model.card.context_length for model in self.dispatcher.registry.models.values()]
+        return MAX_JSON_BYTES_PER_TOKEN * max(contexts) if contexts else math.inf
 
     def start(self, call_id: str, parsed: ParsedRequest) -> GenerationCall:
         """Begin all sequences of ``parsed``. Raises Overloaded, and then begins none."""
@@ -55,6 +70,12 @@ class Service:
 
     def forget(self, call: GenerationCall) -> None:
         self.calls.pop(call.id, None)
+        for _ in call.generations:
+            self._retry_after.ended(time.monotonic())
+
+    def retry_after_s(self) -> int:
+        """Seconds after which who is refused now should come back: when those that wait have been taken up."""
+        return self._retry_after.seconds(self.dispatcher.num_waiting, time.monotonic())
 
     def abort(self, call_id: str) -> bool:
         """End a call on demand; False if there is none of that id."""

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from tanghulu.conductor.http.generation import Generation, GenerationCall
 from tanghulu.conductor.http.preprocess import parse_generate
-from tanghulu.conductor.http.reply import DONE, EventStream, JsonWhenDone, dumps, event, parse, read_body
+from tanghulu.conductor.http.reply import DONE, EventStream, JsonWhenDone, dumps, event, reading
 from tanghulu.conductor.http.schema import AbortBody, GenerateBody
 from tanghulu.conductor.http.service import Service
 from tanghulu.conductor.routing.requests import FinishReason
@@ -25,9 +25,9 @@ def router(service: Service) -> APIRouter:
     @api.post("/generate")
     async def generate(request: Request) -> Response:
         """Continue a text or token ids."""
-        body = parse(GenerateBody, await read_body(request, service.max_body_bytes))
-        model = await service.find_model(body.model)
-        parsed = await parse_generate(body, model)
+        async with reading(request, service, GenerateBody) as body:
+            model = await service.find_model(body.model)
+            parsed = await parse_generate(body, model)
         call = service.start(body.rid or uuid.uuid4().hex, parsed)
         reader = _Reader(call, body.is_batch or parsed.num_choices > 1)
         if body.stream:
@@ -37,8 +37,8 @@ def router(service: Service) -> APIRouter:
     @api.post("/abort_request")
     async def abort_request(request: Request) -> dict[str, Any]:
         """End a request by its rid (or by the id of an OpenAI answer)."""
-        body = parse(AbortBody, await read_body(request, service.max_body_bytes))
-        wanted = list(service.calls) if body.abort_all else [body.rid]
+        async with reading(request, service, AbortBody) as body:
+            wanted = list(service.calls) if body.abort_all else [body.rid]
         return {"aborted": sum(service.abort(call_id) for call_id in wanted)}
 
     @api.api_route("/flush_cache", methods=["GET", "POST"])

@@ -2,97 +2,34 @@
 
 Owns text <-> tokens. Built once from the card that a worker describes itself with; immutable afterwards but for
 the hashes of prompts that it remembers.
-
-A chat template is rendered as Hugging Face's apply_chat_template does: sandboxed, with transformers' settings
-(trim_blocks, lstrip_blocks, loop controls, ``tojson`` without HTML escapes, ``raise_exception``, ``strftime_now``), so
-that a template written for it renders alike.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import json
 import zlib
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 from tokenizers import Tokenizer
 
 from tanghulu.conductor.index.hash_cache import HashCache
 from tanghulu.conductor.routing.requests import ModelCard
+from tanghulu.conductor.text.chat_template import ChatTemplate
 from tanghulu.conductor.text.detokenizer import DetokenizerFactory, is_byte_level
+from tanghulu.conductor.text.preparing import INLINE_BYTES, INLINE_CHARACTERS, in_thread
 from tanghulu.errors import ContextLengthExceeded, InvalidRequest, ModelUnsupported
 from tanghulu.hashing import HASH_FUNCTIONS, Tokens, TokenSequence, as_tokens, root_hash
 
-#: Longer texts are tokenised in a thread: about a microsecond a character would stall everybody's streams.
-INLINE_CHARACTERS = 8192
+#: No text has more characters a token than this on average; so what is longer is refused before it is tokenised.
+MAX_CHARACTERS_PER_TOKEN = 16
+#: With more characters for each token of the context than this, a text is first counted piece by piece: tokenising one
+#: at a time takes 200 bytes a token, and some tokenizers make a token of each character.
+COUNTED_FROM_CHARACTERS_PER_TOKEN = 2
+_COUNTED_CHARACTERS = 16_384
+#: A cut through a word adds tokens, but hardly more than this.
+_TOKENS_OF_A_CUT = 16
 _MAX_TOKENIZER_BYTES = 256 << 20
-
-
-class _Generation(jinja2.ext.Extension):
-    """``{% generation %}…{% endgeneration %}`` marks the assistant's text for training; here it is only its body."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-class ChatTemplate:
-    """One model's template, compiled once. ``source`` may be empty: then chat is refused."""
-
-    def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
-        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        try:
-            self._template = _environment().from_string(source) if source else None
-        except jinja2.TemplateError as error:
-            raise ModelUnsupported(f"the model's chat template cannot be compiled: {error}") from error
-
-    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The prompt, the assistant's turn opened. Raises InvalidRequest where the template refuses the messages."""
-        if self._template is None:
-            raise InvalidRequest("this model has no chat template; use /v1/completions")
-        values = {"add_generation_prompt": True, "tools": None, "documents": None, **self._tokens, **variables}
-        try:
-            return self._template.render(messages=list(messages), **values)
-        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
-            raise InvalidRequest(f"the model's chat template refuses these messages: {error}") from error
 
 
 class ServedModel:
@@ -133,13 +70,43 @@ class ServedModel:
             self.card = dataclasses.replace(self.card, context_length=tokens)
 
     async def encode(self, text: str, add_special_tokens: bool) -> Tokens:
-        """Tokens of ``text``; with ``add_special_tokens`` as the model wants a bare text (its bos in front)."""
+        """Tokens of ``text``; with ``add_special_tokens`` as the model wants a bare text (its bos in front).
+
+        Raises ContextLengthExceeded for a text that is far too long for the context; most are not even tokenised.
+        """
+        self._check_characters(len(text))
+        if len(text) > COUNTED_FROM_CHARACTERS_PER_TOKEN * self.card.context_length:
+            await self._check_count(text)
         if len(text) <= INLINE_CHARACTERS:
             return self._encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+        return await in_thread(self._encode, text, add_special_tokens)
+
+    def _check_characters(self, num_characters: int) -> None:
+        context = self.card.context_length
+        if num_characters > MAX_CHARACTERS_PER_TOKEN * context:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {context} tokens and the text has {num_characters} "
+                "characters; shorten it"
+            )
+
+    async def _check_count(self, text: str) -> None:
+        """Refuse ``text`` once the tokens of its pieces are more than the context; pieces of others go between."""
+        context, count = self.card.context_length, 0
+        for num_cuts, start in enumerate(range(0, len(text), _COUNTED_CHARACTERS)):
+            count += await in_thread(self._count, text[start : start + _COUNTED_CHARACTERS])
+            if count > context + _TOKENS_OF_A_CUT * num_cuts:
+                raise ContextLengthExceeded(
+                    f"this model's maximum context length is {context} tokens and the first "
+                    f"{min(start + _COUNTED_CHARACTERS, len(text))} of the text's {len(text)} characters have about "
+                    f"{count}; shorten it"
+                )
+
+    def _count(self, text: str) -> int:
+        return len(self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def _encode(self, text: str, add_special_tokens: bool) -> Tokens:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # The call for many texts is the one that lets other threads have the interpreter meanwhile.
+        ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if add_special_tokens and self.card.add_bos and self._bos is not None and ids[:1] != [self._bos]:
             ids = [self._bos, *ids]
         return as_tokens(ids)
@@ -147,16 +114,25 @@ class ServedModel:
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
-        """The chat's prompt as text; to be encoded without special tokens, which are in it."""
-        return self.template.render(messages, **variables)
+    async def render_chat(self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+        """The chat's prompt as text; to be encoded without special tokens, which are in it.
+
+        Raises InvalidRequest where the template refuses the messages, and ContextLengthExceeded where they are far too
+        long for the context.
+        """
+        num_characters = sum(len(message.get("content") or "") for message in messages)
+        self._check_characters(num_characters)
+        if num_characters <= INLINE_BYTES:
+            return self.template.render(messages, variables)
+        return await in_thread(self.template.render, messages, variables)
 
     def checked_tokens(self, ids: Sequence[int]) -> Tokens:
-        """Token ids from a client; raises InvalidRequest for one that the model does not have."""
-        bad = next((i for i in ids if not 0 <= i < self.card.vocab_size), None)
-        if bad is not None:
-            raise InvalidRequest(f"token id {bad} is outside the vocabulary of {self.card.vocab_size}")
-        return as_tokens(ids)
+        """Token ids from a client, each below 2^32; raises InvalidRequest for one that the model does not have."""
+        tokens = as_tokens(ids)
+        bad = tokens[tokens >= self.card.vocab_size]
+        if len(bad):
+            raise InvalidRequest(f"token id {bad[0]} is outside the vocabulary of {self.card.vocab_size}")
+        return tokens
 
     def max_new_tokens(self, num_prompt_tokens: int, wanted: int | None) -> int:
         """The number of tokens that may be generated: ``wanted``, or up to the end of the context.

@@ -12,9 +12,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tanghulu.errors import Overloaded
-from tanghulu.runtime.least_rate import LEAST_BYTES_S, LeastRate
 from tanghulu.store.gateway.metrics import GatewayMetrics
 from tanghulu.types import format_size
+from tanghulu.web.bodies import IncomingBody
 from tanghulu.web.errors import REQUEST_TIMEOUT, BodyTooLarge, BodyTooSlow, answer_to
 
 _log = structlog.get_logger(__name__)
@@ -139,20 +139,13 @@ class _Exchange:
         self._receive = receive
         self._send = send
         self._stall_s = stall_s
-        self._complete = False  # the body
-        self._come = 0
-        self._rate: LeastRate | None = None  # from the first piece that is asked for
+        self._body = IncomingBody(scope, receive, stall_s)
         self._taken: Message | None = None  # the whole body, to be handed on
-        headers = dict(scope["headers"])
-        length = headers.get(b"content-length", b"0")
-        self._length = int(length) if length.isdigit() else 0
-        if b"transfer-encoding" in headers:
-            self._length = _MAX_DROPPED_BYTES + 1  # nobody knows
 
     async def take_body(self) -> None:
         """Read all of the body; raises BodyTooLarge, BodyTooSlow, ClientDisconnect."""
         body = bytearray()
-        while not self._complete:
+        while not self._body.is_complete:
             message = await self.receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
@@ -169,29 +162,13 @@ class _Exchange:
         if self._taken is not None:
             message, self._taken = self._taken, None
             return message
-        if self._complete:
-            return await self._receive()
-        if self._rate is None:
-            self._rate = LeastRate(self._stall_s, time.monotonic())
-        try:
-            async with asyncio.timeout(self._stall_s):
-                message = await self._receive()
-        except TimeoutError:
-            said = f"{self._come} of {self._length} bytes came, then none for {self._stall_s:g} s"
-            raise BodyTooSlow(said) from None
-        self._come += len(message.get("body", b""))
-        self._complete = not message.get("more_body", False)
-        if self._rate.is_too_slow(self._come, time.monotonic()) and not self._complete:
-            said = f"{self._come} of {self._length} bytes came; at least {format_size(LEAST_BYTES_S)} a second are due"
-            raise BodyTooSlow(said)
-        return message
+        return await (self._receive() if self._body.is_complete else self._body.receive())
 
     async def send(self, message: Message) -> None:
         """Send the next piece of the answer; raises _Stalled when the client does not take it."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            left = 0 if self._complete else self._length - self._come
-            if left > _MAX_DROPPED_BYTES or (left and self.status == REQUEST_TIMEOUT):
+            if self._body.num_left > _MAX_DROPPED_BYTES and self.status != REQUEST_TIMEOUT:  # that one closes by itself
                 message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
         try:
             async with asyncio.timeout(self._stall_s):

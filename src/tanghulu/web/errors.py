@@ -5,6 +5,7 @@ The only place that knows HTTP statuses of errors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -39,6 +40,7 @@ _STATUS = {
     "MASTER_UNAVAILABLE": 503,
     "NOT_LEADER": 503,
     "DIRECTORY_INCOMPLETE": 503,
+    "BODIES_FULL": 503,
     "STORE_FULL": 503,
     "QUOTA_EXCEEDED": 503,
     "LEASE_EXPIRED": 503,
@@ -51,8 +53,13 @@ _TYPES = {
     403: "permission_error",
     503: "service_unavailable_error",
 }
-_RETRY_AFTER = {429: "1", 503: "1"}
+#: A client that gets one of these may come back later.
+_COME_BACK = (429, 503)
+#: Refusals that say something about the load, and not only about one request.
+_NOTED = (REQUEST_TIMEOUT, 413, 429)
 _CHALLENGE = {401: "Bearer"}
+#: The rest of a body that stopped coming would be taken for the next request.
+_CONNECTION = {REQUEST_TIMEOUT: "close"}
 
 
 class BadField(InvalidRequest):
@@ -73,6 +80,13 @@ class BodyTooSlow(TanghuluError):
     """The body stopped coming."""
 
     code = "BODY_TOO_SLOW"
+
+
+class BodiesFull(TanghuluError):
+    """The bodies that are under way leave no room for this one."""
+
+    code = "BODIES_FULL"
+    retryable = True
 
 
 class LengthRequired(InvalidRequest):
@@ -116,22 +130,40 @@ def _body(status: int, message: str, code: str, param: str | None = None) -> dic
     return {"error": {"message": message, "type": kind, "code": code, "param": param}}
 
 
-def _answer(status: int, body: dict[str, Any]) -> JSONResponse:
-    said = {"retry-after": _RETRY_AFTER.get(status), "www-authenticate": _CHALLENGE.get(status)}
+def _answer(status: int, body: dict[str, Any], retry_after_s: int = 1) -> JSONResponse:
+    said = {"www-authenticate": _CHALLENGE.get(status), "connection": _CONNECTION.get(status)}
+    if status in _COME_BACK:
+        said["retry-after"] = str(retry_after_s)
     return JSONResponse(body, status, headers={name: value for name, value in said.items() if value})
 
 
-def answer_to(error: TanghuluError) -> JSONResponse:
-    """The whole answer to a typed error."""
-    return _answer(status_of(error), body_of(error))
+def answer_to(error: TanghuluError, retry_after_s: int = 1) -> JSONResponse:
+    """The whole answer to a typed error; ``retry_after_s`` goes with those that ask the client to come back."""
+    return _answer(status_of(error), body_of(error), retry_after_s)
 
 
-def install(app: FastAPI, process: str) -> None:
-    """Answer every error of ``app`` in one shape; ``process`` names the process whose log has a bug's trace."""
+def log_failure(error: TanghuluError, path: str, request_id: str | None) -> None:
+    """Write the line of a request that failed; one that only its own client can mend has it at the level debug."""
+    status = status_of(error)
+    log = _log.warning if status >= 500 else _log.info if status in _NOTED else _log.debug
+    log("request.failed", request=request_id, path=path, status=status, code=error.code, reason=error.message)
 
-    async def typed(_: Request, error: Exception) -> JSONResponse:
+
+def _once_a_second() -> int:
+    return 1
+
+
+def install(app: FastAPI, process: str, retry_after_s: Callable[[], int] = _once_a_second) -> None:
+    """Answer every error of ``app`` in one shape, and log it.
+
+    ``process`` names the process whose log has a bug's trace; ``retry_after_s`` says when who is refused now should
+    come back. The id of a request is the ``request_id`` of its state, where it has one.
+    """
+
+    async def typed(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, TanghuluError)
-        return answer_to(error)
+        log_failure(error, request.url.path, getattr(request.state, "request_id", None))
+        return answer_to(error, retry_after_s())
 
     async def bad(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from tanghulu.conductor.text.chat_template import ChatTemplate
 from tanghulu.conductor.text.detokenizer import DetokenizerFactory, WindowDetokenizer, is_byte_level
-from tanghulu.conductor.text.served_model import ChatTemplate
 from tanghulu.conductor.text.stop_strings import StopMatcher
 from tanghulu.errors import InvalidRequest, ModelUnsupported
 from tests.conductor.fake_worker import TEMPLATE, TOKENIZER
@@ -127,9 +127,9 @@ class TestChatTemplate:
     MESSAGES = ({"role": "user", "content": "hi"},)
 
     def test_it_renders_like_the_original(self):
-        rendered = ChatTemplate(TEMPLATE, "<s>", "</s>").render(self.MESSAGES)
+        rendered = ChatTemplate(TEMPLATE, "<s>", "</s>").render(self.MESSAGES, {})
         assert rendered == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-        closed = ChatTemplate(TEMPLATE, "", "").render(self.MESSAGES, add_generation_prompt=False)
+        closed = ChatTemplate(TEMPLATE, "", "").render(self.MESSAGES, {"add_generation_prompt": False})
         assert closed == "<|im_start|>user\nhi<|im_end|>\n"
 
     def test_the_words_that_templates_use(self):
@@ -139,19 +139,19 @@ class TestChatTemplate:
             "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
         )
         messages = [{"role": "a", "content": "x"}, {"role": "b", "content": "<é>"}]
-        rendered = ChatTemplate(source, "<s>", "").render(messages, tools=[{"é": "<"}])
+        rendered = ChatTemplate(source, "<s>", "").render(messages, {"tools": [{"é": "<"}]})
         assert rendered == '<s>[{"é": "<"}]4<é>'
 
     def test_what_it_refuses_is_the_client_s_fault(self):
         with pytest.raises(InvalidRequest, match="roles must alternate"):
-            ChatTemplate("{{ raise_exception('roles must alternate') }}", "", "").render(self.MESSAGES)
+            ChatTemplate("{{ raise_exception('roles must alternate') }}", "", "").render(self.MESSAGES, {})
         with pytest.raises(InvalidRequest, match="no chat template"):
-            ChatTemplate("", "", "").render(self.MESSAGES)
+            ChatTemplate("", "", "").render(self.MESSAGES, {})
         with pytest.raises(InvalidRequest, match="refuses"):
-            ChatTemplate("{{ messages[0].content + 1 }}", "", "").render(self.MESSAGES)
+            ChatTemplate("{{ messages[0].content + 1 }}", "", "").render(self.MESSAGES, {})
 
     def test_it_is_sandboxed(self):
         with pytest.raises(InvalidRequest, match="refuses"):
-            ChatTemplate("{{ ''.__class__.__mro__ }}", "", "").render(self.MESSAGES)
+            ChatTemplate("{{ ''.__class__.__mro__ }}", "", "").render(self.MESSAGES, {})
         with pytest.raises(ModelUnsupported):
             ChatTemplate("{% if %}", "", "")

@@ -1,0 +1,79 @@
+"""A model's chat template, rendered as Hugging Face's apply_chat_template does.
+
+Sandboxed, with transformers' settings (trim_blocks, lstrip_blocks, loop controls, ``tojson`` without HTML escapes,
+``raise_exception``, ``strftime_now``), so that a template written for it renders alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from tanghulu.errors import InvalidRequest, ModelUnsupported
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}…{% endgeneration %}`` marks the assistant's text for training; here it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class ChatTemplate:
+    """One model's template, compiled once. ``source`` may be empty: then chat is refused."""
+
+    def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        try:
+            self._template = _environment().from_string(source) if source else None
+        except jinja2.TemplateError as error:
+            raise ModelUnsupported(f"the model's chat template cannot be compiled: {error}") from error
+
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        """The prompt, the assistant's turn opened. Raises InvalidRequest where the template refuses the messages."""
+        if self._template is None:
+            raise InvalidRequest("this model has no chat template; use /v1/completions")
+        values = {"add_generation_prompt": True, "tools": None, "documents": None, **self._tokens, **variables}
+        try:
+            return self._template.render({**values, "messages": list(messages)})
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+            raise InvalidRequest(f"the model's chat template refuses these messages: {error}") from error

@@ -1,0 +1,185 @@
+"""Bodies as clients send them: whole, huge, by halves; and what they cost everybody else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+import tanghulu.web.bodies as web_bodies
+from tanghulu.conductor.http import reply
+from tanghulu.conductor.http.json_marks import BRACKET_MARKS, JsonMarks
+from tanghulu.conductor.http.reply import parse
+from tanghulu.conductor.http.schema import CompletionBody
+from tanghulu.conductor.http.service import MAX_JSON_BYTES_PER_TOKEN
+from tanghulu.conductor.text import preparing, served_model
+from tanghulu.conductor.text.served_model import MAX_CHARACTERS_PER_TOKEN
+from tanghulu.errors import ContextLengthExceeded
+from tanghulu.web.bodies import Bodies
+from tanghulu.web.errors import BadField
+from tests.conductor.cluster import Cluster
+from tests.conductor.fake_worker import CONTEXT
+
+ASK = {"model": "tiny", "prompt": "x", "max_tokens": 4}
+
+
+@contextlib.asynccontextmanager
+async def half_sent(cluster: Cluster, size_bytes: int, sent_bytes: int) -> AsyncIterator[asyncio.StreamReader]:
+    """A connection on which a completion's body has stopped coming."""
+    address = cluster.conductor.address
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size_bytes)
+    writer.write(b'{"prompt": "' + b"x" * (sent_bytes - 12))
+    await writer.drain()
+    try:
+        yield reader
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+class TestHalfSent:
+    async def test_a_body_that_stops_coming_is_given_up(self, cluster):
+        await cluster.add()
+        cluster.conductor.service.bodies = Bodies(1 << 20, 1 << 20, stall_s=0.2)
+        async with half_sent(cluster, 1000, 100) as reader:
+            answer = await reader.read()  # to the end: the connection closes, too
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert b"100 of 1000 bytes came" in answer
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_too_slow"
+        assert len(cluster.conductor.service.bodies.room) == 0
+
+    async def test_the_oldest_give_way_when_there_is_no_room(self, cluster, monkeypatch):
+        await cluster.add()
+        monkeypatch.setattr(web_bodies, "GRACE_S", 0.0)
+        bodies = cluster.conductor.service.bodies = Bodies(100_000, 100_000)
+        async with half_sent(cluster, 90_000, 50_000) as first, half_sent(cluster, 90_000, 40_000) as second:
+            await cluster.until(lambda: bodies.room.num_bytes == 90_000)
+            honest = await cluster.http.post("/v1/completions", json={**ASK, "user": "x" * 30_000})
+            assert honest.status_code == 200, honest.text
+            assert (await first.readline()).startswith(b"HTTP/1.1 408")
+            assert bodies.room.num_bytes == 40_000
+            cluster.conductor.service.bodies.stop()
+            assert (await second.readline()).startswith(b"HTTP/1.1 503")
+        await cluster.until(lambda: len(bodies.room) == 0)
+        bodies.room.check()
+
+    async def test_without_old_ones_the_newcomer_is_sent_away(self, cluster):
+        await cluster.add()
+        bodies = cluster.conductor.service.bodies = Bodies(100_000, 100_000)
+        async with half_sent(cluster, 90_000, 80_000):
+            await cluster.until(lambda: bodies.room.num_bytes == 80_000)
+            refused = await cluster.http.post("/v1/completions", json={**ASK, "user": "x" * 30_000})
+        assert refused.status_code == 503, refused.text
+        error = refused.json()["error"]
+        assert (error["code"], error["type"]) == ("bodies_full", "service_unavailable_error")
+        assert refused.headers["retry-after"] == "1"
+
+
+class TestLargePrompts:
+    async def test_what_cannot_fit_is_refused_before_it_is_tokenised(self, cluster, monkeypatch):
+        await cluster.add()
+        model = await cluster.conductor.service.find_model("tiny")
+        monkeypatch.setattr(model, "_encode", None)  # would fail
+        text = "x" * (MAX_CHARACTERS_PER_TOKEN * CONTEXT + 1)
+        chat = {"messages": [{"role": "user", "content": text}]}
+        asks = [("/v1/completions", {**ASK, "prompt": text}), ("/v1/completions", {**ASK, "prompt": [text]})]
+        asks += [("/v1/chat/completions", chat), ("/generate", {"text": text}), ("/tokenize", {"prompt": text})]
+        for path, body in asks:
+            response = await cluster.http.post(path, json=body)
+            assert response.status_code == 400, (path, response.text)
+            assert response.json()["error"]["code"] == "context_length_exceeded"
+        ids = await cluster.http.post("/v1/completions", json={**ASK, "prompt": [1] * 100_000})
+        assert ids.json()["error"]["code"] == "context_length_exceeded"
+
+    async def test_a_text_that_may_not_fit_is_counted_in_pieces(self, cluster, monkeypatch):
+        await cluster.add()
+        model = await cluster.conductor.service.find_model("tiny")
+        monkeypatch.setattr(served_model, "_COUNTED_CHARACTERS", 100)
+        counted: list[int] = []
+        count = model._count
+        monkeypatch.setattr(model, "_count", lambda text: counted.append(len(text)) or count(text))
+        fits = await model.encode("the" * (CONTEXT - 10), add_special_tokens=False)  # a token each
+        assert (len(fits), sum(counted)) == (CONTEXT - 10, 3 * (CONTEXT - 10))
+        counted.clear()
+        with pytest.raises(ContextLengthExceeded):
+            await model.encode("x" * (10 * CONTEXT), add_special_tokens=False)
+        assert sum(counted) < 2 * CONTEXT, "the rest is not looked at"
+
+    async def test_others_are_served_while_one_is_tokenised(self, cluster, monkeypatch):
+        """The tokenizer lets the loop go on: it answers others before the large prompt has its answer."""
+        await cluster.add()
+        model = await cluster.conductor.service.find_model("tiny")
+        begun, go_on, count = asyncio.Event(), asyncio.Event(), model._count
+        loop = asyncio.get_running_loop()
+
+        def held(text: str) -> int:
+            loop.call_soon_threadsafe(begun.set)
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(30)
+            return count(text)
+
+        text = "x" * (preparing.INLINE_CHARACTERS + 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "_count", held)
+            large = asyncio.create_task(cluster.http.post("/v1/completions", json={**ASK, "prompt": text}))
+            async with asyncio.timeout(30):
+                await begun.wait()
+        assert (await cluster.http.get("/live")).status_code == 200
+        assert (await cluster.http.post("/v1/completions", json=ASK)).status_code == 200
+        assert not large.done()
+        go_on.set()
+        assert (await large).json()["error"]["code"] == "context_length_exceeded"
+
+    async def test_the_tokenizer_lets_other_threads_run(self, cluster):
+        """Its call for many texts releases the interpreter; that for one text does not."""
+        await cluster.add()
+        model = await cluster.conductor.service.find_model("tiny")
+        calls: list[str] = []
+
+        class Spy:
+            def __getattr__(self, name: str):
+                calls.append(name)
+                return getattr(tokenizer, name)
+
+        tokenizer, model.tokenizer = model.tokenizer, Spy()
+        await model.encode("some text", add_special_tokens=False)
+        assert calls == ["encode_batch_fast"]
+
+
+class TestJson:
+    @pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
+    def test_marks_are_counted_outside_of_strings_however_the_text_is_cut(self, step):
+        value = {"a": 'x, "y", z\\', "b": [1, 2, {"c": "[[,,\\\\"}], 'k"': '\\"'}
+        text = json.dumps(value).encode()
+        marks = JsonMarks()
+        for start in range(0, len(text), step):
+            marks.feed(text[start : start + step])
+        assert marks.num_marks == 3 * BRACKET_MARKS + 2 + 2
+        assert marks.longest_string == len("x, y, z")
+
+    async def test_a_string_that_fits_no_context_is_refused_before_it_is_parsed(self, cluster, monkeypatch):
+        await cluster.add()
+        monkeypatch.setattr(reply, "parse", None)  # would fail
+        text = "x, " * (MAX_JSON_BYTES_PER_TOKEN * CONTEXT // 3 + 1)
+        response = await cluster.http.post("/v1/completions", json={**ASK, "prompt": text})
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+
+    async def test_a_body_of_very_many_values_is_refused(self, cluster):
+        await cluster.add()
+        body = b'{"prompt": "x", "more": [' + b"[]," * 300_000 + b"[]]}"
+        response = await cluster.http.post("/v1/completions", content=body)
+        assert response.status_code == 400
+        assert "values" in response.json()["error"]["message"]
+
+    @pytest.mark.parametrize(
+        "body",
+        [b"{", b"\xff", b'"\xff"', b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"seed": NaN}', b"", b'{"seed": 1e999}'],
+    )
+    def test_what_is_no_json_is_refused(self, body):
+        with pytest.raises(BadField):
+            parse(CompletionBody, body)
