@@ -450,6 +450,7 @@ def main() -> None:
     parser.add_argument("--pause-s", type=float, default=0.02, help="mean pause between two calls of a client")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-keep", action="store_true")
+    parser.add_argument("--lenient", action="store_true", help="stalls are told and do not count, as in a test")
     parser.add_argument("--folder", type=Path, help="keep logs and SSD files here")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="th-soak-"))
@@ -460,7 +461,8 @@ def main() -> None:
         keep("soak", rows, seed=options.seed, summary=summary)
     if options.folder is None:
         shutil.rmtree(folder)
-    sys.exit(1 if summary["findings"] else 0)
+    passed_over = sum(" stood still: " in each for each in summary["findings"]) if options.lenient else 0
+    sys.exit(1 if len(summary["findings"]) > passed_over else 0)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ chunks of a node, some 50 ms for a prefix index of a million blocks, in the mids
 - Automatic collections look at young objects only, at most YOUNG * (1 + MIDDLE) of them, some 10 ms.
 - A full collection is made when nobody waits, once in IDLE_S; while there is always something to do, after MOST_S, so
   that cycles cannot grow without bound. What survives it is set aside, so the next one looks at what has come since.
-- What was set aside is looked at again only when nobody waits, and only up to MAX_DEEP objects, 50 ms with cold caches.
-  A process with
-  more of them, which are blocks of an index and in no cycle, leaves them aside for good.
+- What was set aside is looked at again only when nobody waits, and only up to MAX_DEEP objects (50 ms, because nobody's
+  caches hold them). A process with more of them, which are blocks of an index and in no cycle, leaves them aside for
+  good.
 
 Classes of which there are millions, and which refer to atoms only, are best not tracked at all: ``msgspec.Struct`` with
 ``gc=False``, or one integer.

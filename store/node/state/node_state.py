@@ -48,7 +48,6 @@ from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.types import ChunkKey, LeaseId
 
-
 #: Chunks that one tick evicts ahead of need, for the sake of a quota, or because their time is over: some 10 ms.
 MAX_AHEAD = 512
 
