@@ -10,9 +10,9 @@ SIGTERM the next time, and comes back with its file. The exit status is 1 if any
 - no event loop stands still for more than 50 ms. A loop that got no processor did not stand still by itself: what the
   threads of the process waited for one is taken off (see soak_server.py), and a bare process beside tells how late a
   timer is on this machine anyhow. All stalls are counted, a loop's own apart;
-- descriptors and mappings of every process and the shared memory of all do not grow after the warm-up, nor does the
-  private memory of those that stay where there are five minutes to judge by: the slope over all samples. Of nodes the
-  longest life is judged, and their figures at the same age of each life are kept;
+- private memory, descriptors and mappings of the processes that stay, and the shared memory of all, do not grow after the
+  warm-up where there are five minutes to judge by: the slope over all samples. Of nodes, which live for three minutes,
+  the figures at the same age of each life are kept;
 - when all clients are closed and still live, no lease is left, and `store check` finds nothing.
 """
 
@@ -66,7 +66,7 @@ TENANTS = {"red": "shared_memory = true", "green": "shared_memory = true", "blue
 RESTART_S, SAMPLE_S, READY_S = 60.0, 1.0, 60.0
 #: The caches of clients and nodes are full by then; half of the time of a shorter run.
 WARM_UP_S = 180.0
-#: The least time after the warm-up over which a slope of memory says anything.
+#: The least time after the warm-up over which a slope says anything.
 JUDGED_S = 300.0
 #: What counts as flat: a growth over the whole time, by the slope, of less than this share or this much.
 FLAT_SHARE, FLAT_BYTES, FLAT_COUNT = 0.1, 8 * MIB, 8
@@ -362,17 +362,15 @@ class Soak:
 
     def _flat(self, name: str, at_s: list[float], usage: Usage, part: slice) -> dict[str, Any]:
         rows = [
-            self._row(name, "private bytes", at_s, usage.private_bytes[part], FLAT_BYTES, JUDGED_S),
+            self._row(name, "private bytes", at_s, usage.private_bytes[part], FLAT_BYTES),
             self._row(name, "descriptors", at_s, usage.fds[part], FLAT_COUNT),
             self._row(name, "mappings", at_s, usage.mappings[part], FLAT_COUNT),
         ]
         return {"process": name} | {row.pop("what"): row for row in rows}
 
-    def _row(
-        self, name: str, what: str, at_s: list[float], figures: list[int], least: float, judged_s: float = 0.0
-    ) -> dict[str, Any]:
+    def _row(self, name: str, what: str, at_s: list[float], figures: list[int], least: float) -> dict[str, Any]:
         rise, mean = growth(at_s, figures)
-        if not is_flat(rise, mean, least) and at_s[-1] - at_s[0] >= judged_s:
+        if not is_flat(rise, mean, least) and at_s[-1] - at_s[0] >= JUDGED_S:
             self.findings.append(
                 f"{name}: {what} rose by {rise:.0f} in {at_s[-1] - at_s[0]:.0f} s, from a mean of {mean:.0f}"
             )
