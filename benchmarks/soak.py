@@ -10,9 +10,9 @@ SIGTERM the next time, and comes back with its file. The exit status is 1 if any
 - no event loop stands still for more than 50 ms. A loop that got no processor did not stand still by itself: what the
   threads of the process waited for one is taken off (see soak_server.py), and a bare process beside tells how late a
   timer is on this machine anyhow. All stalls are counted, a loop's own apart;
-- private memory, descriptors and mappings of the processes that stay, and the shared memory of all, do not grow after the
-  warm-up where there are five minutes to judge by: the slope over all samples. Of nodes, which live for three minutes,
-  the figures at the same age of each life are kept;
+- private memory, descriptors and mappings of the processes that stay, and the shared memory of all, do not grow
+  after the warm-up where there are five minutes to judge by: the slope over all samples. Of nodes, which live for three
+  minutes, the figures at the same age of each life are kept;
 - when all clients are closed and still live, no lease is left, and `store check` finds nothing.
 """
 
