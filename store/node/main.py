@@ -74,8 +74,8 @@ _TICK_S = 0.05
 _POLL_S = 0.002
 #: How long a start waits for the master before it serves without it.
 _FIRST_CONTACT_S = 2.0
-#: What a node without an SSD tier evicts ahead of need in one tick.
-_EVICT_AHEAD_BYTES = 64 << 20
+#: What a node evicts ahead of need in one tick: without an SSD tier, and with one, to which it copies all that.
+_EVICT_AHEAD_BYTES, _SEND_AHEAD_BYTES = 64 << 20, 16 << 20
 #: Of the segment, what the mapped leases of one client, and those of all together, may hold; beyond it clients get
 #: copies.
 _MAX_MAPPED_FRACTION, _MAX_MAPPED_TOGETHER = 0.5, 0.75
@@ -403,7 +403,7 @@ class Node:
         self._memory.published.flush()
 
     def _evict_ahead(self) -> None:
-        budget = _EVICT_AHEAD_BYTES if self._tier is None else self._tier.free_queue_bytes
+        budget = _EVICT_AHEAD_BYTES if self._tier is None else min(self._tier.free_queue_bytes, _SEND_AHEAD_BYTES)
         self.state.evict_ahead(self._watermarks.wanted(self.state.used_bytes, budget))
 
 

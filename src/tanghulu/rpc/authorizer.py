@@ -60,7 +60,7 @@ class Authorizer:
         """Follow the tokens file, and hang up on peers whose token was revoked or has expired; until cancelled."""
         while True:
             await asyncio.sleep(REFRESH_S)
-            self._tokens.refresh()
+            await asyncio.to_thread(self._tokens.refresh)  # a disk that is busy takes its time
             now_unix_s = time.time()
             for peer in list(service.peers):
                 identity = peer.identity

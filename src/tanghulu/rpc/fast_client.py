@@ -411,6 +411,22 @@ class FastConnection:
         if time.monotonic() >= until:
             raise DeadlineExceeded(f"{self.peer} did not answer in time")
 
+    def finish(self, deadline_s: float) -> None:
+        """Close the socket when what was posted has been answered, or at the deadline.
+
+        Of a connection that is closed before, the peer may lose what it has not read yet: its first answer fails.
+        """
+        until = time.monotonic() + deadline_s
+        if self._lock.acquire(blocking=False):
+            try:
+                while self._unwanted and not self._closed:
+                    self._take_unwanted(self._receive_next(until))
+            except (TanghuluError, OSError):
+                pass
+            finally:
+                self._lock.release()
+        self.close()
+
     def close(self) -> None:
         """Close the socket; later calls raise NodeUnavailable."""
         self._closed = True

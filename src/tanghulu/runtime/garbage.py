@@ -8,8 +8,9 @@ chunks of a node, some 50 ms for a prefix index of a million blocks, in the mids
 - Automatic collections look at young objects only, at most YOUNG * (1 + MIDDLE) of them, some 10 ms.
 - A full collection is made when nobody waits, once in IDLE_S; while there is always something to do, after MOST_S, so
   that cycles cannot grow without bound. What survives it is set aside, so the next one looks at what has come since.
-- What was set aside is looked at again only when nobody waits, and only up to MAX_DEEP objects (50 ms). A process with
-  more of them, which are blocks of an index and in no cycle, leaves them aside for good.
+- What was set aside is looked at again only when nobody waits, and only up to MAX_DEEP objects (50 ms, because nobody's
+  caches hold them). A process with more of them, which are blocks of an index and in no cycle, leaves them aside for
+  good.
 
 Classes of which there are millions, and which refer to atoms only, are best not tracked at all: ``msgspec.Struct`` with
 ``gc=False``, or one integer.
@@ -27,7 +28,7 @@ IDLE_S, MOST_S = 60.0, 1800.0
 #: Young objects that make a collection of the youngest; how many of these make one of the next; the oldest never.
 YOUNG, MIDDLE = 10_000, 10
 #: Objects that were set aside and are yet looked at when nobody waits.
-MAX_DEEP = 250_000
+MAX_DEEP = 80_000
 #: How often it is asked whether a collection is due.
 _LOOK_S = 1.0
 #: A process that used more than this share of a core since the last look is not idle.

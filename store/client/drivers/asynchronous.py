@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -71,6 +72,9 @@ class AsyncioDriver:
         self._opening: dict[PeerId, asyncio.Lock] = {}
         self._sessions = NodeSessions(settings, self.context)
         self._flushing: asyncio.Task[None] | None = None
+        self._num_untold = 0  # notices that have not been answered
+        self._all_told = asyncio.Event()
+        self._all_told.set()
         self._closed = False
         self._pid = os.getpid()
         tell_in_children(self)
@@ -132,6 +136,8 @@ class AsyncioDriver:
         self._closed = True
         if self._flushing is not None:
             await self._flushing
+        with contextlib.suppress(TimeoutError):  # of what is closed before, a node may lose what it has not read yet
+            await asyncio.wait_for(self._all_told.wait(), self.settings.deadline_s)
         connections, self._connections = self._connections, {}
         for connection in connections.values():
             await connection.close()
@@ -247,7 +253,9 @@ class AsyncioDriver:
         for position, (peer, call) in enumerate(calls):
             try:
                 connection = self._connections.get(peer) or await self._open(peer, deadline_s)
-                connection.send(call.method, call.request, call.reply_type, _nobody, call.attachment)
+                connection.send(call.method, call.request, call.reply_type, self._was_told, call.attachment)
+                self._num_untold += 1
+                self._all_told.clear()
             except TanghuluError:
                 continue
             except BaseException:  # the task was cancelled: raised on
@@ -365,12 +373,13 @@ class AsyncioDriver:
             return error
         return self._sessions.opened(known, copies, remote)
 
+    def _was_told(self, outcome: Outcome) -> None:
+        self._num_untold -= 1
+        if not self._num_untold:
+            self._all_told.set()
+
     async def _give_back(self) -> None:
         await self._notify(self.context.given_back(), self.settings.deadline_s)
 
     def __repr__(self) -> str:
         return f"AsyncioDriver({self.settings.master}{', closed' if self._closed else ''})"
-
-
-def _nobody(outcome: Outcome) -> None:
-    """Who waits for the answer to something that is only told."""

@@ -154,8 +154,9 @@ class BlockingDriver:
             self._idle.clear()
             self._owing.clear()
             threads, self._threads = self._threads, None
+        until_s = time.monotonic() + self.settings.deadline_s
         for connection in idle:
-            connection.close()
+            connection.finish(_left_s(until_s))
         if threads is not None:
             threads.shutdown(wait=True)
         self.context.close()
@@ -468,7 +469,7 @@ class BlockingDriver:
             if not self._closed and len(pool) < MAX_IDLE:
                 pool.append(connection)
                 return
-        connection.close()
+        connection.finish(self.settings.deadline_s)
 
     def _executor(self) -> ThreadPoolExecutor:
         with self._lock:

@@ -28,6 +28,8 @@ LOOK_AHEAD = 8
 PROMOTION_DEADLINE_S = 5.0
 #: How long a node that ends in order writes what it has in memory.
 SEND_DOWN_S = 3.0
+#: What is copied for the disk in one step of the loop.
+STEP_BYTES = 8 << 20
 
 
 class Promoter:
@@ -127,13 +129,18 @@ class Promoter:
     async def send_down(self) -> None:
         """Send down what memory holds for the node's next start, as far as ``SEND_DOWN_S`` goes; the warmest first."""
         until_s = asyncio.get_running_loop().time() + SEND_DOWN_S
+        step_bytes = 0
         for chunk in self._state.warmest():
             try:
                 if self._tier.free_queue_bytes < chunk.size_bytes + MAX_HEAD_BYTES + UNIT:
                     await self._tier.performed(until_s)
+                elif step_bytes > STEP_BYTES:
+                    await asyncio.sleep(0)
+                    step_bytes = 0
             except DeadlineExceeded:
                 return
             self._state.evict(chunk, EvictionReason.STOPPING)
+            step_bytes += chunk.size_bytes
 
     # --- inside
 

@@ -189,10 +189,10 @@ class ChunkTable:
             chunk.num_leases -= 1
         return chunk
 
-    def expired(self, now_s: float) -> list[Chunk]:
-        """Chunks whose time has come, each once."""
-        due = []
-        while self._ends and self._ends[0][0] <= now_s:
+    def expired(self, now_s: float, max_num: int) -> list[Chunk]:
+        """At most ``max_num`` of the chunks whose time has come, each once."""
+        due: list[Chunk] = []
+        while self._ends and self._ends[0][0] <= now_s and len(due) < max_num:
             due.append(self._ends.pop(0)[2])
         return due
 

@@ -49,6 +49,9 @@ from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.types import ChunkKey, LeaseId
 
+#: Chunks that one tick evicts ahead of need, for the sake of a quota, or because their time is over: some 10 ms.
+MAX_AHEAD = 512
+
 
 class NodeState:
     """See the module; ``make_node_state`` builds one with its parts.
@@ -576,7 +579,7 @@ class NodeState:
         self.counters.largest_free_bytes = self.space.allocator.largest_free_bytes
         self.freed(self.access.expire(now_s))
         self.tier.expire(now_s)
-        for chunk in self.table.expired(now_s):
+        for chunk in self.table.expired(now_s, MAX_AHEAD):
             self._end_of_time(chunk)
 
     def _end_of_time(self, chunk: Chunk) -> None:
@@ -596,8 +599,9 @@ class NodeState:
         self._drop(chunk, evicted=True)
 
     def evict_ahead(self, num_bytes: int) -> None:
-        """Evict the first to go, as many as hold ``num_bytes``, before a put needs their room."""
-        self.evict_oldest(num_bytes, EvictionReason.WATERMARK)
+        """Evict the first to go before a put needs their room: what holds ``num_bytes``, or as many as a tick may."""
+        for chunk in self.space.oldest(num_bytes, MAX_AHEAD):
+            self.evict(chunk, EvictionReason.WATERMARK)
 
     def evict_oldest(self, num_bytes: int, reason: EvictionReason) -> list[Chunk]:
         """Evict the first to go, as many as hold ``num_bytes``, and say which."""
@@ -609,7 +613,7 @@ class NodeState:
     def trim_tenants(self) -> None:
         """Evict what tenants hold too much because they hold more on other nodes; to be called now and then."""
         for tenant, excess_bytes in () if self.tenants is None else self.tenants.overdrawn():
-            for chunk in self.space.oldest_of(tenant, excess_bytes)[0]:
+            for chunk in self.space.oldest_of(tenant, excess_bytes)[0][:MAX_AHEAD]:
                 self.evict(chunk, EvictionReason.QUOTA)
 
     def victims(self) -> list[Chunk]:

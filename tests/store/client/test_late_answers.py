@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -219,3 +219,43 @@ async def test_asyncio_gets_cancelled_at_any_moment(nodes: Cluster, transport: s
         await asyncio.to_thread(eventually, lambda: not leases(nodes))
         assert not store._driver.context.leases.num_held
         await store.remove("late/any")
+
+
+# --- a client that is closed at once
+
+
+def test_what_a_client_gave_back_before_it_closed_is_given_back(nodes: Cluster) -> None:
+    """Though its node could not look before the client was gone: an answer to a closed connection cuts it."""
+    eventually(lambda: leases(nodes) == 0)
+    store = tanghulu.connect(nodes.address, transport="shm", deadline_s=30)
+    chunks = [store.get(key) for key in keys_of(store, nodes) for _ in range(3)]
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as thread:
+        for node in nodes.nodes:
+            stack.enter_context(stopped(node.popen.pid))
+        for chunk in chunks:
+            chunk.close()
+        closing = thread.submit(store.close)
+        wait([closing], SOON_S)
+        stack.close()
+        closing.result()
+    eventually(lambda: leases(nodes) == 0)
+
+
+async def test_what_an_asyncio_client_gave_back_before_it_closed_is_given_back(nodes: Cluster) -> None:
+    with tanghulu.connect(nodes.address) as other:
+        keys = keys_of(other, nodes)
+    eventually(lambda: leases(nodes) == 0)
+    store = await aio.connect(nodes.address, transport="shm", deadline_s=30).__aenter__()
+    chunks = [await store.get(key) for key in keys for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        for node in nodes.nodes:
+            stack.enter_context(stopped(node.popen.pid))
+        for chunk in chunks:
+            chunk.close()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        closing = asyncio.create_task(store.close())
+        await asyncio.wait([closing], timeout=SOON_S)
+        stack.close()
+        await closing
+    eventually(lambda: leases(nodes) == 0)
