@@ -81,7 +81,7 @@ def test_what_is_missing_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch):
     assert lines == ["redis: left out; apt-get install redis-server"]
 
 
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="apt-get install redis-server")
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="extra: apt-get install redis-server")
 def test_of_two_versions_redis_keeps_the_older_one():
     with redis.Servers() as servers:
         link = servers.loaded().connect()
