@@ -129,6 +129,7 @@ class TestService:
         service.report(A, WorkerLoad(blocks_total=10, blocks_free=1))
         assert service.best(asks("xyz"), 0.0).prefill == B
         service.report(A, WorkerLoad(prefill_tokens_per_s=1e6))
+        service.report(B, WorkerLoad(prefill_tokens_per_s=1e3))
         assert service.best(asks("xyz"), 0.0).prefill == A
 
     def test_reports_and_places_count(self):
