@@ -48,6 +48,8 @@ MAX_UNKNOWN_PEERS = 256
 END_WAIT_S = 1.0
 #: Bytes of answers in one step of the loop; the next requests of the connection are answered in another.
 MAX_STEP_BYTES = 8 << 20
+#: Time after which the next requests of the connection are answered in another step.
+MAX_STEP_S = 0.001
 #: A peer has come to a halt when so much waits for it; its requests are not answered then.
 MAX_PEER_UNSENT_BYTES = 64 << 10
 #: How often a peer that takes nothing is looked at.
@@ -245,9 +247,11 @@ class FastServerProtocol(asyncio.Protocol):
         if self._frames is None or self._transport is None:
             return
         self._serving = True
-        until = self._answered_bytes + MAX_STEP_BYTES
+        until, until_s = self._answered_bytes + MAX_STEP_BYTES, perf_counter() + MAX_STEP_S
         try:
             while not self._held_up and self._answered_bytes < until and self._frames is not None:
+                if perf_counter() > until_s:
+                    break
                 frame = next(self._frames, None)
                 if frame is None:
                     self._frames = None

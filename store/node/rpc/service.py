@@ -33,6 +33,7 @@ from tanghulu.store.node.writes.puts import PutOutcome, PutService, Written, rem
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.messages import (
+    CommitItem,
     CommitRequest,
     Done,
     Failure,
@@ -62,6 +63,8 @@ _log = structlog.get_logger(__name__)
 MAX_INLINE_ANSWER_BYTES = 4 << 20
 #: Of the memory, what one answer pins that is made key by key; the first of them may be larger.
 MAX_PINNED_FRACTION = 1 / 8
+#: Of a call of many items or keys, those that one step of the loop serves: about a millisecond.
+STEP_ITEMS = 256
 DEFAULT_DEADLINE_S = 5.0
 #: What an item of COMMIT names, a reservation that nobody writes any more or why there is none, and its checksums.
 _Ended: TypeAlias = tuple[Chunk | Existed | TanghuluError, Checksums]
@@ -168,7 +171,7 @@ class NodeService:
         items = cut_values(request.items, attachment)
         self._traffic.bytes_written["inline"] += len(attachment)
         until_s = self._until(request.deadline_ms)
-        written = self._puts.write_at_once(items, visible=request.visible)
+        written = self._puts.write_at_once(items[:STEP_ITEMS], visible=request.visible)
         self._puts.room_changed()
         if len(written) < len(items):
             return self._put_rest(items, written, request.visible, until_s)
@@ -177,6 +180,14 @@ class NodeService:
     async def _put_rest(
         self, items: list[tuple[NewChunk, memoryview]], written: list[Written], visible: bool, until_s: float
     ) -> Answer:
+        goes_on = True
+        while goes_on and len(written) < len(items):
+            await asyncio.sleep(0)
+            some = items[len(written) : len(written) + STEP_ITEMS]
+            more = self._puts.write_at_once(some, visible=visible)
+            self._puts.room_changed()
+            written += more
+            goes_on = len(more) == len(some)
         written = await self._puts.write_rest(items, written, visible=visible, until_s=until_s)
         return PutReply.of(
             await self._puts.settled(written, visible=visible, until_s=until_s), self._state.fence.newest
@@ -191,7 +202,7 @@ class NodeService:
         items = request.items
         # Who may not see memory must not find in its ranges what was another tenant's.
         wipes = peer.identity is not None and not peer.identity.shared_memory
-        reserved = [] if wipes else self._puts.reserve_at_once(items, session.holder)
+        reserved = [] if wipes else self._puts.reserve_at_once(items[:STEP_ITEMS], session.holder)
         if wipes or len(reserved) < len(items):
             return self._reserve_rest(items, reserved, session, self._until(request.deadline_ms), wipes)
         return _reserve_reply(reserved)
@@ -200,8 +211,13 @@ class NodeService:
         self, items: list[NewChunk], reserved: list[Written], session: Session, until_s: float, wipes: bool
     ) -> Answer:
         try:
-            if wipes:
-                reserved += self._puts.reserve_at_once(items, session.holder)
+            goes_on = True
+            while goes_on and len(reserved) < len(items):
+                await asyncio.sleep(0)
+                some = items[len(reserved) : len(reserved) + STEP_ITEMS]
+                more = self._puts.reserve_at_once(some, session.holder)
+                reserved += more
+                goes_on = len(more) == len(some)
             await self._puts.reserve_rest(items, reserved, session.holder, until_s)
             if wipes:
                 await self._puts.wipe(reserved)
@@ -248,31 +264,33 @@ class NodeService:
                 self._puts.abort([each for each in taken if isinstance(each, Chunk)])
             else:
                 self._state.unpin(request.aborted, session.owned)
-        if all(item.checksums.parts for item in request.items):
-            return self._commit(request, self._end_writing(peer, request))
-        return self._commit_computed(peer, request)
+        if len(request.items) <= STEP_ITEMS and all(item.checksums.parts for item in request.items):
+            return self._commit(request, self._end_writing(peer, request, request.items))
+        return self._commit_in_steps(peer, request)
 
-    async def _commit_computed(self, peer: Peer, request: CommitRequest) -> Answer:
-        """Where a value has no checksums the node computes them, now that nobody writes it any more."""
-        ended = self._end_writing(peer, request)
-        chunks = [chunk for chunk, _ in ended if isinstance(chunk, Chunk)]
+    async def _commit_in_steps(self, peer: Peer, request: CommitRequest) -> Answer:
+        """Many items; or values without checksums, which the node computes, now that nobody writes them any more."""
+        ended: list[_Ended] = []
         try:
+            for at in range(0, len(request.items), STEP_ITEMS):
+                ended += self._end_writing(peer, request, request.items[at : at + STEP_ITEMS])
+                await asyncio.sleep(0)
             for place, (chunk, checksums) in enumerate(ended):
                 if isinstance(chunk, Chunk) and not checksums.parts:
                     ended[place] = chunk, await self._puts.compute_checksums(chunk)
         except BaseException:  # its connection has ended
-            self._puts.abort(chunks)
+            self._puts.abort([chunk for chunk, _ in ended if isinstance(chunk, Chunk)])
             raise
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         answer = self._commit(request, ended)
         answer.then(lambda each: None if answered.done() else answered.set_result(each))
         return await answered
 
-    def _end_writing(self, peer: Peer, request: CommitRequest) -> list[_Ended]:
+    def _end_writing(self, peer: Peer, request: CommitRequest, items: Sequence[CommitItem]) -> list[_Ended]:
         """Of each item the reservation, which nobody writes any more, and the checksums that somebody has said."""
         ended: list[_Ended] = []
         session_id = session_of(peer).session_id
-        for item in request.items:
+        for item in items:
             lease_id, checksums = LeaseId(item.lease_id), item.checksums
             if request.filled:
                 ended.append((self._puts.fills.take(peer, lease_id), checksums))
@@ -322,8 +340,41 @@ class NodeService:
         session = session_of(peer)
         if request.verify or (self._promoter is not None and self._promoter.is_cold(request.keys)):
             return self._get_key_by_key(session, request)
+        if len(request.keys) > STEP_ITEMS:
+            return self._get_in_steps(session, request)
         items, values = self._get(session, request.keys, request.max_inline_bytes, MAX_INLINE_ANSWER_BYTES)
         return GetReply(items, self._state.access.lease_ms, *self._state.fence.newest), values
+
+    async def _get_in_steps(self, session: Session, request: GetRequest) -> Answer:
+        """Many keys."""
+        items: list[Found | Failure] = []
+        values: list[bytes | memoryview] = []
+        num_bytes, answer = 0, object()
+        try:
+            for at in range(0, len(request.keys), STEP_ITEMS):
+                some, more = self._get(
+                    session,
+                    request.keys[at : at + STEP_ITEMS],
+                    request.max_inline_bytes,
+                    MAX_INLINE_ANSWER_BYTES - num_bytes,
+                )
+                items += some
+                values += more
+                num_bytes += sum(map(len, more))
+                self._unsent.note(answer, num_bytes)
+                await asyncio.sleep(0)
+            await self._touch_again(request.keys)
+        finally:
+            self._unsent.note(answer, 0)
+        return GetReply(items, self._state.access.lease_ms, *self._state.fence.newest), values
+
+    async def _touch_again(self, keys: Sequence[str]) -> None:
+        """Touch ``keys`` in the order of the prompt, the last ones first, as one step of a smaller call would."""
+        for at in reversed(range(0, len(keys), STEP_ITEMS)):
+            found = (self._state.find(ChunkKey(key)) for key in keys[at : at + STEP_ITEMS])
+            self._state.touch([chunk for chunk in found if chunk is not None])
+            self._state.end_call()
+            await asyncio.sleep(0)
 
     async def _get_key_by_key(self, session: Session, request: GetRequest) -> Answer:
         """What comes up from the SSD, or is verified, because room in memory may not suffice for all.
@@ -335,7 +386,11 @@ class NodeService:
         num_bytes, pinned_bytes, answer = 0, 0, object()
         verifier = Verifier(self._state, self._puts) if request.verify else None
         try:
+            num_looked = 0
             async for key, error in self._in_memory(request):
+                num_looked += 1
+                if num_looked % STEP_ITEMS == 0:
+                    await asyncio.sleep(0)
                 if error is None and verifier is not None:
                     error = await self._corrupt(ChunkKey(key), verifier)
                 if error is not None:
@@ -349,10 +404,9 @@ class NodeService:
                 pinned_bytes += sum(each.size_bytes for each in one if isinstance(each, Found) and each.lease_id)
                 if pinned_bytes >= self._state.capacity_bytes * MAX_PINNED_FRACTION:
                     break
+            await self._touch_again(request.keys)
         finally:
             self._unsent.note(answer, 0)
-        found = (self._state.find(ChunkKey(key)) for key in request.keys)
-        self._state.touch([chunk for chunk in found if chunk is not None])  # once more, in the order of the prompt
         return GetReply(items, self._state.access.lease_ms, *self._state.fence.newest), values
 
     async def _in_memory(self, request: GetRequest) -> AsyncIterator[tuple[str, TanghuluError | None]]:
@@ -447,11 +501,18 @@ class NodeService:
     ) -> Coroutine[Any, Any, Answer]:
         """Drop chunks; one byte a key."""
         check_count(len(request.keys))
-        removed = bytes(self._state.remove(ChunkKey(key)) for key in request.keys)
-        self._puts.room_changed()
-        return self._removed(removed)
+        removed = self._remove(request.keys[:STEP_ITEMS])
+        return self._removed(request.keys, removed)
 
-    async def _removed(self, removed: bytes) -> Answer:
+    def _remove(self, keys: Sequence[str]) -> bytes:
+        removed = bytes(self._state.remove(ChunkKey(key)) for key in keys)
+        self._puts.room_changed()
+        return removed
+
+    async def _removed(self, keys: Sequence[str], removed: bytes) -> Answer:
+        for at in range(STEP_ITEMS, len(keys), STEP_ITEMS):
+            await asyncio.sleep(0)
+            removed += self._remove(keys[at : at + STEP_ITEMS])
         until_s = asyncio.get_running_loop().time() + DEFAULT_DEADLINE_S
         await self._puts.told_removals(until_s)
         if self._promoter is not None:

@@ -28,8 +28,8 @@ from tanghulu.types import LeaseId
 
 _log = structlog.get_logger(__name__)
 
-#: Of values, what one step of the event loop checksums or wipes, over all calls: some milliseconds.
-STEP_BYTES = 8 << 20
+#: Of values, what one step of the event loop checksums or wipes, over all calls: about a millisecond.
+STEP_BYTES = 4 << 20
 #: What became of one put: whether the key existed, or why it failed.
 PutOutcome: TypeAlias = bool | TanghuluError
 #: How far one put has come at this node, before the master's word.
