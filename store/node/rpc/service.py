@@ -299,7 +299,7 @@ class NodeService:
             try:
                 chunk = self._puts.end_writing(lease_id, session_id)
             except TanghuluError as error:
-                ended.append((error, checksums))
+                ended.append((error.with_traceback(None), checksums))
                 continue
             ended.append((chunk, checksums if checksums.parts else chunk.checksums))
             if lease is not None and lease.mapped:
@@ -319,7 +319,7 @@ class NodeService:
             try:
                 written.append(self._state.commit(chunk, checksums, by) if isinstance(chunk, Chunk) else chunk)
             except TanghuluError as error:
-                written.append(error)
+                written.append(error.with_traceback(None))
         self._puts.room_changed()
         return self._settle(written, request.visible, self._until(request.deadline_ms), num_told)
 

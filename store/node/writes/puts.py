@@ -30,7 +30,8 @@ _log = structlog.get_logger(__name__)
 
 #: Of values, what one step of the event loop checksums or wipes, over all calls: about a millisecond.
 STEP_BYTES = 4 << 20
-#: What became of one put: whether the key existed, or why it failed.
+#: What became of one put: whether the key existed, or why it failed. An error that is kept as a value goes without its
+#: traceback: that refers to the frame, and the frame to the list in which the error stands, a circle for each.
 PutOutcome: TypeAlias = bool | TanghuluError
 #: How far one put has come at this node, before the master's word.
 Written: TypeAlias = Reserved | Existed | TanghuluError
@@ -111,7 +112,7 @@ class PutService:
             try:
                 outcome = self._state.reserve_at_once(new, holder)
             except TanghuluError as error:
-                outcomes.append(error)
+                outcomes.append(error.with_traceback(None))
                 continue
             if outcome is None:
                 break
@@ -126,7 +127,7 @@ class PutService:
             try:
                 outcomes.append(await self._wait_for_room(items[len(outcomes)], holder, until_s))
             except TanghuluError as error:
-                outcomes.append(error)
+                outcomes.append(error.with_traceback(None))
             outcomes += self.reserve_at_once(items[len(outcomes) :], holder)
         return outcomes
 
@@ -162,7 +163,7 @@ class PutService:
                     break
                 outcomes.append(self._fill(outcome, new, value, visible))
             except TanghuluError as error:
-                outcomes.append(error)
+                outcomes.append(error.with_traceback(None))
         return outcomes
 
     async def write_rest(
@@ -174,7 +175,7 @@ class PutService:
             try:
                 outcomes.append(self._fill(await self._wait_for_room(new, None, until_s), new, value, visible))
             except TanghuluError as error:
-                outcomes.append(error)
+                outcomes.append(error.with_traceback(None))
             outcomes += self.write_at_once(items[len(outcomes) :], visible=visible)
         return outcomes
 
