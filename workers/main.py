@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import ConfigError
 from tanghulu.runtime.config import command, option
+from tanghulu.runtime.extras import install_command
 from tanghulu.runtime.process import Process, run
 from tanghulu.types import Role
 from tanghulu.workers.compute.process_tuning import wait_shortly
@@ -43,7 +44,7 @@ def _load(process: Process, config: WorkerConfig) -> LoadedModel:
         else:
             from tanghulu.workers.loading.torch_loading import load
     except ModuleNotFoundError as error:
-        raise ConfigError(f"a worker needs the package {error.name}: pip install 'tanghulu[worker]'") from error
+        raise ConfigError(f"a worker needs the package {error.name}: {install_command('worker')}") from error
 
     return load(config, lambda fraction: process.progress("loading the model", fraction))
 

@@ -52,7 +52,7 @@ class WorkerMetrics:
         self.blocks_in_use = gauge("blocks_in_use", "blocks that requests or exports hold")
         self.blocks_cached = gauge("blocks_cached", "blocks that nobody holds but that can be matched")
         self.blocks_in_transfer = gauge("blocks_in_transfer", "blocks that a transfer writes")
-        gauge("blocks_total", "blocks of the KV cache").set(num_blocks)
+        gauge("blocks_capacity", "blocks of the KV cache").set(num_blocks)
         gauge("block_bytes", "bytes of one block").set(block_bytes)
 
     def report(self, report: StepReport) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from tanghulu.conductor.replay.report import ReplayReport
 from tanghulu.errors import ConfigError
+from tanghulu.runtime.extras import install_command
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +52,7 @@ def check_plot(path: Path) -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"--plot needs matplotlib ({error}): pip install 'tanghulu[plot]'") from error
+        raise ConfigError(f"--plot needs matplotlib ({error}): {install_command('plot')}") from error
 
 
 def write_plot(path: Path, reports: Sequence[ReplayReport]) -> None:

@@ -15,6 +15,7 @@ import structlog
 from tanghulu.conductor.routing.requests import KvChange
 from tanghulu.conductor.routing_service.vllm_events import EventDecoder, EventSource, Numbers
 from tanghulu.errors import ConfigError, InvalidRequest
+from tanghulu.runtime.extras import install_command
 
 _log = structlog.get_logger(__name__)
 REPLAY_TIMEOUT_S = 5.0
@@ -30,7 +31,7 @@ class VllmFollower:
             from msgspec.msgpack import decode as unpack
         except ImportError as error:
             raise ConfigError(
-                f"vLLM's KV events need pyzmq and msgspec: pip install 'tanghulu[vllm]' ({error})"
+                f"vLLM's KV events need pyzmq and msgspec: {install_command('vllm')} ({error})"
             ) from error
         self._source, self._apply, self._unpack = source, apply, unpack
         self._context: Any = zmq.asyncio.Context()

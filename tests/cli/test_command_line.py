@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tanghulu.cli.up import without_options
+
 
 def _run(*arguments, **variables):
     command = [sys.executable, "-W", "error", "-m", "tanghulu", *arguments]
@@ -46,10 +48,41 @@ def test_more_memory_than_the_machine_has_refuses_to_start(tmp_path):
     assert "--nodes 1 of --node-memory, together" in done.stderr
 
 
+def test_up_says_what_is_wrong_with_its_directory_and_with_tables_of_its_parts(tmp_path):
+    taken = tmp_path / "file"
+    taken.touch()
+    done = _run("up", "--engine", "mock", "--state-dir", str(taken))
+    assert done.returncode == 7
+    assert f"--state-dir {taken} cannot be used" in done.stderr
+    file = tmp_path / "tanghulu.toml"
+    file.write_text("[node]\nport = 1\n")
+    done = _run("--config", str(file), "up", "--engine", "mock", "--state-dir", str(tmp_path / "state"))
+    assert done.returncode == 7
+    assert "[node] port is decided by `tanghulu up`" in done.stderr
+
+
+def test_a_table_of_a_part_goes_before_what_up_gives_to_all():
+    given = ["--host", "h", "--memory", "1", "--eviction", "lru"]
+    assert without_options(given, {}) == given
+    assert without_options(given, {"memory": "2MiB", "max_connections": 3}) == ["--host", "h", "--eviction", "lru"]
+
+
 def test_help_names_every_command_without_importing_them():
     code = "import sys; from tanghulu.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
     code += "assert not {'grpc', 'torch', 'fastapi'} & set(sys.modules), 'too much'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    for name in ("up", "chat", "store", "master", "node", "prefill", "decode", "worker", "conductor"):
+    for name in (
+        "up",
+        "chat",
+        "store",
+        "master",
+        "node",
+        "prefill",
+        "decode",
+        "worker",
+        "conductor",
+        "status",
+        "doctor",
+    ):
         assert f"  {name} " in done.stdout

@@ -11,9 +11,11 @@ from tanghulu.runtime.config import (
     check_bounds,
     command,
     describe,
+    forget_service_variables,
     load_toml,
     option,
     refuse_unknown_variables,
+    variables,
     variables_of,
 )
 from tanghulu.types import Address
@@ -81,6 +83,33 @@ def test_an_unknown_variable_names_itself_and_what_was_meant(invoke, monkeypatch
     monkeypatch.setenv("TANGHULU_PROT", "1")
     with pytest.raises(ConfigError, match="TANGHULU_PROT is unknown; did you mean TANGHULU_PORT"):
         refuse_unknown_variables(known)
+
+
+def test_what_kubernetes_sets_for_services_of_this_name_is_no_option(invoke, monkeypatch):
+    service = {
+        "TANGHULU_SERVICE_HOST": "10.0.0.1",
+        "TANGHULU_SERVICE_PORT": "7400",
+        "TANGHULU_SERVICE_PORT_HTTP": "8000",
+        "TANGHULU_MASTER_SERVICE_HOST": "10.0.0.1",
+        "TANGHULU_PORT": "tcp://10.0.0.1:7400",
+        "TANGHULU_PORT_7400_TCP": "tcp://10.0.0.1:7400",
+        "TANGHULU_PORT_7400_TCP_PROTO": "tcp",
+        "TANGHULU_PORT_7400_TCP_PORT": "7400",
+        "TANGHULU_PORT_7400_TCP_ADDR": "10.0.0.1",
+    }
+    for name, value in (service | {"TANGHULU_MEMORY": "3MiB"}).items():
+        monkeypatch.setenv(name, value)
+    forget_service_variables()
+    assert variables() == {"TANGHULU_MEMORY"}
+    refuse_unknown_variables(variables_of(invoke.commands.values()))
+    _, config = invoke()
+    assert (config.port, config.memory) == (7400, 3 << 20)
+
+
+def test_help_names_variables_and_the_table_of_a_file(invoke):
+    result, _ = invoke("--help")
+    assert "TANGHULU_MEMORY" in result.output
+    assert "[probe]" in result.output
 
 
 @pytest.mark.parametrize(

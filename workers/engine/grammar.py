@@ -16,6 +16,7 @@ import numpy.typing as npt
 import structlog
 
 from tanghulu.errors import InvalidRequest
+from tanghulu.runtime.extras import install_command
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -79,7 +80,7 @@ class GrammarCompiler:
         try:
             from llguidance import LLMatcher
         except ModuleNotFoundError as error:
-            raise InvalidRequest("this worker has no grammars: pip install 'tanghulu[grammar]'") from error
+            raise InvalidRequest(f"this worker has no grammars: {install_command('grammar')}") from error
         try:
             if kind is GrammarKind.REGEX:
                 matcher = LLMatcher(self._opened(), LLMatcher.grammar_from_regex(text), log_level=0)

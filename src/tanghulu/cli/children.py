@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 STOP_GRACE_S = 8.0
 #: Roles whose command is not called as they are.
@@ -28,6 +28,7 @@ class ChildProcess:
     arguments: list[str]
     log_path: Path
     run_dir: Path
+    configuration: Path | None = None  # the TOML file that the supervisor was given
     info: dict[str, Any] = field(default_factory=dict)  # of its last "ready"
     process: asyncio.subprocess.Process | None = None
     _status: socket.socket | None = None
@@ -37,9 +38,11 @@ class ChildProcess:
         self.info = {}
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        command = [sys.executable, "-m", "tanghulu", *_COMMANDS.get(self.role, (self.role,)), *self.arguments]
+        shared = ("--config", str(self.configuration)) if self.configuration is not None else ()
+        words = _COMMANDS.get(self.role, (self.role,))
+        command = [sys.executable, "-m", "tanghulu", *shared, *words, *self.arguments]
         command += ["--run-dir", str(self.run_dir), "--status-fd", str(theirs.fileno())]
-        with self.log_path.open("ab") as log:
+        with self._open_log() as log:
             self.process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -51,6 +54,14 @@ class ChildProcess:
         theirs.close()
         self._status = ours
         self._watching = asyncio.create_task(self._watch(ours, self.process, on_status))
+
+    def _open_log(self) -> BinaryIO:
+        """The log file; where it cannot be had any more, as when its directory was removed, none."""
+        try:
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            return self.log_path.open("ab")
+        except OSError:
+            return Path(os.devnull).open("ab")
 
     async def _watch(
         self,

@@ -13,12 +13,20 @@ from pathlib import Path
 import click
 
 from tanghulu.errors import TanghuluError
-from tanghulu.runtime.config import load_toml, refuse_unknown_variables, variables, variables_of
+from tanghulu.runtime.config import (
+    forget_service_variables,
+    load_toml,
+    refuse_unknown_variables,
+    variables,
+    variables_of,
+)
 from tanghulu.version import __version__
 
 #: name -> (module, attribute, help); the help stands here so that ``tanghulu --help`` imports nothing.
 _COMMANDS = {
     "up": ("tanghulu.cli.up", "COMMAND", "Start the embedded cluster: master, node, workers, conductor."),
+    "status": ("tanghulu.cli.status", "COMMAND", "Show the whole cluster at a glance."),
+    "doctor": ("tanghulu.cli.doctor", "COMMAND", "Say what this machine can do and what is missing."),
     "chat": ("tanghulu.cli.chat", "COMMAND", "Talk to a running conductor."),
     "store": ("tanghulu.cli.store", "COMMAND", "Look into and administer the store."),
     "master": ("tanghulu.store.master.main", "COMMAND", "Run a master."),
@@ -80,6 +88,7 @@ def load_command(name: str) -> click.Command | None:
 @click.pass_context
 def root(ctx: click.Context, config: Path | None) -> None:
     """A distributed KV-cache store with a conductor for LLM inference."""
+    forget_service_variables()
     _check_variables(ctx)
     if config is not None:
         ctx.default_map = load_toml(config, _all_commands())

@@ -10,6 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tanghulu.auth.credentials import Credentials, TlsFiles, read_token
 from tanghulu.masters import Masters
@@ -71,7 +72,7 @@ def print_table(columns: tuple[str, ...], rows: Iterable[Iterable[Any]]) -> None
     """Rows under ``columns``; without columns, as they come."""
     table = Table(*columns, show_header=bool(columns), box=None, pad_edge=False)
     for row in rows:
-        cells = [str(cell) for cell in row]
+        cells = [Text(str(cell)) for cell in row]  # not str: rich would take "[x]" in a key for markup
         for _ in range(0 if columns else len(cells) - len(table.columns)):
             table.add_column(overflow="fold")
         table.add_row(*cells)

@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from tanghulu.cli.children import ChildProcess
 from tanghulu.cli.progress import Board, welcome
 from tanghulu.cli.supervision import EndAll, Supervision
 from tanghulu.errors import ConfigError, TanghuluError
-from tanghulu.runtime.config import check_bounds, command, option
+from tanghulu.runtime import extras
+from tanghulu.runtime.config import check_bounds, command, configuration_file, option, table_in
 from tanghulu.runtime.machine_memory import refuse_too_much
 from tanghulu.runtime.tasks import cancelled
 from tanghulu.types import is_loopback
@@ -31,6 +32,10 @@ from tanghulu.types import is_loopback
 _READY_POLL_S = 0.1
 _MASTER_TO_NODES = 10  # 7400 -> 7410
 _MASTER_TO_WORKERS = 30  # 7400 -> 7430
+_TO_METRICS = 100  # 7400 -> 7500, 7410 -> 7510; the conductor's metrics stand on its HTTP port, too
+#: What `up` alone decides for its parts; in their tables these keys would contradict it.
+_DECIDED_HERE = frozenset({"host", "port", "metrics_port", "master", "run_dir", "status_fd"})
+_PARTS = ("master", "node", "prefill", "decode", "worker", "conductor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +76,10 @@ class UpConfig:
 class Cluster:
     """The running cluster: performs what Supervision decides and shows it on the Board."""
 
-    def __init__(self, config: UpConfig, run_dir: Path, board: Board) -> None:
+    def __init__(self, config: UpConfig, file: Path | None, run_dir: Path, board: Board) -> None:
         self._config = config
+        self._file = file
+        self._tables = _tables_of_parts(file)
         self._board = board
         self._plan = Supervision()
         self._children: dict[str, ChildProcess] = {}
@@ -105,9 +112,11 @@ class Cluster:
     def _add(self, role: str, name: str, port: int, *arguments: str, needs: tuple[str, ...] = ()) -> None:
         run_dir = self._run_dir / name
         base = ["--host", self._config.host, "--port", str(port), "--log-level", self._config.log_level]
+        metrics = port + _TO_METRICS if port and role not in ("conductor", "gateway") else 0
+        given = without_options([*base, "--metrics-port", str(metrics), *arguments], self._tables.get(role, {}))
         log_path = self._config.state_dir / f"{name}.log"
         log_path.unlink(missing_ok=True)
-        self._children[name] = ChildProcess(role, name, [*base, *arguments], log_path, run_dir)
+        self._children[name] = ChildProcess(role, name, given, log_path, run_dir, self._file)
         self._plan.add(name, needs)
         self._board.add(name)
 
@@ -149,7 +158,7 @@ class Cluster:
                 if name == "master" and len(self._children) == 1:
                     self._add_others(message["address"])
             case "failed" if message["code"] == ConfigError.code or message["code"] == "MODEL_UNSUPPORTED":
-                outcome = self._plan.refused(name, message["message"])
+                outcome = self._plan.refused(name, self._own_words(name, message["message"]))
             case "exited":
                 outcome = self._plan.exited(name, message["code"], now_s)
         self._board.show(name, message)
@@ -157,6 +166,10 @@ class Cluster:
             self._failure = end.because
             self._end()
         self._wake.set()
+
+    def _own_words(self, name: str, message: str) -> str:
+        """A child's refusal with the flag of `up` that is behind the child's own."""
+        return message if name == "conductor" else message.replace("another --port", "another --master-port")
 
     def _end(self) -> None:
         self._stopping.set()
@@ -190,8 +203,9 @@ class Cluster:
         entries = [c.entry() for c in self._children.values() if c.info]
         path = self._config.state_dir / "cluster.json"
         scratch = path.with_suffix(".tmp")
-        scratch.write_text(json.dumps(entries, indent=2) + "\n")
-        scratch.replace(path)
+        with contextlib.suppress(OSError):  # a full disk, or a directory that somebody removed: the cluster goes on
+            scratch.write_text(json.dumps(entries, indent=2) + "\n")
+            scratch.replace(path)
 
     async def _announce_ready(self) -> None:
         """Ask the conductor until it would serve a request, then say what to try."""
@@ -214,9 +228,27 @@ class Cluster:
         return f"http://{gateway.info['address']}" if gateway is not None else ""
 
 
+def without_options(arguments: Sequence[str], table: Mapping[str, Any]) -> list[str]:
+    """``arguments``, pairs of a flag and its value, without those that a part's own table decides."""
+    pairs = zip(arguments[::2], arguments[1::2], strict=True)
+    return [each for pair in pairs if pair[0].removeprefix("--").replace("-", "_") not in table for each in pair]
+
+
+def _tables_of_parts(file: Path | None) -> dict[str, dict[str, Any]]:
+    """The tables of ``file`` that are for the processes of the cluster; raises ConfigError for what `up` decides."""
+    tables = {role: table_in(file, role) for role in _PARTS} if file is not None else {}
+    for role, table in tables.items():
+        for key in sorted(table.keys() & _DECIDED_HERE):
+            raise ConfigError(f"{file}: [{role}] {key} is decided by `tanghulu up` for all its processes; take it out")
+    return tables
+
+
 @contextlib.contextmanager
 def _locked(state_dir: Path) -> Iterator[None]:
-    state_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--state-dir {state_dir} cannot be used: {error.strerror}; choose another") from None
     with (state_dir / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -227,13 +259,16 @@ def _locked(state_dir: Path) -> Iterator[None]:
 
 def run(config: UpConfig) -> None:
     """Run the cluster in the foreground until it is told to end."""
+    if config.engine == "torch":
+        extras.require("worker", "--engine torch")
+    file = configuration_file()
     if config.nodes:
         refuse_too_much(config.nodes * config.node_memory, f"--nodes {config.nodes} of --node-memory, together")
     with _locked(config.state_dir):
         run_dir = Path(tempfile.mkdtemp(prefix="tanghulu-"))
         try:
             with Board() as board:
-                asyncio.run(Cluster(config, run_dir, board).run())
+                asyncio.run(Cluster(config, file, run_dir, board).run())
         finally:
             shutil.rmtree(run_dir, ignore_errors=True)
             with contextlib.suppress(FileNotFoundError):

@@ -3,6 +3,7 @@
 A field ``node_memory`` of a config class is the flag ``--node-memory``, the variable ``TANGHULU_NODE_MEMORY`` and the
 TOML key ``node_memory`` (in the table of the command, or at the top for all commands), in this order of
 precedence. Unknown TOML keys and TANGHULU_* variables refuse to start and name themselves; so do bad values.
+What Kubernetes sets for a Service that is called like this program is no option, and is passed over.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -24,6 +26,9 @@ from tanghulu.types import Address, Place, format_size, parse_size
 C = TypeVar("C")
 PREFIX = "TANGHULU_"
 _OPTION = "tanghulu.option"
+#: What Kubernetes sets in every container for a Service that is called ``tanghulu`` or ``tanghulu-...``.
+_SERVICE_VARIABLE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
+_SERVICE_VALUE = re.compile(r"(tcp|udp|sctp)://")
 
 
 def option(
@@ -96,6 +101,7 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> click.Option:
         default=field.default,
         show_default=_shown_default(field.default, meta["size"]),
         envvar=PREFIX + field.name.upper(),
+        show_envvar=True,
         help=meta["help"],
         metavar=meta["metavar"] or None,
     )
@@ -119,12 +125,32 @@ def command(name: str, config_class: type[C], run: Callable[[C], None], help: st
     def callback(**values: Any) -> None:
         run(config_class(**values))
 
-    return click.Command(name, params=options_of(config_class), callback=callback, help=help)
+    epilog = f"Each option is also a key, with underscores, in the table [{name}] of the file that --config names."
+    return click.Command(name, params=options_of(config_class), callback=callback, help=help, epilog=epilog)
+
+
+def configuration_file() -> Path | None:
+    """The TOML file of the command that runs now; None if it was given none."""
+    context = click.get_current_context(silent=True)
+    return context.find_root().params.get("config") if context is not None else None
+
+
+def table_in(path: Path, name: str) -> dict[str, Any]:
+    """The table ``name`` of a TOML file that ``load_toml`` has taken, as it stands there."""
+    table: dict[str, Any] = tomllib.loads(path.read_text()).get(name, {})
+    return table
 
 
 def variables() -> set[str]:
     """The TANGHULU_* variables that are set."""
     return {key for key in os.environ if key.startswith(PREFIX)}
+
+
+def forget_service_variables() -> None:
+    """Drop what Kubernetes set for Services, for this process and its children: ``TANGHULU_PORT=tcp://10.0.0.1:80``."""
+    for key in variables():
+        if _SERVICE_VARIABLE.search(key, len(PREFIX) - 1) or _SERVICE_VALUE.match(os.environ[key]):
+            del os.environ[key]
 
 
 def variables_of(commands: Iterable[click.Command]) -> set[str]:

@@ -1,0 +1,239 @@
+"""``tanghulu status``: every process of a cluster at a glance, from discovery, the master and all metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import click
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from tanghulu.cli.printing import print_json, store_options, wide_console
+from tanghulu.discovery.base import EventKind, Instance
+from tanghulu.discovery.open import HELP, open_discovery
+from tanghulu.errors import MasterUnavailable, TanghuluError
+from tanghulu.masters import Masters
+from tanghulu.runtime.config import PREFIX
+from tanghulu.store.admin.rows import plain
+from tanghulu.store.client import aio
+from tanghulu.store.client.model import NodeView
+from tanghulu.types import Role, format_size
+
+_DEADLINE_S = 5.0
+_METRICS_DEADLINE_S = 2.0
+#: Pages of metrics that are fetched side by side.
+_AT_ONCE = 32
+
+#: The figures of one process, summed over labels, by metric name; None: its metrics could not be read.
+Figures = Mapping[str, float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One process of the cluster. ``hit_ratio``: of keys asked of a node, of prompt tokens sent to a conductor."""
+
+    role: str
+    id: str
+    address: str
+    health: str
+    load: str
+    hit_ratio: float | None
+    uptime_s: float | None
+    metrics_address: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    """The cluster at one moment. ``problems``: what a person should look at, a sentence each."""
+
+    master: str
+    parts: tuple[Part, ...]
+    problems: tuple[str, ...]
+
+
+def figures_in(text: str) -> dict[str, float]:
+    """Each sample of a page of metrics, summed over its labels."""
+    totals: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    return totals
+
+
+def part_of(instance: Instance, figures: Figures, view: NodeView | None, now_s: float) -> Part:
+    """The line of one process; ``now_s`` is the time of day, as its metrics tell when it started."""
+    started_s = (figures or {}).get("process_start_time_seconds")
+    return Part(
+        role=instance.role.value,
+        id=instance.id,
+        address=str(instance.address),
+        health=_health(figures, view),
+        load=_load(instance.role, figures or {}, view),
+        hit_ratio=_hit_ratio(instance.role, figures or {}),
+        uptime_s=max(now_s - started_s, 0.0) if started_s else None,
+        metrics_address=instance.metrics_address,
+    )
+
+
+def problems_of(parts: Sequence[Part]) -> list[str]:
+    """What is missing for serving, and who does not answer."""
+    found = [f"{each.id} does not answer at {each.metrics_address}" for each in parts if each.health == "silent"]
+    roles = {each.role for each in parts}
+    if Role.NODE.value not in roles:
+        found.append("no store node is registered: nothing can be stored")
+    if Role.CONDUCTOR.value in roles:
+        for wanted in (Role.PREFILL, Role.DECODE):
+            if wanted.value not in roles and Role.BOTH.value not in roles:
+                found.append(f"no {wanted.value} worker is registered: requests wait")
+    return found
+
+
+def _health(figures: Figures, view: NodeView | None) -> str:
+    if figures is None:
+        return "silent"
+    if view is not None and view.drained:
+        return "drained"
+    return "draining" if view is not None and view.draining else "up"
+
+
+def _load(role: Role, figures: Mapping[str, float], view: NodeView | None) -> str:
+    if view is not None:
+        ssd = f", SSD {format_size(view.ssd_used_bytes)} of {format_size(view.ssd_capacity_bytes)}"
+        used = f"{format_size(view.used_bytes)} of {format_size(view.capacity_bytes)}"
+        return f"{used}, {view.num_chunks} chunks" + (ssd if view.ssd_capacity_bytes else "")
+    if role in (Role.PREFILL, Role.DECODE, Role.BOTH) and "tanghulu_worker_blocks_capacity" in figures:
+        running, waiting = (figures.get(f"tanghulu_worker_requests_{name}", 0) for name in ("running", "waiting"))
+        in_use = figures.get("tanghulu_worker_blocks_in_use", 0) / max(figures["tanghulu_worker_blocks_capacity"], 1)
+        return f"{running:.0f} running, {waiting:.0f} waiting, {in_use:.0%} of blocks in use"
+    if role is Role.CONDUCTOR and figures:
+        in_flight, queued = (figures.get(f"tanghulu_conductor_requests_{name}", 0) for name in ("in_flight", "queued"))
+        return f"{in_flight:.0f} in flight, {queued:.0f} queued"
+    return ""
+
+
+def _hit_ratio(role: Role, figures: Mapping[str, float]) -> float | None:
+    if role is Role.NODE:
+        hits, misses = (figures.get(f"tanghulu_node_{name}_total", 0.0) for name in ("hits", "misses"))
+    elif role is Role.CONDUCTOR:
+        hits = figures.get("tanghulu_conductor_cached_tokens_total", 0.0)
+        misses = figures.get("tanghulu_conductor_prompt_tokens_total", 0.0) - hits
+    else:
+        return None
+    return hits / (hits + misses) if hits + misses > 0 else None
+
+
+async def look(master: Masters, discovery: str, namespace: str) -> ClusterStatus:
+    """Ask discovery, the master and every process; raises MasterUnavailable if nobody can say who there is."""
+    try:
+        async with asyncio.timeout(_DEADLINE_S):
+            instances = await _instances(master, discovery, namespace)
+    except TimeoutError:
+        where = discovery if discovery not in ("", "master") else str(master)
+        raise MasterUnavailable(f"{where} did not say within {_DEADLINE_S:g} s which processes there are") from None
+    views: dict[str, NodeView] = {}
+    problems: list[str] = []
+    try:
+        async with aio.connect(master) as store:
+            views = {view.id: view for view in await store.nodes()}
+    except TanghuluError as error:
+        problems.append(f"the master: {error.message}")
+    async with httpx.AsyncClient(trust_env=False, timeout=_METRICS_DEADLINE_S) as http:
+        slots = asyncio.Semaphore(_AT_ONCE)
+        pages = await asyncio.gather(*(_figures(http, slots, each.metrics_address) for each in instances))
+    now_s = time.time()
+    order = [role.value for role in Role]
+    parts = [part_of(each, page, views.get(each.id), now_s) for each, page in zip(instances, pages, strict=True)]
+    parts.sort(key=lambda part: (order.index(part.role), part.id))
+    return ClusterStatus(str(master), tuple(parts), (*problems, *problems_of(parts)))
+
+
+async def _instances(master: Masters, discovery: str, namespace: str) -> list[Instance]:
+    found: dict[str, Instance] = {}
+    async with open_discovery(discovery, master) as source:
+        async for event in source.watch(namespace=namespace):
+            if event.kind is EventKind.SYNCED:
+                break
+            if event.kind is EventKind.PUT and event.instance is not None:
+                found[event.instance.id] = event.instance
+    return list(found.values())
+
+
+async def _figures(http: httpx.AsyncClient, slots: asyncio.Semaphore, address: str) -> Figures:
+    if not address:
+        return {}
+    async with slots:
+        try:
+            answer = await http.get(f"http://{address}/metrics")
+            return figures_in(answer.raise_for_status().text)
+        except (httpx.HTTPError, ValueError):
+            return None
+
+
+def _table(status: ClusterStatus) -> Table:
+    table = Table("role", "id", "address", "health", "load", "hits", "up for", "metrics", box=None, pad_edge=False)
+    for part in status.parts:
+        hits = "-" if part.hit_ratio is None else f"{part.hit_ratio:.1%}"
+        since = "-" if part.uptime_s is None else _span(part.uptime_s)
+        cells = (part.role, part.id, part.address, part.health, part.load, hits, since, part.metrics_address or "-")
+        table.add_row(*map(Text, cells))
+    if status.problems:
+        table.caption = Text("\n".join(status.problems))
+        table.caption_justify = "left"
+    for column in table.columns:
+        column.overflow = "fold"
+    return table
+
+
+def _span(seconds: float) -> str:
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length_s:
+            return f"{seconds / length_s:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+@click.command("status", short_help="Show the whole cluster at a glance.")
+@click.option("--discovery", default="master", show_default=True, envvar=PREFIX + "DISCOVERY", help=HELP)
+@click.option("--namespace", default="default", show_default=True, envvar=PREFIX + "NAMESPACE", help="whose processes")
+@click.option("--watch", is_flag=True, help="look again until Ctrl-C")
+@click.option("--interval-s", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="between two looks")
+@store_options
+def COMMAND(discovery: str, namespace: str, watch: bool, interval_s: float, master: Masters, as_json: bool) -> None:
+    """Show every process of the cluster: its health, load, hit ratio and where its metrics are.
+
+    Ends with 1 if something is wrong with it, for scripts. With --json one object a look.
+    """
+    console = wide_console()
+
+    def shown() -> ClusterStatus:
+        return asyncio.run(look(master, discovery, namespace))
+
+    if watch and console.is_terminal and not as_json:
+        _show_live(console, shown, interval_s)
+        return
+    for number in itertools.count():
+        if number:
+            time.sleep(interval_s)
+        status = shown()
+        if as_json:
+            print_json(plain(status))
+        else:
+            console.print(_table(status))
+        if not watch:
+            break
+    if status.problems:
+        raise SystemExit(1)
+
+
+def _show_live(console: Console, shown: Callable[[], ClusterStatus], interval_s: float) -> None:
+    with Live(_table(shown()), console=console, auto_refresh=False, screen=True) as display:
+        while True:
+            time.sleep(interval_s)
+            display.update(_table(shown()), refresh=True)

@@ -1,0 +1,54 @@
+"""The optional parts of this installation: which packages each needs, and what to type to have them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from importlib import metadata
+from urllib.parse import unquote, urlparse
+
+from tanghulu.errors import ConfigError
+
+#: Extra -> the modules that it brings. As in pyproject.toml, by the names under which they are imported.
+EXTRAS = {
+    "worker": ("torch", "gguf", "safetensors"),
+    "grammar": ("llguidance",),
+    "plot": ("matplotlib",),
+    "ucx": ("nixl",),
+    "vllm": ("zmq",),
+}
+#: What each extra is for, in a few words.
+PURPOSES = {
+    "worker": "computing with a real model",
+    "grammar": "JSON schemas and regular expressions in requests",
+    "plot": "drawings of replayed traces",
+    "ucx": "the transport ucx",
+    "vllm": "following the KV events of vLLM",
+}
+
+
+def missing_modules(extra: str) -> list[str]:
+    """The modules of ``extra`` that are not installed; nothing is imported."""
+    return [each for each in EXTRAS[extra] if importlib.util.find_spec(each) is None]
+
+
+def require(extra: str, what: str) -> None:
+    """Raise ConfigError that says what to install if ``what`` needs an extra that is not there."""
+    if missing := missing_modules(extra):
+        raise ConfigError(f"{what} needs the package {missing[0]}: {install_command(extra)}")
+
+
+def install_command(extra: str) -> str:
+    """The command that installs ``extra`` beside this installation: from its folder if it was installed from one."""
+    folder = _folder()
+    return f"pip install -e '{folder}[{extra}]'" if folder else f"pip install 'tanghulu[{extra}]'"
+
+
+def _folder() -> str:
+    """The folder that an editable installation stands in; empty for one from a package index."""
+    try:
+        told = metadata.distribution("tanghulu").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return ""
+    found = json.loads(told or "{}")
+    return unquote(urlparse(found["url"]).path) if found.get("dir_info", {}).get("editable") else ""
