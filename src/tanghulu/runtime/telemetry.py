@@ -21,7 +21,7 @@ from tanghulu.version import __version__
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 #: Else each counter and histogram comes with a second line that says when it began, and nobody asks for it.
-disable_created_metrics()
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 def configure_log(component: str, level: str = "info") -> None:
