@@ -12,6 +12,8 @@ import structlog
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from tanghulu.conductor.dashboard import pages
+from tanghulu.conductor.dashboard.pages import Dashboard
 from tanghulu.conductor.dispatch.admission import Admission
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.dispatch.queue import ORDERS, QueueOrder
@@ -122,6 +124,7 @@ class Conductor:
         bodies = Bodies(config.max_body_size, ROOM_BYTES)
         self.service = Service(self.dispatcher, registry, bodies, config.queue_timeout_s)
         self.peers = group.PeerGroup(conductor_id, self.dispatcher.own, self.dispatcher.peers, config.credentials)
+        self.dashboard = Dashboard(self.dispatcher, self.metrics, config.master.showing(config.credentials))
         self.address = Address("", 0)
 
     @contextlib.asynccontextmanager
@@ -137,7 +140,9 @@ class Conductor:
         except ConfigError:
             listener.close()
             raise
-        server = HttpServer(make_app(self.service), self.config.grace_s)
+        app = make_app(self.service)
+        app.include_router(pages.router(self.dashboard), include_in_schema=False)
+        server = HttpServer(app, self.config.grace_s)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             async with beside(
@@ -181,6 +186,7 @@ class Conductor:
     async def _observe(self) -> None:
         while True:
             self.dispatcher.observe()
+            self.dashboard.observe()
             await asyncio.sleep(_OBSERVE_S)
 
 

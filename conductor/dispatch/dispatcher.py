@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
@@ -114,6 +115,28 @@ class Dispatcher:
     def num_waiting(self) -> int:
         """Requests in the conductor's own queue."""
         return len(self._queue)
+
+    @property
+    def now_s(self) -> float:
+        """The time of this dispatcher's clock."""
+        return self._clock.now_s()
+
+    def flights(self) -> list[dict[str, Any]]:
+        """The requests under way, for people: the oldest first."""
+        now_s = self.now_s
+        return [
+            {
+                "id": entry.flight.request.id,
+                "state": entry.flight.state.name.lower(),
+                "worker": entry.flight.worker or "",
+                "age_s": now_s - entry.arrived_s,
+                "prompt_tokens": len(entry.flight.request.prompt),
+                "cached_tokens": entry.flight.cached_tokens or 0,
+                "generated_tokens": len(entry.flight.generated),
+                "moves": entry.flight.num_redispatches,
+            }
+            for entry in self._entries.values()
+        ]
 
     def submit(self, request: GenerationRequest, model: ServedModel) -> TokenStream:
         """Take ``request``; its tokens come through the stream.

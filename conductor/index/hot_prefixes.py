@@ -17,7 +17,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 H = TypeVar("H", bound=Hashable)
 
@@ -32,6 +32,8 @@ FIRST_BLOCKS, MAX_BLOCKS = 4, 4096
 ASK_S, AGAIN_S = 30.0, 10.0
 #: Blocks that one round asks for at most.
 MAX_ASKED_BLOCKS = 8192
+#: Fetches a second of a prefix that is shown to people.
+MIN_SHOWN_RATE = 0.01
 
 _LENGTHS = sorted({n for k in range(2, 12) for n in (1 << k, 3 << k - 1) if FIRST_BLOCKS <= n <= MAX_BLOCKS})
 
@@ -98,6 +100,16 @@ class HotPrefixes(Generic[H]):
                 left -= prefix.num_blocks
                 copies.append(WantedCopies(prefix.fingerprint, prefix.blocks, wanted))
         return copies
+
+    def hottest(self, num_prefixes: int, now_s: float) -> list[dict[str, Any]]:
+        """The prefixes that are fetched most often, for people; of one chain the longest of those fetched as often."""
+        rated = [(self._rate_of(prefix, now_s), prefix.num_blocks, last) for last, prefix in self._prefixes.items()]
+        rated.sort(key=lambda each: (-round(each[0], 2), -each[1]))
+        return [
+            {"fetches_per_s": rate, "num_blocks": num_blocks, "last_block": str(last)}
+            for rate, num_blocks, last in rated[:num_prefixes]
+            if rate > MIN_SHOWN_RATE
+        ]
 
     def check(self) -> None:
         assert len(self._prefixes) <= MAX_PREFIXES

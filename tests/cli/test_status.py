@@ -5,8 +5,9 @@ import json
 from click.testing import CliRunner
 
 from tanghulu.cli.main import root
-from tanghulu.cli.status import figures_in, part_of, problems_of
+from tanghulu.cli.status import part_of, problems_of
 from tanghulu.discovery.base import Instance
+from tanghulu.runtime.scraping import samples_in, summed
 from tanghulu.types import Address, InstanceId, Role
 from tests.store.cluster import Cluster
 
@@ -25,7 +26,7 @@ def _instance(role, name="x"):
 
 
 def test_a_line_sums_over_labels():
-    part = part_of(_instance(Role.NODE), figures_in(PAGE), None, 1060.0)
+    part = part_of(_instance(Role.NODE), summed(samples_in(PAGE)), None, 1060.0)
     assert (part.health, part.hit_ratio, part.uptime_s) == ("up", 0.75, 60.0)
 
 

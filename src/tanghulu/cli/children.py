@@ -102,6 +102,12 @@ class ChildProcess:
                 break
         await asyncio.gather(self._watching, return_exceptions=True)
 
+    def kill(self) -> None:
+        """SIGKILL, now."""
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+
     def entry(self) -> dict[str, Any]:
         """This child's line in cluster.json."""
         return {

@@ -5,6 +5,9 @@ On a terminal it is a live display; elsewhere (a pipe, CI) plain lines, one a ch
 
 from __future__ import annotations
 
+import shutil
+import sys
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,11 +18,12 @@ _WELCOME = """
 [bold green]ready[/] {model} at {url}
 
   curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{
-    "model": "{model}", "stream": true,
+    "model": "{model}", "stream": true, "temperature": 0,
     "messages": [{{"role": "user", "content": "What is a KV cache? Answer in two sentences."}}]}}'
 
-  tanghulu chat --url {url}
-  tanghulu store nodes --master {master}{store}
+  {program} chat --url {url}
+  {program} status --master {master}{store}
+  {url}/dashboard in a browser
 
 Ctrl-C ends everything."""
 
@@ -29,7 +33,7 @@ class Board:
 
     def __init__(self) -> None:
         self.console = Console()
-        self._live = self.console.is_terminal
+        self._live = self.console.is_terminal  # until everything is ready: then changes are lines, as elsewhere
         self._progress = Progress(
             SpinnerColumn(finished_text="[green]*"),
             TextColumn("{task.description:12}"),
@@ -57,11 +61,16 @@ class Board:
         text, fraction = _describe(message)
         self._progress.update(self._tasks[name], text=text, completed=fraction)
         if not self._live and message["event"] != "loading":
-            self.console.print(f"{name:12} {text}", markup=False, highlight=False, soft_wrap=True)
+            self.say(f"{name:12} {text}")
 
     def stop(self) -> None:
         """Freeze the display: everything is ready."""
         self._progress.stop()
+        self._live = False
+
+    def say(self, text: str) -> None:
+        """A line of its own, above a display that lives."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _describe(message: dict[str, Any]) -> tuple[str, float]:
@@ -78,10 +87,22 @@ def _describe(message: dict[str, Any]) -> tuple[str, float]:
             return str(other), 0.0
 
 
+def program() -> str:
+    """What to type for this program: its name where the shell finds it, else where it stands."""
+    beside = Path(sys.executable).with_name("tanghulu")
+    found = shutil.which("tanghulu")
+    if found is not None and Path(found).resolve() == beside.resolve():
+        return "tanghulu"
+    here = Path.cwd()
+    return str(beside.relative_to(here)) if beside.is_relative_to(here) else str(beside)
+
+
 def welcome(board: Board, url: str, model: str, master: str, store_url: str) -> None:
     """Say that the cluster serves, and what to try first."""
     board.stop()
     store = f"\n  curl {store_url}/v1/stat" if store_url else ""
     board.console.print(
-        _WELCOME.format(url=url, model=model, master=master, store=store), highlight=False, soft_wrap=True
+        _WELCOME.format(program=program(), url=url, model=model, master=master, store=store),
+        highlight=False,
+        soft_wrap=True,
     )

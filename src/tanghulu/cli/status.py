@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import click
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -22,15 +20,13 @@ from tanghulu.discovery.open import HELP, open_discovery
 from tanghulu.errors import MasterUnavailable, TanghuluError
 from tanghulu.masters import Masters
 from tanghulu.runtime.config import PREFIX
+from tanghulu.runtime.scraping import scrape, summed
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.client import aio
 from tanghulu.store.client.model import NodeView
 from tanghulu.types import Role, format_size
 
 _DEADLINE_S = 5.0
-_METRICS_DEADLINE_S = 2.0
-#: Pages of metrics that are fetched side by side.
-_AT_ONCE = 32
 
 #: The figures of one process, summed over labels, by metric name; None: its metrics could not be read.
 Figures = Mapping[str, float] | None
@@ -57,15 +53,6 @@ class ClusterStatus:
     master: str
     parts: tuple[Part, ...]
     problems: tuple[str, ...]
-
-
-def figures_in(text: str) -> dict[str, float]:
-    """Each sample of a page of metrics, summed over its labels."""
-    totals: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-    return totals
 
 
 def part_of(instance: Instance, figures: Figures, view: NodeView | None, now_s: float) -> Part:
@@ -145,12 +132,13 @@ async def look(master: Masters, discovery: str, namespace: str) -> ClusterStatus
             views = {view.id: view for view in await store.nodes()}
     except TanghuluError as error:
         problems.append(f"the master: {error.message}")
-    async with httpx.AsyncClient(trust_env=False, timeout=_METRICS_DEADLINE_S) as http:
-        slots = asyncio.Semaphore(_AT_ONCE)
-        pages = await asyncio.gather(*(_figures(http, slots, each.metrics_address) for each in instances))
+    pages = await scrape(each.metrics_address for each in instances)
     now_s = time.time()
     order = [role.value for role in Role]
-    parts = [part_of(each, page, views.get(each.id), now_s) for each, page in zip(instances, pages, strict=True)]
+    parts = [
+        part_of(each, None if page is None else summed(page), views.get(each.id), now_s)
+        for each, page in zip(instances, pages, strict=True)
+    ]
     parts.sort(key=lambda part: (order.index(part.role), part.id))
     return ClusterStatus(str(master), tuple(parts), (*problems, *problems_of(parts)))
 
@@ -164,17 +152,6 @@ async def _instances(master: Masters, discovery: str, namespace: str) -> list[In
             if event.kind is EventKind.PUT and event.instance is not None:
                 found[event.instance.id] = event.instance
     return list(found.values())
-
-
-async def _figures(http: httpx.AsyncClient, slots: asyncio.Semaphore, address: str) -> Figures:
-    if not address:
-        return {}
-    async with slots:
-        try:
-            answer = await http.get(f"http://{address}/metrics")
-            return figures_in(answer.raise_for_status().text)
-        except (httpx.HTTPError, ValueError):
-            return None
 
 
 def _table(status: ClusterStatus) -> Table:

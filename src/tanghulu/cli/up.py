@@ -93,7 +93,7 @@ class Cluster:
         """Start all, keep them running until a signal or a child's final death; raises TanghuluError for the latter."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._end)
+            loop.add_signal_handler(number, self._signalled)
         self._add_master()
         announce = asyncio.create_task(self._announce_ready())
         try:
@@ -103,6 +103,7 @@ class Cluster:
         finally:
             await cancelled(announce)
             self._plan.stop()
+            self._board.say("stopping; a second Ctrl-C ends everything at once")
             await self._stop_children()
         if self._failure is not None:
             raise TanghuluError(f"{self._failure}; see the logs in {self._config.state_dir}")
@@ -171,6 +172,13 @@ class Cluster:
         """A child's refusal with the flag of `up` that is behind the child's own."""
         return message if name == "conductor" else message.replace("another --port", "another --master-port")
 
+    def _signalled(self) -> None:
+        """End in order; told a second time, at once."""
+        if self._stopping.is_set():
+            for child in self._children.values():
+                child.kill()
+        self._end()
+
     def _end(self) -> None:
         self._stopping.set()
         self._wake.set()
@@ -216,7 +224,8 @@ class Cluster:
                 if conductor is None or not conductor.info or not self._plan.all_ready:
                     continue
                 with contextlib.suppress(httpx.HTTPError):
-                    url = f"http://{conductor.info['address']}"
+                    address = conductor.info["address"].replace("0.0.0.0:", "127.0.0.1:")
+                    url = f"http://{address}"
                     if (await http.get(f"{url}/ready")).status_code == 200:
                         models = (await http.get(f"{url}/v1/models")).json()["data"]
                         master = self._children["master"].info["address"]

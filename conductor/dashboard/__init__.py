@@ -1,0 +1,1 @@
+"""The page /dashboard: what the conductor and its cluster are doing, live, for people."""

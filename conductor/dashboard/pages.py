@@ -1,0 +1,180 @@
+"""The routes: the page, and the figures that it shows as server-sent events or once as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+import time
+from collections.abc import AsyncIterator
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from prometheus_client import Counter, Histogram
+from starlette.responses import HTMLResponse, Response, StreamingResponse
+
+from tanghulu.conductor.dashboard.cluster import ClusterFigures
+from tanghulu.conductor.dashboard.events import EventLog
+from tanghulu.conductor.dashboard.history import History, Totals
+from tanghulu.conductor.dispatch.dispatcher import Dispatcher
+from tanghulu.conductor.dispatch.registry import RegisteredWorker
+from tanghulu.conductor.metrics import ConductorMetrics
+from tanghulu.errors import Overloaded
+from tanghulu.masters import Masters
+from tanghulu.version import __version__
+
+#: Between two events of a stream.
+PERIOD_S = 1.0
+#: Pages that are open at one time.
+MAX_WATCHERS = 32
+MAX_POINTS = 100
+MAX_SHOWN = 50
+
+
+class Dashboard:
+    """What the page shows. ``observe`` is called once a second, watched or not: then there is a past to show."""
+
+    def __init__(self, dispatcher: Dispatcher, metrics: ConductorMetrics, master: Masters) -> None:
+        self._dispatcher, self._metrics = dispatcher, metrics
+        self._history = History(_bounds(metrics.ttft), _bounds(metrics.tbt))
+        self._events = EventLog()
+        self._figures = ClusterFigures(master, self._worker_pages)
+        self.num_watchers = 0
+
+    def observe(self) -> None:
+        """Take a sample, and note what changed since the last."""
+        metrics, at_s = self._metrics, time.time()
+        totals = Totals(
+            _total(metrics.prompt_tokens),
+            _total(metrics.cached_tokens),
+            _total(metrics.generated_tokens),
+            _total(metrics.requests),
+            _total(metrics.redispatches),
+            len(self._dispatcher.flights()),
+            self._dispatcher.num_waiting,
+            _buckets(metrics.ttft),
+            _buckets(metrics.tbt),
+        )
+        self._history.append(at_s, totals)
+        workers = self._dispatcher.registry.workers.values()
+        self._events.states(at_s, "worker", {worker.id: _state(worker) for worker in workers})
+        self._events.count(at_s, "migration", totals.moved, "{} requests moved to another worker")
+
+    async def snapshot(self) -> dict[str, Any]:
+        """All that the page shows."""
+        cluster, at_s = await self._figures.figures(), time.time()
+        self._events.states(at_s, "node", {node["id"]: node["state"] for node in cluster["nodes"]})
+        self._events.count(at_s, "eviction", cluster["evictions"], "{} chunks evicted")
+        flights = self._dispatcher.flights()
+        return {
+            "version": __version__,
+            "at_s": at_s,
+            "now": self._history.now(),
+            "points": self._history.points(MAX_POINTS),
+            "workers": [_worker(each) for each in self._dispatcher.registry.workers.values()][:MAX_SHOWN],
+            "requests": flights[:MAX_SHOWN],
+            "num_requests": len(flights),
+            "prefixes": self._dispatcher.router.hot.hottest(10, self._dispatcher.now_s),
+            "events": self._events.last(MAX_SHOWN),
+            **cluster,
+        }
+
+    def _worker_pages(self) -> dict[str, str]:
+        return {each.id: each.instance.metrics_address for each in self._dispatcher.registry.workers.values()}
+
+
+def router(dashboard: Dashboard) -> APIRouter:
+    """The routes."""
+    api = APIRouter()
+
+    @api.get("/dashboard")
+    async def page() -> Response:
+        """The page: no script, style or picture of it comes from elsewhere."""
+        text, policy = _page()
+        return HTMLResponse(text, headers={"content-security-policy": policy, "cache-control": "no-cache"})
+
+    @api.get("/dashboard/state")
+    async def state() -> Response:
+        """What the page shows, once."""
+        return Response(msgspec.json.encode(await dashboard.snapshot()), media_type="application/json")
+
+    @api.get("/dashboard/events")
+    async def events(request: Request) -> Response:
+        """What the page shows, once a second, as server-sent events."""
+        if dashboard.num_watchers >= MAX_WATCHERS:
+            raise Overloaded(f"{MAX_WATCHERS} dashboards are open already")
+        return StreamingResponse(_states(dashboard), media_type="text/event-stream")
+
+    return api
+
+
+async def _states(dashboard: Dashboard) -> AsyncIterator[bytes]:
+    dashboard.num_watchers += 1
+    try:
+        while True:
+            yield b"data: " + msgspec.json.encode(await dashboard.snapshot()) + b"\n\n"
+            await asyncio.sleep(PERIOD_S)
+    finally:
+        dashboard.num_watchers -= 1
+
+
+@cache
+def _page() -> tuple[str, str]:
+    """The page's text, and the policy that lets exactly its own script and style run."""
+    text = resources.files(__package__).joinpath("page.html").read_text()
+    sources = {
+        kind: " ".join(
+            f"'sha256-{base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()}'"
+            for part in re.findall(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
+        )
+        for kind in ("script", "style")
+    }
+    policy = f"default-src 'none'; connect-src 'self'; script-src {sources['script']}; style-src {sources['style']}"
+    return text, f"{policy}; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+
+
+def _state(worker: RegisteredWorker) -> str:
+    return "leaving" if worker.leaving else "connected" if worker.session is not None else "not connected"
+
+
+def _worker(worker: RegisteredWorker) -> dict[str, Any]:
+    load = worker.load.reported
+    return {
+        "id": worker.id,
+        "role": worker.role.value,
+        "address": str(worker.instance.address),
+        "state": _state(worker),
+        "error": worker.last_error,
+        "model": worker.card.model if worker.card is not None else "",
+        "running": load.num_running,
+        "waiting": load.num_waiting,
+        "blocks_used": load.blocks_total - load.blocks_free,
+        "blocks_total": load.blocks_total,
+    }
+
+
+def _total(counter: Counter) -> float:
+    return sum(s.value for family in counter.collect() for s in family.samples if s.name.endswith("_total"))
+
+
+def _bounds(histogram: Histogram) -> list[float]:
+    return [bound for bound, _ in _cumulative(histogram)]
+
+
+def _buckets(histogram: Histogram) -> tuple[float, ...]:
+    return tuple(count for _, count in _cumulative(histogram))
+
+
+def _cumulative(histogram: Histogram) -> list[tuple[float, float]]:
+    """(upper end, number of observations up to it), summed over labels, in order."""
+    found: dict[float, float] = {}
+    for family in histogram.collect():
+        for sample in family.samples:
+            if sample.name.endswith("_bucket"):
+                bound = float(sample.labels["le"])
+                found[bound] = found.get(bound, 0.0) + sample.value
+    return sorted(found.items())
