@@ -27,6 +27,7 @@ _COMMANDS = {
     "up": ("tanghulu.cli.up", "COMMAND", "Start the embedded cluster: master, node, workers, conductor."),
     "status": ("tanghulu.cli.status", "COMMAND", "Show the whole cluster at a glance."),
     "doctor": ("tanghulu.cli.doctor", "COMMAND", "Say what this machine can do and what is missing."),
+    "certs": ("tanghulu.cli.certs", "COMMAND", "Make certificates for the processes of a cluster."),
     "chat": ("tanghulu.cli.chat", "COMMAND", "Talk to a running conductor."),
     "store": ("tanghulu.cli.store", "COMMAND", "Look into and administer the store."),
     "master": ("tanghulu.store.master.main", "COMMAND", "Run a master."),

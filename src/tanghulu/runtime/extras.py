@@ -12,6 +12,7 @@ from tanghulu.errors import ConfigError
 #: Extra -> the modules that it brings. As in pyproject.toml, by the names under which they are imported.
 EXTRAS = {
     "worker": ("torch", "gguf", "safetensors"),
+    "certs": ("cryptography",),
     "grammar": ("llguidance",),
     "plot": ("matplotlib",),
     "ucx": ("nixl",),
@@ -20,6 +21,7 @@ EXTRAS = {
 #: What each extra is for, in a few words.
 PURPOSES = {
     "worker": "computing with a real model",
+    "certs": "`tanghulu certs init`",
     "grammar": "JSON schemas and regular expressions in requests",
     "plot": "drawings of replayed traces",
     "ucx": "the transport ucx",

@@ -1,0 +1,69 @@
+"""``tanghulu certs init``: what it makes is what masters, nodes and clients accept, and nobody else's."""
+
+import os
+import ssl
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+import tanghulu
+from tanghulu.cli.certs import ROLES, make
+from tanghulu.cli.main import root
+from tanghulu.errors import ConfigError, TanghuluError
+from tests.store.cluster import Process
+
+
+def test_files_and_modes(tmp_path):
+    folder = tmp_path / "certs"
+    done = CliRunner().invoke(root, ["certs", "init", str(folder), "--host", "node-1.example", "--host", "10.0.0.7"])
+    assert done.exit_code == 0, done.output
+    names = {f"{name}.{kind}" for name in ("ca", *ROLES) for kind in ("pem", "key")}
+    assert set(os.listdir(folder)) == names
+    assert {os.stat(folder / name).st_mode & 0o777 for name in names if name.endswith(".key")} == {0o600}
+    assert os.stat(folder).st_mode & 0o777 == 0o700
+    for role in ROLES:
+        context = ssl.create_default_context(cafile=folder / "ca.pem")
+        context.load_cert_chain(folder / f"{role}.pem", folder / f"{role}.key")
+
+
+def test_what_is_there_stays(tmp_path):
+    make(tmp_path, ("localhost",), 1)
+    before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
+    (tmp_path / "node.pem").unlink()
+    assert [path.name for path in make(tmp_path, ("localhost",), 1)] == ["node.key", "node.pem"]
+    for name, data in before.items():
+        assert name.startswith("node.") or (tmp_path / name).read_bytes() == data
+    (tmp_path / "ca.key").unlink()
+    with pytest.raises(ConfigError, match="without the other"):
+        make(tmp_path, ("localhost",), 1)
+
+
+def test_a_master_lets_in_whom_its_authority_signed(tmp_path):
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    make(ours, ("127.0.0.1", "localhost"), 1)
+    make(theirs, ("127.0.0.1", "localhost"), 1)
+    flags = ("--tls-cert", str(ours / "master.pem"), "--tls-key", str(ours / "master.key"))
+    master = Process("tanghulu.store.master.main", *flags, "--tls-ca", str(ours / "ca.pem"), "--tls-mutual")
+    try:
+
+        def nodes(folder, ca):
+            shown = {"tls_cert": str(folder / "client.pem"), "tls_key": str(folder / "client.key")}
+            with tanghulu.connect(master.address, transport="tcp", tls_ca=str(ca / "ca.pem"), **shown) as store:
+                return store.nodes()
+
+        assert nodes(ours, ours) == []
+        for folder, ca in ((theirs, ours), (ours, theirs)):
+            with pytest.raises(TanghuluError):
+                nodes(folder, ca)
+    finally:
+        master.stop()
+
+
+def test_without_the_extra_it_says_what_to_install(tmp_path):
+    code = "import sys; sys.modules['cryptography'] = None\nfrom tanghulu.cli.main import main\nmain(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "certs", "init", str(tmp_path / "x")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7, done.stderr
+    assert "certs]" in done.stderr
