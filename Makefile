@@ -1,5 +1,6 @@
 VENV ?= .venv
 PY := $(VENV)/bin/python
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 UP_FLAGS ?=
 PYTEST_FLAGS ?=
 BENCH_FLAGS ?=
@@ -48,6 +49,12 @@ check: $(VENV)/.ready ## style, types, layers, generated code, figures in docs
 	$(PY) protos/generate.py --check
 	$(PY) tools/generate_client.py --check
 	$(PY) benchmarks/doc_tables.py --check
+	$(PY) tools/reference.py --check
+	$(MKDOCS) -q
+
+docs: $(VENV)/.ready ## the documentation as a site in site/; links are checked
+	$(PY) tools/reference.py
+	$(MKDOCS)
 
 bench: $(VENV)/.ready ## measure, and keep the figures in benchmarks/results/
 	$(PY) benchmarks/store_bench.py
@@ -67,4 +74,4 @@ protos: $(VENV)/.ready ## regenerate the committed protobuf code
 client: $(VENV)/.ready ## regenerate the blocking client's methods from the asyncio client's
 	$(PY) tools/generate_client.py
 
-.PHONY: help up test test-slow test-engines test-rdma coverage check bench bench-store bench-transfer bench-gpu protos client
+.PHONY: docs help up test test-slow test-engines test-rdma coverage check bench bench-store bench-transfer bench-gpu protos client

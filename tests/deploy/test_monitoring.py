@@ -133,6 +133,9 @@ def test_every_query_has_data_from_a_cluster_under_load(loaded_cluster, tmp_path
 
 @pytest.mark.slow
 def test_metric_names(loaded_cluster):
+    documented = set(
+        re.findall(r"^\| `(\w+)`", (DEPLOY.parent / "docs/reference/metrics.md").read_text(), re.MULTILINE)
+    )
     for entry in loaded_cluster.entries():
         page = loaded_cluster.http.get(f"http://{entry['metrics_address']}/metrics").text
         done = subprocess.run(
@@ -140,3 +143,5 @@ def test_metric_names(loaded_cluster):
         )
         ours = [line for line in done.stderr.splitlines() if line.startswith("tanghulu_")]
         assert ours == [], entry["role"]
+        shown = set(re.findall(r"^# TYPE (tanghulu_\w+)", page, re.MULTILINE))
+        assert shown <= documented, "docs/reference/metrics.md is stale: python tools/reference.py --metrics"
