@@ -48,6 +48,7 @@ check: $(VENV)/.ready ## style, types, layers, generated code, figures in docs
 	$(PY) protos/generate.py --check
 	$(PY) tools/generate_client.py --check
 	$(PY) benchmarks/doc_tables.py --check
+	$(PY) tools/field_tables.py --check
 
 bench: $(VENV)/.ready ## measure, and keep the figures in benchmarks/results/
 	$(PY) benchmarks/store_bench.py

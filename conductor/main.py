@@ -91,7 +91,7 @@ class ConductorConfig(MasterOptions, ProcessConfig):
     unknown_fields: str = option(
         UnknownFields.WARN.value,
         "fields that no API defines: named in a Warning header of the answer, or refused with 400",
-        choices=[each.value for each in UnknownFields],
+        choices=tuple(each.value for each in UnknownFields),
     )
     cors_origins: str = option(
         "", "origins of web pages that may read the answers, such as https://a.example,https://b.example; or *"

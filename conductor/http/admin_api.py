@@ -28,7 +28,8 @@ def router(service: Service) -> APIRouter:
         """Prometheus' text format; the same as on --metrics-port."""
         return Response(generate_latest(service.metrics), media_type=CONTENT_TYPE_LATEST)
 
-    @api.api_route("/route", methods=["GET", "POST"])
+    @api.get("/route")
+    @api.post("/route")
     async def route(request: Request) -> dict[str, Any]:
         """Where a completion or chat with this body would go now, and why. GET takes ?prompt=&model= as well."""
         async with service.bodies.reading(request.scope, request.receive) as body:

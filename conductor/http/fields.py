@@ -211,7 +211,7 @@ ROWS: Final = (
     _works("echo", _COMPLETIONS, True, "the prompt in front of the text; not with logprobs"),
     _refused("echo", _CHAT, True, "of /v1/completions alone"),
     _works("logprobs", _CHAT, True, "of the generated tokens"),
-    _works("top_logprobs", _CHAT, 2, "0 to 20"),
+    _works("top_logprobs", _CHAT, 0, "0 to 20; with logprobs"),
     _works("logprobs", _COMPLETIONS, 2, "0 to 20, of the generated tokens"),
     _refused("prompt_logprobs", OPENAI, 1, _NO_PROMPT_LOGPROBS),
     _refused("logprob_token_ids", OPENAI, [1], "those of the most likely tokens are given: top_logprobs or logprobs"),

@@ -21,7 +21,10 @@ from tanghulu.runtime.tasks import cancelled
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
-    """What a sequence's text ends at, and how it is shown. ``keep_stop``: what ends it belongs to the text."""
+    """What a sequence's text ends at, and how it is shown. ``keep_stop``: what ends it belongs to the text.
+
+    With ``stop_patterns`` the stop strings are among them.
+    """
 
     stop_strings: tuple[str, ...] = ()
     stop_patterns: tuple[StopPattern, ...] = ()
@@ -31,8 +34,7 @@ class TextRules:
     def new_matcher(self) -> StopMatcher | PatternMatcher | None:
         """What looks for the end of one sequence's text; None where only tokens end it."""
         if self.stop_patterns:
-            literals = map(StopPattern.literal, self.stop_strings)
-            return PatternMatcher((*self.stop_patterns, *literals), self.keep_stop)
+            return PatternMatcher(self.stop_patterns, self.keep_stop)
         return StopMatcher(self.stop_strings, self.keep_stop) if self.stop_strings else None
 
 

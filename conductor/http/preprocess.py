@@ -251,5 +251,7 @@ def _text_rules(fields: SamplingFields) -> TextRules:
     patterns = tuple(map(StopPattern, fields.stop_regex or ()))
     if patterns and sum(map(len, strings)) > MAX_PATTERN_CHARACTERS:
         raise BadField(f"beside stop_regex, stop may have {MAX_PATTERN_CHARACTERS} characters in all", "stop")
+    if patterns:
+        patterns, strings = (*patterns, *map(StopPattern.literal, strings)), ()
     keep = fields.include_stop_str_in_output or fields.no_stop_trim
     return TextRules(strings, patterns, keep, fields.skip_special_tokens)

@@ -10,12 +10,12 @@ import asyncio
 import contextlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -31,6 +31,7 @@ from tanghulu.web.bodies import DEADLINE_S, STALL_S, IncomingBody, pieces
 from tanghulu.web.errors import BadField, WrongContentType, body_of, from_validation, log_failure, status_of
 
 B = TypeVar("B", bound=Body)
+M = TypeVar("M", bound=BaseModel)
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -74,22 +75,35 @@ def check_content_type(request: Request) -> None:
 async def parse_large(model: type[B], body: bytes | memoryview, most_string_bytes: float) -> B:
     """``body`` as ``model``, parsed in a thread where it is long. Raises BadField, ContextLengthExceeded."""
     if len(body) <= INLINE_BYTES:
-        return parse(model, body)
+        return parse_fields(model, body)
     await in_thread(check_marks, body, most_string_bytes)
-    return await in_thread(parse, model, body)
+    return await in_thread(parse_fields, model, body)
 
 
-def parse(model: type[B], body: bytes | memoryview) -> B:
-    """``body`` as ``model``; a null is as good as nothing. Raises BadField."""
-    try:
+def parse(model: type[M], body: bytes | memoryview) -> M:
+    """``body`` as ``model``. Raises BadField."""
+    with _faults_named():
+        return model.model_validate(msgspec.json.decode(body))
+
+
+def parse_fields(model: type[B], body: bytes | memoryview) -> B:
+    """``body`` as ``model``, its names looked up in the table of fields; a null is nothing. Raises BadField."""
+    with _faults_named():
         given = msgspec.json.decode(body)
         if not isinstance(given, dict):
             raise BadField("the body is no JSON object")
         given = {name: value for name, value in given.items() if value is not None}
         unknown = _check_names(model, given)
         parsed = model.model_validate(given)
-        parsed.set_unknown(unknown)
-        return parsed
+    parsed.set_unknown(unknown)
+    return parsed
+
+
+@contextlib.contextmanager
+def _faults_named() -> Iterator[None]:
+    """Faults of a body as BadField."""
+    try:
+        yield
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadField(f"the body is not JSON: {error}") from None
     except ValidationError as error:

@@ -324,6 +324,12 @@ class ChatBody(OpenAIBody):
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    @model_validator(mode="after")
+    def _logprobs_for_top(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self
+
 
 class SGLangSampling(SamplingFields):
     """``sampling_params`` of /generate."""

@@ -96,11 +96,13 @@ class Service:
 
     def abort(self, call_id: str) -> bool:
         """End a call, or the one of its sequences that has the name, on demand; False if there is none of that id."""
-        call = self.calls.get(call_id)
+        ids = (call_id, f"chatcmpl-{call_id}", f"cmpl-{call_id}")  # the client's own has a prefix in the last two
+        name = next((each for each in ids if each in self.calls), "")
+        call = self.calls.get(name)
         if call is None:
             return False
         for generation in call.generations:
-            if call_id in (call.id, generation.name):
+            if name in (call.id, generation.name):
                 generation.abort()
         return True
 

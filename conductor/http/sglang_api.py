@@ -48,7 +48,8 @@ def router(service: Service) -> APIRouter:
         async with reading(request, service, AbortBody) as body:
             return {"aborted": service.abort_all() if body.abort_all else int(service.abort(body.rid))}
 
-    @api.api_route("/flush_cache", methods=["GET", "POST"])
+    @api.get("/flush_cache")
+    @api.post("/flush_cache")
     async def flush_cache() -> dict[str, Any]:
         """Make all workers forget their unreferenced blocks; the store keeps its chunks."""
         return {"success": True, "num_blocks": await service.dispatcher.registry.drop_caches()}
@@ -196,17 +197,17 @@ class _Reader:
             "finish_reason": _finish_reason(generation, answer.finish),
             "e2e_latency": time.monotonic() - self._started_s,
         }
-        head = b'{"text":"%b"' % answer.text
+        parts: list[bytes | bytearray] = [b'{"text":"', answer.text, b'"']
         if self._deltas or answer.finish is not None:
-            head += b',"output_ids":[%b]' % answer.ids
-        tail = dumps(meta).encode()[:-1]
+            parts += [b',"output_ids":[', answer.ids, b"]"]
+        parts += [b',"meta_info":', dumps(meta).encode()[:-1]]
         num_top = generation.request.sampling.num_logprobs
         if num_top is not None:
-            tail += b',"input_token_logprobs":[],"output_token_logprobs":[%b]' % answer.logprobs
+            parts += [b',"input_token_logprobs":[],"output_token_logprobs":[', answer.logprobs, b"]"]
             if num_top:
-                tail += b',"input_top_logprobs":[],"output_top_logprobs":[%b]' % answer.top
+                parts += [b',"input_top_logprobs":[],"output_top_logprobs":[', answer.top, b"]"]
         number = b',"index":%d' % index if stream and self._is_batch else b""
-        return head + b',"meta_info":' + tail + b"}" + number + b"}"
+        return b"".join([*parts, b"}", number, b"}"])
 
 
 def _finish_reason(generation: Generation, finish: FinishReason | None) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 import re._constants as op  # type: ignore[import-not-found]  # the parser of re, without types
 import re._parser as parser  # type: ignore[import-not-found]
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -64,7 +65,9 @@ class StopPattern:
         if len(source) > MAX_PATTERN_CHARACTERS:
             raise self._refusal(f"has more than {MAX_PATTERN_CHARACTERS} characters")
         try:
-            tree = parser.parse(source)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of what a later Python will read otherwise
+                tree = parser.parse(source)
             whole = self._sequence(tree, tree.state.flags)
         except (re.error, OverflowError, RecursionError) as error:
             raise self._refusal(f"is no regular expression: {error}") from None
@@ -159,7 +162,8 @@ class StopPattern:
         if kind is op.BRANCH:
             return self._branch(value[1], flags)
         if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
-            return self._repeat(*value, flags)
+            least, most, inner = value
+            return self._repeat(least, most, inner, flags)
         raise self._refusal("looks around (anchors, look-ahead, back references), which stop_regex cannot")
 
     def _branch(self, branches: Iterable[Any], flags: int) -> _Part:

@@ -57,13 +57,13 @@ def defaults_from_gguf(metadata: Mapping[str, Any]) -> GenerationDefaults:
 
 def _checked(given: Mapping[str, Any]) -> GenerationDefaults:
     try:
-        defaults = GenerationDefaults(**{n: int(v) if n == "top_k" else float(v) for n, v in given.items()})
+        numbers = {name: float(value) for name, value in given.items() if name != "top_k"}
+        defaults = GenerationDefaults(**numbers, top_k=max(int(given.get("top_k", 0)), 0))  # -1 is off as well
     except (TypeError, ValueError) as error:
         raise ModelUnsupported(f"the model's sampling defaults {dict(given)} are no numbers: {error}") from error
     if not (
         0 <= defaults.temperature <= 100
         and 0 < defaults.top_p <= 1
-        and defaults.top_k >= 0
         and 0 <= defaults.min_p <= 1
         and 0 < defaults.repetition_penalty <= 10
     ):

@@ -14,7 +14,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from tanghulu.conductor.http import fields, schema
 from tanghulu.conductor.http.fields import ROWS, TABLE, Api, Effect, FieldRow
-from tanghulu.conductor.http.reply import parse
+from tanghulu.conductor.http.reply import parse_fields
 from tanghulu.types import Role
 from tanghulu.web.errors import BadField
 from tests.conductor.cluster import running_cluster
@@ -85,7 +85,7 @@ def test_what_is_refused_is_refused_by_name(row):
     for api in row.apis:
         path, body = _request(row, api)
         with pytest.raises(BadField, match="is not supported") as caught:
-            parse(_BODY_OF[path], json.dumps(body).encode())
+            parse_fields(_BODY_OF[path], json.dumps(body).encode())
         inside = {Api.SAMPLING_PARAMS: "sampling_params", Api.STRUCTURED_OUTPUTS: "structured_outputs"}.get(api)
         assert caught.value.param == (inside or row.name)
         assert row.name in caught.value.message
@@ -214,6 +214,8 @@ class TestValuesThatAskForNothing:
         assert (await cluster.http.post("/v1/completions", json=body)).status_code == 200
         body = {"text": "x", "sampling_params": {"ignore_eos": None, "n": None, "max_new_tokens": 1}}
         assert (await cluster.http.post("/generate", json=body)).status_code == 200
+        response = await cluster.http.post("/v1/chat/completions", json=CHAT | {"top_logprobs": 2})
+        assert (response.status_code, "needs logprobs" in response.text) == (400, True)
         response = await cluster.http.post("/v1/completions", json={"prompt": None})
         assert response.json()["error"]["message"] == "prompt: Field required"
 

@@ -74,6 +74,11 @@ def test_what_has_no_small_automaton_is_refused(pattern, why):
         StopPattern(pattern)
 
 
+def test_an_expression_that_a_later_python_reads_otherwise_is_read_as_by_this_one():
+    matcher = PatternMatcher([StopPattern("[[a]b")])
+    assert (matcher.feed("xb[b"), matcher.matched) == ("xb", "[[a]b")
+
+
 def test_a_hostile_expression_costs_no_more_than_its_edges():
     """A backtracking engine takes 2^n steps for this one; here each character takes at most an edge's."""
     pattern = StopPattern("(a|a|a|a)*(a|a)*b")
