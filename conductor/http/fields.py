@@ -193,7 +193,7 @@ ROWS: Final = (
     _idle("guided_decoding_backend", OPENAI, "auto", "there is one compiler of grammars"),
     # --- tools and reasoning
     _works("tools", _CHAT, [{"type": "function", "function": {"name": "f"}}], "given to the template"),
-    _works("tool_choice", _CHAT, "auto"),
+    _works("tool_choice", _CHAT, "none"),
     _works("parallel_tool_calls", _CHAT, True),
     _refused("functions", _CHAT, [{"name": "f"}], "the old name; use tools"),
     _refused("function_call", _CHAT, "auto", "the old name; use tool_choice", "none"),

@@ -60,7 +60,7 @@ class Generation:
         self.num_generated = 0
         self.matched: str | int | None = None
         self._dispatcher = dispatcher
-        self._detokenizer = model.detokenizers.new(rules.skip_special_tokens)
+        self._detokenizer = model.detokenizers.new(skip_special_tokens=rules.skip_special_tokens)
         self._stops = rules.new_matcher()
         self._keep_stop = rules.keep_stop
         self._stream = dispatcher.submit(request, model)

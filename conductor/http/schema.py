@@ -288,10 +288,16 @@ class CompletionBody(OpenAIBody):
         return self
 
 
+def _only_text(kind: Any) -> Any:
+    if kind != "text" and isinstance(kind, str):
+        raise ValueError(f"parts of type {kind[:64]!r} are not supported: models here read text alone")
+    return kind
+
+
 class TextPart(Body):
     """A part of a message's content; only text can be understood."""
 
-    type: Literal["text"]
+    type: Annotated[Literal["text"], BeforeValidator(_only_text)]
     text: str
 
 

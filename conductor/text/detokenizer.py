@@ -140,7 +140,7 @@ class DetokenizerFactory:
         self._token_bytes = TokenBytes(tokenizer, self.special) if byte_level else None
         self._all_bytes = TokenBytes(tokenizer, frozenset()) if byte_level else None
 
-    def new(self, skip_special_tokens: bool = True) -> Detokenizer:
+    def new(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         token_bytes = self._token_bytes if skip_special_tokens else self._all_bytes
         if token_bytes is not None:
             return ByteLevelDetokenizer(token_bytes)

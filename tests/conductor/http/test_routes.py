@@ -104,6 +104,7 @@ class TestErrors:
         part = {"type": "image_url", "image_url": {"url": "x"}}
         status, body = await _post(cluster, "/v1/chat/completions", messages=[{"role": "user", "content": [part]}])
         assert (status, body["error"]["param"]) == (400, "messages")
+        assert "parts of type 'image_url' are not supported" in body["error"]["message"]
 
 
 class TestCompletions:
