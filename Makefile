@@ -50,6 +50,7 @@ check: $(VENV)/.ready ## style, types, layers, generated code, figures in docs
 	$(PY) tools/generate_client.py --check
 	$(PY) benchmarks/doc_tables.py --check
 	$(PY) tools/reference.py --check
+	$(PY) tools/field_tables.py --check
 	$(MKDOCS) -q
 
 docs: $(VENV)/.ready ## the documentation as a site in site/; links are checked

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import structlog
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor.dashboard import pages
@@ -17,8 +18,9 @@ from tanghulu.conductor.dashboard.pages import Dashboard
 from tanghulu.conductor.dispatch.admission import Admission
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.dispatch.queue import ORDERS, QueueOrder
-from tanghulu.conductor.http import admin_api, openai_api, sglang_api
-from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES, ROOM_BYTES, Service
+from tanghulu.conductor.http import admin_api, docs_page, openai_api, openapi_document, sglang_api, unserved
+from tanghulu.conductor.http.envelope import Envelope
+from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES, ROOM_BYTES, Service, UnknownFields
 from tanghulu.conductor.index.shards import DEFAULT_SHARDS
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.peers import group
@@ -88,6 +90,14 @@ class ConductorConfig(MasterOptions, ProcessConfig):
     )
     max_redispatches: int = option(3, "how often a request is moved because its worker was lost", least=0)
     max_body_size: int = option(DEFAULT_BODY_BYTES, "longest request body", size=True, least=1)
+    unknown_fields: str = option(
+        UnknownFields.WARN.value,
+        "fields that no API defines: named in a Warning header of the answer, or refused with 400",
+        choices=tuple(each.value for each in UnknownFields),
+    )
+    cors_origins: str = option(
+        "", "origins of web pages that may read the answers, such as https://a.example,https://b.example; or *"
+    )
     peer_port: int = option(0, "port on which other conductors follow this one's requests; 0 picks one")
     grace_s: float = option(10.0, "at the end, how long requests under way may go on, in seconds", least=0)
 
@@ -122,7 +132,8 @@ class Conductor:
             config.place,
         )
         bodies = Bodies(config.max_body_size, ROOM_BYTES)
-        self.service = Service(self.dispatcher, registry, bodies, config.queue_timeout_s)
+        unknown_fields = UnknownFields(config.unknown_fields)
+        self.service = Service(self.dispatcher, registry, bodies, config.queue_timeout_s, unknown_fields)
         self.peers = group.PeerGroup(conductor_id, self.dispatcher.own, self.dispatcher.peers, config.credentials)
         self.dashboard = Dashboard(self.dispatcher, self.metrics, config.master.showing(config.credentials))
         self.address = Address("", 0)
@@ -140,8 +151,10 @@ class Conductor:
         except ConfigError:
             listener.close()
             raise
-        app = make_app(self.service)
-        app.include_router(pages.router(self.dashboard), include_in_schema=False)
+        origins = tuple(origin.strip() for origin in self.config.cors_origins.split(",") if origin.strip())
+        routes = make_app(self.service)
+        routes.include_router(pages.router(self.dashboard), include_in_schema=False)
+        app = Envelope(routes, self.service.metrics, origins)
         server = HttpServer(app, self.config.grace_s)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
@@ -192,11 +205,20 @@ class Conductor:
 
 def make_app(service: Service) -> FastAPI:
     """Build the HTTP application: all routes of the conductor, on ``service``."""
-    app = FastAPI(title="tanghulu conductor", version=__version__, redirect_slashes=False)
-    errors.install(app, "the conductor", service.retry_after_s)
-    app.include_router(openai_api.router(service))
-    app.include_router(sglang_api.router(service))
-    app.include_router(admin_api.router(service))
+    app = FastAPI(
+        title="tanghulu conductor", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None
+    )
+    routers = [each.router(service) for each in (openai_api, sglang_api, admin_api)]
+    for router in (*routers, docs_page.router()):
+        app.include_router(router)
+    paths = [route.path for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    errors.install(
+        app,
+        "the conductor",
+        service.retry_after_s,
+        lambda method, path: unserved.explain(method, path, paths),
+    )
+    openapi_document.install(app)
     return app
 
 

@@ -156,6 +156,11 @@ class Registry:
             raise ModelNotFound(f"the model {name!r} does not exist; there is {', '.join(self.models)}")
         return self.models[name]
 
+    def served(self) -> list[ServedModel]:
+        """The models that some registered worker serves; the others are kept for requests under way."""
+        served = {worker.model for worker in self.workers.values()}
+        return [model for model in self.models.values() if model in served]
+
     async def drop_caches(self) -> int:
         """Make every connected worker forget its cache; returns how many blocks. Raises NodeUnavailable."""
         sessions = [w.session for w in self.workers.values() if w.session is not None]

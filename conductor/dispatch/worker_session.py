@@ -25,6 +25,7 @@ from tanghulu.conductor.routing.requests import (
     Output,
     OutputKind,
     PrefixSource,
+    SamplingDefaults,
     SessionWelcome,
     Step,
     TokenLogprobs,
@@ -188,7 +189,16 @@ def _card(card: pb.ModelCard) -> ModelCard:
         eos_token=card.eos_token,
         add_bos=card.add_bos,
         block_bytes=card.block_bytes,
-        default_temperature=card.default_temperature,
+        sampling_defaults=_defaults(card),
+    )
+
+
+def _defaults(card: pb.ModelCard) -> SamplingDefaults:
+    if not card.HasField("sampling_defaults"):
+        return SamplingDefaults()
+    defaults = card.sampling_defaults
+    return SamplingDefaults(
+        defaults.temperature, defaults.top_p, defaults.top_k, defaults.min_p, defaults.repetition_penalty
     )
 
 

@@ -21,32 +21,15 @@ from tanghulu.web.errors import BadField
 def router(service: Service) -> APIRouter:
     """The routes."""
     api = APIRouter()
-
-    @api.get("/health")
-    @api.get("/live")
-    async def live() -> dict[str, Any]:
-        """The process answers."""
-        return {"status": "ok"}
-
-    @api.get("/health_generate")
-    async def health_generate(timeout_s: Annotated[float, Query(gt=0, le=120)] = 20.0) -> Response:
-        """200 if there are workers and each computes a token within ``timeout_s``; else 503. Says of each how it is."""
-        workers = await service.probe(timeout_s)
-        healthy = bool(workers) and all(worker["healthy"] for worker in workers)
-        return JSONResponse({"healthy": healthy, "workers": workers}, 200 if healthy else 503)
-
-    @api.get("/ready")
-    async def ready() -> Response:
-        """200 once a request would be served; else 503 and what is missing."""
-        missing = service.missing()
-        return JSONResponse({"ready": not missing, "missing": missing}, 503 if missing else 200)
+    _add_health(api, service)
 
     @api.get("/metrics")
     async def metrics() -> Response:
         """Prometheus' text format; the same as on --metrics-port."""
         return Response(generate_latest(service.metrics), media_type=CONTENT_TYPE_LATEST)
 
-    @api.api_route("/route", methods=["GET", "POST"])
+    @api.get("/route")
+    @api.post("/route")
     async def route(request: Request) -> dict[str, Any]:
         """Where a completion or chat with this body would go now, and why. GET takes ?prompt=&model= as well."""
         async with service.bodies.reading(request.scope, request.receive) as body:
@@ -82,6 +65,35 @@ def router(service: Service) -> APIRouter:
         return {"prompt": text, "text": text}
 
     return api
+
+
+def _add_health(api: APIRouter, service: Service) -> None:
+    """The routes that say how the conductor and its workers are."""
+
+    @api.get("/live")
+    async def live() -> dict[str, Any]:
+        """The process answers."""
+        return {"status": "ok"}
+
+    @api.get("/health")
+    async def health() -> Response:
+        """200 once a request would be served; else 503 and what is missing. Benchmarks wait for it."""
+        missing = service.missing()
+        status = {"status": "not ready", "missing": missing} if missing else {"status": "ok"}
+        return JSONResponse(status, 503 if missing else 200)
+
+    @api.get("/health_generate")
+    async def health_generate(timeout_s: Annotated[float, Query(gt=0, le=120)] = 20.0) -> Response:
+        """200 if there are workers and each computes a token within ``timeout_s``; else 503. Says of each how it is."""
+        workers = await service.probe(timeout_s)
+        healthy = bool(workers) and all(worker["healthy"] for worker in workers)
+        return JSONResponse({"healthy": healthy, "workers": workers}, 200 if healthy else 503)
+
+    @api.get("/ready")
+    async def ready() -> Response:
+        """200 once a request would be served; else 503 and what is missing."""
+        missing = service.missing()
+        return JSONResponse({"ready": not missing, "missing": missing}, 503 if missing else 200)
 
 
 async def _parse_body(service: Service, body: bytes, query: dict[str, str]) -> ParsedRequest:

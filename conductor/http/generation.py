@@ -7,15 +7,35 @@ sequences of one client request (n choices, lists of prompts), which live and di
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher
 from tanghulu.conductor.dispatch.token_stream import Delta
 from tanghulu.conductor.routing.requests import FinishReason, GenerationRequest, TokenLogprobs
 from tanghulu.conductor.text.served_model import ServedModel
+from tanghulu.conductor.text.stop_regex import PatternMatcher, StopPattern
 from tanghulu.conductor.text.stop_strings import StopMatcher
 from tanghulu.runtime.tasks import cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """What a sequence's text ends at, and how it is shown. ``keep_stop``: what ends it belongs to the text.
+
+    With ``stop_patterns`` the stop strings are among them.
+    """
+
+    stop_strings: tuple[str, ...] = ()
+    stop_patterns: tuple[StopPattern, ...] = ()
+    keep_stop: bool = False
+    skip_special_tokens: bool = True
+
+    def new_matcher(self) -> StopMatcher | PatternMatcher | None:
+        """What looks for the end of one sequence's text; None where only tokens end it."""
+        if self.stop_patterns:
+            return PatternMatcher(self.stop_patterns, self.keep_stop)
+        return StopMatcher(self.stop_strings, self.keep_stop) if self.stop_strings else None
 
 
 @dataclass(slots=True)
@@ -29,18 +49,20 @@ class TextDelta:
 
 
 class Generation:
-    """One sequence under way. ``matched``: the stop string or stop token that ended it."""
+    """One sequence under way. ``matched``: the stop string or stop token that ended it; ``name``: its client's name."""
 
     def __init__(
-        self, dispatcher: Dispatcher, request: GenerationRequest, model: ServedModel, stop_strings: Sequence[str]
+        self, dispatcher: Dispatcher, request: GenerationRequest, model: ServedModel, rules: TextRules, name: str
     ) -> None:
         self.request = request
+        self.name = name
         self.model = model
         self.num_generated = 0
         self.matched: str | int | None = None
         self._dispatcher = dispatcher
-        self._detokenizer = model.detokenizers.new()
-        self._stops = StopMatcher(stop_strings) if stop_strings else None
+        self._detokenizer = model.detokenizers.new(skip_special_tokens=rules.skip_special_tokens)
+        self._stops = rules.new_matcher()
+        self._keep_stop = rules.keep_stop
         self._stream = dispatcher.submit(request, model)
 
     @property
@@ -65,20 +87,20 @@ class Generation:
 
     def _plain(self, delta: Delta) -> TextDelta:
         self.num_generated += len(delta.tokens)
-        shown = delta.tokens[:-1] if delta.ends_in_stop_token else delta.tokens
+        shown = delta.tokens[:-1] if delta.ends_in_stop_token and not self._keep_stop else delta.tokens
         text = self._detokenizer.feed(shown)
         if delta.finish is not None:
             text += self._detokenizer.flush()
             self.matched = delta.stop_token
         return TextDelta(text, delta.tokens, delta.logprobs, delta.finish)
 
-    def _until_stop(self, delta: Delta, stops: StopMatcher) -> TextDelta:
+    def _until_stop(self, delta: Delta, stops: StopMatcher | PatternMatcher) -> TextDelta:
         """Go on token by token, so that the count does not depend on how the tokens were bundled."""
         text = ""
         last = len(delta.tokens) - 1
         for position, token in enumerate(delta.tokens):
             self.num_generated += 1
-            if not (delta.ends_in_stop_token and position == last):
+            if self._keep_stop or not (delta.ends_in_stop_token and position == last):
                 piece = self._detokenizer.feed((token,))
                 text += stops.feed(piece) if self.num_generated >= self.request.stop.min_tokens else piece
             if stops.matched is not None:

@@ -33,7 +33,7 @@ def router(service: Service) -> APIRouter:
         async with reading(request, service, ChatBody) as body:
             model = await service.find_model(body.model)
             parsed = await parse_chat(body, model)
-        call = service.start(f"chatcmpl-{uuid.uuid4().hex}", parsed)
+        call = service.start(f"chatcmpl-{body.call_id or uuid.uuid4().hex}", parsed)
         num_top = body.top_logprobs or 0
 
         def logprobs(_: int, values: Sequence[TokenLogprobs]) -> Any:
@@ -41,7 +41,7 @@ def router(service: Service) -> APIRouter:
 
         reader = _Reader(call, logprobs if body.logprobs else None)
         if body.stream:
-            writer = shape.ChunkWriter(call, True, body.include_usage)
+            writer = shape.ChunkWriter(call, True, body.include_usage, body.continuous_usage)
             return EventStream(call, service.forget, reader.stream(writer, True, body.include_usage))
         return JsonWhenDone(call, service.forget, lambda: reader.whole(shape.whole_chat))
 
@@ -51,21 +51,22 @@ def router(service: Service) -> APIRouter:
         async with reading(request, service, CompletionBody) as body:
             model = await service.find_model(body.model)
             parsed = await parse_completion(body, model)
-        echoes = [model.decode(r.prompt.tolist()) for r in parsed.requests] if body.echo else []
+        skip = body.skip_special_tokens
+        echoes = [model.decode(r.prompt.tolist(), skip) for r in parsed.requests] if body.echo else []
         by_choice = [shape.CompletionLogprobs(model) for _ in parsed.requests]
-        call = service.start(f"cmpl-{uuid.uuid4().hex}", parsed)
+        call = service.start(f"cmpl-{body.call_id or uuid.uuid4().hex}", parsed)
         wanted = body.logprobs is not None
         reader = _Reader(call, (lambda i, values: by_choice[i].of(values)) if wanted else None, echoes)
         if body.stream:
-            writer = shape.ChunkWriter(call, False, body.include_usage)
+            writer = shape.ChunkWriter(call, False, body.include_usage, body.continuous_usage)
             return EventStream(call, service.forget, reader.stream(writer, False, body.include_usage))
         return JsonWhenDone(call, service.forget, lambda: reader.whole(shape.whole_completion))
 
     @api.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """All models that workers have registered."""
-        known = service.dispatcher.registry.models.values()
-        return {"object": "list", "data": [shape.model_entry(model, started) for model in known]}
+        """The models that workers serve now."""
+        served = service.dispatcher.registry.served()
+        return {"object": "list", "data": [shape.model_entry(model, started) for model in served]}
 
     @api.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:

@@ -28,13 +28,19 @@ def usage(call: GenerationCall) -> dict[str, Any]:
 
 
 class ChunkWriter:
-    """The chunks of one stream. ``delta`` says whether text goes into ``{"delta": {"content"}}`` or ``{"text"}``."""
+    """The chunks of one stream. ``is_chat``: text goes into ``{"delta": {"content"}}``, else into ``{"text"}``.
 
-    def __init__(self, call: GenerationCall, is_chat: bool, include_usage: bool) -> None:
+    With ``include_usage`` the last chunk has the usage, with ``continuous_usage`` each has what it is so far.
+    """
+
+    def __init__(
+        self, call: GenerationCall, is_chat: bool, include_usage: bool, continuous_usage: bool = False
+    ) -> None:
         kind = "chat.completion.chunk" if is_chat else "text_completion"
         head = {"id": call.id, "object": kind, "created": int(time.time()), "model": call.model.card.model}
         self._head = dumps(head)[:-1] + ',"choices":['
         self._tail = '],"usage":null}' if include_usage else "]}"
+        self._call = call if continuous_usage else None
         self._is_chat = is_chat
 
     def role(self, index: int) -> bytes:
@@ -54,8 +60,9 @@ class ChunkWriter:
     def _chunk(self, index: int, middle: str, logprobs: Any, finish: FinishReason | None) -> bytes:
         reason = f'"{finish.value}"' if finish is not None else "null"
         probabilities = "null" if logprobs is None else dumps(logprobs)
+        tail = self._tail if self._call is None else f'],"usage":{dumps(usage(self._call))}}}'
         return event(
-            f'{self._head}{{"index":{index},{middle},"logprobs":{probabilities},"finish_reason":{reason}}}{self._tail}'
+            f'{self._head}{{"index":{index},{middle},"logprobs":{probabilities},"finish_reason":{reason}}}{tail}'
         )
 
 

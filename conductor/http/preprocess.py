@@ -5,14 +5,18 @@ Owns the defaults. Everything that can be wrong with a request beyond its shape 
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from tanghulu.conductor.http.generation import TextRules
 from tanghulu.conductor.http.schema import (
     MAX_CHOICES,
+    MAX_GRAMMAR_CHARS,
+    MAX_LOGPROBS,
     MAX_SEQUENCES,
     ChatBody,
     CompletionBody,
@@ -25,6 +29,7 @@ from tanghulu.conductor.http.schema import (
 from tanghulu.conductor.routing.overrides import NO_OVERRIDES
 from tanghulu.conductor.routing.requests import GenerationRequest, Sampling, StopRule
 from tanghulu.conductor.text.served_model import ServedModel
+from tanghulu.conductor.text.stop_regex import MAX_PATTERN_CHARACTERS, StopPattern
 from tanghulu.hashing import Tokens
 from tanghulu.types import RequestId
 from tanghulu.web.errors import BadField
@@ -34,15 +39,26 @@ DEFAULT_COMPLETION_TOKENS = 16
 TEMPLATE_NAMES_TAKEN = frozenset(("messages", "tools", "self"))
 _SEED_MASK = (1 << 64) - 1
 
+N = TypeVar("N", int, float)
+
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A checked body made ready: its sequences (prompt major, choices minor) and what their text stops at."""
+    """A checked body made ready: its sequences (prompt major, choices minor), and the rules for the text of each."""
 
     model: ServedModel
     requests: list[GenerationRequest]
-    stop_strings: tuple[str, ...]
+    rules: list[TextRules]
     num_choices: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What one prompt is to be continued with: sampling and stop rules, most new tokens, log probabilities shown."""
+
+    fields: SamplingFields
+    max_tokens: int | None
+    num_logprobs: int | None
 
 
 async def parse_chat(body: ChatBody, model: ServedModel) -> ParsedRequest:
@@ -50,10 +66,10 @@ async def parse_chat(body: ChatBody, model: ServedModel) -> ParsedRequest:
     messages = [message.for_template() for message in body.messages]
     variables = {**_template_variables(body), "tools": body.tools, "add_generation_prompt": body.add_generation_prompt}
     text = await model.render_chat(messages, variables)
-    prompt = await model.encode(text, add_special_tokens=False)
+    prompt = await model.encode(text, add_special_tokens=body.add_special_tokens)
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    wanted = body.max_completion_tokens or body.max_tokens
-    return _parsed(model, [prompt], body, wanted, num_logprobs, body)
+    wanted = _Wanted(body, body.max_completion_tokens or body.max_tokens, num_logprobs)
+    return _parsed(model, [_truncated(prompt, body, wanted.max_tokens, model)], [wanted], body)
 
 
 def _template_variables(body: ChatBody) -> dict[str, Any]:
@@ -61,29 +77,61 @@ def _template_variables(body: ChatBody) -> dict[str, Any]:
     given = body.chat_template_kwargs or {}
     for name in TEMPLATE_NAMES_TAKEN & given.keys():
         raise BadField(f"chat_template_kwargs must not have {name!r}", "chat_template_kwargs")
-    return given
+    named = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
+    return given | {name: value for name, value in named.items() if value is not None}
 
 
 async def parse_completion(body: CompletionBody, model: ServedModel) -> ParsedRequest:
     """Make the sequences of a text completion."""
-    prompts = await _tokenised(model, body.prompt)
-    wanted = body.max_tokens or DEFAULT_COMPLETION_TOKENS
-    return _parsed(model, prompts, body, wanted, body.logprobs, body)
+    prompts = await _tokenised(model, body.prompt, body.add_special_tokens)
+    wanted = _Wanted(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS, body.logprobs)
+    prompts = [_truncated(prompt, body, wanted.max_tokens, model) for prompt in prompts]
+    return _parsed(model, prompts, [wanted] * len(prompts), body)
 
 
 async def parse_generate(body: GenerateBody, model: ServedModel) -> ParsedRequest:
     """Make the sequences of SGLang's /generate."""
     prompts = await _tokenised(model, body.prompts)
-    sampling = body.sampling_params
-    changed = {"min_tokens": sampling.min_new_tokens or sampling.min_tokens}
-    seed = sampling.sampling_seed if sampling.sampling_seed is not None else sampling.seed
-    fields = sampling.model_copy(update={**changed, "seed": seed})
-    return _parsed(model, prompts, fields, sampling.max_new_tokens, None, body)
+    wanted = []
+    for number, prompt in enumerate(prompts):
+        sampling = body.sampling_of(number)
+        seed = sampling.sampling_seed if sampling.sampling_seed is not None else sampling.seed
+        changed = {"min_tokens": sampling.min_new_tokens or sampling.min_tokens, "seed": seed}
+        num_logprobs = _num_logprobs(body, number, len(prompt))
+        wanted.append(_Wanted(sampling.model_copy(update=changed), sampling.max_new_tokens, num_logprobs))
+    return _parsed(model, prompts, wanted, body)
 
 
-async def _tokenised(model: ServedModel, prompts: Prompts) -> list[Tokens]:
+def _num_logprobs(body: GenerateBody, number: int, num_prompt_tokens: int) -> int | None:
+    """The number of most likely tokens to show of a prompt's continuation; refuses those of the prompt itself."""
+    count = body.num_logprobs_of(number)
+    if count is None:
+        return None
+    if not 0 <= count <= MAX_LOGPROBS:
+        raise BadField(f"top_logprobs_num is {count}; at most {MAX_LOGPROBS} are given", "top_logprobs_num")
+    starts = body.logprob_start_len
+    start = starts[number] if isinstance(starts, list) else starts
+    if start != -1 and start < num_prompt_tokens:
+        raise BadField(
+            f"logprob_start_len is {start}, but workers give no log probabilities of a prompt's tokens; use -1",
+            "logprob_start_len",
+        )
+    return count
+
+
+def _truncated(prompt: Tokens, body: OpenAIBody, max_tokens: int | None, model: ServedModel) -> Tokens:
+    """The last tokens of ``prompt``, as many as the body wants to keep; -1: as leave room for the new ones."""
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    if keep == -1:
+        keep = max(model.card.context_length - (max_tokens or 1), 1)
+    return prompt[max(len(prompt) - keep, 0) :]
+
+
+async def _tokenised(model: ServedModel, prompts: Prompts, add_special_tokens: bool = True) -> list[Tokens]:
     if isinstance(prompts, str):
-        return [await model.encode(prompts, add_special_tokens=True)]
+        return [await model.encode(prompts, add_special_tokens)]
     if not prompts:
         raise BadField("the list of prompts is empty", "prompt")
     if isinstance(prompts[0], int):
@@ -94,7 +142,7 @@ async def _tokenised(model: ServedModel, prompts: Prompts) -> list[Tokens]:
     for prompt in prompts:
         assert not isinstance(prompt, int)
         text = isinstance(prompt, str)
-        ready.append(await model.encode(prompt, True) if text else _checked(model, prompt))  # type: ignore[arg-type]
+        ready.append(await model.encode(prompt, add_special_tokens) if text else _checked(model, prompt))  # type: ignore[arg-type]
     return ready
 
 
@@ -106,69 +154,75 @@ def _checked(model: ServedModel, ids: Sequence[int]) -> Tokens:
 
 
 def _parsed(
-    model: ServedModel,
-    prompts: Sequence[Tokens],
-    fields: SamplingFields,
-    wanted: int | None,
-    num_logprobs: int | None,
-    body: RoutedBody,
+    model: ServedModel, prompts: Sequence[Tokens], wanted: Sequence[_Wanted], body: RoutedBody
 ) -> ParsedRequest:
-    num_choices = fields.n or 1
+    num_choices = wanted[0].fields.n or 1
+    if any((each.fields.n or 1) != num_choices for each in wanted):
+        raise BadField("n is to be alike for all prompts of a request", "n")
     if len(prompts) * num_choices > MAX_SEQUENCES:
         raise BadField(
             f"{len(prompts)} prompts with n={num_choices} are too many: "
             f"at most {MAX_SEQUENCES} sequences, n <= {MAX_CHOICES}",
             "n",
         )
-    salt = (body.cache_salt or "").encode()
+    session = body.prompt_cache_key or (body.session_id if isinstance(body, GenerateBody) else None) or ""
     routing = body.routing.overrides() if body.routing is not None else NO_OVERRIDES
-    schema = _schema_of(fields, body)
-    requests = [
-        GenerationRequest(
-            RequestId(uuid.uuid4().hex),
-            model.card.model,
-            prompt,
-            _sampling(model, fields, num_logprobs, choice, schema),
-            _stop_rule(model, fields, len(prompt), wanted),
-            salt,
-            body.priority,
-            body.prompt_cache_key or "",
-            routing,
-        )
-        for prompt in prompts
-        for choice in range(num_choices)
-    ]
-    return ParsedRequest(model, requests, _stop_strings(fields), num_choices)
+    requests = []
+    rules = []
+    for prompt, each in zip(prompts, wanted, strict=True):
+        rules += [_text_rules(each.fields)] * num_choices
+        stop = _stop_rule(model, each.fields, len(prompt), each.max_tokens)
+        drawn = _sampling(model, each)
+        requests += [
+            GenerationRequest(
+                RequestId(uuid.uuid4().hex),
+                model.card.model,
+                prompt,
+                dataclasses.replace(drawn, seed=_seed(each.fields.seed, choice)),
+                stop,
+                body.salt,
+                body.priority,
+                session,
+                routing,
+            )
+            for choice in range(num_choices)
+        ]
+    return ParsedRequest(model, requests, rules, num_choices)
 
 
-def _sampling(
-    model: ServedModel, fields: SamplingFields, num_logprobs: int | None, choice: int, schema: str | None
-) -> Sampling:
-    default_temperature = model.card.default_temperature or 1.0
+def _sampling(model: ServedModel, wanted: _Wanted) -> Sampling:
+    """The sampling of a prompt's choices but for their seeds; what the client leaves open is the model's default."""
+    fields, defaults = wanted.fields, model.card.sampling_defaults
+    kind, grammar = _grammar(fields)
     return Sampling(
-        temperature=fields.temperature if fields.temperature is not None else default_temperature,
-        top_p=fields.top_p if fields.top_p is not None else 1.0,
-        top_k=max(fields.top_k or 0, 0),
-        min_p=fields.min_p or 0.0,
-        repetition_penalty=fields.repetition_penalty if fields.repetition_penalty is not None else 1.0,
+        temperature=_first(fields.temperature, defaults.temperature),
+        top_p=_first(fields.top_p, defaults.top_p),
+        top_k=max(_first(fields.top_k, defaults.top_k), 0),
+        min_p=_first(fields.min_p, defaults.min_p),
+        repetition_penalty=_first(fields.repetition_penalty, defaults.repetition_penalty),
         frequency_penalty=fields.frequency_penalty or 0.0,
         presence_penalty=fields.presence_penalty or 0.0,
-        seed=_seed(fields.seed, choice),
         logit_bias=_logit_bias(model, fields.logit_bias or {}),
-        num_logprobs=num_logprobs,
-        json_schema=schema,
-        regex=fields.regex,
+        num_logprobs=wanted.num_logprobs,
+        json_schema=grammar if kind == "json_schema" else None,
+        regex=grammar if kind == "regex" else None,
     )
 
 
-def _schema_of(fields: SamplingFields, body: RoutedBody) -> str | None:
-    """The JSON schema that the body asks for under any of its names; refuses more than one grammar."""
-    wanted = body.response_format if isinstance(body, OpenAIBody) else None
-    given = {"response_format": wanted.schema_text if wanted else None, "json_schema": fields.json_schema}
-    named = [name for name, text in {**given, "regex": fields.regex}.items() if text is not None]
-    if len(named) > 1:
-        raise BadField(f"{' and '.join(named)} each ask for a grammar; give one", named[-1])
-    return given["response_format"] or given["json_schema"]
+def _first(given: N | None, default: N) -> N:
+    return default if given is None else given
+
+
+def _grammar(fields: SamplingFields) -> tuple[str, str] | tuple[None, None]:
+    """The grammar that the body asks for under any of its names; refuses more than one."""
+    given = fields.grammars()
+    if len(given) > 1:
+        raise BadField(f"{' and '.join(given)} each ask for a grammar; give one", list(given)[-1].partition(".")[0])
+    for name, (kind, text) in given.items():
+        if len(text) > MAX_GRAMMAR_CHARS:
+            raise BadField(f"{name} has more than {MAX_GRAMMAR_CHARS} characters", name.partition(".")[0])
+        return kind, text
+    return None, None
 
 
 def _seed(given: int | None, choice: int) -> int:
@@ -192,6 +246,12 @@ def _stop_rule(model: ServedModel, fields: SamplingFields, num_prompt_tokens: in
     return StopRule(most, tuple(fields.stop_token_ids or ()), fields.ignore_eos, min(fields.min_tokens, most))
 
 
-def _stop_strings(fields: SamplingFields) -> tuple[str, ...]:
-    stop = fields.stop
-    return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+def _text_rules(fields: SamplingFields) -> TextRules:
+    strings = tuple(fields.stop or ())
+    patterns = tuple(map(StopPattern, fields.stop_regex or ()))
+    if patterns and sum(map(len, strings)) > MAX_PATTERN_CHARACTERS:
+        raise BadField(f"beside stop_regex, stop may have {MAX_PATTERN_CHARACTERS} characters in all", "stop")
+    if patterns:
+        patterns, strings = (*patterns, *map(StopPattern.literal, strings)), ()
+    keep = fields.include_stop_str_in_output or fields.no_stop_trim
+    return TextRules(strings, patterns, keep, fields.skip_special_tokens)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,15 +19,19 @@ from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tanghulu.conductor.http import fields
+from tanghulu.conductor.http.envelope import CLIENT_CLOSED_REQUEST
 from tanghulu.conductor.http.generation import GenerationCall
 from tanghulu.conductor.http.json_marks import check_marks
-from tanghulu.conductor.http.service import Service
+from tanghulu.conductor.http.schema import Body
+from tanghulu.conductor.http.service import Service, UnknownFields
 from tanghulu.conductor.text.preparing import INLINE_BYTES, in_thread
 from tanghulu.errors import TanghuluError
 from tanghulu.web.bodies import DEADLINE_S, STALL_S, IncomingBody, pieces
-from tanghulu.web.errors import BadField, body_of, from_validation, log_failure
+from tanghulu.web.errors import BadField, WrongContentType, body_of, from_validation, log_failure, status_of
 
-B = TypeVar("B", bound=BaseModel)
+B = TypeVar("B", bound=Body)
+M = TypeVar("M", bound=BaseModel)
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -46,31 +50,79 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
 async def reading(request: Request, service: Service, model: type[B]) -> AsyncIterator[B]:
     """The body as ``model``; it has its place in the room for bodies until the block ends, so tokenise inside.
 
-    Raises BadField, ContextLengthExceeded, BodyTooLarge, BodyTooSlow, BodiesFull.
+    Raises BadField, ContextLengthExceeded, BodyTooLarge, BodyTooSlow, BodiesFull, WrongContentType.
     """
+    check_content_type(request)
     async with service.bodies.reading(request.scope, request.receive) as body:
         with body.view() as view:
             parsed = await parse_large(model, view, service.most_string_bytes)
         body.clear()
+        if parsed.unknown:
+            if service.unknown_fields is UnknownFields.REFUSE:
+                raise fields.refusal(model.api, parsed.unknown)
+            request.scope.setdefault("state", {})["warning"] = fields.warning(parsed.unknown)
         yield parsed
+
+
+def check_content_type(request: Request) -> None:
+    """Refuse a body that says it is no JSON. Raises WrongContentType."""
+    given = request.headers.get("content-type", "")
+    kind = given.partition(";")[0].strip().lower()
+    if kind and kind != "application/json" and not kind.endswith("+json"):
+        raise WrongContentType(f"the body is {kind[:64]!r}; send JSON, and say content-type: application/json")
 
 
 async def parse_large(model: type[B], body: bytes | memoryview, most_string_bytes: float) -> B:
     """``body`` as ``model``, parsed in a thread where it is long. Raises BadField, ContextLengthExceeded."""
     if len(body) <= INLINE_BYTES:
-        return parse(model, body)
+        return parse_fields(model, body)
     await in_thread(check_marks, body, most_string_bytes)
-    return await in_thread(parse, model, body)
+    return await in_thread(parse_fields, model, body)
 
 
-def parse(model: type[B], body: bytes | memoryview) -> B:
+def parse(model: type[M], body: bytes | memoryview) -> M:
     """``body`` as ``model``. Raises BadField."""
-    try:
+    with _faults_named():
         return model.model_validate(msgspec.json.decode(body))
+
+
+def parse_fields(model: type[B], body: bytes | memoryview) -> B:
+    """``body`` as ``model``, its names looked up in the table of fields; a null is nothing. Raises BadField."""
+    with _faults_named():
+        given = msgspec.json.decode(body)
+        if not isinstance(given, dict):
+            raise BadField("the body is no JSON object")
+        given = {name: value for name, value in given.items() if value is not None}
+        unknown = _check_names(model, given)
+        parsed = model.model_validate(given)
+    parsed.set_unknown(unknown)
+    return parsed
+
+
+@contextlib.contextmanager
+def _faults_named() -> Iterator[None]:
+    """Faults of a body as BadField."""
+    try:
+        yield
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadField(f"the body is not JSON: {error}") from None
     except ValidationError as error:
         raise from_validation(error) from None
+
+
+def _check_names(model: type[Body], given: dict[str, Any]) -> tuple[str, ...]:
+    """The names in a body that mean nothing here; drops the nulls of the objects in it. Raises BadField."""
+    if model.api is None:
+        return tuple(given.keys() - model.model_fields.keys())
+    unknown = fields.check(model.api, given)
+    for name, api in fields.INSIDE.items():
+        value = given.get(name)
+        for number, inner in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(inner, dict) and name in model.model_fields:
+                for null in [key for key, nothing in inner.items() if nothing is None and key not in fields.NULL_SAYS]:
+                    del inner[null]
+                unknown += fields.check(api, inner, f"{name}.{number}." if isinstance(value, list) else f"{name}.")
+    return tuple(unknown)
 
 
 def event(payload: str) -> bytes:
@@ -98,12 +150,15 @@ class _Watched(Response, ABC):
         self._done = done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("state", {})["request_id"] = self._call.id
+        state = scope.setdefault("state", {})
+        state |= {"request_id": self._call.id, "model": self._call.model.card.model}
         watch = asyncio.ensure_future(hung_up(receive))
         watch.add_done_callback(lambda _: self._call.abort())
         try:
             await self.answer(scope, send)
         finally:
+            if watch.done():
+                state["ended"] = CLIENT_CLOSED_REQUEST
             watch.cancel()
             self._call.abort()
             self._done(self._call)
@@ -131,7 +186,8 @@ class EventStream(_Watched):
                 async for piece in self._chunks:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
             except TanghuluError as error:
-                log_failure(error, scope["path"], self._call.id)
+                log_failure(error, scope)
+                scope["state"]["ended"] = status_of(error)
                 last = event(dumps(body_of(error))) + DONE
                 await send({"type": "http.response.body", "body": last, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -140,7 +196,7 @@ class EventStream(_Watched):
 
 
 class JsonWhenDone(_Watched):
-    """A JSON body that is computed while the client waits."""
+    """A JSON body that is computed while the client waits; bytes are sent as they are."""
 
     def __init__(
         self, call: GenerationCall, done: Callable[[GenerationCall], None], compute: Callable[[], Awaitable[Any]]
@@ -150,7 +206,8 @@ class JsonWhenDone(_Watched):
 
     async def answer(self, scope: Scope, send: Send) -> None:
         """Compute, then send."""
-        body = dumps(await self._compute()).encode()
+        computed = await self._compute()
+        body = computed if isinstance(computed, bytes) else dumps(computed).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,18 +1,22 @@
-"""The bodies that clients send, checked: types strictly, ranges here, unknown fields ignored.
+"""The bodies that clients send, checked: types strictly, ranges here.
 
-Owns the names of OpenAI's and SGLang's fields and their bounds. Knows nothing of models or tokens.
+Owns the types and bounds of the fields that work; `fields` has all names, and what becomes of those that do not.
+Knows nothing of models or tokens.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Self
+import re
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
+from tanghulu.conductor.http.fields import Api
 from tanghulu.conductor.routing.overrides import WEIGHTS, RoutingOverrides
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
-from tanghulu.conductor.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from tanghulu.conductor.text.stop_regex import MAX_PATTERN_CHARACTERS
+from tanghulu.conductor.text.stop_strings import MAX_GENERATE_STOP_STRINGS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from tanghulu.types import InstanceId
 
 MAX_CHOICES = 16
@@ -22,12 +26,29 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKENS = 256
 MAX_GRAMMAR_CHARS = 65_536
+MAX_STOP_PATTERNS = 4
+MAX_CHOICE_TEXTS = 256
 _UINT32 = (1 << 32) - 1
+
+_META = re.compile(r"[\\.+*?()|\[\]{}^$]")
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+#: One text stands for a list of it.
+_ONE_OR_MORE = BeforeValidator(_as_list, json_schema_input_type=str | list[str])
 
 TokenId = Annotated[int, Field(ge=0, le=_UINT32)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
-Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
+Stop = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), _ONE_OR_MORE]
+GenerateStop = Annotated[list[StopString], Field(max_length=MAX_GENERATE_STOP_STRINGS), _ONE_OR_MORE]
+StopExpression = Annotated[str, Field(min_length=1, max_length=MAX_PATTERN_CHARACTERS)]
+StopExpressions = Annotated[list[StopExpression], Field(max_length=MAX_STOP_PATTERNS), _ONE_OR_MORE]
+ChoiceTexts = Annotated[list[GrammarText], Field(min_length=1, max_length=MAX_CHOICE_TEXTS)]
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
 NumTokens = Annotated[int, Field(ge=1, le=_UINT32)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -37,9 +58,32 @@ Prompts = str | Texts | TokenIds | TokenIdLists
 
 
 class Body(BaseModel):
-    """The base of all bodies."""
+    """The base of all bodies. ``unknown`` are the names of the client's fields that mean nothing here."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
+    #: The table of `fields` that has the names of this body; None: there are no others than those below.
+    api: ClassVar[Api | None] = None
+    _unknown: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        return self._unknown
+
+    def set_unknown(self, names: tuple[str, ...]) -> None:
+        self._unknown = names
+
+
+JsonText = GrammarText | dict[str, Any] | bool
+
+
+class StructuredOutputs(Body):
+    """``structured_outputs``, the name of a grammar in vLLM; one of them is given."""
+
+    api: ClassVar[Api | None] = Api.STRUCTURED_OUTPUTS
+    json_: Annotated[JsonText | None, Field(alias="json")] = None
+    regex: GrammarText | None = None
+    choice: ChoiceTexts | None = None
+    json_object: bool = False
 
 
 class SamplingFields(Body):
@@ -59,14 +103,42 @@ class SamplingFields(Body):
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0, le=_UINT32)] = 0
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    include_stop_str_in_output: bool = False
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    stop_regex: StopExpressions | None = None
     regex: GrammarText | None = None
     json_schema: GrammarText | None = None
+
+    def grammars(self) -> dict[str, tuple[str, str]]:
+        """The grammars that are asked for: the name of the field -> (json_schema or regex, its text)."""
+        found = {}
+        if self.json_schema is not None:
+            found["json_schema"] = ("json_schema", self.json_schema)
+        if self.regex is not None:
+            found["regex"] = ("regex", self.regex)
+        return found
+
+
+def _json_text(schema: JsonText) -> str:
+    return schema if isinstance(schema, str) else json.dumps(schema)
+
+
+def _one_of(texts: list[str]) -> str:
+    """The expression that matches each of ``texts`` and nothing else."""
+    return "|".join(_META.sub(r"\\\g<0>", text) for text in texts)
 
 
 class StreamOptions(Body):
     """``stream_options``."""
 
+    api: ClassVar[Api | None] = Api.STREAM_OPTIONS
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+#: The JSON schema of any object.
+ANY_OBJECT = '{"type": "object"}'
 
 
 class JsonSchema(Body):
@@ -93,7 +165,7 @@ class ResponseFormat(Body):
         """The JSON schema that the text must keep to; None for free text."""
         if self.type == "json_schema" and self.json_schema is not None:
             return json.dumps(self.json_schema.schema_)
-        return '{"type": "object"}' if self.type == "json_object" else None
+        return ANY_OBJECT if self.type == "json_object" else None
 
 
 Weight = Annotated[float, Field(ge=0, le=1e6)]
@@ -131,8 +203,15 @@ class RoutedBody(Body):
     model: str | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
+    extra_key: Annotated[str, Field(max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
     routing: RoutingFields | None = None
+
+    @property
+    def salt(self) -> bytes:
+        """What the hashes of this request's blocks begin with, so that others do not share them."""
+        extra = f"\0{self.extra_key}" if self.extra_key else ""
+        return f"{self.cache_salt or ''}{extra}".encode()
 
 
 class OpenAIBody(RoutedBody, SamplingFields):
@@ -142,35 +221,83 @@ class OpenAIBody(RoutedBody, SamplingFields):
     stream_options: StreamOptions | None = None
     max_tokens: NumTokens | None = None
     response_format: ResponseFormat | None = None
+    guided_json: JsonText | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: ChoiceTexts | None = None
+    structured_outputs: StructuredOutputs | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_UINT32)] | None = None
+    best_of: int | None = None
+    request_id: CallId | None = None
+    rid: CallId | None = None
+
+    @model_validator(mode="after")
+    def _no_search(self) -> Self:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError("best_of other than n is not supported; ask for n answers and choose among them")
+        return self
+
+    @property
+    def call_id(self) -> str | None:
+        """The id that the client gives its request, under vLLM's name or SGLang's."""
+        return self.request_id or self.rid
 
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk of a stream has the usage so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    def grammars(self) -> dict[str, tuple[str, str]]:
+        """As for all bodies, and vLLM's names for them, old and new."""
+        found: dict[str, tuple[str, str]] = {}
+        format_text = self.response_format.schema_text if self.response_format is not None else None
+        structured = self.structured_outputs or StructuredOutputs()
+        for name, schema in (("response_format", format_text), ("guided_json", self.guided_json)):
+            if schema is not None:
+                found[name] = ("json_schema", _json_text(schema))
+        for name, choice in (("guided_choice", self.guided_choice), ("structured_outputs.choice", structured.choice)):
+            if choice is not None:
+                found[name] = ("regex", _one_of(choice))
+        for name, regex in (("guided_regex", self.guided_regex), ("structured_outputs.regex", structured.regex)):
+            if regex is not None:
+                found[name] = ("regex", regex)
+        if structured.json_ is not None:
+            found["structured_outputs.json"] = ("json_schema", _json_text(structured.json_))
+        if structured.json_object:
+            found["structured_outputs.json_object"] = ("json_schema", ANY_OBJECT)
+        return found | super().grammars()
+
 
 class CompletionBody(OpenAIBody):
     """POST /v1/completions."""
 
+    api: ClassVar[Api | None] = Api.COMPLETIONS
     prompt: Prompts
     echo: bool | None = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    best_of: int | None = None
-    suffix: None = None
+    add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.echo and self.logprobs is not None:
-            raise ValueError("echo together with logprobs is not supported")
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("best_of other than n is not supported")
+            raise ValueError("echo together with logprobs is not supported: workers give none of a prompt's tokens")
         return self
+
+
+def _only_text(kind: Any) -> Any:
+    if kind != "text" and isinstance(kind, str):
+        raise ValueError(f"parts of type {kind[:64]!r} are not supported: models here read text alone")
+    return kind
 
 
 class TextPart(Body):
     """A part of a message's content; only text can be understood."""
 
-    type: Literal["text"]
+    type: Annotated[Literal["text"], BeforeValidator(_only_text)]
     text: str
 
 
@@ -191,36 +318,70 @@ class Message(BaseModel):
 class ChatBody(OpenAIBody):
     """POST /v1/chat/completions."""
 
+    api: ClassVar[Api | None] = Api.CHAT
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: NumTokens | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _logprobs_for_top(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self
 
 
 class SGLangSampling(SamplingFields):
     """``sampling_params`` of /generate."""
 
+    api: ClassVar[Api | None] = Api.SAMPLING_PARAMS
+    stop: GenerateStop | None = None
     max_new_tokens: NumTokens | None = 128
     min_new_tokens: Annotated[int, Field(ge=0, le=_UINT32)] = 0
     sampling_seed: int | None = None
 
 
-class GenerateBody(RoutedBody):
-    """POST /generate."""
+SamplingParams = SGLangSampling | Annotated[list[SGLangSampling], Field(max_length=MAX_SEQUENCES, fail_fast=True)]
+CallIds = CallId | Annotated[list[CallId], Field(max_length=MAX_SEQUENCES, fail_fast=True)]
+Flags = bool | Annotated[list[bool], Field(max_length=MAX_SEQUENCES)]
+Counts = int | Annotated[list[int], Field(max_length=MAX_SEQUENCES)]
 
+
+class GenerateBody(RoutedBody):
+    """POST /generate. A list in place of one value has an item for each prompt."""
+
+    api: ClassVar[Api | None] = Api.GENERATE
     text: str | Texts | None = None
     input_ids: TokenIds | TokenIdLists | None = None
-    sampling_params: SGLangSampling = Field(default_factory=SGLangSampling)
+    sampling_params: SamplingParams = Field(default_factory=SGLangSampling)
     stream: bool = False
-    rid: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    stream_output: bool = False
+    rid: CallIds | None = None
+    session_id: Annotated[str, Field(max_length=256)] | None = None
+    return_logprob: Flags = False
+    logprob_start_len: Counts = -1
+    top_logprobs_num: Counts = 0
+    return_text_in_logprobs: bool = False
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
         if (self.text is None) == (self.input_ids is None):
             raise ValueError("give either text or input_ids")
+        if self.is_batch:
+            for name in _A_PROMPT_EACH:
+                value = getattr(self, name)
+                if isinstance(value, list) and len(value) != len(self.prompts):
+                    raise ValueError(f"{name} has {len(value)} items for {len(self.prompts)} prompts")
+        elif listed := [name for name in _A_PROMPT_EACH if isinstance(getattr(self, name), list)]:
+            raise ValueError(f"{listed[0]} is a list, but there is one prompt and no list of them")
+        if isinstance(self.rid, list) and len(set(self.rid)) < len(self.rid):
+            raise ValueError("rid names two prompts alike")
         return self
 
     @property
@@ -234,6 +395,20 @@ class GenerateBody(RoutedBody):
     def is_batch(self) -> bool:
         prompts = self.prompts
         return isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
+
+    def sampling_of(self, prompt: int) -> SGLangSampling:
+        """The sampling parameters of a prompt."""
+        given = self.sampling_params
+        return given[prompt] if isinstance(given, list) else given
+
+    def num_logprobs_of(self, prompt: int) -> int | None:
+        """The number of most likely tokens that are shown beside each generated one; None: no log probabilities."""
+        given = (self.return_logprob, self.top_logprobs_num)
+        wanted, count = (value[prompt] if isinstance(value, list) else value for value in given)
+        return count if wanted else None
+
+
+_A_PROMPT_EACH = ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num")
 
 
 class AbortBody(Body):

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -28,6 +30,13 @@ MAX_JSON_BYTES_PER_TOKEN = 64
 ROOM_BYTES = 32 << 20
 
 
+class UnknownFields(Enum):
+    """What becomes of a request with a field that no API defines."""
+
+    WARN = "warn"
+    REFUSE = "refuse"
+
+
 @dataclass(eq=False)
 class Service:
     """The state behind all routes."""
@@ -36,6 +45,7 @@ class Service:
     metrics: CollectorRegistry
     bodies: Bodies = field(default_factory=lambda: Bodies(DEFAULT_BODY_BYTES, ROOM_BYTES))
     first_model_timeout_s: float = 30.0
+    unknown_fields: UnknownFields = UnknownFields.WARN
     calls: dict[str, GenerationCall] = field(default_factory=dict)
     stopping: bool = False
     _retry_after: RetryAfter = field(default_factory=lambda: RetryAfter(time.monotonic()))
@@ -54,22 +64,29 @@ class Service:
         contexts = [model.card.context_length for model in self.dispatcher.registry.models.values()]
         return MAX_JSON_BYTES_PER_TOKEN * max(contexts) if contexts else math.inf
 
-    def start(self, call_id: str, parsed: ParsedRequest) -> GenerationCall:
-        """Begin all sequences of ``parsed``. Raises Overloaded, and then begins none."""
-        if call_id in self.calls:
-            raise BadField(f"the request id {call_id!r} is in use", "rid")
+    def start(self, call_id: str, parsed: ParsedRequest, names: Sequence[str] = ()) -> GenerationCall:
+        """Begin all sequences of ``parsed``, which are called ``names``, or like the call with a number.
+
+        Raises Overloaded, and then begins none.
+        """
+        several = len(parsed.requests) > 1
+        names = names or [f"{call_id}-{i}" if several else call_id for i in range(len(parsed.requests))]
+        taken = next((name for name in (call_id, *names) if name in self.calls), None)
+        if taken is not None:
+            raise BadField(f"the request id {taken!r} is in use", "rid")
         call = GenerationCall(call_id, parsed.model, parsed.num_choices)
         try:
-            for request in parsed.requests:
-                call.generations.append(Generation(self.dispatcher, request, parsed.model, parsed.stop_strings))
+            for request, rules, name in zip(parsed.requests, parsed.rules, names, strict=True):
+                call.generations.append(Generation(self.dispatcher, request, parsed.model, rules, name))
         except TanghuluError:
             call.abort()
             raise
-        self.calls[call_id] = call
+        self.calls.update(dict.fromkeys((call_id, *names), call))
         return call
 
     def forget(self, call: GenerationCall) -> None:
-        self.calls.pop(call.id, None)
+        for name in (call.id, *(generation.name for generation in call.generations)):
+            self.calls.pop(name, None)
         for _ in call.generations:
             self._retry_after.ended(time.monotonic())
 
@@ -78,11 +95,23 @@ class Service:
         return self._retry_after.seconds(self.dispatcher.num_waiting, time.monotonic())
 
     def abort(self, call_id: str) -> bool:
-        """End a call on demand; False if there is none of that id."""
-        call = self.calls.get(call_id)
-        if call is not None:
+        """End a call, or the one of its sequences that has the name, on demand; False if there is none of that id."""
+        ids = (call_id, f"chatcmpl-{call_id}", f"cmpl-{call_id}")  # the client's own has a prefix in the last two
+        name = next((each for each in ids if each in self.calls), "")
+        call = self.calls.get(name)
+        if call is None:
+            return False
+        for generation in call.generations:
+            if name in (call.id, generation.name):
+                generation.abort()
+        return True
+
+    def abort_all(self) -> int:
+        """End all calls on demand; returns how many."""
+        calls = set(self.calls.values())
+        for call in calls:
             call.abort()
-        return call is not None
+        return len(calls)
 
     async def probe(self, deadline_s: float) -> list[dict[str, Any]]:
         """Each worker with the seconds that it took for one token, or why there was none."""

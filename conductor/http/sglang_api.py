@@ -1,21 +1,28 @@
-"""SGLang's routes: /generate, /abort_request, /flush_cache."""
+"""SGLang's routes: /generate, /abort_request, /flush_cache, and what it tells of model and server."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Final
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from tanghulu.conductor.http.generation import Generation, GenerationCall
+from tanghulu.conductor.http.generation import Generation, GenerationCall, TextDelta
 from tanghulu.conductor.http.preprocess import parse_generate
-from tanghulu.conductor.http.reply import DONE, EventStream, JsonWhenDone, dumps, event, reading
+from tanghulu.conductor.http.reply import DONE, EventStream, JsonWhenDone, dumps, reading
 from tanghulu.conductor.http.schema import AbortBody, GenerateBody
 from tanghulu.conductor.http.service import Service
-from tanghulu.conductor.routing.requests import FinishReason
+from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
+from tanghulu.conductor.text.served_model import ServedModel
+from tanghulu.version import __version__
+
+#: A cumulative stream says all of its text again in each event. So an event waits until the answer has grown by this
+#: share of itself, which every token does at first: a text of n characters then costs 256 n bytes, and not n^2.
+GROWTH_SHARE: Final = 256
 
 
 def router(service: Service) -> APIRouter:
@@ -28,8 +35,9 @@ def router(service: Service) -> APIRouter:
         async with reading(request, service, GenerateBody) as body:
             model = await service.find_model(body.model)
             parsed = await parse_generate(body, model)
-        call = service.start(body.rid or uuid.uuid4().hex, parsed)
-        reader = _Reader(call, body.is_batch or parsed.num_choices > 1)
+        call_id, names = _call_names(body, parsed.num_choices)
+        call = service.start(call_id, parsed, names)
+        reader = _Reader(call, body.is_batch or parsed.num_choices > 1, body)
         if body.stream:
             return EventStream(call, service.forget, reader.stream())
         return JsonWhenDone(call, service.forget, reader.whole)
@@ -38,65 +46,168 @@ def router(service: Service) -> APIRouter:
     async def abort_request(request: Request) -> dict[str, Any]:
         """End a request by its rid (or by the id of an OpenAI answer)."""
         async with reading(request, service, AbortBody) as body:
-            wanted = list(service.calls) if body.abort_all else [body.rid]
-        return {"aborted": sum(service.abort(call_id) for call_id in wanted)}
+            return {"aborted": service.abort_all() if body.abort_all else int(service.abort(body.rid))}
 
-    @api.api_route("/flush_cache", methods=["GET", "POST"])
+    @api.get("/flush_cache")
+    @api.post("/flush_cache")
     async def flush_cache() -> dict[str, Any]:
         """Make all workers forget their unreferenced blocks; the store keeps its chunks."""
         return {"success": True, "num_blocks": await service.dispatcher.registry.drop_caches()}
 
+    @api.get("/model_info")
+    @api.get("/get_model_info")
+    async def model_info() -> dict[str, Any]:
+        """The first model that is served, under SGLang's names."""
+        return _model_info(await service.find_model(None))
+
+    @api.get("/server_info")
+    @api.get("/get_server_info")
+    async def server_info() -> dict[str, Any]:
+        """The models and workers that are served from here, and what is under way."""
+        registry = service.dispatcher.registry
+        models = [_model_info(model) for model in registry.served()]
+        return {
+            **(models[0] if models else {}),
+            "version": __version__,
+            "models": models,
+            "workers": [
+                {"id": w.id, "role": w.role.value, "address": str(w.instance.address), "connected": w.usable}
+                for w in registry.workers.values()
+            ],
+            "num_requests": service.dispatcher.num_requests,
+            "num_waiting": service.dispatcher.num_waiting,
+            "missing": service.missing(),
+        }
+
     return api
 
 
-class _Reader:
-    """Reads a call to its end. Texts in a stream are cumulative, as SGLang's are."""
+def _model_info(model: ServedModel) -> dict[str, Any]:
+    card = model.card
+    return {
+        "model_path": card.model,
+        "served_model_name": card.model,
+        "tokenizer_path": card.model,
+        "is_generation": True,
+        "context_length": card.context_length,
+        "max_model_len": card.context_length,
+        "vocab_size": card.vocab_size,
+        "eos_token_ids": list(card.eos_token_ids),
+        "preferred_sampling_params": dataclasses.asdict(card.sampling_defaults),
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+    }
 
-    def __init__(self, call: GenerationCall, is_batch: bool) -> None:
+
+def _call_names(body: GenerateBody, num_choices: int) -> tuple[str, Sequence[str]]:
+    """The id of a call, and the names of its sequences where the client gives a list of them."""
+    if not isinstance(body.rid, list):
+        return body.rid or uuid.uuid4().hex, ()
+    numbers = [f"-{choice}" for choice in range(num_choices)] if num_choices > 1 else [""]
+    return uuid.uuid4().hex, [f"{rid}{number}" for rid in body.rid for number in numbers]
+
+
+class _Answer:
+    """One sequence of a call as /generate shows it, growing: JSON that is not closed, so nothing is written twice."""
+
+    def __init__(self) -> None:
+        self.text = bytearray()
+        self.ids = bytearray()
+        self.logprobs = bytearray()
+        self.top = bytearray()
+        self.told_bytes = 0
+        self.finish: FinishReason | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.text) + len(self.ids) + len(self.logprobs) + len(self.top)
+
+    def add(self, delta: TextDelta, logprobs: Sequence[tuple[str, str]]) -> None:
+        self.text += dumps(delta.text)[1:-1].encode()
+        for values, items in (
+            (self.ids, map(str, delta.tokens)),
+            (self.logprobs, (own for own, _ in logprobs)),
+            (self.top, (top for _, top in logprobs)),
+        ):
+            for item in items:
+                values += b"," * bool(values) + item.encode()
+        self.finish = delta.finish or self.finish
+
+    def clear(self) -> None:
+        for part in (self.text, self.ids, self.logprobs, self.top):
+            part.clear()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a cumulative stream shows it now."""
+        return self.finish is not None or self.num_bytes >= self.told_bytes + self.told_bytes // GROWTH_SHARE
+
+
+class _Reader:
+    """Reads a call to its end. Texts in a stream are cumulative, as SGLang's are, unless ``deltas`` are asked for."""
+
+    def __init__(self, call: GenerationCall, is_batch: bool, body: GenerateBody) -> None:
         self._call = call
         self._is_batch = is_batch
+        self._deltas = body.stream_output
+        self._with_text = body.return_text_in_logprobs
         self._started_s = time.monotonic()
-        self._texts = [""] * len(call.generations)
-        self._tokens: list[list[int]] = [[] for _ in call.generations]
+        self._answers = [_Answer() for _ in call.generations]
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         async for index, delta in self._call.deltas():
-            self._take(index, delta.text, delta.tokens)
-            answer = self._answer(index, delta.finish)
-            if delta.finish is None:
-                del answer["output_ids"]
-            if self._is_batch:
-                answer["index"] = index
-            yield event(dumps(answer))
+            answer = self._take(index, delta)
+            if self._deltas or answer.is_due:
+                answer.told_bytes = answer.num_bytes
+                yield b"data: " + self._shown(index, stream=True) + b"\n\n"
+            if self._deltas:
+                answer.clear()
         yield DONE
 
-    async def whole(self) -> Any:
+    async def whole(self) -> bytes:
         """One answer, or a list of them for a batch."""
-        finishes = [FinishReason.ABORTED] * len(self._texts)
         async for index, delta in self._call.deltas():
-            self._take(index, delta.text, delta.tokens)
-            finishes[index] = delta.finish or finishes[index]
-        answers = [self._answer(index, finish) for index, finish in enumerate(finishes)]
-        return answers if self._is_batch else answers[0]
+            self._take(index, delta)
+        for answer in self._answers:
+            answer.finish = answer.finish or FinishReason.ABORTED
+        shown = [self._shown(index, stream=False) for index in range(len(self._answers))]
+        return b"[" + b",".join(shown) + b"]" if self._is_batch else shown[0]
 
-    def _take(self, index: int, text: str, tokens: list[int]) -> None:
-        self._texts[index] += text
-        self._tokens[index] += tokens
+    def _take(self, index: int, delta: TextDelta) -> _Answer:
+        answer = self._answers[index]
+        answer.add(delta, [self._logprobs(one) for one in delta.logprobs if one.token_ids])
+        return answer
 
-    def _answer(self, index: int, finish: FinishReason | None) -> dict[str, Any]:
-        generation = self._call.generations[index]
-        return {
-            "text": self._texts[index],
-            "output_ids": self._tokens[index],
-            "meta_info": {
-                "id": self._call.id if len(self._texts) == 1 else f"{self._call.id}-{index}",
-                "prompt_tokens": generation.num_prompt_tokens,
-                "completion_tokens": generation.num_generated,
-                "cached_tokens": generation.cached_tokens,
-                "finish_reason": _finish_reason(generation, finish),
-                "e2e_latency": time.monotonic() - self._started_s,
-            },
+    def _logprobs(self, one: TokenLogprobs) -> tuple[str, str]:
+        """The generated token and the list of the most likely ones, as (logprob, id, text) each."""
+        bytes_of = self._call.model.detokenizers.token_bytes
+        entries = [
+            [logprob, token, bytes_of(token).decode(errors="replace") if self._with_text else None]
+            for token, logprob in zip(one.token_ids, one.logprobs, strict=True)
+        ]
+        return dumps(entries[0]), dumps(entries[1:])
+
+    def _shown(self, index: int, stream: bool) -> bytes:
+        answer, generation = self._answers[index], self._call.generations[index]
+        meta = {
+            "id": generation.name,
+            "prompt_tokens": generation.num_prompt_tokens,
+            "completion_tokens": generation.num_generated,
+            "cached_tokens": generation.cached_tokens,
+            "finish_reason": _finish_reason(generation, answer.finish),
+            "e2e_latency": time.monotonic() - self._started_s,
         }
+        parts: list[bytes | bytearray] = [b'{"text":"', answer.text, b'"']
+        if self._deltas or answer.finish is not None:
+            parts += [b',"output_ids":[', answer.ids, b"]"]
+        parts += [b',"meta_info":', dumps(meta).encode()[:-1]]
+        num_top = generation.request.sampling.num_logprobs
+        if num_top is not None:
+            parts += [b',"input_token_logprobs":[],"output_token_logprobs":[', answer.logprobs, b"]"]
+            if num_top:
+                parts += [b',"input_top_logprobs":[],"output_top_logprobs":[', answer.top, b"]"]
+        number = b',"index":%d' % index if stream and self._is_batch else b""
+        return b"".join([*parts, b"}", number, b"}"])
 
 
 def _finish_reason(generation: Generation, finish: FinishReason | None) -> dict[str, Any] | None:

@@ -191,6 +191,17 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What a model's makers want for tokens to be drawn with, where the client does not say."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelCard:
     """The model that a worker serves. ``tokenizer_json`` is zlib-compressed."""
 
@@ -207,4 +218,4 @@ class ModelCard:
     eos_token: str
     add_bos: bool
     block_bytes: int
-    default_temperature: float
+    sampling_defaults: SamplingDefaults = SamplingDefaults()

@@ -9,7 +9,8 @@ Owns one sequence's decoding state. Two ways, chosen by the tokenizer's decoder:
   tokens add to it, unless that ends in U+FFFD, which may be an unfinished character (the method of Hugging Face TGI),
   or in a byte token: one bad byte spoils the whole run of byte tokens it stands in, so a run is shown when it is over.
 
-Either way the pieces together are exactly what decoding the whole at once gives; special tokens are left out.
+Either way the pieces together are exactly what decoding the whole at once gives. Special tokens are left out, unless a
+request asks for them.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ _BYTE_OF_CHARACTER = _byte_of_character()
 class TokenBytes:
     """token id -> its bytes, for byte-level tokenizers; filled as tokens are met, shared by all sequences."""
 
-    def __init__(self, tokenizer: Tokenizer, special: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, left_out: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[int, bytes] = dict.fromkeys(special, b"")
+        self._known: dict[int, bytes] = dict.fromkeys(left_out, b"")
 
     def of(self, token: int) -> bytes:
-        """The bytes of ``token``; empty for special and unknown ones."""
+        """The bytes of ``token``; empty for one that is left out or unknown."""
         known = self._known.get(token)
         if known is None:
             known = self._known[token] = self._look_up(token)
@@ -89,9 +90,9 @@ class ByteLevelDetokenizer:
 class WindowDetokenizer:
     """For any decoder: the difference between the decoded window with and without the new tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, special: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, left_out: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._special = special
+        self._left_out = left_out
         self._emitted: list[int] = []  # the last tokens that gave text, and those of no text in front of them
         self._fresh: list[int] = []  # not yet given out
 
@@ -102,7 +103,7 @@ class WindowDetokenizer:
         return self._take((), final=True)
 
     def _take(self, tokens: Sequence[int], final: bool) -> str:
-        self._fresh.extend(t for t in tokens if t not in self._special)
+        self._fresh.extend(t for t in tokens if t not in self._left_out)
         if not self._fresh:
             return ""
         before = self._decode(self._emitted)
@@ -119,7 +120,7 @@ class WindowDetokenizer:
         return _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(self._fresh[-1]) or "") is not None
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True) if tokens else ""
+        return self._tokenizer.decode(tokens, skip_special_tokens=False) if tokens else ""
 
 
 def is_byte_level(tokenizer_json: str) -> bool:
@@ -137,11 +138,13 @@ class DetokenizerFactory:
         self.special = frozenset(token for token, what in added.items() if what.special)
         self._tokenizer = tokenizer
         self._token_bytes = TokenBytes(tokenizer, self.special) if byte_level else None
+        self._all_bytes = TokenBytes(tokenizer, frozenset()) if byte_level else None
 
-    def new(self) -> Detokenizer:
-        if self._token_bytes is not None:
-            return ByteLevelDetokenizer(self._token_bytes)
-        return WindowDetokenizer(self._tokenizer, self.special)
+    def new(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        token_bytes = self._token_bytes if skip_special_tokens else self._all_bytes
+        if token_bytes is not None:
+            return ByteLevelDetokenizer(token_bytes)
+        return WindowDetokenizer(self._tokenizer, self.special if skip_special_tokens else frozenset())
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token alone, special ones by their name, for log probabilities."""

@@ -11,15 +11,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MAX_STOP_STRINGS = 4
+#: SGLang's /generate takes more of them.
+MAX_GENERATE_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
 
 
 class StopMatcher:
-    """Finds the first of ``stops`` in the pieces that are fed. The text before it is given out, nothing of it is."""
+    """Finds the first of ``stops`` in the pieces that are fed. The text before it is shown; with ``keep``, it too."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
         assert all(stops), "an empty stop string would stop everything"
         self._stops = tuple(stops)
+        self._keep = keep
         self._held = ""
         self.matched: str | None = None
 
@@ -30,9 +33,9 @@ class StopMatcher:
         text = self._held + piece
         found = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stops if stop in text]
         if found:
-            _, start, self.matched = min(found)  # the one that ends first, however the text was cut
+            end, start, self.matched = min(found)  # the one that ends first, however the text was cut
             self._held = ""
-            return text[:start]
+            return text[: end if self._keep else start]
         keep = self._possible_start(text)
         self._held = text[len(text) - keep :] if keep else ""
         return text[: len(text) - keep]

@@ -66,7 +66,6 @@ _CARD = ModelCard(
     "",
     False,
     BLOCK_TOKENS * 16,
-    1.0,
 )
 _KINDS = {
     None: OutputKind.TOKENS,

@@ -90,6 +90,7 @@ def test_the_assets_are_those_of_the_chat_model(assets: TokenizerAssets) -> None
     assert (assets.add_bos, assets.bos_id, assets.eos_ids) == (False, 1, (2,))
     assert assets.chat_template is not None
     assert "<|im_start|>" in assets.chat_template
+    assert (assets.defaults.temperature, assets.defaults.top_p) == (0.2, 0.9)
 
 
 def test_texts_come_back(tokenizer: Tokenizer) -> None:

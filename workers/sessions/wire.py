@@ -237,5 +237,5 @@ def model_card(
         add_bos=assets.add_bos,
         block_bytes=layout.block_bytes,
         num_blocks=num_blocks,
-        default_temperature=1.0,
+        sampling_defaults=session_pb2.SamplingDefaults(**dataclasses.asdict(assets.defaults)),
     )

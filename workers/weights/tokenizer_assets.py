@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tanghulu.errors import ModelUnsupported
+from tanghulu.workers.weights.generation_defaults import GenerationDefaults, defaults_from_gguf, defaults_from_hf
 from tanghulu.workers.weights.gguf_file import GgufFile
 from tanghulu.workers.weights.gguf_tokenizer import build_gguf_tokenizer
 from tanghulu.workers.weights.source import ModelSource, read_json
@@ -23,7 +24,8 @@ class TokenizerAssets:
     """A tokenizer as data. ``tokenizer_json`` is what ``tokenizers.Tokenizer.from_buffer`` reads.
 
     With ``add_bos`` the tokenizer itself puts ``bos_token`` in front when special tokens are asked for; a text
-    that a chat template made has its own and must be encoded without. ``eos_ids`` end a text by default.
+    that a chat template made has its own and must be encoded without. ``eos_ids`` end a text by default;
+    ``defaults`` are what its makers want tokens to be drawn with.
     """
 
     tokenizer_json: bytes
@@ -33,6 +35,7 @@ class TokenizerAssets:
     add_bos: bool
     bos_id: int | None
     eos_ids: tuple[int, ...]
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
 
 def load_tokenizer_assets(source: ModelSource) -> TokenizerAssets:
@@ -59,6 +62,7 @@ def _from_gguf(source: ModelSource, path: Path) -> TokenizerAssets:
         add_bos=add_bos,
         bos_id=source.config.bos_id,
         eos_ids=tuple(sorted(source.config.eos_ids)),
+        defaults=defaults_from_gguf(metadata),
     )
 
 
@@ -74,6 +78,7 @@ def _from_directory(source: ModelSource, folder: Path) -> TokenizerAssets:
         )
     config_path = folder / "tokenizer_config.json"
     config = read_json(config_path) if config_path.exists() else {}
+    generation = folder / "generation_config.json"
     return TokenizerAssets(
         tokenizer_json=path.read_bytes(),
         chat_template=_chat_template(folder, config),
@@ -82,6 +87,7 @@ def _from_directory(source: ModelSource, folder: Path) -> TokenizerAssets:
         add_bos=bool(config.get("add_bos_token", False)),
         bos_id=source.config.bos_id,
         eos_ids=tuple(sorted(source.config.eos_ids)),
+        defaults=defaults_from_hf(read_json(generation)) if generation.exists() else GenerationDefaults(),
     )
 
 

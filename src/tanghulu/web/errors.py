@@ -5,6 +5,7 @@ The only place that knows HTTP statuses of errors.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Scope
 
 from tanghulu.errors import InvalidRequest, TanghuluError
 
@@ -33,6 +35,7 @@ _STATUS = {
     "CONFLICT": 409,
     "LENGTH_REQUIRED": 411,
     "BODY_TOO_LARGE": 413,
+    "WRONG_CONTENT_TYPE": 415,
     "RANGE_NOT_SATISFIABLE": 416,
     "OVERLOADED": 429,
     "NODE_UNAVAILABLE": 503,
@@ -58,6 +61,8 @@ _COME_BACK = (429, 503)
 #: Refusals that say something about the load, and not only about one request.
 _NOTED = (REQUEST_TIMEOUT, 413, 429)
 _CHALLENGE = {401: "Bearer"}
+#: Parts of a fault's path that name one of several kinds which a value may have, and no field.
+_KIND = re.compile(r"[\[(-]|^(str|int|float|bool|[A-Z]\w*)$")
 #: The rest of a body that stopped coming would be taken for the next request.
 _CONNECTION = {REQUEST_TIMEOUT: "close"}
 
@@ -74,6 +79,12 @@ class BodyTooLarge(TanghuluError):
     """The body is longer than is read here."""
 
     code = "BODY_TOO_LARGE"
+
+
+class WrongContentType(TanghuluError):
+    """The body is of a kind that is not read here."""
+
+    code = "WRONG_CONTENT_TYPE"
 
 
 class BodyTooSlow(TanghuluError):
@@ -96,9 +107,15 @@ class LengthRequired(InvalidRequest):
 
 
 def from_validation(error: ValidationError) -> BadField:
-    """The first fault of a body, in one sentence."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    return _bad_field(first["type"], first["msg"], tuple(first["loc"]))
+    """The first fault of a body, in one sentence.
+
+    A value that may be of several kinds has a fault for each of them; the one that lies deepest is of the kind that
+    was meant.
+    """
+    faults = error.errors(include_url=False, include_input=False)
+    of_first = [fault for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]]
+    told = max(of_first, key=lambda fault: len(fault["loc"]))
+    return _bad_field(told["type"], told["msg"], tuple(told["loc"]))
 
 
 def _from_request(error: RequestValidationError) -> BadField:
@@ -108,7 +125,8 @@ def _from_request(error: RequestValidationError) -> BadField:
 
 
 def _bad_field(kind: str, message: str, where_in: tuple[int | str, ...]) -> BadField:
-    path = ".".join(str(part) for part in where_in)
+    path = ".".join(str(part) for part in where_in if not _KIND.search(str(part)))
+    message = message.removeprefix("Value error, ")
     if kind == "json_invalid":
         return BadField(f"the body is not JSON: {message}")
     where = where_in[0] if where_in else None
@@ -142,27 +160,41 @@ def answer_to(error: TanghuluError, retry_after_s: int = 1) -> JSONResponse:
     return _answer(status_of(error), body_of(error), retry_after_s)
 
 
-def log_failure(error: TanghuluError, path: str, request_id: str | None) -> None:
-    """Write the line of a request that failed; one that only its own client can mend has it at the level debug."""
+def log_failure(error: TanghuluError, scope: Scope) -> None:
+    """Write the line of a request that failed; one that only its own client can mend has it at the level debug.
+
+    Its ids are those in the state of ``scope``: ``request_id``, the call's, and ``x_request_id``, the client's.
+    """
     status = status_of(error)
     log = _log.warning if status >= 500 else _log.info if status in _NOTED else _log.debug
-    log("request.failed", request=request_id, path=path, status=status, code=error.code, reason=error.message)
+    state = scope.get("state", {})
+    ids = {"request": state.get("request_id"), "x_request_id": state.get("x_request_id")}
+    log("request.failed", **ids, path=scope["path"], status=status, code=error.code, reason=error.message)
 
 
 def _once_a_second() -> int:
     return 1
 
 
-def install(app: FastAPI, process: str, retry_after_s: Callable[[], int] = _once_a_second) -> None:
+def _not_found(method: str, path: str) -> str:
+    return f"{method} {path}: Not Found"
+
+
+def install(
+    app: FastAPI,
+    process: str,
+    retry_after_s: Callable[[], int] = _once_a_second,
+    not_found: Callable[[str, str], str] = _not_found,
+) -> None:
     """Answer every error of ``app`` in one shape, and log it.
 
     ``process`` names the process whose log has a bug's trace; ``retry_after_s`` says when who is refused now should
-    come back. The id of a request is the ``request_id`` of its state, where it has one.
+    come back; ``not_found`` says of a method and a path what there is instead.
     """
 
     async def typed(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, TanghuluError)
-        log_failure(error, request.url.path, getattr(request.state, "request_id", None))
+        log_failure(error, request.scope)
         return answer_to(error, retry_after_s())
 
     async def bad(_: Request, error: Exception) -> JSONResponse:
@@ -173,6 +205,8 @@ def install(app: FastAPI, process: str, retry_after_s: Callable[[], int] = _once
         assert isinstance(error, HTTPException)
         codes = {400: "invalid_request", 404: "not_found", 405: "method_not_allowed"}
         what = f"{request.method} {request.url.path}: {error.detail}"
+        if error.status_code == 404:
+            what = not_found(request.method, request.url.path)
         return _answer(error.status_code, _body(error.status_code, what, codes.get(error.status_code, "http_error")))
 
     async def gone(_: Request, error: Exception) -> JSONResponse:

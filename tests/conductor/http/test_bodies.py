@@ -12,7 +12,7 @@ import pytest
 import tanghulu.web.bodies as web_bodies
 from tanghulu.conductor.http import reply
 from tanghulu.conductor.http.json_marks import BRACKET_MARKS, JsonMarks
-from tanghulu.conductor.http.reply import parse
+from tanghulu.conductor.http.reply import parse_fields
 from tanghulu.conductor.http.schema import CompletionBody
 from tanghulu.conductor.http.service import MAX_JSON_BYTES_PER_TOKEN
 from tanghulu.conductor.text import preparing, served_model
@@ -182,4 +182,4 @@ class TestJson:
     )
     def test_what_is_no_json_is_refused(self, body):
         with pytest.raises(BadField):
-            parse(CompletionBody, body)
+            parse_fields(CompletionBody, body)

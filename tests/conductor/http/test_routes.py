@@ -104,6 +104,7 @@ class TestErrors:
         part = {"type": "image_url", "image_url": {"url": "x"}}
         status, body = await _post(cluster, "/v1/chat/completions", messages=[{"role": "user", "content": [part]}])
         assert (status, body["error"]["param"]) == (400, "messages")
+        assert "parts of type 'image_url' are not supported" in body["error"]["message"]
 
 
 class TestCompletions:
@@ -241,12 +242,14 @@ class TestGenerate:
 
 class TestAdministration:
     async def test_health_and_readiness(self, cluster):
-        assert (await cluster.http.get("/health")).json() == {"status": "ok"}
-        assert (await cluster.http.get("/live")).status_code == 200
+        assert (await cluster.http.get("/live")).json() == {"status": "ok"}
+        health = await cluster.http.get("/health")
+        assert (health.status_code, health.json()["missing"]) == (503, ["no worker is registered"])
         not_ready = await cluster.http.get("/ready")
         assert (not_ready.status_code, not_ready.json()["missing"]) == (503, ["no worker is registered"])
         await cluster.add()
         assert (await cluster.http.get("/ready")).json() == {"ready": True, "missing": []}
+        assert (await cluster.http.get("/health")).json() == {"status": "ok"}
 
     async def test_models(self, cluster):
         await cluster.add()

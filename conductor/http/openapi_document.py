@@ -1,0 +1,101 @@
+"""The OpenAPI document: the bodies that routes read by themselves, and every status that they answer with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from tanghulu.conductor.http.schema import (
+    AbortBody,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerateBody,
+    TokenizeBody,
+)
+
+#: The body of each route that has one.
+BODIES: Final[Mapping[str, type[Body]]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/generate": GenerateBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+    "/abort_request": AbortBody,
+}
+STREAMS: Final = ("/v1/chat/completions", "/v1/completions", "/generate")
+_OF_BODIES: Final = {
+    "408": "The body came too slowly",
+    "413": "The body is too long",
+    "415": "The body is not JSON",
+    "429": "Too many requests; Retry-After says when to come back",
+}
+_OF_ALL: Final = {
+    "400": "Something in the request is wrong; the error names it",
+    "404": "There is no such model",
+    "500": "An error of the conductor; its log has the trace",
+    "503": "No worker is there, or the conductor is full or stopping; Retry-After says when to come back",
+    "504": "It took longer than it may",
+}
+_ERROR: Final = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "code", "param"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "code": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def install(app: FastAPI) -> None:
+    """Make ``app`` serve the document."""
+    made: dict[str, Any] = {}
+
+    def document() -> dict[str, Any]:
+        if not made:
+            made.update(_document(app))
+        return made
+
+    app.openapi = document  # type: ignore[method-assign]  # FastAPI's own way to change it
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    wanted = [(model, "validation") for model in dict.fromkeys(BODIES.values())]
+    _, definitions = models_json_schema(wanted, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    schemas.clear()
+    schemas.update(definitions["$defs"])
+    schemas["Error"] = _ERROR
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            _complete(path, operation)
+    return document
+
+
+def _complete(path: str, operation: dict[str, Any]) -> None:
+    responses = operation["responses"]
+    responses.pop("422", None)  # what FastAPI would answer; here it is 400
+    body = BODIES.get(path)
+    errors = _OF_ALL | _OF_BODIES if body is not None or path == "/route" else _OF_ALL
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    for status, text in errors.items():
+        responses.setdefault(status, {"description": text, "content": content})
+    if body is not None:
+        schema = {"$ref": f"#/components/schemas/{body.__name__}"}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    if path in STREAMS:
+        responses["200"]["content"] = {"application/json": {}, "text/event-stream": {}}

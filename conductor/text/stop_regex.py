@@ -1,0 +1,251 @@
+"""Stop expressions: regular expressions over a text that grows character by character, in bounded time.
+
+A backtracking engine may take for ever, and would look at the whole text again with each piece. So an expression
+becomes Glushkov's automaton: a state for each place of a character in it, and no empty moves (V. M. Glushkov, "The
+abstract theory of automata", 1961). One step takes each state that is alive to those that may follow it, so a
+character costs at most the automaton's edges, of which there are at most MAX_EDGES.
+
+Example: ``a[bc]+d`` has the places 1 a, 2 [bc], 3 d; 1 leads to 2, 2 to 2 and 3, and 3 is the end. Over "xabcd" alive
+are {}, {1}, {2}, {2}, {3}: the match is found with the d, and began where the thread that reached 3 did.
+
+What looks around (anchors, look-ahead, back references) has no such automaton and is refused. Knows nothing of tokens.
+"""
+
+from __future__ import annotations
+
+import re
+import re._constants as op  # type: ignore[import-not-found]  # the parser of re, without types
+import re._parser as parser  # type: ignore[import-not-found]
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from tanghulu.errors import InvalidRequest
+
+MAX_PATTERN_CHARACTERS: Final = 1024
+#: Moves between places of one automaton; bounds the work for a character.
+MAX_EDGES: Final = 2048
+#: Parts of an expression that are looked at, each as often as it is repeated.
+_MAX_PARTS: Final = 4096
+_MAX_REMEMBERED_CHARACTERS: Final = 512
+_CATEGORIES: Final[dict[Any, Callable[[str], bool]]] = {
+    op.CATEGORY_DIGIT: str.isdecimal,
+    op.CATEGORY_SPACE: str.isspace,
+    op.CATEGORY_WORD: lambda c: c.isalnum() or c == "_",
+}
+_NOT_CATEGORIES: Final = {
+    op.CATEGORY_NOT_DIGIT: op.CATEGORY_DIGIT,
+    op.CATEGORY_NOT_SPACE: op.CATEGORY_SPACE,
+    op.CATEGORY_NOT_WORD: op.CATEGORY_WORD,
+}
+
+Matches = Callable[[str], bool]
+
+
+@dataclass(slots=True)
+class _Part:
+    """A part of an expression: whether it may be empty, and the places that it may begin and end with."""
+
+    nullable: bool = True
+    first: set[int] = field(default_factory=set)
+    last: set[int] = field(default_factory=set)
+
+
+class StopPattern:
+    """One expression as an automaton. Raises InvalidRequest where it is none, too large, or would match nothing."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self._matches: list[Matches] = []
+        self._follow: list[set[int]] = []
+        self._num_edges = 0
+        self._num_parts = 0
+        self._by_character: dict[str, frozenset[int]] = {}
+        if len(source) > MAX_PATTERN_CHARACTERS:
+            raise self._refusal(f"has more than {MAX_PATTERN_CHARACTERS} characters")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of what a later Python will read otherwise
+                tree = parser.parse(source)
+            whole = self._sequence(tree, tree.state.flags)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise self._refusal(f"is no regular expression: {error}") from None
+        if whole.nullable:
+            raise self._refusal("matches the empty text, so it would stop everything")
+        self._first = frozenset(whole.first)
+        self._last = frozenset(whole.last)
+
+    @classmethod
+    def literal(cls, text: str) -> StopPattern:
+        """The automaton of a stop string, which keeps its name."""
+        pattern = cls(re.escape(text))
+        pattern.source = text
+        return pattern
+
+    def step(self, alive: dict[int, int], character: str, at: int) -> dict[int, int]:
+        """The places that are alive behind ``character``, each with where its earliest thread began."""
+        accepting = self._by_character.get(character)
+        if accepting is None:
+            accepting = self._accepting(character)
+        after = dict.fromkeys(self._first & accepting, at)
+        for place, start in alive.items():
+            for following in self._follow[place] & accepting:
+                if start < after.get(following, at + 1):
+                    after[following] = start
+        return after
+
+    def match_start(self, alive: dict[int, int]) -> int | None:
+        """Where a match that ends here began; None if none does."""
+        return min((start for place, start in alive.items() if place in self._last), default=None)
+
+    def _accepting(self, character: str) -> frozenset[int]:
+        found = frozenset(place for place, matches in enumerate(self._matches) if matches(character))
+        if len(self._by_character) < _MAX_REMEMBERED_CHARACTERS:
+            self._by_character[character] = found
+        return found
+
+    # --- building
+
+    def _refusal(self, why: str) -> InvalidRequest:
+        return InvalidRequest(f"stop_regex: {self.source[:64]!r} {why}")
+
+    def _place(self, matches: Matches, flags: int) -> _Part:
+        if flags & re.IGNORECASE:
+            inner = matches
+
+            def matches(c: str) -> bool:
+                return inner(c) or inner(c.lower()) or inner(c.upper())
+
+        self._matches.append(matches)
+        self._follow.append(set())
+        place = len(self._matches) - 1
+        return _Part(False, {place}, {place})
+
+    def _connect(self, last: Iterable[int], first: set[int]) -> None:
+        for place in last:
+            before = len(self._follow[place])
+            self._follow[place] |= first
+            self._num_edges += len(self._follow[place]) - before
+            if self._num_edges > MAX_EDGES:
+                raise self._refusal("is too large; use fewer alternatives and repetitions")
+
+    def _sequence(self, items: Any, flags: int) -> _Part:
+        whole = _Part()
+        for item in items:
+            self._append(whole, self._part(item, flags))
+        return whole
+
+    def _append(self, whole: _Part, part: _Part) -> None:
+        self._connect(whole.last, part.first)
+        if whole.nullable:
+            whole.first |= part.first
+        whole.last = whole.last | part.last if part.nullable else part.last
+        whole.nullable = whole.nullable and part.nullable
+
+    def _part(self, item: tuple[Any, Any], flags: int) -> _Part:
+        self._num_parts += 1
+        if self._num_parts > _MAX_PARTS:
+            raise self._refusal("is too large; use fewer alternatives and repetitions")
+        kind, value = item
+        if kind is op.LITERAL:
+            return self._place(chr(value).__eq__, flags)
+        if kind is op.NOT_LITERAL:
+            return self._place(chr(value).__ne__, flags)
+        if kind is op.ANY:
+            return self._place((lambda _: True) if flags & re.DOTALL else "\n".__ne__, flags)
+        if kind is op.IN:
+            return self._place(self._class(value), flags)
+        if kind is op.SUBPATTERN:
+            _, added, removed, inner = value
+            return self._sequence(inner, (flags | added) & ~removed)
+        if kind is op.BRANCH:
+            return self._branch(value[1], flags)
+        if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
+            least, most, inner = value
+            return self._repeat(least, most, inner, flags)
+        raise self._refusal("looks around (anchors, look-ahead, back references), which stop_regex cannot")
+
+    def _branch(self, branches: Iterable[Any], flags: int) -> _Part:
+        whole = _Part(nullable=False)
+        for branch in branches:
+            part = self._sequence(branch, flags)
+            whole.nullable |= part.nullable
+            whole.first |= part.first
+            whole.last |= part.last
+        return whole
+
+    def _repeat(self, least: int, most: Any, inner: Any, flags: int) -> _Part:
+        """``least`` copies, then optional ones; without an upper bound the last copy may follow itself."""
+        whole, endless = _Part(), most is op.MAXREPEAT
+        for number in range(max(least, 1) if endless else int(most)):
+            copy = self._sequence(inner, flags)
+            self._num_parts += 1
+            if self._num_parts > _MAX_PARTS:
+                raise self._refusal("is too large; use fewer alternatives and repetitions")
+            if endless and number >= least - 1:
+                self._connect(copy.last, copy.first)
+            copy.nullable |= number >= least
+            self._append(whole, copy)
+        return whole
+
+    def _class(self, items: Iterable[tuple[Any, Any]]) -> Matches:
+        tests: list[Matches] = []
+        negated = False
+        for kind, value in items:
+            if kind is op.NEGATE:
+                negated = True
+            elif kind is op.LITERAL:
+                tests.append(chr(value).__eq__)
+            elif kind is op.RANGE:
+                tests.append(_within(*value))
+            elif value in _NOT_CATEGORIES:
+                tests.append(_negation(_CATEGORIES[_NOT_CATEGORIES[value]]))
+            else:
+                tests.append(_CATEGORIES[value])
+        return (lambda c: not any(test(c) for test in tests)) if negated else lambda c: any(test(c) for test in tests)
+
+
+def _within(low: int, high: int) -> Matches:
+    return lambda c: low <= ord(c) <= high
+
+
+def _negation(test: Matches) -> Matches:
+    return lambda c: not test(c)
+
+
+class PatternMatcher:
+    """Finds the first match of any of ``patterns`` in the pieces that are fed, as `StopMatcher` does for strings.
+
+    Text in which a match may have begun is held back. With ``keep`` the match itself is shown.
+    """
+
+    def __init__(self, patterns: Iterable[StopPattern], keep: bool = False) -> None:
+        self.matched: str | None = None
+        self._alive: list[tuple[StopPattern, dict[int, int]]] = [(pattern, {}) for pattern in patterns]
+        self._keep = keep
+        self._held = ""
+        self._at = 0  # of the next character, counted from the beginning of the text
+
+    def feed(self, piece: str) -> str:
+        """Text that is safe to show. After a match (see ``matched``) it is always empty."""
+        if self.matched is not None:
+            return ""
+        begin = self._at - len(self._held)
+        text = self._held + piece
+        for character in piece:
+            self._alive = [(pattern, pattern.step(alive, character, self._at)) for pattern, alive in self._alive]
+            self._at += 1
+            found = [(start, p.source) for p, alive in self._alive if (start := p.match_start(alive)) is not None]
+            if found:
+                start, self.matched = min(found)
+                self._held = ""
+                return text[: (self._at if self._keep else start) - begin]
+        safe = min((start for _, alive in self._alive for start in alive.values()), default=self._at) - begin
+        self._held = text[safe:]
+        return text[:safe]
+
+    def flush(self) -> str:
+        """End the text; returns the part that is held back."""
+        held, self._held = self._held, ""
+        return held
