@@ -29,17 +29,25 @@ class TextDelta:
 
 
 class Generation:
-    """One sequence under way. ``matched``: the stop string or stop token that ended it."""
+    """One sequence under way. ``matched``: the stop string or stop token that ended it.
+
+    ``markers`` are the special tokens that its text shows.
+    """
 
     def __init__(
-        self, dispatcher: Dispatcher, request: GenerationRequest, model: ServedModel, stop_strings: Sequence[str]
+        self,
+        dispatcher: Dispatcher,
+        request: GenerationRequest,
+        model: ServedModel,
+        stop_strings: Sequence[str],
+        markers: Sequence[str] = (),
     ) -> None:
         self.request = request
         self.model = model
         self.num_generated = 0
         self.matched: str | int | None = None
         self._dispatcher = dispatcher
-        self._detokenizer = model.detokenizers.new()
+        self._detokenizer = model.detokenizers.new(markers)
         self._stops = StopMatcher(stop_strings) if stop_strings else None
         self._stream = dispatcher.submit(request, model)
 

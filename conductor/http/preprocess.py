@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tanghulu.conductor.http.schema import (
@@ -22,9 +22,13 @@ from tanghulu.conductor.http.schema import (
     RoutedBody,
     SamplingFields,
 )
+from tanghulu.conductor.http.tool_requests import WantedCalls
 from tanghulu.conductor.routing.overrides import NO_OVERRIDES
 from tanghulu.conductor.routing.requests import GenerationRequest, Sampling, StopRule
 from tanghulu.conductor.text.served_model import ServedModel
+from tanghulu.conductor.tools.choosing import AnswerForm, ParserNames, form_of
+from tanghulu.conductor.tools.events import AnswerParser
+from tanghulu.conductor.tools.reasoning import is_open
 from tanghulu.hashing import Tokens
 from tanghulu.types import RequestId
 from tanghulu.web.errors import BadField
@@ -37,23 +41,47 @@ _SEED_MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A checked body made ready: its sequences (prompt major, choices minor) and what their text stops at."""
+    """A checked body made ready: its sequences (prompt major, choices minor) and what their text stops at.
+
+    ``new_parser`` makes the parser of a chat's answer where that may be more than text, and of which the first
+    ``most_calls`` calls count; ``markers`` are the special tokens that it has to see.
+    """
 
     model: ServedModel
     requests: list[GenerationRequest]
     stop_strings: tuple[str, ...]
     num_choices: int
+    new_parser: Callable[[], AnswerParser] | None = None
+    most_calls: int = 0
+    markers: tuple[str, ...] = ()
 
 
-async def parse_chat(body: ChatBody, model: ServedModel) -> ParsedRequest:
+async def parse_chat(body: ChatBody, model: ServedModel, parsers: ParserNames) -> ParsedRequest:
     """Make the sequences of a chat completion."""
-    messages = [message.for_template() for message in body.messages]
-    variables = {**_template_variables(body), "tools": body.tools, "add_generation_prompt": body.add_generation_prompt}
+    form = form_of(model.card.chat_template, parsers)
+    calls = WantedCalls.of(body)
+    messages, tools = calls.shown([message.for_template() for message in body.messages], form)
+    variables = {**_template_variables(body), "tools": tools, "add_generation_prompt": body.add_generation_prompt}
     text = await model.render_chat(messages, variables)
     prompt = await model.encode(text, add_special_tokens=False)
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     wanted = body.max_completion_tokens or body.max_tokens
-    return _parsed(model, [prompt], body, wanted, num_logprobs, body)
+    parsed = _parsed(model, [prompt], body, wanted, num_logprobs, body)
+    return _with_calls(parsed, calls, form, is_open(text))
+
+
+def _with_calls(parsed: ParsedRequest, calls: WantedCalls, form: AnswerForm, opened: bool) -> ParsedRequest:
+    """``parsed`` with the grammar that forces ``calls``, and the parser that its answers need."""
+    sampling = parsed.requests[0].sampling
+    free = sampling.json_schema is None and sampling.regex is None
+    schema, requests = calls.schema(), parsed.requests
+    if schema is not None:
+        if not free:
+            raise BadField("tool_choice asks for a grammar, and so does another field; give one", "tool_choice")
+        requests = [replace(each, sampling=replace(each.sampling, json_schema=schema)) for each in requests]
+    new_parser = calls.new_parser(form, free, opened)
+    markers = form.markers if new_parser is not None and not calls.forced else ()
+    return replace(parsed, requests=requests, new_parser=new_parser, most_calls=calls.most, markers=markers)
 
 
 def _template_variables(body: ChatBody) -> dict[str, Any]:

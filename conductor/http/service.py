@@ -17,6 +17,7 @@ from tanghulu.conductor.http.generation import Generation, GenerationCall
 from tanghulu.conductor.http.preprocess import ParsedRequest
 from tanghulu.conductor.http.retry_after import RetryAfter
 from tanghulu.conductor.text.served_model import ServedModel
+from tanghulu.conductor.tools.choosing import ParserNames
 from tanghulu.errors import TanghuluError
 from tanghulu.web.bodies import Bodies
 from tanghulu.web.errors import BadField
@@ -36,6 +37,7 @@ class Service:
     metrics: CollectorRegistry
     bodies: Bodies = field(default_factory=lambda: Bodies(DEFAULT_BODY_BYTES, ROOM_BYTES))
     first_model_timeout_s: float = 30.0
+    parsers: ParserNames = field(default_factory=ParserNames)
     calls: dict[str, GenerationCall] = field(default_factory=dict)
     stopping: bool = False
     _retry_after: RetryAfter = field(default_factory=lambda: RetryAfter(time.monotonic()))
@@ -61,7 +63,9 @@ class Service:
         call = GenerationCall(call_id, parsed.model, parsed.num_choices)
         try:
             for request in parsed.requests:
-                call.generations.append(Generation(self.dispatcher, request, parsed.model, parsed.stop_strings))
+                call.generations.append(
+                    Generation(self.dispatcher, request, parsed.model, parsed.stop_strings, parsed.markers)
+                )
         except TanghuluError:
             call.abort()
             raise

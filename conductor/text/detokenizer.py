@@ -17,7 +17,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -73,10 +73,10 @@ class TokenBytes:
 
 
 class ByteLevelDetokenizer:
-    """For byte-level BPE: an incremental UTF-8 decoder over the tokens' bytes."""
+    """For byte-level BPE: an incremental UTF-8 decoder over the tokens' bytes. ``bytes_of`` gives those of a token."""
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
-        self._bytes_of = token_bytes.of
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        self._bytes_of = bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, tokens: Sequence[int]) -> str:
@@ -129,6 +129,26 @@ def is_byte_level(tokenizer_json: str) -> bool:
     return [part.get("type") for part in parts] == ["ByteLevel"]
 
 
+class MarkedDetokenizer:
+    """For a decoder that shows no special tokens: those of ``shown`` part the text, and stand for themselves."""
+
+    def __init__(self, new_part: Callable[[], Detokenizer], shown: Mapping[int, str]) -> None:
+        self._new_part = new_part
+        self._part = new_part()
+        self._shown = shown
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        text, start = "", 0
+        for position, token in enumerate(tokens):
+            if token in self._shown:
+                text += self._part.feed(tokens[start:position]) + self._part.flush() + self._shown[token]
+                self._part, start = self._new_part(), position + 1
+        return text + self._part.feed(tokens[start:])
+
+    def flush(self) -> str:
+        return self._part.flush()
+
+
 class DetokenizerFactory:
     """Makes the fitting detokenizer for each new sequence of one model."""
 
@@ -138,9 +158,18 @@ class DetokenizerFactory:
         self._tokenizer = tokenizer
         self._token_bytes = TokenBytes(tokenizer, self.special) if byte_level else None
 
-    def new(self) -> Detokenizer:
+    def new(self, markers: Sequence[str] = ()) -> Detokenizer:
+        """A detokenizer that leaves special tokens out, but for those whose text is one of ``markers``."""
+        ids = {self._tokenizer.token_to_id(marker): marker for marker in markers}
+        shown = {token: marker for token, marker in ids.items() if token in self.special}
         if self._token_bytes is not None:
-            return ByteLevelDetokenizer(self._token_bytes)
+            known = self._token_bytes.of
+            if not shown:
+                return ByteLevelDetokenizer(known)
+            as_bytes = {token: marker.encode() for token, marker in shown.items()}
+            return ByteLevelDetokenizer(lambda token: as_bytes.get(token) or known(token))
+        if shown:
+            return MarkedDetokenizer(lambda: WindowDetokenizer(self._tokenizer, self.special), shown)
         return WindowDetokenizer(self._tokenizer, self.special)
 
     def token_bytes(self, token: int) -> bytes:
