@@ -32,9 +32,9 @@ class JsonForm:
     """A way of writing calls.
 
     ``opening`` stands in front of a call and ``closing`` behind it; ``bare``: at the beginning of an answer a call
-    needs no opening. ``separators``: characters of which one stands between calls. ``listed``: calls may stand in brackets.
-    ``named``: a call may have its name in front of its arguments. ``known``: only functions that the request has are
-    taken for calls, since the form alone is not telling.
+    needs no opening. ``separators``: characters of which one stands between calls. ``listed``: calls may stand in
+    brackets. ``named``: a call may have its name in front of its arguments. ``known``: only functions that the request
+    has are taken for calls, since the form alone is not telling.
     """
 
     opening: str = ""
