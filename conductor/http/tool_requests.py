@@ -55,7 +55,7 @@ class WantedCalls:
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
         """The messages and tools for the chat template of a model of ``form``; where it knows none, in a message."""
         tools = [tool.for_template() for tool in self.tools]
-        if form.native:
+        if form.shows_tools or (form.shows_calls and not tools):
             return messages, tools or None
         return prompting.with_tools(messages, tools), None
 

@@ -55,11 +55,15 @@ class ParserNames:
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """How a model writes what is no plain text. ``native``: its chat template shows it tools and calls by itself."""
+    """How a model writes what is no plain text.
+
+    ``shows_tools``: its chat template shows it tools; ``shows_calls``: and earlier calls.
+    """
 
     tool_calls: str
     reasoning: str
-    native: bool
+    shows_tools: bool
+    shows_calls: bool
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -78,13 +82,13 @@ def form_of(template: str, parsers: ParserNames) -> AnswerForm:
 
     A model whose template knows no tools is shown them in Hermes' form, so it answers in that.
     """
-    native = _USES_TOOLS.search(template) is not None
+    shows_tools = _USES_TOOLS.search(template) is not None
     tool_calls, reasoning = parsers.tool_calls, parsers.reasoning
     if tool_calls == AUTO:
-        tool_calls = next((name for marker, name in _MARKERS if marker in template), NONE) if native else "hermes"
+        tool_calls = next((name for marker, name in _MARKERS if marker in template), NONE) if shows_tools else "hermes"
     if reasoning == AUTO:
         reasoning = _THINK if OPENING in template or CLOSING in template else NONE
-    return AnswerForm(tool_calls, reasoning, native)
+    return AnswerForm(tool_calls, reasoning, shows_tools, shows_tools or "tool_calls" in template)
 
 
 def call_parser(name: str, names: Collection[str]) -> AnswerParser:
