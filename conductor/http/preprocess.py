@@ -60,6 +60,7 @@ async def parse_chat(body: ChatBody, model: ServedModel, parsers: ParserNames) -
     """Make the sequences of a chat completion."""
     form = form_of(model.card.chat_template, parsers)
     calls = WantedCalls.of(body)
+    schema = calls.schema()
     messages, tools = calls.shown([message.for_template() for message in body.messages], form)
     variables = {**_template_variables(body), "tools": tools, "add_generation_prompt": body.add_generation_prompt}
     text = await model.render_chat(messages, variables)
@@ -67,14 +68,16 @@ async def parse_chat(body: ChatBody, model: ServedModel, parsers: ParserNames) -
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     wanted = body.max_completion_tokens or body.max_tokens
     parsed = _parsed(model, [prompt], body, wanted, num_logprobs, body)
-    return _with_calls(parsed, calls, form, is_open(text))
+    return _with_calls(parsed, calls, schema, form, is_open(text))
 
 
-def _with_calls(parsed: ParsedRequest, calls: WantedCalls, form: AnswerForm, opened: bool) -> ParsedRequest:
-    """``parsed`` with the grammar that forces ``calls``, and the parser that its answers need."""
+def _with_calls(
+    parsed: ParsedRequest, calls: WantedCalls, schema: str | None, form: AnswerForm, opened: bool
+) -> ParsedRequest:
+    """``parsed`` with the ``schema`` that forces ``calls``, if any, and the parser that its answers need."""
     sampling = parsed.requests[0].sampling
     free = sampling.json_schema is None and sampling.regex is None
-    schema, requests = calls.schema(), parsed.requests
+    requests = parsed.requests
     if schema is not None:
         if not free:
             raise BadField("tool_choice asks for a grammar, and so does another field; give one", "tool_choice")

@@ -284,13 +284,8 @@ def test_no_text_breaks_a_parser(pieces: list[str], form: str) -> None:
         assert _content(whole) == text
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-        st.lists,
-    )
-)
+@settings(max_examples=50, deadline=None)
+@given(st.recursive(st.none() | st.floats(allow_nan=False, allow_infinity=False) | st.text(), st.lists, max_leaves=5))
 def test_the_scanner_knows_json(value: object) -> None:
     text = json.dumps([value])
     scanner = JsonScanner()
