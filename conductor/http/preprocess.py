@@ -68,23 +68,34 @@ async def parse_chat(body: ChatBody, model: ServedModel, parsers: ParserNames) -
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     wanted = body.max_completion_tokens or body.max_tokens
     parsed = _parsed(model, [prompt], body, wanted, num_logprobs, body)
+    if schema is None and _is_free(parsed):
+        parsed = _with_sampling(parsed, lark=calls.strict_grammar(model, form))
     return _with_calls(parsed, calls, schema, form, is_open(text))
+
+
+def _is_free(parsed: ParsedRequest) -> bool:
+    """Whether the client asks for no grammar by itself."""
+    sampling = parsed.requests[0].sampling
+    return sampling.json_schema is None and sampling.regex is None
+
+
+def _with_sampling(parsed: ParsedRequest, **changes: str | None) -> ParsedRequest:
+    requests = [replace(each, sampling=replace(each.sampling, **changes)) for each in parsed.requests]
+    return replace(parsed, requests=requests)
 
 
 def _with_calls(
     parsed: ParsedRequest, calls: WantedCalls, schema: str | None, form: AnswerForm, opened: bool
 ) -> ParsedRequest:
     """``parsed`` with the ``schema`` that forces ``calls``, if any, and the parser that its answers need."""
-    sampling = parsed.requests[0].sampling
-    free = sampling.json_schema is None and sampling.regex is None
-    requests = parsed.requests
+    free = _is_free(parsed)
     if schema is not None:
         if not free:
             raise BadField("tool_choice asks for a grammar, and so does another field; give one", "tool_choice")
-        requests = [replace(each, sampling=replace(each.sampling, json_schema=schema)) for each in requests]
+        parsed = _with_sampling(parsed, json_schema=schema)
     new_parser = calls.new_parser(form, free, opened)
     markers = form.markers if new_parser is not None and not calls.forced else ()
-    return replace(parsed, requests=requests, new_parser=new_parser, most_calls=calls.most, markers=markers)
+    return replace(parsed, new_parser=new_parser, most_calls=calls.most, markers=markers)
 
 
 def _template_variables(body: ChatBody) -> dict[str, Any]:

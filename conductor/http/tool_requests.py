@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tanghulu.conductor.http.schema import MAX_GRAMMAR_CHARS, ChatBody, FunctionDefinition, Tool
+from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.conductor.tools import prompting, schemas
+from tanghulu.conductor.tools.call_reader import ARGUMENTS_MARK
 from tanghulu.conductor.tools.choosing import NONE, AnswerForm, call_parser, forced_parser
 from tanghulu.conductor.tools.events import AnswerParser
 from tanghulu.conductor.tools.reasoning import PlainAnswer, ReasoningParser
+from tanghulu.conductor.tools.strict import StrictTool, strict_grammar
 from tanghulu.web.errors import BadField
 
 _CHOICES = ("none", "auto", "required")
@@ -68,13 +71,25 @@ class WantedCalls:
             text = schemas.arguments_schema(parameters[self.only])
         else:
             text = schemas.calls_schema(list(parameters.items()), self.most)
-        if len(text) > MAX_GRAMMAR_CHARS:
+        return _checked_length(text)
+
+    def strict_grammar(self, model: ServedModel, form: AnswerForm) -> str | None:
+        """The grammar that holds calls of strict tools to their schemas; None where there are none. Raises BadField."""
+        if self.forced or form.tool_calls == NONE or not any(tool.function.strict for tool in self.tools):
+            return None
+        tools = [
+            StrictTool(tool.function.name, tool.function.parameters if tool.function.strict else None)
+            for tool in self.tools
+        ]
+        prefixed = ARGUMENTS_MARK in model.card.chat_template
+        text = strict_grammar(form.tool_calls, tools, model.special_token, prefixed)
+        if text is None:
             raise BadField(
-                f"the schemas of tools take {len(text)} characters, and a tool_choice that forces a call needs them as "
-                f"one grammar of at most {MAX_GRAMMAR_CHARS}",
+                f"strict needs a tool_choice of required or a function: this model's form of calls, {form.tool_calls}, "
+                "cannot be held to a schema",
                 "tools",
             )
-        return text
+        return _checked_length(text)
 
     def new_parser(self, form: AnswerForm, free: bool, opened: bool) -> Callable[[], AnswerParser] | None:
         """What makes the parser of each choice; None where the answer is plain text.
@@ -94,6 +109,16 @@ class WantedCalls:
             return ReasoningParser(answer, opened)
 
         return behind_reasoning
+
+
+def _checked_length(grammar: str) -> str:
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        raise BadField(
+            f"the schemas of tools take {len(grammar)} characters; what is strict or forced needs them as one grammar "
+            f"of at most {MAX_GRAMMAR_CHARS}",
+            "tools",
+        )
+    return grammar
 
 
 def _choice_of(given: str | dict[str, Any] | None, names: Sequence[str]) -> tuple[str, str | None]:

@@ -118,6 +118,11 @@ class ServedModel:
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
+    def special_token(self, text: str) -> int | None:
+        """The id of the special token that ``text`` is; None where it is none."""
+        token = self.tokenizer.token_to_id(text)
+        return token if token in self.detokenizers.special else None
+
     async def render_chat(self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         """The chat's prompt as text; to be encoded without special tokens, which are in it.
 

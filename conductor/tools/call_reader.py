@@ -18,7 +18,7 @@ MAX_HELD_CHARACTERS: Final = 65_536
 MAX_NAME_CHARACTERS: Final = 256
 _ARGUMENTS: Final = ("arguments", "parameters")
 #: What stands between a name and its arguments in Mistral's form; a call's id may stand there, too.
-_ARGUMENTS_MARK: Final = "[ARGS]"
+ARGUMENTS_MARK: Final = "[ARGS]"
 _ID_MARK: Final = "[CALL_ID]"
 _IN_A_NAME: Final = re.compile(r"[A-Za-z0-9_.:-]")
 
@@ -232,7 +232,7 @@ class NamedCallReader:
 
     def _head_is_whole(self) -> bool:
         _, mark, rest = self._head.rstrip().partition("[")
-        return not mark or rest.endswith(_ARGUMENTS_MARK[1:])
+        return not mark or rest.endswith(ARGUMENTS_MARK[1:])
 
     def _may_go_on(self) -> bool:
         """Whether the head can still become one, looking at its last character alone where it is in the name."""
@@ -247,4 +247,4 @@ class NamedCallReader:
             _, mark, after = rest[len(_ID_MARK) :].partition("[")
             rest = mark + after
         rest = rest.rstrip()
-        return _ARGUMENTS_MARK.startswith(rest) or _ID_MARK.startswith(rest)
+        return ARGUMENTS_MARK.startswith(rest) or _ID_MARK.startswith(rest)

@@ -269,6 +269,25 @@ class TestForced:
             assert schema["$defs"] == PARAMETERS["$defs"]
 
 
+class TestStrict:
+    STRICT: Any = {"type": "function", "function": {**FUNCTION, "strict": True}}  # noqa: RUF012
+
+    async def test_a_call_that_may_be_is_held_to_its_schema(self, tmp_path):
+        async with _served(tmp_path, CALL) as (client, cluster):
+            answer = await client.chat.completions.create(model="tiny", messages=ASK, tools=[self.STRICT, OTHER])
+            assert answer.choices[0].message.tool_calls[0].function.name == "get_weather"
+            sampling = cluster.workers[0].submits[-1].sampling
+            assert sampling.WhichOneof("grammar") == "lark"
+            assert '"required": ["city"]' in sampling.lark
+            await client.chat.completions.create(model="tiny", messages=ASK, tools=[TOOL])
+            assert cluster.workers[0].submits[-1].sampling.WhichOneof("grammar") is None
+
+    async def test_a_form_that_no_grammar_holds_is_refused_by_name(self, tmp_path):
+        async with _served(tmp_path, CALL, tool_call_parser="pythonic") as (client, _):
+            with pytest.raises(openai.BadRequestError, match="pythonic"):
+                await client.chat.completions.create(model="tiny", messages=ASK, tools=[self.STRICT])
+
+
 REFUSED = [
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tool_choice": "auto", "tools": []}, "tool_choice", "needs tools"),
