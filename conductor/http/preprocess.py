@@ -69,7 +69,7 @@ async def parse_chat(body: ChatBody, model: ServedModel, parsers: ParserNames) -
     wanted = body.max_completion_tokens or body.max_tokens
     parsed = _parsed(model, [prompt], body, wanted, num_logprobs, body)
     if schema is None and _is_free(parsed):
-        parsed = _with_sampling(parsed, lark=calls.strict_grammar(model, form))
+        parsed = _with_grammar(parsed, lark=calls.strict_grammar(model, form))
     return _with_calls(parsed, calls, schema, form, is_open(text))
 
 
@@ -79,8 +79,10 @@ def _is_free(parsed: ParsedRequest) -> bool:
     return sampling.json_schema is None and sampling.regex is None
 
 
-def _with_sampling(parsed: ParsedRequest, **changes: str | None) -> ParsedRequest:
-    requests = [replace(each, sampling=replace(each.sampling, **changes)) for each in parsed.requests]
+def _with_grammar(parsed: ParsedRequest, json_schema: str | None = None, lark: str | None = None) -> ParsedRequest:
+    """``parsed``, which is free, under a grammar of one kind or none."""
+    changed = [replace(each.sampling, json_schema=json_schema, lark=lark) for each in parsed.requests]
+    requests = [replace(each, sampling=sampling) for each, sampling in zip(parsed.requests, changed, strict=True)]
     return replace(parsed, requests=requests)
 
 
@@ -92,7 +94,7 @@ def _with_calls(
     if schema is not None:
         if not free:
             raise BadField("tool_choice asks for a grammar, and so does another field; give one", "tool_choice")
-        parsed = _with_sampling(parsed, json_schema=schema)
+        parsed = _with_grammar(parsed, json_schema=schema)
     new_parser = calls.new_parser(form, free, opened)
     markers = form.markers if new_parser is not None and not calls.forced else ()
     return replace(parsed, new_parser=new_parser, most_calls=calls.most, markers=markers)

@@ -182,7 +182,7 @@ class CalledFunction(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: str | dict[str, Any] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """The function with its arguments as an object, as chat templates expect them."""
@@ -224,18 +224,20 @@ class Message(BaseModel):
         return {"role": self.role, "content": text, **more}
 
 
-class FunctionDefinition(Body):
+class FunctionDefinition(BaseModel):
     """A function that the model may call; ``parameters`` is the JSON schema of its arguments."""
 
+    model_config = ConfigDict(strict=True, extra="allow")
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Body):
-    """One of ``tools``."""
+class Tool(BaseModel):
+    """One of ``tools``. Further fields go to the chat template."""
 
+    model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["function"]
     function: FunctionDefinition
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)

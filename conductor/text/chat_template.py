@@ -18,8 +18,8 @@ import jinja2.parser
 
 from tanghulu.conductor.text.template_bounds import (
     MAX_SOURCE_CHARACTERS,
-    MOST_WORK,
-    WORK_PER_CHARACTER,
+    MOST,
+    Allowance,
     BoundedEnvironment,
     Work,
     WorkExceeded,
@@ -98,19 +98,19 @@ class ChatTemplate:
             raise ModelUnsupported(f"the model's chat template cannot be compiled: {error}") from error
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], most_work: int = MOST_WORK
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], allowance: Allowance = MOST
     ) -> str:
         """The prompt, the assistant's turn opened.
 
         Raises InvalidRequest where the template refuses the messages, and TemplateTooCostly where it would do more than
-        ``most_work`` and its share for the characters that it is given.
+        ``allowance`` and the work for the characters that it is given.
         """
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions")
         template = self._template
         values = {"add_generation_prompt": True, "tools": None, "documents": None, **self._tokens, **variables}
         values["messages"] = list(messages)
-        work = Work(most_work + WORK_PER_CHARACTER * size_of(values))
+        work = Work(allowance, size_of(values))
         try:
             return bounded(work, lambda: template.render(values))
         except WorkExceeded as error:

@@ -18,7 +18,7 @@ from tanghulu.conductor.routing.requests import ModelCard
 from tanghulu.conductor.text.chat_template import ChatTemplate, TemplateTooCostly
 from tanghulu.conductor.text.detokenizer import DetokenizerFactory, is_byte_level
 from tanghulu.conductor.text.preparing import INLINE_BYTES, INLINE_CHARACTERS, in_thread
-from tanghulu.conductor.text.template_bounds import size_of
+from tanghulu.conductor.text.template_bounds import INLINE, size_of
 from tanghulu.errors import ContextLengthExceeded, InvalidRequest, ModelUnsupported
 from tanghulu.hashing import HASH_FUNCTIONS, Tokens, TokenSequence, as_tokens, root_hash
 
@@ -30,8 +30,6 @@ COUNTED_FROM_CHARACTERS_PER_TOKEN = 2
 _COUNTED_CHARACTERS = 16_384
 #: A cut through a word adds tokens, but hardly more than this.
 _TOKENS_OF_A_CUT = 16
-#: A template may do so much in the event loop, some ten milliseconds; one that did more is rendered in a thread.
-_INLINE_WORK = 1 << 19
 _MAX_TOKENIZER_BYTES = 256 << 20
 
 
@@ -132,7 +130,7 @@ class ServedModel:
         self._check_characters(sum(len(message.get("content") or "") for message in messages))
         if not self._is_costly and size_of(messages) + size_of(variables) <= INLINE_BYTES:
             try:
-                return self.template.render(messages, variables, _INLINE_WORK)
+                return self.template.render(messages, variables, INLINE)
             except TemplateTooCostly:
                 self._is_costly = True
         return await in_thread(self.template.render, messages, variables)

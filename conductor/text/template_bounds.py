@@ -17,6 +17,7 @@ import time
 import types
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Final
 
 import jinja2
@@ -28,10 +29,8 @@ from jinja2.runtime import Context
 #: The work of one step, of a value within a container, of one character; in a microsecond or so goes one step.
 STEP: Final = 16
 _VALUE: Final = 4
-#: Work of a render, and what it may do more for each character that it is given.
-MOST_WORK: Final = 32 << 20
+#: The work that a render may do more for each character that it is given.
 WORK_PER_CHARACTER: Final = 16
-DEADLINE_S: Final = 5.0
 MAX_SOURCE_CHARACTERS: Final = 1 << 20
 MAX_DEPTH: Final = 100
 _MAX_INDENT: Final = 16
@@ -52,12 +51,27 @@ class WorkExceeded(jinja2.TemplateError):
     """The template would do more than it may."""
 
 
-class Work:
-    """What one render may still do."""
+@dataclass(frozen=True)
+class Allowance:
+    """What a render may do: work besides that for its characters, and seconds."""
 
-    def __init__(self, left: int) -> None:
-        self._left = left
-        self._until_s = time.monotonic() + DEADLINE_S
+    work: int
+    seconds: float
+
+
+#: What no render may go beyond.
+MOST: Final = Allowance(32 << 20, 5.0)
+#: What it may do in the event loop; one that would do more is begun again in a thread.
+INLINE: Final = Allowance(1 << 19, 0.05)
+
+
+class Work:
+    """What one render of texts of ``num_characters`` may still do."""
+
+    def __init__(self, allowance: Allowance, num_characters: int) -> None:
+        self._left = allowance.work + WORK_PER_CHARACTER * num_characters
+        self._seconds = allowance.seconds
+        self._until_s = time.monotonic() + allowance.seconds
 
     def spend(self, amount: int) -> None:
         """Take ``amount``. Raises WorkExceeded where there is not so much left, or no time."""
@@ -65,7 +79,7 @@ class Work:
         if self._left < 0:
             raise WorkExceeded("it does too much work")
         if time.monotonic() > self._until_s:
-            raise WorkExceeded(f"it takes more than {DEADLINE_S:g} s")
+            raise WorkExceeded(f"it takes more than {self._seconds:g} s")
 
     def spend_on(self, value: Any, texts: bool = True, indent: int = 0) -> None:
         """Take what going through ``value`` costs; without ``texts`` only what holds them counts."""
@@ -273,15 +287,17 @@ def _prepared_for(work: Work, method: Any, args: tuple[Any, ...], kwargs: Mappin
         work.spend(len(owner) * _length(args[0]))
     elif name == "expandtabs":
         size = next(iter((*args, *kwargs.values())), 8)
-        work.spend(owner.count("\t" if isinstance(owner, str) else b"\t") * size if isinstance(size, int) else 0)
+        work.spend(len(owner) * size if isinstance(size, int) else 0)
     else:
         work.spend(max((each for each in (*args, *kwargs.values()) if isinstance(each, int)), default=0))
     return args
 
 
 def _spend_on_replace(work: Work, text: Any, old: Any, new: Any) -> None:
-    if isinstance(old, str | bytes) and isinstance(new, str | bytes) and type(old) is type(text):
-        work.spend((text.count(old) if old else len(text) + 1) * len(new))
+    count = len(text) + 1
+    if isinstance(text, str) and isinstance(old, str) and old:
+        count = text.count(old)
+    work.spend(count * len(new) if isinstance(new, str | bytes) else 0)
 
 
 def _listed(value: Any) -> Any:

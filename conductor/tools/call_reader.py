@@ -19,7 +19,7 @@ MAX_NAME_CHARACTERS: Final = 256
 _ARGUMENTS: Final = ("arguments", "parameters")
 #: What stands between a name and its arguments in Mistral's form; a call's id may stand there, too.
 ARGUMENTS_MARK: Final = "[ARGS]"
-_ID_MARK: Final = "[CALL_ID]"
+ID_MARK: Final = "[CALL_ID]"
 _IN_A_NAME: Final = re.compile(r"[A-Za-z0-9_.:-]")
 
 
@@ -208,7 +208,7 @@ class NamedCallReader:
         """Take ``text``; returns how many characters belong to the call."""
         position = 0
         while position < len(text) and self.name is None and not self.broken:
-            if text[position] == "{" and not self._head.endswith(_ID_MARK):
+            if text[position] == "{" and not self._head.endswith(ID_MARK):
                 self.name = self._name()
                 self.broken = self.name is None
                 break
@@ -243,8 +243,8 @@ class NamedCallReader:
             last = name[-1]
             return bool(_IN_A_NAME.match(last)) if not last.isspace() else name.strip() != ""
         rest = mark + rest
-        if rest.startswith(_ID_MARK):
-            _, mark, after = rest[len(_ID_MARK) :].partition("[")
+        if rest.startswith(ID_MARK):
+            _, mark, after = rest[len(ID_MARK) :].partition("[")
             rest = mark + after
         rest = rest.rstrip()
-        return ARGUMENTS_MARK.startswith(rest) or _ID_MARK.startswith(rest)
+        return ARGUMENTS_MARK.startswith(rest) or ID_MARK.startswith(rest)

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Final
 
 from tanghulu.conductor.tools import json_calls, pythonic
+from tanghulu.conductor.tools.call_reader import ARGUMENTS_MARK, ID_MARK
 from tanghulu.conductor.tools.events import AnswerParser
 from tanghulu.conductor.tools.json_calls import JsonCallParser, JsonForm
 from tanghulu.conductor.tools.pythonic import PythonicCallParser
@@ -68,12 +69,14 @@ class AnswerForm:
     @property
     def markers(self) -> tuple[str, ...]:
         """The special tokens that its parsers have to see."""
-        if self.tool_calls == _PYTHONIC:
-            return (pythonic.OPENING, pythonic.CLOSING)
+        found = (OPENING, CLOSING) if self.reasoning == _THINK else ()
         form = _FORMS.get(self.tool_calls)
-        found = () if form is None else (form.opening, form.closing)
-        extra = ("[ARGS]", "[CALL_ID]") if form is not None and form.named else ()
-        return tuple(marker for marker in (*found, *extra) if marker)
+        if self.tool_calls == _PYTHONIC:
+            found += (pythonic.OPENING, pythonic.CLOSING)
+        elif form is not None:
+            found += (form.opening, form.closing)
+            found += (ARGUMENTS_MARK, ID_MARK) if form.named else ()
+        return tuple(marker for marker in found if marker)
 
 
 @lru_cache(64)

@@ -146,7 +146,7 @@ def test_other_rows_of_the_batch_are_free(compiler):
         (GrammarKind.REGEX, "[a"),
         (GrammarKind.JSON_SCHEMA, '{"type": "wrong"}'),
         (GrammarKind.JSON_SCHEMA, "{"),
-        (GrammarKind.LARK, "start: "),
+        (GrammarKind.LARK, "start: ("),
         (GrammarKind.REGEX, "a" * (MAX_GRAMMAR_CHARS + 1)),
     ],
 )
