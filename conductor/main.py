@@ -28,6 +28,7 @@ from tanghulu.conductor.replicating import CopyRequester, Replicator, RequestCop
 from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.routing.profiles import read_profiles
+from tanghulu.conductor.tools.choosing import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS, ParserNames
 from tanghulu.discovery.base import Discovery, Instance
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.discovery.open import open_discovery
@@ -89,6 +90,16 @@ class ConductorConfig(MasterOptions, ProcessConfig):
         0.0, "refuse with 429 what would wait longer for each token, in seconds; 0: never", least=0
     )
     max_redispatches: int = option(3, "how often a request is moved because its worker was lost", least=0)
+    tool_call_parser: str = option(
+        AUTO,
+        "form of the models' tool calls; auto tells it from the chat template",
+        choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str = option(
+        AUTO,
+        "form of the models' reasoning; auto tells it from the chat template",
+        choices=REASONING_PARSERS,
+    )
     max_body_size: int = option(DEFAULT_BODY_BYTES, "longest request body", size=True, least=1)
     unknown_fields: str = option(
         UnknownFields.WARN.value,
@@ -133,7 +144,8 @@ class Conductor:
         )
         bodies = Bodies(config.max_body_size, ROOM_BYTES)
         unknown_fields = UnknownFields(config.unknown_fields)
-        self.service = Service(self.dispatcher, registry, bodies, config.queue_timeout_s, unknown_fields)
+        parsers = ParserNames(config.tool_call_parser, config.reasoning_parser)
+        self.service = Service(self.dispatcher, registry, bodies, config.queue_timeout_s, unknown_fields, parsers)
         self.peers = group.PeerGroup(conductor_id, self.dispatcher.own, self.dispatcher.peers, config.credentials)
         self.dashboard = Dashboard(self.dispatcher, self.metrics, config.master.showing(config.credentials))
         self.address = Address("", 0)

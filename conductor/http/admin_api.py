@@ -103,7 +103,7 @@ async def _parse_body(service: Service, body: bytes, query: dict[str, str]) -> P
         raise BadField("send a body like a completion's or a chat's, or ?prompt=", "prompt")
     if b'"messages"' in body:
         chat = await parse_large(ChatBody, body, service.most_string_bytes)
-        return await parse_chat(chat, await service.find_model(chat.model))
+        return await parse_chat(chat, await service.find_model(chat.model), service.parsers)
     completion = await parse_large(CompletionBody, body, service.most_string_bytes)
     return await parse_completion(completion, await service.find_model(completion.model))
 

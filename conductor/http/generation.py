@@ -7,7 +7,7 @@ sequences of one client request (n choices, lists of prompts), which live and di
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher
@@ -49,10 +49,19 @@ class TextDelta:
 
 
 class Generation:
-    """One sequence under way. ``matched``: the stop string or stop token that ended it; ``name``: its client's name."""
+    """One sequence under way. ``matched``: the stop string or stop token that ended it; ``name``: its client's name.
+
+    ``markers`` are the special tokens that its text shows.
+    """
 
     def __init__(
-        self, dispatcher: Dispatcher, request: GenerationRequest, model: ServedModel, rules: TextRules, name: str
+        self,
+        dispatcher: Dispatcher,
+        request: GenerationRequest,
+        model: ServedModel,
+        rules: TextRules,
+        name: str,
+        markers: Sequence[str] = (),
     ) -> None:
         self.request = request
         self.name = name
@@ -60,7 +69,7 @@ class Generation:
         self.num_generated = 0
         self.matched: str | int | None = None
         self._dispatcher = dispatcher
-        self._detokenizer = model.detokenizers.new(skip_special_tokens=rules.skip_special_tokens)
+        self._detokenizer = model.detokenizers.new(markers, skip_special_tokens=rules.skip_special_tokens)
         self._stops = rules.new_matcher()
         self._keep_stop = rules.keep_stop
         self._stream = dispatcher.submit(request, model)

@@ -11,8 +11,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from tanghulu.conductor.http import openai_format as shape
+from tanghulu.conductor.http.answers import AnswerReader
 from tanghulu.conductor.http.generation import GenerationCall, TextDelta
-from tanghulu.conductor.http.preprocess import parse_chat, parse_completion
+from tanghulu.conductor.http.preprocess import ParsedRequest, parse_chat, parse_completion
 from tanghulu.conductor.http.reply import DONE, EventStream, JsonWhenDone, reading
 from tanghulu.conductor.http.schema import ChatBody, CompletionBody
 from tanghulu.conductor.http.service import Service
@@ -32,18 +33,20 @@ def router(service: Service) -> APIRouter:
         """A chat completion."""
         async with reading(request, service, ChatBody) as body:
             model = await service.find_model(body.model)
-            parsed = await parse_chat(body, model)
+            parsed = await parse_chat(body, model, service.parsers)
         call = service.start(f"chatcmpl-{body.call_id or uuid.uuid4().hex}", parsed)
         num_top = body.top_logprobs or 0
 
         def logprobs(_: int, values: Sequence[TokenLogprobs]) -> Any:
             return shape.chat_logprobs(model, values, num_top)
 
+        if parsed.new_parser is not None:
+            return _parsed_answer(service, call, parsed, body)
         reader = _Reader(call, logprobs if body.logprobs else None)
         if body.stream:
             writer = shape.ChunkWriter(call, True, body.include_usage, body.continuous_usage)
             return EventStream(call, service.forget, reader.stream(writer, True, body.include_usage))
-        return JsonWhenDone(call, service.forget, lambda: reader.whole(shape.whole_chat))
+        return JsonWhenDone(call, service.forget, lambda: reader.whole(shape.whole_text_chat))
 
     @api.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -74,6 +77,21 @@ def router(service: Service) -> APIRouter:
         return shape.model_entry(await service.find_model(name), started)
 
     return api
+
+
+def _parsed_answer(service: Service, call: GenerationCall, parsed: ParsedRequest, body: ChatBody) -> Response:
+    """The reply to a chat whose text is read for reasoning and tool calls."""
+    assert parsed.new_parser is not None
+    num_top = body.top_logprobs or 0
+
+    def logprobs(values: Sequence[TokenLogprobs]) -> Any:
+        return shape.chat_logprobs(call.model, values, num_top)
+
+    reader = AnswerReader(call, parsed.new_parser, parsed.most_calls, logprobs if body.logprobs else None)
+    if not body.stream:
+        return JsonWhenDone(call, service.forget, reader.whole)
+    writer = shape.ChunkWriter(call, True, body.include_usage)
+    return EventStream(call, service.forget, reader.stream(writer, body.include_usage))
 
 
 class _Reader:
@@ -130,7 +148,7 @@ class _Reader:
             shown = self._logprobs(index, values) if self._logprobs is not None else None
             piece = writer.text(index, delta.text, shown)
         if delta.finish is not None:
-            piece += writer.finish(index, delta.finish)
+            piece += writer.finish(index, delta.finish.value)
         return piece
 
     def _with_waiting(self, index: int, delta: TextDelta) -> list[TokenLogprobs]:

@@ -51,39 +51,48 @@ class ChunkWriter:
         middle = f'"delta":{{"content":{escaped}}}' if self._is_chat else f'"text":{escaped}'
         return self._chunk(index, middle, logprobs, None)
 
-    def finish(self, index: int, finish: FinishReason) -> bytes:
-        return self._chunk(index, '"delta":{}' if self._is_chat else '"text":""', None, finish)
+    def delta(self, index: int, delta: dict[str, Any], logprobs: Any = None) -> bytes:
+        """A chunk of a chat whose delta is any."""
+        return self._chunk(index, f'"delta":{dumps(delta)}', logprobs, None)
+
+    def finish(self, index: int, reason: str) -> bytes:
+        return self._chunk(index, '"delta":{}' if self._is_chat else '"text":""', None, reason)
 
     def usage(self, call: GenerationCall) -> bytes:
         return event(f'{self._head}],"usage":{dumps(usage(call))}}}')
 
-    def _chunk(self, index: int, middle: str, logprobs: Any, finish: FinishReason | None) -> bytes:
-        reason = f'"{finish.value}"' if finish is not None else "null"
+    def _chunk(self, index: int, middle: str, logprobs: Any, reason: str | None) -> bytes:
+        finish = f'"{reason}"' if reason is not None else "null"
         probabilities = "null" if logprobs is None else dumps(logprobs)
         tail = self._tail if self._call is None else f'],"usage":{dumps(usage(self._call))}}}'
         return event(
-            f'{self._head}{{"index":{index},{middle},"logprobs":{probabilities},"finish_reason":{reason}}}{tail}'
+            f'{self._head}{{"index":{index},{middle},"logprobs":{probabilities},"finish_reason":{finish}}}{tail}'
         )
 
 
-def whole_chat(call: GenerationCall, choices: Sequence[tuple[str, Any, FinishReason]]) -> dict[str, Any]:
-    """A chat.completion of (text, logprobs, reason) for each choice."""
+def text_message(text: str) -> dict[str, Any]:
+    """The message of an assistant that says ``text``."""
+    return {"role": "assistant", "content": text, "refusal": None}
+
+
+def whole_chat(call: GenerationCall, choices: Sequence[tuple[dict[str, Any], Any, str]]) -> dict[str, Any]:
+    """A chat.completion of (message, logprobs, reason) for each choice."""
     return {
         "id": call.id,
         "object": "chat.completion",
         "created": int(time.time()),
         "model": call.model.card.model,
         "choices": [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": text, "refusal": None},
-                "logprobs": logprobs,
-                "finish_reason": finish.value,
-            }
-            for index, (text, logprobs, finish) in enumerate(choices)
+            {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+            for index, (message, logprobs, reason) in enumerate(choices)
         ],
         "usage": usage(call),
     }
+
+
+def whole_text_chat(call: GenerationCall, choices: Sequence[tuple[str, Any, FinishReason]]) -> dict[str, Any]:
+    """A chat.completion of (text, logprobs, reason) for each choice."""
+    return whole_chat(call, [(text_message(text), shown, finish.value) for text, shown, finish in choices])
 
 
 def whole_completion(call: GenerationCall, choices: Sequence[tuple[str, Any, FinishReason]]) -> dict[str, Any]:

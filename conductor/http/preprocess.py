@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from tanghulu.conductor.http.generation import TextRules
@@ -26,10 +26,14 @@ from tanghulu.conductor.http.schema import (
     RoutedBody,
     SamplingFields,
 )
+from tanghulu.conductor.http.tool_requests import WantedCalls
 from tanghulu.conductor.routing.overrides import NO_OVERRIDES
 from tanghulu.conductor.routing.requests import GenerationRequest, Sampling, StopRule
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.conductor.text.stop_regex import MAX_PATTERN_CHARACTERS, StopPattern
+from tanghulu.conductor.tools.choosing import AnswerForm, ParserNames, form_of
+from tanghulu.conductor.tools.events import AnswerParser
+from tanghulu.conductor.tools.reasoning import is_open
 from tanghulu.hashing import Tokens
 from tanghulu.types import RequestId
 from tanghulu.web.errors import BadField
@@ -44,12 +48,19 @@ N = TypeVar("N", int, float)
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A checked body made ready: its sequences (prompt major, choices minor), and the rules for the text of each."""
+    """A checked body made ready: its sequences (prompt major, choices minor), and the rules for the text of each.
+
+    ``new_parser`` makes the parser of a chat's answer where that may be more than text, and of which the first
+    ``most_calls`` calls count; ``markers`` are the special tokens that it has to see.
+    """
 
     model: ServedModel
     requests: list[GenerationRequest]
     rules: list[TextRules]
     num_choices: int
+    new_parser: Callable[[], AnswerParser] | None = None
+    most_calls: int = 0
+    markers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +72,48 @@ class _Wanted:
     num_logprobs: int | None
 
 
-async def parse_chat(body: ChatBody, model: ServedModel) -> ParsedRequest:
+async def parse_chat(body: ChatBody, model: ServedModel, parsers: ParserNames) -> ParsedRequest:
     """Make the sequences of a chat completion."""
-    messages = [message.for_template() for message in body.messages]
-    variables = {**_template_variables(body), "tools": body.tools, "add_generation_prompt": body.add_generation_prompt}
+    form = form_of(model.card.chat_template, parsers)
+    calls = WantedCalls.of(body)
+    schema = calls.schema()
+    messages, tools = calls.shown([message.for_template() for message in body.messages], form)
+    variables = {**_template_variables(body), "tools": tools, "add_generation_prompt": body.add_generation_prompt}
     text = await model.render_chat(messages, variables)
     prompt = await model.encode(text, add_special_tokens=body.add_special_tokens)
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     wanted = _Wanted(body, body.max_completion_tokens or body.max_tokens, num_logprobs)
-    return _parsed(model, [_truncated(prompt, body, wanted.max_tokens, model)], [wanted], body)
+    parsed = _parsed(model, [_truncated(prompt, body, wanted.max_tokens, model)], [wanted], body)
+    if schema is None and _is_free(parsed):
+        parsed = _with_grammar(parsed, lark=calls.strict_grammar(model, form))
+    return _with_calls(parsed, calls, schema, form, is_open(text))
+
+
+def _is_free(parsed: ParsedRequest) -> bool:
+    """Whether the client asks for no grammar by itself."""
+    sampling = parsed.requests[0].sampling
+    return sampling.json_schema is None and sampling.regex is None
+
+
+def _with_grammar(parsed: ParsedRequest, json_schema: str | None = None, lark: str | None = None) -> ParsedRequest:
+    """``parsed``, which is free, under a grammar of one kind or none."""
+    changed = [replace(each.sampling, json_schema=json_schema, lark=lark) for each in parsed.requests]
+    requests = [replace(each, sampling=sampling) for each, sampling in zip(parsed.requests, changed, strict=True)]
+    return replace(parsed, requests=requests)
+
+
+def _with_calls(
+    parsed: ParsedRequest, calls: WantedCalls, schema: str | None, form: AnswerForm, opened: bool
+) -> ParsedRequest:
+    """``parsed`` with the ``schema`` that forces ``calls``, if any, and the parser that its answers need."""
+    free = _is_free(parsed)
+    if schema is not None:
+        if not free:
+            raise BadField("tool_choice asks for a grammar, and so does another field; give one", "tool_choice")
+        parsed = _with_grammar(parsed, json_schema=schema)
+    new_parser = calls.new_parser(form, free, opened)
+    markers = form.markers if new_parser is not None and not calls.forced else ()
+    return replace(parsed, new_parser=new_parser, most_calls=calls.most, markers=markers)
 
 
 def _template_variables(body: ChatBody) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
@@ -18,6 +19,7 @@ from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.text.stop_regex import MAX_PATTERN_CHARACTERS
 from tanghulu.conductor.text.stop_strings import MAX_GENERATE_STOP_STRINGS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from tanghulu.types import InstanceId
+from tanghulu.web.errors import BadField
 
 MAX_CHOICES = 16
 MAX_SEQUENCES = 128
@@ -28,6 +30,7 @@ MAX_STOP_TOKENS = 256
 MAX_GRAMMAR_CHARS = 65_536
 MAX_STOP_PATTERNS = 4
 MAX_CHOICE_TEXTS = 256
+MAX_TOOLS = 128
 _UINT32 = (1 << 32) - 1
 
 _META = re.compile(r"[\\.+*?()|\[\]{}^$]")
@@ -301,18 +304,82 @@ class TextPart(Body):
     text: str
 
 
+class CalledFunction(BaseModel):
+    """The function that an assistant called, its arguments as text, or already as the object that the text is."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The function with its arguments as an object, as chat templates expect them."""
+        given = self.arguments
+        try:
+            arguments = given if isinstance(given, dict) else json.loads(given or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise BadField(f"the arguments of a call of {self.name} in messages are no JSON object", "messages")
+        return {"name": self.name, "arguments": arguments, **(self.model_extra or {})}
+
+
+class ToolCall(BaseModel):
+    """One call of an assistant's earlier turn."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        return {"type": "function", **(self.model_extra or {}), "function": self.function.for_template()}
+
+
 class Message(BaseModel):
-    """One message. Further fields (name, tool_calls…) go to the chat template as they are."""
+    """One message. Further fields that have a value (name, tool_call_id…) go to the chat template as they are."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: str
     content: str | list[TextPart] | None = None
+    tool_calls: list[ToolCall] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """The message with its parts joined to one text."""
+        """The message with its parts joined to one text, and the arguments of its calls as objects."""
         content = self.content
         text = content if isinstance(content, str) or content is None else "".join(part.text for part in content)
-        return {"role": self.role, "content": text, **(self.model_extra or {})}
+        more = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        if self.tool_calls:
+            more["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return {"role": self.role, "content": text, **more}
+
+
+class FunctionDefinition(BaseModel):
+    """A function that the model may call; ``parameters`` is the JSON schema of its arguments."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """One of ``tools``. Further fields go to the chat template."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["function"]
+    function: FunctionDefinition
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, value: Any, handler: Callable[[Any], Self]) -> Self:
+        tool = handler(value)
+        if isinstance(value, dict):
+            tool._given = value
+        return tool
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool as it was given, word for word and in its order."""
+        return self._given
 
 
 class ChatBody(OpenAIBody):
@@ -323,7 +390,12 @@ class ChatBody(OpenAIBody):
     max_completion_tokens: NumTokens | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    #: Refused; they are the old names of tools and tool_choice.
+    functions: Any = None
+    function_call: Any = None
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     documents: list[dict[str, Any]] | None = None

@@ -19,6 +19,7 @@ from tanghulu.conductor.http.generation import Generation, GenerationCall
 from tanghulu.conductor.http.preprocess import ParsedRequest
 from tanghulu.conductor.http.retry_after import RetryAfter
 from tanghulu.conductor.text.served_model import ServedModel
+from tanghulu.conductor.tools.choosing import ParserNames
 from tanghulu.errors import TanghuluError
 from tanghulu.web.bodies import Bodies
 from tanghulu.web.errors import BadField
@@ -46,6 +47,7 @@ class Service:
     bodies: Bodies = field(default_factory=lambda: Bodies(DEFAULT_BODY_BYTES, ROOM_BYTES))
     first_model_timeout_s: float = 30.0
     unknown_fields: UnknownFields = UnknownFields.WARN
+    parsers: ParserNames = field(default_factory=ParserNames)
     calls: dict[str, GenerationCall] = field(default_factory=dict)
     stopping: bool = False
     _retry_after: RetryAfter = field(default_factory=lambda: RetryAfter(time.monotonic()))
@@ -77,7 +79,8 @@ class Service:
         call = GenerationCall(call_id, parsed.model, parsed.num_choices)
         try:
             for request, rules, name in zip(parsed.requests, parsed.rules, names, strict=True):
-                call.generations.append(Generation(self.dispatcher, request, parsed.model, rules, name))
+                one = Generation(self.dispatcher, request, parsed.model, rules, name, parsed.markers)
+                call.generations.append(one)
         except TanghuluError:
             call.abort()
             raise

@@ -32,6 +32,7 @@ class Sampling:
     num_logprobs: int | None = None
     json_schema: str | None = None
     regex: str | None = None
+    lark: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

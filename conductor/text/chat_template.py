@@ -15,8 +15,17 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
+from tanghulu.conductor.text.template_bounds import (
+    MAX_SOURCE_CHARACTERS,
+    MOST,
+    Allowance,
+    BoundedEnvironment,
+    Work,
+    WorkExceeded,
+    bounded,
+    size_of,
+)
 from tanghulu.errors import InvalidRequest, ModelUnsupported
 
 
@@ -48,14 +57,32 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _tojson
+    environment.set_filters({"tojson": _tojson})
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
+
+
+#: What a template may raise: its own errors, and Python's for what it does to values. All are refusals.
+_REFUSALS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+    AssertionError,
+    MemoryError,
+)
+
+
+class TemplateTooCostly(InvalidRequest):
+    """Rendering the model's chat template would take more than it may."""
 
 
 class ChatTemplate:
@@ -63,17 +90,30 @@ class ChatTemplate:
 
     def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        if len(source) > MAX_SOURCE_CHARACTERS:
+            raise ModelUnsupported(f"the model's chat template has more than {MAX_SOURCE_CHARACTERS} characters")
         try:
             self._template = _environment().from_string(source) if source else None
-        except jinja2.TemplateError as error:
+        except (*_REFUSALS, SyntaxError) as error:
             raise ModelUnsupported(f"the model's chat template cannot be compiled: {error}") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        """The prompt, the assistant's turn opened. Raises InvalidRequest where the template refuses the messages."""
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], allowance: Allowance = MOST
+    ) -> str:
+        """The prompt, the assistant's turn opened.
+
+        Raises InvalidRequest where the template refuses the messages, and TemplateTooCostly where it would do more than
+        ``allowance`` and the work for the characters that it is given.
+        """
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions")
+        template = self._template
         values = {"add_generation_prompt": True, "tools": None, "documents": None, **self._tokens, **variables}
+        values["messages"] = list(messages)
+        work = Work(allowance, size_of(values))
         try:
-            return self._template.render({**values, "messages": list(messages)})
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+            return bounded(work, lambda: template.render(values))
+        except WorkExceeded as error:
+            raise TemplateTooCostly(f"the model's chat template cannot be rendered: {error}") from error
+        except _REFUSALS as error:
             raise InvalidRequest(f"the model's chat template refuses these messages: {error}") from error

@@ -18,7 +18,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -74,10 +74,10 @@ class TokenBytes:
 
 
 class ByteLevelDetokenizer:
-    """For byte-level BPE: an incremental UTF-8 decoder over the tokens' bytes."""
+    """For byte-level BPE: an incremental UTF-8 decoder over the tokens' bytes. ``bytes_of`` gives those of a token."""
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
-        self._bytes_of = token_bytes.of
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        self._bytes_of = bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, tokens: Sequence[int]) -> str:
@@ -130,6 +130,26 @@ def is_byte_level(tokenizer_json: str) -> bool:
     return [part.get("type") for part in parts] == ["ByteLevel"]
 
 
+class MarkedDetokenizer:
+    """For a decoder that shows no special tokens: those of ``shown`` part the text, and stand for themselves."""
+
+    def __init__(self, new_part: Callable[[], Detokenizer], shown: Mapping[int, str]) -> None:
+        self._new_part = new_part
+        self._part = new_part()
+        self._shown = shown
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        text, start = "", 0
+        for position, token in enumerate(tokens):
+            if token in self._shown:
+                text += self._part.feed(tokens[start:position]) + self._part.flush() + self._shown[token]
+                self._part, start = self._new_part(), position + 1
+        return text + self._part.feed(tokens[start:])
+
+    def flush(self) -> str:
+        return self._part.flush()
+
+
 class DetokenizerFactory:
     """Makes the fitting detokenizer for each new sequence of one model."""
 
@@ -140,11 +160,23 @@ class DetokenizerFactory:
         self._token_bytes = TokenBytes(tokenizer, self.special) if byte_level else None
         self._all_bytes = TokenBytes(tokenizer, frozenset()) if byte_level else None
 
-    def new(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        token_bytes = self._token_bytes if skip_special_tokens else self._all_bytes
-        if token_bytes is not None:
-            return ByteLevelDetokenizer(token_bytes)
-        return WindowDetokenizer(self._tokenizer, self.special if skip_special_tokens else frozenset())
+    def new(self, markers: Sequence[str] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
+        """A detokenizer that leaves special tokens out, if it is to, but for those whose text is one of ``markers``."""
+        if not skip_special_tokens:
+            if self._all_bytes is not None:
+                return ByteLevelDetokenizer(self._all_bytes.of)
+            return WindowDetokenizer(self._tokenizer, frozenset())
+        ids = {self._tokenizer.token_to_id(marker): marker for marker in markers}
+        shown = {token: marker for token, marker in ids.items() if token in self.special}
+        if self._token_bytes is not None:
+            known = self._token_bytes.of
+            if not shown:
+                return ByteLevelDetokenizer(known)
+            as_bytes = {token: marker.encode() for token, marker in shown.items()}
+            return ByteLevelDetokenizer(lambda token: as_bytes.get(token) or known(token))
+        if shown:
+            return MarkedDetokenizer(lambda: WindowDetokenizer(self._tokenizer, self.special), shown)
+        return WindowDetokenizer(self._tokenizer, self.special)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token alone, special ones by their name, for log probabilities."""

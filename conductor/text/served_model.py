@@ -15,9 +15,10 @@ from tokenizers import Tokenizer
 
 from tanghulu.conductor.index.hash_cache import HashCache
 from tanghulu.conductor.routing.requests import ModelCard
-from tanghulu.conductor.text.chat_template import ChatTemplate
+from tanghulu.conductor.text.chat_template import ChatTemplate, TemplateTooCostly
 from tanghulu.conductor.text.detokenizer import DetokenizerFactory, is_byte_level
 from tanghulu.conductor.text.preparing import INLINE_BYTES, INLINE_CHARACTERS, in_thread
+from tanghulu.conductor.text.template_bounds import INLINE, size_of
 from tanghulu.errors import ContextLengthExceeded, InvalidRequest, ModelUnsupported
 from tanghulu.hashing import HASH_FUNCTIONS, Tokens, TokenSequence, as_tokens, root_hash
 
@@ -46,6 +47,7 @@ class ServedModel:
         self.tokenizer = _load(card, tokenizer_json)
         self.template = ChatTemplate(card.chat_template, card.bos_token, card.eos_token)
         self.detokenizers = DetokenizerFactory(self.tokenizer, is_byte_level(tokenizer_json))
+        self._is_costly = False
         self._hashes = HashCache()
         self._bos = self.tokenizer.token_to_id(card.bos_token) if card.bos_token else None
 
@@ -114,16 +116,23 @@ class ServedModel:
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
+    def special_token(self, text: str) -> int | None:
+        """The id of the special token that ``text`` is; None where it is none."""
+        token = self.tokenizer.token_to_id(text)
+        return token if token in self.detokenizers.special else None
+
     async def render_chat(self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         """The chat's prompt as text; to be encoded without special tokens, which are in it.
 
         Raises InvalidRequest where the template refuses the messages, and ContextLengthExceeded where they are far too
         long for the context.
         """
-        num_characters = sum(len(message.get("content") or "") for message in messages)
-        self._check_characters(num_characters)
-        if num_characters <= INLINE_BYTES:
-            return self.template.render(messages, variables)
+        self._check_characters(sum(len(message.get("content") or "") for message in messages))
+        if not self._is_costly and size_of(messages) + size_of(variables) <= INLINE_BYTES:
+            try:
+                return self.template.render(messages, variables, INLINE)
+            except TemplateTooCostly:
+                self._is_costly = True
         return await in_thread(self.template.render, messages, variables)
 
     def checked_tokens(self, ids: Sequence[int]) -> Tokens:

@@ -106,6 +106,38 @@ def test_a_schema_is_kept_to_also_behind_the_hand_over(client):
         _ask(client, extra_body={"regex": "[a"})
 
 
+CITY = {"type": "string", "pattern": "^[A-Z][a-z]{2,9}$"}
+PARAMETERS = {"type": "object", "properties": {"city": CITY}, "required": ["city"], "additionalProperties": False}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS, "strict": True}},
+    {"type": "function", "function": {"name": "get_capital", "parameters": {"type": "object", "properties": {}}}},
+]
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"get_weather", "get_capital"}),
+        ({"type": "function", "function": {"name": "get_weather"}}, {"get_weather"}),
+    ],
+)
+def test_a_tool_call_that_is_wanted_comes(client, choice, names):
+    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[grammar]'")
+    messages = [{"role": "user", "content": "How is the weather in Rome?"}]
+    ask = {"model": MODEL, "messages": messages, "tools": TOOLS, "tool_choice": choice, "max_tokens": 200}
+    for temperature in (0, 1.5):
+        answer = client.chat.completions.create(**ask, parallel_tool_calls=False, temperature=temperature, seed=5)
+        assert answer.choices[0].finish_reason == "tool_calls"
+        (call,) = answer.choices[0].message.tool_calls
+        assert call.function.name in names
+        arguments = json.loads(call.function.arguments)
+        if call.function.name == "get_weather":
+            assert arguments["city"].isalpha()
+    stream = client.chat.completions.create(**ask, parallel_tool_calls=False, temperature=1.5, seed=5, stream=True)
+    pieces = [piece for chunk in stream for piece in chunk.choices[0].delta.tool_calls or ()]
+    assert "".join(piece.function.arguments for piece in pieces) == call.function.arguments
+
+
 def test_errors_are_typed(client, cluster):
     with pytest.raises(openai.NotFoundError, match="nosuch"):
         client.completions.create(model="nosuch", prompt="x")

@@ -1,4 +1,4 @@
-"""Grammars: which tokens may follow, so that a text matches a JSON schema or a regular expression.
+"""Grammars: which tokens may follow, so that a text matches a JSON schema, a regular expression or a Lark grammar.
 
 The one file that knows llguidance (extra ``grammar``), imported when the first request asks for a grammar. A grammar's
 state is a function of the tokens generated so far, so a request may be preempted or go on at another worker: the state
@@ -32,6 +32,7 @@ class GrammarKind(Enum):
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
+    LARK = "lark"
 
 
 class Grammar:
@@ -84,6 +85,8 @@ class GrammarCompiler:
         try:
             if kind is GrammarKind.REGEX:
                 matcher = LLMatcher(self._opened(), LLMatcher.grammar_from_regex(text), log_level=0)
+            elif kind is GrammarKind.LARK:
+                matcher = LLMatcher(self._opened(), LLMatcher.grammar_from_lark(text), log_level=0)
             else:
                 matcher = LLMatcher(self._opened(), LLMatcher.grammar_from_json_schema(text), log_level=0)
         except ValueError as error:

@@ -22,6 +22,7 @@ import httpx
 from tanghulu.cli.children import ChildProcess
 from tanghulu.cli.progress import Board, welcome
 from tanghulu.cli.supervision import EndAll, Supervision
+from tanghulu.conductor.tools.choosing import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
 from tanghulu.errors import ConfigError, TanghuluError
 from tanghulu.runtime import extras
 from tanghulu.runtime.config import check_bounds, command, configuration_file, option, table_in
@@ -55,6 +56,8 @@ class UpConfig:
     node_ssd: int = option(0, "SSD tier of each store node, a file of this size in --state-dir; 0: none", size=True)
     eviction: str = option("lru", "eviction policy of the store nodes")
     policy: str = option("ttft-min", "routing policy of the conductor")
+    tool_call_parser: str = option(AUTO, "form of the model's tool calls", choices=TOOL_CALL_PARSERS)
+    reasoning_parser: str = option(AUTO, "form of the model's reasoning", choices=REASONING_PARSERS)
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port of the HTTP API; 0 picks one")
     master_port: int = option(7400, "port of the master; nodes follow from +10, workers from +30; 0 picks all")
@@ -144,7 +147,11 @@ class Cluster:
             self._add(role, name, base and base + _MASTER_TO_WORKERS + i, *at, *model)
         if config.store_http_port:
             self._add("gateway", "store-http", config.store_http_port, *at)
-        self._add("conductor", "conductor", config.port, *at, "--policy", config.policy)
+        self._add("conductor", "conductor", config.port, *at, "--policy", config.policy, *self._parsers())
+
+    def _parsers(self) -> tuple[str, ...]:
+        config = self._config
+        return ("--tool-call-parser", config.tool_call_parser, "--reasoning-parser", config.reasoning_parser)
 
     # --- events
 

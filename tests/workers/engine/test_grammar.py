@@ -146,12 +146,19 @@ def test_other_rows_of_the_batch_are_free(compiler):
         (GrammarKind.REGEX, "[a"),
         (GrammarKind.JSON_SCHEMA, '{"type": "wrong"}'),
         (GrammarKind.JSON_SCHEMA, "{"),
+        (GrammarKind.LARK, "start: ("),
         (GrammarKind.REGEX, "a" * (MAX_GRAMMAR_CHARS + 1)),
     ],
 )
 def test_what_is_no_grammar_is_refused_with_a_reason(compiler, kind, text):
     with pytest.raises(InvalidRequest, match=kind.value):
         compiler.compile(kind, text)
+
+
+def test_a_text_is_free_up_to_a_marker_and_bound_behind_it(compiler):
+    text = 'start: before "b" TEXT\nbefore[suffix="a"]: /(.|\\n)*/\nTEXT: /(.|\\n)*/\n'
+    tokens = _generate(compiler.compile(GrammarKind.LARK, text), 3, SamplingParams(temperature=1))
+    assert "ab" in TOKENIZER.decode(tokens[len(PROMPT) :])
 
 
 def test_a_submission_brings_its_grammar(compiler):

@@ -1,0 +1,146 @@
+"""A chat's answer that may be more than text: reasoning, content and tool calls, as a stream or as a whole.
+
+Each choice has a parser of its own, here where its text comes together; so it does not matter how often the request
+moves between workers meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from tanghulu.conductor.http import openai_format as shape
+from tanghulu.conductor.http.generation import GenerationCall, TextDelta
+from tanghulu.conductor.http.reply import DONE
+from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
+from tanghulu.conductor.tools.events import (
+    AnswerEvent,
+    AnswerParser,
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    ContentText,
+    ReasoningText,
+)
+
+TOOL_CALLS = "tool_calls"
+
+
+class Choice:
+    """One choice's answer as far as it has come. ``most_calls``: later calls are left out."""
+
+    def __init__(self, parser: AnswerParser, most_calls: int) -> None:
+        self._parser = parser
+        self._most_calls = most_calls
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[CallBegin, list[str]]] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish = FinishReason.ABORTED
+        self.is_open = False
+
+    def take(self, delta: TextDelta) -> list[dict[str, Any]]:
+        """The deltas, as the API shows them, that the next piece of text brings."""
+        events = self._parser.feed(delta.text)
+        if delta.finish is not None:
+            events += self._parser.finish()
+            self.finish = delta.finish
+        return [shown for event in events if (shown := self._shown(event)) is not None]
+
+    def keep(self, delta: TextDelta) -> None:
+        """Take the next piece of an answer that goes out as a whole."""
+        self.logprobs += delta.logprobs
+        for shown in self.take(delta):
+            self._content.append(shown.get("content", ""))
+            self._reasoning.append(shown.get("reasoning_content", ""))
+
+    def message(self) -> dict[str, Any]:
+        """The whole message. Its content is null where there are calls alone."""
+        content, reasoning = "".join(self._content), "".join(self._reasoning)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content or (None if self._calls else ""),
+            "refusal": None,
+        }
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if self._calls:
+            message["tool_calls"] = [
+                {"id": begin.id, "type": "function", "function": {"name": begin.name, "arguments": "".join(arguments)}}
+                for begin, arguments in self._calls
+            ]
+        return message
+
+    @property
+    def finish_reason(self) -> str:
+        return TOOL_CALLS if self._calls and self.finish is FinishReason.STOP else self.finish.value
+
+    def _shown(self, event: AnswerEvent) -> dict[str, Any] | None:
+        match event:
+            case ContentText(text):
+                return {"content": text}
+            case ReasoningText(text):
+                return {"reasoning_content": text}
+            case CallEnd():
+                return None
+            case CallBegin(index, call_id, name):
+                if index >= self._most_calls:
+                    return None
+                self._calls.append((event, []))
+                function = {"name": name, "arguments": ""}
+                return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+            case CallArguments(index, text):
+                if index >= self._most_calls:
+                    return None
+                self._calls[index][1].append(text)
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+class AnswerReader:
+    """Reads a chat's call to its end. ``logprobs`` shows log probabilities; None: they are not wanted."""
+
+    def __init__(
+        self,
+        call: GenerationCall,
+        new_parser: Callable[[], AnswerParser],
+        most_calls: int,
+        logprobs: Callable[[Sequence[TokenLogprobs]], Any] | None,
+    ) -> None:
+        self._call = call
+        self._logprobs = logprobs
+        self._choices = [Choice(new_parser(), most_calls) for _ in call.generations]
+
+    async def stream(self, writer: shape.ChunkWriter, include_usage: bool) -> AsyncGenerator[bytes, None]:
+        """Server-sent events; log probabilities wait for what their text turns out to be."""
+        async for index, delta in self._call.deltas():
+            choice = self._choices[index]
+            piece = b"" if choice.is_open else writer.role(index)
+            choice.is_open = True
+            piece += self._chunks(writer, index, delta)
+            if piece:
+                yield piece
+        yield (writer.usage(self._call) if include_usage else b"") + DONE
+
+    def _chunks(self, writer: shape.ChunkWriter, index: int, delta: TextDelta) -> bytes:
+        choice = self._choices[index]
+        choice.logprobs += delta.logprobs
+        shown = choice.take(delta)
+        if not shown and delta.finish is not None and choice.logprobs:
+            shown = [{"content": ""}]
+        piece = b""
+        for each in shown:
+            values, choice.logprobs = choice.logprobs, []
+            piece += writer.delta(index, each, self._logprobs(values) if self._logprobs is not None else None)
+        return piece if delta.finish is None else piece + writer.finish(index, choice.finish_reason)
+
+    async def whole(self) -> dict[str, Any]:
+        """The whole answer, when all sequences have ended."""
+        async for index, delta in self._call.deltas():
+            self._choices[index].keep(delta)
+        return shape.whole_chat(
+            self._call,
+            [
+                (c.message(), self._logprobs(c.logprobs) if self._logprobs is not None else None, c.finish_reason)
+                for c in self._choices
+            ],
+        )

@@ -1,0 +1,167 @@
+"""The tool calls that a chat asks for: its tools checked, shown to the model, and the answer's grammar and parser.
+
+A choice of required or of one function is kept by a grammar: the answer is then JSON that `schemas` describes, whatever
+the model's own form of calls is, and is read as that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tanghulu.conductor.http.schema import MAX_GRAMMAR_CHARS, ChatBody, FunctionDefinition, Tool
+from tanghulu.conductor.text.served_model import ServedModel
+from tanghulu.conductor.tools import prompting, schemas
+from tanghulu.conductor.tools.call_reader import ARGUMENTS_MARK
+from tanghulu.conductor.tools.choosing import NONE, AnswerForm, call_parser, forced_parser
+from tanghulu.conductor.tools.events import AnswerParser
+from tanghulu.conductor.tools.reasoning import PlainAnswer, ReasoningParser
+from tanghulu.conductor.tools.strict import StrictTool, strict_grammar
+from tanghulu.web.errors import BadField
+
+_CHOICES = ("none", "auto", "required")
+
+
+@dataclass(frozen=True)
+class WantedCalls:
+    """``tools`` that may be called, none where calls are not wanted; ``forced``: at least one must be.
+
+    ``only``: the one function that has to be called. ``most``: calls of one answer.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    forced: bool = False
+    only: str | None = None
+    most: int = schemas.MAX_FORCED_CALLS
+
+    @classmethod
+    def of(cls, body: ChatBody) -> WantedCalls:
+        """Read the fields of ``body`` that concern tools. Raises BadField."""
+        for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
+            if getattr(body, old) is not None:
+                raise BadField(f"{old} is not served; use {new}", old)
+        tools = tuple(body.tools or ())
+        choice, only = _choice_of(body.tool_choice, [tool.function.name for tool in tools])
+        if choice == "none":
+            return cls()
+        _check_tools(tools)
+        most = 1 if body.parallel_tool_calls is False else schemas.MAX_FORCED_CALLS
+        return cls(tools, choice == "required", only, most)
+
+    @property
+    def names(self) -> list[str]:
+        return [tool.function.name for tool in self.tools]
+
+    def shown(
+        self, messages: list[dict[str, Any]], form: AnswerForm
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        """The messages and tools for the chat template of a model of ``form``; where it knows none, in a message."""
+        tools = [tool.for_template() for tool in self.tools]
+        if form.shows_tools or (form.shows_calls and not tools):
+            return messages, tools or None
+        return prompting.with_tools(messages, tools), None
+
+    def schema(self) -> str | None:
+        """The JSON schema that the answer has to keep to; None where it is free. Raises BadField if it is too long."""
+        if not self.forced:
+            return None
+        parameters = {tool.function.name: tool.function.parameters for tool in self.tools}
+        if self.only is not None:
+            text = schemas.arguments_schema(parameters[self.only])
+        else:
+            text = schemas.calls_schema(list(parameters.items()), self.most)
+        return _checked_length(text)
+
+    def strict_grammar(self, model: ServedModel, form: AnswerForm) -> str | None:
+        """The grammar that holds calls of strict tools to their schemas; None where there are none. Raises BadField."""
+        if self.forced or form.tool_calls == NONE or not any(tool.function.strict for tool in self.tools):
+            return None
+        tools = [
+            StrictTool(tool.function.name, tool.function.parameters if tool.function.strict else None)
+            for tool in self.tools
+        ]
+        prefixed = ARGUMENTS_MARK in model.card.chat_template
+        text = strict_grammar(form.tool_calls, tools, model.special_token, prefixed)
+        if text is None:
+            raise BadField(
+                f"strict needs a tool_choice of required or a function: this model's form of calls, {form.tool_calls}, "
+                "cannot be held to a schema",
+                "tools",
+            )
+        return _checked_length(text)
+
+    def new_parser(self, form: AnswerForm, free: bool, opened: bool) -> Callable[[], AnswerParser] | None:
+        """What makes the parser of each choice; None where the answer is plain text.
+
+        ``free``: no grammar of the client's bounds the text, which else begins with what it asks for; ``opened``: the
+        prompt ends inside of reasoning.
+        """
+        names, only = self.names, self.only
+        if self.forced:
+            return lambda: forced_parser(form.tool_calls, names, only)
+        reads_calls = bool(names) and form.tool_calls != NONE
+        if form.reasoning == NONE or not free:
+            return (lambda: call_parser(form.tool_calls, names)) if reads_calls else None
+
+        def behind_reasoning() -> AnswerParser:
+            answer = call_parser(form.tool_calls, names) if reads_calls else PlainAnswer()
+            return ReasoningParser(answer, opened)
+
+        return behind_reasoning
+
+
+def _checked_length(grammar: str) -> str:
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        raise BadField(
+            f"the schemas of tools take {len(grammar)} characters; what is strict or forced needs them as one grammar "
+            f"of at most {MAX_GRAMMAR_CHARS}",
+            "tools",
+        )
+    return grammar
+
+
+def _choice_of(given: str | dict[str, Any] | None, names: Sequence[str]) -> tuple[str, str | None]:
+    """The choice by its name, and the function that it names if any."""
+    if not names:
+        if given not in (None, "none"):
+            raise BadField("tool_choice needs tools", "tool_choice")
+        return "none", None
+    if given is None:
+        return "auto", None
+    if isinstance(given, str):
+        if given not in _CHOICES:
+            raise BadField(f"tool_choice {given!r} is none of {', '.join(_CHOICES)}", "tool_choice")
+        return given, None
+    function = given.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if given.get("type") != "function" or not isinstance(name, str):
+        raise BadField(
+            'tool_choice must be one of none, auto and required, or {"type": "function", "function": {"name": ...}}',
+            "tool_choice",
+        )
+    if name not in names:
+        raise BadField(f"tool_choice names the function {name!r}, which is not among tools", "tool_choice")
+    return "required", name
+
+
+def _check_tools(tools: Sequence[Tool]) -> None:
+    seen = set()
+    for tool in tools:
+        function = tool.function
+        if function.name in seen:
+            raise BadField(f"tools has the function {function.name!r} twice", "tools")
+        seen.add(function.name)
+        _check_parameters(function)
+
+
+def _check_parameters(function: FunctionDefinition) -> None:
+    parameters = function.parameters or {}
+    if parameters.get("type", "object") != "object":
+        raise BadField(f"the parameters of {function.name!r} must be a schema of type object", "tools")
+    if not isinstance(parameters.get("properties", {}), dict):
+        raise BadField(f"the properties of {function.name!r}'s parameters must be an object", "tools")
+    if not schemas.check_depth(parameters):
+        raise BadField(
+            f"the parameters of {function.name!r} are nested more than {schemas.MAX_SCHEMA_DEPTH} deep", "tools"
+        )

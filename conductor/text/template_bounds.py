@@ -1,0 +1,353 @@
+"""A bound on what rendering a chat template costs: templates come with models, and may be anybody's.
+
+Jinja's sandbox keeps a template from reaching out, not from turning for ever or from filling the memory. Here a render
+has an amount of work that it may do, and a time. Every turn of a loop, call, filter and piece of output takes from it,
+a text by its length and a container by what it holds, and whatever can make much of little (``*``, ``replace``,
+``join``, a width in a format) takes before it is done. So no single step is long, memory is bounded by the work, and
+time is looked at between steps. What few templates need and can be made costly in other ways is left out.
+
+Example: ``{% set x = [x, x] %}`` thirty times makes a value that takes no memory, and a gigabyte once it is shown. Each
+new list takes as many as all that it holds, nested ones each time that they stand in it, so the twentieth is refused.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import types
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jinja2
+import jinja2.compiler
+import jinja2.nodes
+import jinja2.sandbox
+from jinja2.runtime import Context
+
+#: The work of one step, of a value within a container, of one character; in a microsecond or so goes one step.
+STEP: Final = 16
+_VALUE: Final = 4
+#: The work that a render may do more for each character that it is given.
+WORK_PER_CHARACTER: Final = 16
+MAX_SOURCE_CHARACTERS: Final = 1 << 20
+MAX_DEPTH: Final = 100
+_MAX_INDENT: Final = 16
+_MAX_INTEGER_BITS: Final = 4096
+#: A width, a precision or a nested field in a format.
+_COSTLY_FORMAT = re.compile(r"\d{4,}|\*|\{[^{}]*\{")
+_LEFT_OUT: Final = ("batch", "center", "pprint", "slice", "striptags", "urlize", "wordwrap", "xmlattr")
+_REFUSED_METHODS: Final = frozenset(("translate", "maketrans", "to_bytes", "striptags"))
+#: Filters that look at a container, but not into what it holds.
+_SHALLOW: Final = frozenset(
+    """
+    attr count d default first items last length list map random reject rejectattr reverse select selectattr
+    """.split()  # noqa: SIM905
+)
+
+
+class WorkExceeded(jinja2.TemplateError):
+    """The template would do more than it may."""
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What a render may do: work besides that for its characters, and seconds."""
+
+    work: int
+    seconds: float
+
+
+#: What no render may go beyond.
+MOST: Final = Allowance(32 << 20, 5.0)
+#: What it may do in the event loop; one that would do more is begun again in a thread.
+INLINE: Final = Allowance(1 << 19, 0.05)
+
+
+class Work:
+    """What one render of texts of ``num_characters`` may still do."""
+
+    def __init__(self, allowance: Allowance, num_characters: int) -> None:
+        self._left = allowance.work + WORK_PER_CHARACTER * num_characters
+        self._seconds = allowance.seconds
+        self._until_s = time.monotonic() + allowance.seconds
+
+    def spend(self, amount: int) -> None:
+        """Take ``amount``. Raises WorkExceeded where there is not so much left, or no time."""
+        self._left -= amount
+        if self._left < 0:
+            raise WorkExceeded("it does too much work")
+        if time.monotonic() > self._until_s:
+            raise WorkExceeded(f"it takes more than {self._seconds:g} s")
+
+    def spend_on(self, value: Any, texts: bool = True, indent: int = 0) -> None:
+        """Take what going through ``value`` costs; without ``texts`` only what holds them counts."""
+        self._walk(value, texts, indent, 0)
+
+    def _walk(self, value: Any, texts: bool, indent: int, depth: int) -> None:
+        if isinstance(value, str | bytes):
+            self.spend(len(value) if texts else 0)
+        elif isinstance(value, Mapping | list | tuple | set | frozenset):
+            if depth > MAX_DEPTH:
+                raise WorkExceeded("it nests values too deeply")
+            self.spend((_VALUE + indent * depth) * (1 + len(value)))
+            for each in value:
+                self._walk(each, texts, indent, depth + 1)
+                if isinstance(value, Mapping):
+                    self._walk(value[each], texts, indent, depth + 1)
+        elif texts and isinstance(value, jinja2.utils.Namespace):
+            raise WorkExceeded("it shows a namespace")
+
+
+_work: ContextVar[Work] = ContextVar("work")
+
+
+def bounded(work: Work, render: Callable[[], str]) -> str:
+    """The result of ``render``, which may do ``work``."""
+    token = _work.set(work)
+    try:
+        return render()
+    finally:
+        _work.reset(token)
+
+
+def size_of(value: Any) -> int:
+    """Characters of all texts in ``value``, as JSON gives it."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(size_of(key) + size_of(each) for key, each in value.items())
+    return sum(map(size_of, value)) if isinstance(value, list | tuple) else 0
+
+
+@jinja2.pass_context
+def _shown(_: Context, value: Any) -> Any:
+    """Take the work of a piece of output."""
+    work = _work.get()
+    work.spend(STEP)
+    work.spend_on(value)
+    return value
+
+
+@jinja2.pass_context
+def _turn(_: Context, value: Any) -> Any:
+    """Take the work of looking at one element of a loop."""
+    _work.get().spend(STEP)
+    return value
+
+
+class _Compiler(jinja2.compiler.CodeGenerator):
+    """Has values taken into account where compiled code makes them without asking the environment."""
+
+    def visit_Output(self, node: jinja2.nodes.Output, frame: jinja2.compiler.Frame) -> None:
+        fixed = sum(len(part.data) for part in node.nodes if isinstance(part, jinja2.nodes.TemplateData))
+        self.writeline(f"environment.spend({STEP + fixed})")
+        if node.nodes:
+            super().visit_Output(node, frame)
+
+    def _made(self, visit: Callable[[Any, Any], None], node: Any, frame: jinja2.compiler.Frame) -> None:
+        self.write("environment.made(")
+        visit(node, frame)
+        self.write(")")
+
+    def visit_List(self, node: jinja2.nodes.List, frame: jinja2.compiler.Frame) -> None:
+        self._made(super().visit_List, node, frame)
+
+    def visit_Dict(self, node: jinja2.nodes.Dict, frame: jinja2.compiler.Frame) -> None:
+        self._made(super().visit_Dict, node, frame)
+
+    def visit_Tuple(self, node: jinja2.nodes.Tuple, frame: jinja2.compiler.Frame) -> None:
+        if node.ctx == "load":
+            self._made(super().visit_Tuple, node, frame)
+        else:
+            super().visit_Tuple(node, frame)
+
+    def visit_Getitem(self, node: jinja2.nodes.Getitem, frame: jinja2.compiler.Frame) -> None:
+        if isinstance(node.arg, jinja2.nodes.Slice):
+            self._made(super().visit_Getitem, node, frame)
+        else:
+            super().visit_Getitem(node, frame)
+
+    def visit_Concat(self, node: jinja2.nodes.Concat, frame: jinja2.compiler.Frame) -> None:
+        self.write("environment.joined((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+
+class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with the bounds of this module; renders only within `bounded`."""
+
+    code_generator_class = _Compiler
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self, **options: Any) -> None:
+        # Unoptimised: constants would be computed while it is compiled, without a bound.
+        super().__init__(optimized=False, finalize=_shown, **options)
+        del self.globals["lipsum"]
+        for name in _LEFT_OUT:
+            del self.filters[name]
+        self.set_filters(dict(self.filters))
+        self.filters["_turn"] = _turn
+
+    def set_filters(self, filters: Mapping[str, Callable[..., Any]]) -> None:
+        """Have ``filters``, each made to take its work."""
+        for name, function in filters.items():
+            self.filters[name] = _with_work(name, function)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in tree.find_all(jinja2.nodes.For):
+            loop.body.insert(0, jinja2.nodes.Output([], lineno=loop.lineno))
+            if loop.test is not None:
+                true = jinja2.nodes.Const(True, lineno=loop.lineno)
+                turn = jinja2.nodes.Filter(true, "_turn", [], [], None, None, lineno=loop.lineno)
+                loop.test = jinja2.nodes.And(turn, loop.test, lineno=loop.lineno)
+        tree.set_environment(self)
+        return tree
+
+    # Compiled templates call these.
+
+    def spend(self, amount: int) -> None:
+        _work.get().spend(amount)
+
+    def made(self, value: Any) -> Any:
+        """Take what a new value holds."""
+        if isinstance(value, str):
+            _work.get().spend(len(value))
+        elif isinstance(value, list | tuple | dict):
+            _work.get().spend_on(value, texts=False)
+        return value
+
+    def joined(self, parts: tuple[Any, ...]) -> str:
+        """The operator ``~``."""
+        for part in parts:
+            _work.get().spend_on(part)
+        return "".join(map(str, parts))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        work = _work.get()
+        work.spend(STEP)
+        if operator == "%" and isinstance(left, str | bytes):
+            _spend_on_format(work, left, right)
+        elif operator == "+":
+            work.spend(_length(left) + _length(right))
+        elif isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > _MAX_INTEGER_BITS:
+                raise WorkExceeded("it computes with numbers that are too large")
+        elif operator == "*":
+            count = left if isinstance(left, int) else right if isinstance(right, int) else 0
+            work.spend(max(count, 0) * max(_length(left), _length(right)))
+        return self.made(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        work = _work.get()
+        work.spend(STEP)
+        if isinstance(__obj, types.BuiltinMethodType | types.MethodType):
+            args = _prepared_for(work, __obj, args, kwargs)
+        elif isinstance(wrapped := getattr(__obj, "__wrapped__", None), types.BuiltinMethodType):
+            _spend_on_format(work, wrapped.__self__, (args, kwargs))
+        elif __obj is dict or __obj is __self.globals.get("strftime_now"):
+            work.spend_on((args, kwargs))
+        return __self.made(super().call(__context, __obj, *args, **kwargs))
+
+
+def _length(value: Any) -> int:
+    return (
+        len(value) if isinstance(value, str | bytes) else _VALUE * len(value) if isinstance(value, list | tuple) else 1
+    )
+
+
+def _spend_on_format(work: Work, text: Any, arguments: Any) -> None:
+    """Take what formatting costs: each field may show all of ``arguments``."""
+    if isinstance(text, bytes) or _COSTLY_FORMAT.search(text):
+        raise WorkExceeded("it formats with a width that is too large")
+    for _ in range(1 + text.count("{") + text.count("%")):
+        work.spend_on(arguments)
+        work.spend(STEP)
+    work.spend(len(text) + 1000 * text.count("%") + 1000 * text.count("{"))
+
+
+def _prepared_for(work: Work, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments of a text's method, after its work is taken; what is counted in them cannot change any more."""
+    owner, name = method.__self__, method.__name__
+    if name in _REFUSED_METHODS:
+        raise WorkExceeded(f"it calls {name}")
+    if not isinstance(owner, str | bytes):
+        return args
+    work.spend(len(owner))
+    if name == "replace" and len(args) >= 2:
+        _spend_on_replace(work, owner, args[0], args[1])
+    elif name == "join" and args:
+        args = (_listed(args[0]), *args[1:])
+        work.spend_on(args[0])
+        work.spend(len(owner) * _length(args[0]))
+    elif name == "expandtabs":
+        size = next(iter((*args, *kwargs.values())), 8)
+        work.spend(len(owner) * size if isinstance(size, int) else 0)
+    else:
+        work.spend(max((each for each in (*args, *kwargs.values()) if isinstance(each, int)), default=0))
+    return args
+
+
+def _spend_on_replace(work: Work, text: Any, old: Any, new: Any) -> None:
+    count = len(text) + 1
+    if isinstance(text, str) and isinstance(old, str) and old:
+        count = text.count(old)
+    work.spend(count * len(new) if isinstance(new, str | bytes) else 0)
+
+
+def _listed(value: Any) -> Any:
+    """``value``, or what it gives where that comes out of it one by one."""
+    return list(value) if isinstance(value, types.GeneratorType | map | filter | range | reversed) else value
+
+
+def _with_work(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` as a filter that takes its work, of its arguments before and of its result behind."""
+    passed = getattr(function, "jinja_pass_arg", None)
+    first = 1 if passed is not None else 0
+
+    def bounded_filter(*args: Any, **kwargs: Any) -> Any:
+        work = _work.get()
+        work.spend(STEP)
+        given = list(args[first:])
+        if name in _SHALLOW:
+            work.spend(sum(map(_length, given)))
+        else:
+            given = [_listed(each) for each in given]
+            for each in (*given, *kwargs.values()):
+                work.spend_on(each)
+            _spend_on_filter(work, name, given, kwargs)
+        result = function(*args[:first], *given, **kwargs)
+        if isinstance(result, str):
+            work.spend(len(result))
+        elif isinstance(result, list | tuple | dict):
+            work.spend_on(result, texts=False)
+        return result
+
+    if passed is not None:
+        bounded_filter.jinja_pass_arg = passed  # type: ignore[attr-defined]
+    return bounded_filter
+
+
+def _spend_on_filter(work: Work, name: str, given: list[Any], kwargs: Mapping[str, Any]) -> None:
+    """Take what a filter makes of little."""
+    if name == "replace" and len(given) >= 3:
+        _spend_on_replace(work, str(given[0]), str(given[1]), str(given[2]))
+    elif name == "join":
+        separator = given[1] if len(given) > 1 else kwargs.get("d", "")
+        work.spend(_length(separator) * _length(given[0]))
+    elif name == "format":
+        _spend_on_format(work, str(given[0]), (given[1:], dict(kwargs)))
+    elif name in ("indent", "tojson"):
+        widths = [each for each in (*given[1:], *kwargs.values()) if isinstance(each, int | str)]
+        width = max((each if isinstance(each, int) else len(each) for each in widths), default=0)
+        if width > _MAX_INDENT and name == "tojson":
+            raise WorkExceeded("it indents too far")
+        work.spend(width * (str(given[0]).count("\n") + 1) if name == "indent" else 0)
+        work.spend_on(given[0], indent=width)
+    elif name == "sum" and not all(isinstance(each, int | float) for each in (*given[2:], kwargs.get("start", 0))):
+        raise WorkExceeded("it adds up what are no numbers")

@@ -1,0 +1,96 @@
+"""Reasoning in front of an answer: ``<think>...</think>``, as Qwen 3, DeepSeek R1 and their kin write it.
+
+Reasoning stands at the beginning of an answer, or the prompt has opened it already. White space around it is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from tanghulu.conductor.tools.events import AnswerEvent, AnswerParser, ContentText, ReasoningText, merged
+from tanghulu.conductor.tools.text_holder import MAX_HELD_SPACE, MarkerFinder, SpaceHolder
+
+OPENING: Final = "<think>"
+CLOSING: Final = "</think>"
+
+
+def is_open(prompt: str) -> bool:
+    """Whether a rendered prompt ends inside of reasoning, as some templates have it."""
+    return prompt.rstrip().endswith(OPENING)
+
+
+class ReasoningParser:
+    """Takes reasoning out of an answer and gives the rest to ``answer``; ``opened``: the prompt has begun it."""
+
+    def __init__(self, answer: AnswerParser, opened: bool) -> None:
+        self._answer = answer
+        self._events: list[AnswerEvent] = []
+        self._undecided = ""
+        self._finder = MarkerFinder(CLOSING)
+        self._space = SpaceHolder()
+        self._has_begun = False
+        self._state: Callable[[str], str] = self._reasoning if opened else self._start
+
+    def feed(self, text: str) -> list[AnswerEvent]:
+        while text:
+            text = self._state(text)
+        events, self._events = merged(self._events), []
+        return events
+
+    def finish(self) -> list[AnswerEvent]:
+        if self._state == self._start:
+            self._to_answer(self._undecided)
+        elif self._state == self._reasoning:
+            self._think(self._finder.flush())
+        self._undecided = ""
+        events, self._events = merged([*self._events, *self._answer.finish()]), []
+        return events
+
+    def _start(self, text: str) -> str:
+        for position in range(len(text)):
+            seen = (self._undecided + text[: position + 1]).lstrip()
+            if seen == OPENING:
+                self._undecided, self._state = "", self._reasoning
+                return text[position + 1 :]
+            if OPENING.startswith(seen) and (seen or len(self._undecided) + position < MAX_HELD_SPACE):
+                continue
+            whole, self._undecided, self._state = self._undecided + text, "", self._to_answer
+            return whole
+        self._undecided += text
+        return ""
+
+    def _reasoning(self, text: str) -> str:
+        shown, rest = self._finder.feed(text)
+        self._think(shown)
+        if rest is None:
+            return ""
+        self._state = self._behind
+        return rest
+
+    def _think(self, text: str) -> None:
+        if not self._has_begun:
+            text = text.lstrip()
+            self._has_begun = bool(text)
+        self._events.append(ReasoningText(self._space.feed(text)))
+
+    def _behind(self, text: str) -> str:
+        """Between the reasoning and the answer."""
+        rest = text.lstrip()
+        if rest:
+            self._state = self._to_answer
+        return rest
+
+    def _to_answer(self, text: str) -> str:
+        self._events += self._answer.feed(text)
+        return ""
+
+
+class PlainAnswer:
+    """An answer without tool calls."""
+
+    def feed(self, text: str) -> list[AnswerEvent]:
+        return [ContentText(text)] if text else []
+
+    def finish(self) -> list[AnswerEvent]:
+        return []

@@ -1,0 +1,114 @@
+"""The grammars of answers whose calls keep to their schemas, by the library that workers keep to them with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from tanghulu.conductor.tools.schemas import MAX_FORCED_CALLS, arguments_schema, calls_schema
+from tanghulu.conductor.tools.strict import StrictTool, strict_grammar
+from tests.conductor.fake_worker import EOS, TOKENIZER
+
+llguidance = pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[grammar]'")
+
+MARKERS = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/n"}},
+    "required": ["a"],
+    "additionalProperties": False,
+    "$defs": {"n": {"type": "integer"}},
+}
+TOOLS = (StrictTool("f", PARAMETERS), StrictTool("g", None))
+
+
+def _tokenizer(special: bool) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(TOKENIZER.to_str())
+    if special:
+        tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in MARKERS])
+    return tokenizer
+
+
+def _taken(grammar: str, tokenizer: Tokenizer, text: str) -> bool:
+    """Whether all of ``text`` may come, and the answer may end behind it."""
+    known = llguidance.LLTokenizer(tokenizer.to_str(), eos_token=[EOS])
+    matcher = llguidance.LLMatcher(known, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+HERMES = {
+    "hi <b>": True,
+    '<tool_call>\n{"name": "f", "arguments": {"a": 3}}\n</tool_call>': True,
+    'Hm.\n<tool_call>{"name": "g", "arguments": {"x": []}}</tool_call>\n<tool_call>{"name": "f", "arguments": {"a": 1}}'
+    "</tool_call>": True,
+    '<tool_call>{"name": "f", "arguments": {"b": 3}}</tool_call>': False,
+    '<tool_call>{"name": "h", "arguments": {}}</tool_call>': False,
+    "<tool_call>no": False,
+}
+LLAMA = {
+    "": True,
+    "hi {": True,
+    '{"name": "f", "parameters": {"a": 3}}; {"name": "g", "parameters": {}}': True,
+    '{"name": "f", "parameters": {"b": 3}}': False,
+    ' {"x"': False,
+}
+MISTRAL = {
+    "hi": True,
+    'Hm.[TOOL_CALLS] [{"name": "f", "arguments": {"a": 3}}, {"name": "g", "arguments": {}}]': True,
+    '[TOOL_CALLS][{"name": "f", "arguments": {"b": 3}}]': False,
+}
+MISTRAL_PREFIXED = {
+    "hi": True,
+    '[TOOL_CALLS]f[ARGS]{"a": 3}[TOOL_CALLS]g[ARGS]{}': True,
+    '[TOOL_CALLS]f[ARGS]{"b": 3}': False,
+}
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize(
+    ("form", "prefixed", "texts"),
+    [
+        ("hermes", False, HERMES),
+        ("llama3_json", False, LLAMA),
+        ("mistral", False, MISTRAL),
+        ("mistral", True, MISTRAL_PREFIXED),
+    ],
+)
+def test_calls_keep_to_their_schemas_and_the_rest_is_free(form, prefixed, texts, special):
+    tokenizer = _tokenizer(special)
+    text = strict_grammar(form, TOOLS, tokenizer.token_to_id, prefixed)
+    grammar = llguidance.LLMatcher.grammar_from_lark(text)
+    assert {text: _taken(grammar, tokenizer, text) for text in texts} == texts
+
+
+def test_a_forced_answer_is_a_list_of_calls():
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(calls_schema([("f", PARAMETERS), ("g", None)]))
+    call = '{"name": "f", "arguments": {"a": 3}}'
+    texts = {
+        f"[{call}]": True,
+        f'[{call}, {{"name": "g", "arguments": {{"x": 1}}}}]': True,
+        "[]": False,
+        '[{"name": "f", "arguments": {}}]': False,
+        '[{"name": "h", "arguments": {}}]': False,
+        f"[{', '.join([call] * (MAX_FORCED_CALLS + 1))}]": False,
+    }
+    tokenizer = _tokenizer(special=False)
+    assert {text: _taken(grammar, tokenizer, text) for text in texts} == texts
+
+
+def test_a_named_function_s_answer_is_its_arguments():
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(arguments_schema(PARAMETERS))
+    tokenizer = _tokenizer(special=False)
+    assert _taken(grammar, tokenizer, '{"a": 3}')
+    assert not _taken(grammar, tokenizer, '{"b": 3}')
+    assert json.loads(arguments_schema(None))["type"] == "object"
+
+
+def test_data_in_a_schema_is_left_alone():
+    parameters = {"properties": {"$ref": {"enum": ["#", {"$ref": "#"}]}, "self": {"$ref": "#"}}}
+    moved = json.loads(calls_schema([("f", parameters)]))["$defs"]["t0"]
+    assert moved["properties"] == {"$ref": {"enum": ["#", {"$ref": "#"}]}, "self": {"$ref": "#/$defs/t0"}}
