@@ -6,6 +6,7 @@ moves between workers meanwhile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
@@ -27,11 +28,11 @@ TOOL_CALLS = "tool_calls"
 
 
 class Choice:
-    """One choice's answer as far as it has come. ``most_calls``: later calls are left out."""
+    """One choice's answer as far as it has come. ``most_calls``: later calls are left out; None: all count."""
 
-    def __init__(self, parser: AnswerParser, most_calls: int) -> None:
+    def __init__(self, parser: AnswerParser, most_calls: int | None) -> None:
         self._parser = parser
-        self._most_calls = most_calls
+        self._most_calls = math.inf if most_calls is None else most_calls
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[tuple[CallBegin, list[str]]] = []
@@ -103,7 +104,7 @@ class AnswerReader:
         self,
         call: GenerationCall,
         new_parser: Callable[[], AnswerParser],
-        most_calls: int,
+        most_calls: int | None,
         logprobs: Callable[[Sequence[TokenLogprobs]], Any] | None,
     ) -> None:
         self._call = call

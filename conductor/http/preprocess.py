@@ -51,7 +51,7 @@ class ParsedRequest:
     """A checked body made ready: its sequences (prompt major, choices minor), and the rules for the text of each.
 
     ``new_parser`` makes the parser of a chat's answer where that may be more than text, and of which the first
-    ``most_calls`` calls count; ``markers`` are the special tokens that it has to see.
+    ``most_calls`` calls count, or all; ``markers`` are the special tokens that it has to see.
     """
 
     model: ServedModel
@@ -59,7 +59,7 @@ class ParsedRequest:
     rules: list[TextRules]
     num_choices: int
     new_parser: Callable[[], AnswerParser] | None = None
-    most_calls: int = 0
+    most_calls: int | None = None
     markers: tuple[str, ...] = ()
 
 

@@ -27,13 +27,13 @@ _CHOICES = ("none", "auto", "required")
 class WantedCalls:
     """``tools`` that may be called, none where calls are not wanted; ``forced``: at least one must be.
 
-    ``only``: the one function that has to be called. ``most``: calls of one answer.
+    ``only``: the one function that has to be called. ``most``: calls of one answer; None: as many as there are.
     """
 
     tools: tuple[Tool, ...] = ()
     forced: bool = False
     only: str | None = None
-    most: int = schemas.MAX_FORCED_CALLS
+    most: int | None = None
 
     @classmethod
     def of(cls, body: ChatBody) -> WantedCalls:
@@ -46,7 +46,7 @@ class WantedCalls:
         if choice == "none":
             return cls()
         _check_tools(tools)
-        most = 1 if body.parallel_tool_calls is False else schemas.MAX_FORCED_CALLS
+        most = 1 if body.parallel_tool_calls is False else None
         return cls(tools, choice == "required", only, most)
 
     @property
@@ -70,7 +70,7 @@ class WantedCalls:
         if self.only is not None:
             text = schemas.arguments_schema(parameters[self.only])
         else:
-            text = schemas.calls_schema(list(parameters.items()), self.most)
+            text = schemas.calls_schema(list(parameters.items()), self.most or schemas.MAX_FORCED_CALLS)
         return _checked_length(text)
 
     def strict_grammar(self, model: ServedModel, form: AnswerForm) -> str | None:

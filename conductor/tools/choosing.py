@@ -69,7 +69,7 @@ class AnswerForm:
     @property
     def markers(self) -> tuple[str, ...]:
         """The special tokens that its parsers have to see."""
-        found = (OPENING, CLOSING) if self.reasoning == _THINK else ()
+        found: tuple[str, ...] = (OPENING, CLOSING) if self.reasoning == _THINK else ()
         form = _FORMS.get(self.tool_calls)
         if self.tool_calls == _PYTHONIC:
             found += (pythonic.OPENING, pythonic.CLOSING)

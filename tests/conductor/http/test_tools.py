@@ -130,6 +130,11 @@ class TestAuto:
                 model="tiny", messages=ASK, tools=[TOOL], parallel_tool_calls=False
             )
             assert len(one.choices[0].message.tool_calls) == 1
+        many = tmp_path / "many"
+        many.mkdir()
+        async with _served(many, '<tool_call>{"name": "f"}</tool_call>' * 20) as (client, _):
+            answer = await client.chat.completions.create(model="tiny", messages=ASK, tools=[TOOL])
+            assert len(answer.choices[0].message.tool_calls) == 20
 
     async def test_the_client_s_own_accumulation(self, tmp_path):
         async with _served(tmp_path, CALL) as (client, _):
