@@ -120,8 +120,8 @@ class TestStreams:
 
     async def test_cumulative_ones_end_with_everything(self, cluster):
         await cluster.add()
-        events = await _events(cluster, text="x", sampling_params={"max_new_tokens": 400, "ignore_eos": True})
-        _, whole = await _post(cluster, text="x", sampling_params={"max_new_tokens": 400, "ignore_eos": True})
+        events = await _events(cluster, text="x", sampling_params={"max_new_tokens": 150, "ignore_eos": True})
+        _, whole = await _post(cluster, text="x", sampling_params={"max_new_tokens": 150, "ignore_eos": True})
         assert (events[-1]["text"], events[-1]["output_ids"]) == (whole["text"], whole["output_ids"])
         texts = [e["text"] for e in events]
         assert all(b.startswith(a) for a, b in itertools.pairwise(texts))
