@@ -192,7 +192,12 @@ ROWS: Final = (
     _refused("guided_whitespace_pattern", OPENAI, "x", "blanks are as the grammar's compiler has them; write a regex"),
     _idle("guided_decoding_backend", OPENAI, "auto", "there is one compiler of grammars"),
     # --- tools and reasoning
-    _works("tools", _CHAT, [{"type": "function", "function": {"name": "f"}}], "given to the template"),
+    _works(
+        "tools",
+        _CHAT,
+        [{"type": "function", "function": {"name": "f"}}],
+        "functions that the model may call; docs/tools.md",
+    ),
     _works("tool_choice", _CHAT, "none"),
     _works("parallel_tool_calls", _CHAT, True),
     _refused("functions", _CHAT, [{"name": "f"}], "the old name; use tools"),

@@ -393,9 +393,6 @@ class ChatBody(OpenAIBody):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    #: Refused; they are the old names of tools and tool_choice.
-    functions: Any = None
-    function_call: Any = None
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     documents: list[dict[str, Any]] | None = None

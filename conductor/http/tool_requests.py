@@ -38,9 +38,6 @@ class WantedCalls:
     @classmethod
     def of(cls, body: ChatBody) -> WantedCalls:
         """Read the fields of ``body`` that concern tools. Raises BadField."""
-        for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
-            if getattr(body, old) is not None:
-                raise BadField(f"{old} is not served; use {new}", old)
         tools = tuple(body.tools or ())
         choice, only = _choice_of(body.tool_choice, [tool.function.name for tool in tools])
         if choice == "none":

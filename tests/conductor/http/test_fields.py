@@ -116,7 +116,7 @@ def test_what_works_has_a_type_and_what_has_a_type_works(api):
     typed = {field.alias or name for name, field in model.model_fields.items()}
     works = {row.name for row in TABLE[api].values() if row.effect is Effect.WORKS}
     assert model.api is api
-    assert works == typed | ({"tool_choice", "parallel_tool_calls"} if api is Api.CHAT else set())
+    assert works == typed
     assert len(TABLE[api]) == sum(api in row.apis for row in ROWS), "a name stands twice"
 
 
