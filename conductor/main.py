@@ -24,6 +24,7 @@ from tanghulu.conductor.replicating import CopyRequester, Replicator, RequestCop
 from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.routing.profiles import read_profiles
+from tanghulu.conductor.routing.requests import Timeouts
 from tanghulu.discovery.base import Discovery, Instance
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.discovery.open import open_discovery
@@ -84,6 +85,16 @@ class ConductorConfig(MasterOptions, ProcessConfig):
     tbt_slo_s: float = option(
         0.0, "refuse with 429 what would wait longer for each token, in seconds; 0: never", least=0
     )
+    request_timeout: float = option(
+        0.0, "longest time from a request's arrival to its end, in seconds; 0: no limit", least=0
+    )
+    first_token_timeout: float = option(
+        600.0, "longest wait for a request's first token, in seconds; 0: no limit", least=0
+    )
+    token_timeout: float = option(300.0, "longest wait for each further token, in seconds; 0: no limit", least=0)
+    worker_timeout: float = option(
+        10.0, "a worker that sends no step for so long counts as lost until a probe succeeds, in seconds; 0: never", least=0
+    )
     max_redispatches: int = option(3, "how often a request is moved because its worker was lost", least=0)
     max_body_size: int = option(DEFAULT_BODY_BYTES, "longest request body", size=True, least=1)
     peer_port: int = option(0, "port on which other conductors follow this one's requests; 0 picks one")
@@ -108,6 +119,8 @@ class Conductor:
             read_profiles(config.profiles),
             config.event_shards,
             config.hot_prefix_rate,
+            Timeouts(config.request_timeout, config.first_token_timeout, config.token_timeout),
+            config.worker_timeout,
         )
         self.config = config
         self.metrics = ConductorMetrics(registry)
@@ -142,6 +155,7 @@ class Conductor:
         try:
             async with beside(
                 self.dispatcher.registry.follow(discovery, self.config.namespace),
+                self.dispatcher.registry.watch_engines(),
                 self.peers.follow(discovery, self.config.namespace),
                 self._observe(),
                 self.dispatcher.mirror.apply_events(),

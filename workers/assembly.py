@@ -47,6 +47,7 @@ from tanghulu.workers.kv.ports import HostBlocks, KvPorts
 from tanghulu.workers.kv.store_adapter import StoreAdapter
 from tanghulu.workers.loading.loaded_model import LoadedModel
 from tanghulu.workers.metrics import WorkerMetrics
+from tanghulu.workers.sessions.beats import EngineBeats
 from tanghulu.workers.sessions.server import SessionHub
 from tanghulu.workers.sessions.wire import RequestFactory, model_card
 
@@ -101,9 +102,11 @@ class WorkerServer:
             self._peers.add_exports,
             self._peers.release,
         )
+        self._beats = EngineBeats(self._thread, process.alive)
         self._loop = asyncio.get_running_loop()
         self._thread.start()
         stack.callback(self._thread.stop)
+        await stack.enter_async_context(beside(self._beats.run()))
         session_pb2_grpc.add_WorkerServicer_to_server(
             _Servicer(self._hub, self._thread, self._card(core), self._probe), port.grpc_server
         )
@@ -234,6 +237,7 @@ class WorkerServer:
     def _spread(self, report: StepReport) -> None:
         self._hub.on_report(report)
         self._probe.on_report(report)
+        self._beats.on_report(report)
 
     def _engine_failed(self, error: BaseException) -> None:
         """End the process at once: the engine's state is lost, and requests go on at other workers."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 import structlog
 
 from tanghulu.conductor.dispatch.admission import Admission, forecast
+from tanghulu.conductor.dispatch.deadlines import Deadlines
 from tanghulu.conductor.dispatch.lifecycle import (
     AbortAt,
     DeliverTokens,
@@ -38,10 +40,17 @@ from tanghulu.conductor.peers.inbox import PeerRequests
 from tanghulu.conductor.peers.outbox import NOBODY, Begun, OwnRequests
 from tanghulu.conductor.routing.overrides import RoutingPolicies
 from tanghulu.conductor.routing.profiles import ProfileFile
-from tanghulu.conductor.routing.requests import GenerationRequest, PrefixSource, SessionWelcome, Step
+from tanghulu.conductor.routing.requests import (
+    NO_TIMEOUTS,
+    GenerationRequest,
+    PrefixSource,
+    SessionWelcome,
+    Step,
+    Timeouts,
+)
 from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.conductor.text.served_model import ServedModel
-from tanghulu.errors import NodeUnavailable, Overloaded, TanghuluError
+from tanghulu.errors import DeadlineExceeded, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.runtime.clock import Clock
 from tanghulu.types import InstanceId, Place, RequestId
 
@@ -50,7 +59,10 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The bounds on the conductor's load; ``profiles`` are the assumed costs until workers report theirs."""
+    """The bounds on the conductor's load; ``profiles`` are the assumed costs until workers report theirs.
+
+    ``timeouts`` are the longest that a request may have. A worker that is silent for ``worker_timeout_s`` is lost; 0: none.
+    """
 
     max_in_flight: int = 1024
     max_queued: int = 1024
@@ -61,6 +73,8 @@ class Limits:
     profiles: ProfileFile = field(default_factory=ProfileFile)
     event_shards: int = DEFAULT_SHARDS
     hot_prefix_rate: float = 0.0
+    timeouts: Timeouts = NO_TIMEOUTS
+    worker_timeout_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +85,7 @@ class _Entry:
     model: ServedModel
     stream: TokenStream
     arrived_s: float
+    deadlines: Deadlines
     last_token_s: float = 0.0
     wire_id: str = ""
     rest_tokens: int = 0
@@ -78,6 +93,7 @@ class _Entry:
     num_blocks: int = 0
     reserved: InstanceId | None = None
     deadline: asyncio.TimerHandle | None = None
+    alarm: asyncio.TimerHandle | None = None
 
 
 class Dispatcher:
@@ -92,7 +108,7 @@ class Dispatcher:
         clock: Clock,
         place: Place = Place(),
     ) -> None:
-        self.registry = Registry(conductor_id, self, limits.profiles)
+        self.registry = Registry(conductor_id, self, limits.profiles, limits.worker_timeout_s)
         self.mirror = CacheMirror(limits.event_shards)
         self.router = Router(self.registry, self.mirror, policies, place, HotPrefixes(limits.hot_prefix_rate))
         self.own = OwnRequests()
@@ -122,13 +138,16 @@ class Dispatcher:
         """
         assert request.id not in self._entries, f"request id {request.id} is in use"
         self.router.check_overrides(request.routing)
-        entry = _Entry(Flight(request, self._limits.max_redispatches), model, TokenStream(), self._clock.now_s())
+        now_s, timeouts = self._clock.now_s(), request.timeouts.within(self._limits.timeouts)
+        flight = Flight(request, self._limits.max_redispatches)
+        entry = _Entry(flight, model, TokenStream(), now_s, Deadlines(timeouts, now_s))
         if len(self._queue) >= self._limits.max_queued:
             error = Overloaded(f"{len(self._queue)} requests are waiting already; try again later")
             self._perform(entry, entry.flight.refuse(error))
             raise error
         entry.flight.admit()
         self._entries[request.id] = entry
+        self._watch(entry)
         with self._alone(entry):
             self._enqueue(entry, front=False)
         self._pump()
@@ -200,6 +219,9 @@ class Dispatcher:
     def has_requests(self, worker: RegisteredWorker) -> bool:
         return any(e.flight.worker == worker.id for e in self._submissions.values())
 
+    def busy_workers(self) -> Set[InstanceId]:
+        return {e.flight.worker for e in self._submissions.values() if e.flight.worker is not None}
+
     def check(self) -> None:
         for request_id, entry in self._entries.items():
             entry.flight.check()
@@ -247,6 +269,24 @@ class Dispatcher:
         if not self.registry.usable(model):
             error = NodeUnavailable(f"no worker that serves {model.card.model} was there for {waited_s:g} s; start one")
         self._perform(entry, entry.flight.fail(error))
+
+    def _watch(self, entry: _Entry) -> None:
+        """Look at the request again when its next deadline is due. Further tokens move deadlines, not the alarm."""
+        if entry.alarm is not None:
+            entry.alarm.cancel()
+            entry.alarm = None
+        due_s = entry.deadlines.due_s
+        if not math.isinf(due_s):
+            wait_s = due_s - self._clock.now_s()
+            entry.alarm = asyncio.get_running_loop().call_later(wait_s, self._look_at_deadlines, entry)
+
+    def _look_at_deadlines(self, entry: _Entry) -> None:
+        entry.alarm = None
+        if missed := entry.deadlines.missed(self._clock.now_s()):
+            self._perform(entry, entry.flight.fail(DeadlineExceeded(missed)))
+            self._pump()
+        else:
+            self._watch(entry)
 
     def _pump(self) -> None:
         """Submit what can be submitted, in the queue's order. A model without workers does not hold up the others."""
@@ -378,6 +418,9 @@ class Dispatcher:
     def _end(self, entry: _Entry, end: End) -> None:
         flight = entry.flight
         self._leave_queue(entry)
+        if entry.alarm is not None:
+            entry.alarm.cancel()
+            entry.alarm = None
         self._untrack(entry)
         self._withdraw(entry)
         if flight.generated:
@@ -408,11 +451,15 @@ class Dispatcher:
     # --- counting
 
     def _observe_tokens(self, entry: _Entry, num_tokens: int, now_s: float) -> None:
-        if entry.last_token_s:
-            self._metrics.tbt.observe(now_s - entry.last_token_s)
-        else:
+        is_first = not entry.last_token_s
+        if is_first:
             self._metrics.ttft.observe(now_s - entry.arrived_s)
+        else:
+            self._metrics.tbt.observe(now_s - entry.last_token_s)
         entry.last_token_s = now_s
+        entry.deadlines.came(now_s)
+        if is_first:  # the next deadline may be earlier now
+            self._watch(entry)
         self._metrics.generated_tokens.inc(num_tokens)
 
     def _count_end(self, entry: _Entry, end: End) -> None:

@@ -199,6 +199,7 @@ def _welcome(welcome: pb.SessionWelcome) -> SessionWelcome:
         tuple(BlockHash(h) for h in welcome.cached_blocks),
         welcome.event_sequence,
         _load(welcome.load),
+        welcome.beat_s,
     )
 
 

@@ -59,6 +59,12 @@ class ChunkWriter:
         )
 
 
+def failed_choices(call: GenerationCall) -> list[dict[str, Any]]:
+    """The last word of a stream on each choice that an error has cut short."""
+    cut = [index for index, generation in enumerate(call.generations) if not generation.ended]
+    return [{"index": index, "delta": {}, "text": "", "logprobs": None, "finish_reason": "error"} for index in cut]
+
+
 def whole_chat(call: GenerationCall, choices: Sequence[tuple[str, Any, FinishReason]]) -> dict[str, Any]:
     """A chat.completion of (text, logprobs, reason) for each choice."""
     return {

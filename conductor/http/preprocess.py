@@ -134,6 +134,7 @@ def _parsed(
             body.priority,
             body.prompt_cache_key or "",
             routing,
+            body.timeouts,
         )
         for prompt in prompts
         for choice in range(num_choices)

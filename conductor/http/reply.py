@@ -114,13 +114,21 @@ class _Watched(Response, ABC):
 
 
 class EventStream(_Watched):
-    """Server-sent events. An error before the first one becomes an HTTP error, a later one an event."""
+    """Server-sent events. An error before the first one becomes an HTTP error, a later one an event.
+
+    ``failed`` says what stands beside the error in that event: how the sequences ended that had not.
+    """
 
     def __init__(
-        self, call: GenerationCall, done: Callable[[GenerationCall], None], chunks: AsyncGenerator[bytes, None]
+        self,
+        call: GenerationCall,
+        done: Callable[[GenerationCall], None],
+        chunks: AsyncGenerator[bytes, None],
+        failed: Callable[[TanghuluError], dict[str, Any]],
     ) -> None:
         super().__init__(call, done)
         self._chunks = chunks
+        self._failed = failed
 
     async def answer(self, scope: Scope, send: Send) -> None:
         try:
@@ -132,7 +140,7 @@ class EventStream(_Watched):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
             except TanghuluError as error:
                 log_failure(error, scope["path"], self._call.id)
-                last = event(dumps(body_of(error))) + DONE
+                last = event(dumps({**body_of(error), **self._failed(error)})) + DONE
                 await send({"type": "http.response.body", "body": last, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:

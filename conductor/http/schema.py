@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tanghulu.conductor.routing.overrides import WEIGHTS, RoutingOverrides
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
+from tanghulu.conductor.routing.requests import Timeouts
 from tanghulu.conductor.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from tanghulu.types import InstanceId
 
@@ -96,6 +97,7 @@ class ResponseFormat(Body):
         return '{"type": "object"}' if self.type == "json_object" else None
 
 
+TimeoutSeconds = Annotated[float, Field(gt=0, le=1e6)]
 Weight = Annotated[float, Field(ge=0, le=1e6)]
 
 
@@ -133,6 +135,14 @@ class RoutedBody(Body):
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
     routing: RoutingFields | None = None
+    request_timeout: TimeoutSeconds | None = None
+    first_token_timeout: TimeoutSeconds | None = None
+    token_timeout: TimeoutSeconds | None = None
+
+    @property
+    def timeouts(self) -> Timeouts:
+        """The longest waits that the request asks for."""
+        return Timeouts(self.request_timeout or 0.0, self.first_token_timeout or 0.0, self.token_timeout or 0.0)
 
 
 class OpenAIBody(RoutedBody, SamplingFields):

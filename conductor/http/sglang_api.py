@@ -16,6 +16,8 @@ from tanghulu.conductor.http.reply import DONE, EventStream, JsonWhenDone, dumps
 from tanghulu.conductor.http.schema import AbortBody, GenerateBody
 from tanghulu.conductor.http.service import Service
 from tanghulu.conductor.routing.requests import FinishReason
+from tanghulu.errors import TanghuluError
+from tanghulu.web.errors import status_of
 
 
 def router(service: Service) -> APIRouter:
@@ -31,7 +33,7 @@ def router(service: Service) -> APIRouter:
         call = service.start(body.rid or uuid.uuid4().hex, parsed)
         reader = _Reader(call, body.is_batch or parsed.num_choices > 1)
         if body.stream:
-            return EventStream(call, service.forget, reader.stream())
+            return EventStream(call, service.forget, reader.stream(), reader.failed)
         return JsonWhenDone(call, service.forget, reader.whole)
 
     @api.post("/abort_request")
@@ -69,6 +71,11 @@ class _Reader:
                 answer["index"] = index
             yield event(dumps(answer))
         yield DONE
+
+    def failed(self, error: TanghuluError) -> dict[str, Any]:
+        """How the answer ended that an error has cut short."""
+        reason = {"type": "abort", "message": error.message, "status_code": status_of(error)}
+        return {"meta_info": {"id": self._call.id, "finish_reason": reason}}
 
     async def whole(self) -> Any:
         """One answer, or a list of them for a batch."""

@@ -27,6 +27,7 @@ from tanghulu.workers.engine.requests import (
 )
 from tanghulu.workers.engine.step_result import Logprobs, RequestOutput
 from tanghulu.workers.engine.thread import EngineLoad
+from tanghulu.workers.sessions.beats import BEAT_S
 from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets
 
 _FINISH = {
@@ -206,6 +207,7 @@ def welcome_message(
         cached_blocks=list(hashes),
         event_sequence=sequence,
         load=load_message(load),
+        beat_s=BEAT_S,
     )
 
 
