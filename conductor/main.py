@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor.dispatch.admission import Admission
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
+from tanghulu.conductor.dispatch.lifecycle import MoveLimits
 from tanghulu.conductor.dispatch.queue import ORDERS, QueueOrder
 from tanghulu.conductor.http import admin_api, openai_api, sglang_api
 from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES, ROOM_BYTES, Service
@@ -95,7 +96,12 @@ class ConductorConfig(MasterOptions, ProcessConfig):
     worker_timeout: float = option(
         10.0, "a worker that sends no step for so long counts as lost until a probe succeeds, in seconds; 0: never", least=0
     )
-    max_redispatches: int = option(3, "how often a request is moved because its worker was lost", least=0)
+    max_redispatches: int = option(
+        3, "how often in a row, without a new token, a request is moved because its worker was lost", least=0
+    )
+    migration_max_seq_len: int = option(
+        0, "a sequence of more tokens is not moved when its worker is lost; 0: no limit", least=0
+    )
     max_body_size: int = option(DEFAULT_BODY_BYTES, "longest request body", size=True, least=1)
     peer_port: int = option(0, "port on which other conductors follow this one's requests; 0 picks one")
     grace_s: float = option(10.0, "at the end, how long requests under way may go on, in seconds", least=0)
@@ -113,7 +119,7 @@ class Conductor:
             config.max_in_flight,
             config.max_queued,
             config.queue_timeout_s,
-            config.max_redispatches,
+            MoveLimits(config.max_redispatches, config.migration_max_seq_len),
             Admission(config.ttft_slo_s, config.tbt_slo_s),
             QueueOrder(config.queue_order, config.queue_ageing),
             read_profiles(config.profiles),

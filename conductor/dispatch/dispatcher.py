@@ -23,6 +23,8 @@ from tanghulu.conductor.dispatch.lifecycle import (
     Flight,
     FlightState,
     Instruction,
+    Loss,
+    MoveLimits,
     PickDecode,
     Release,
     Requeue,
@@ -55,6 +57,8 @@ from tanghulu.runtime.clock import Clock
 from tanghulu.types import InstanceId, Place, RequestId
 
 _log = structlog.get_logger(__name__)
+#: Before a request that was refused more than once is sent again.
+_REFUSED_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class Limits:
     max_in_flight: int = 1024
     max_queued: int = 1024
     queue_timeout_s: float = 30.0
-    max_redispatches: int = 3
+    moves: MoveLimits = field(default_factory=MoveLimits)
     admission: Admission = field(default_factory=Admission)
     order: QueueOrder = field(default_factory=QueueOrder)
     profiles: ProfileFile = field(default_factory=ProfileFile)
@@ -92,6 +96,12 @@ class _Entry:
     holder: PrefixSource | None = None
     num_blocks: int = 0
     reserved: InstanceId | None = None
+    #: When it was moved last; None where tokens came since.
+    lost_s: float | None = None
+    #: Since when workers have refused it, and how often.
+    refused_s: float | None = None
+    num_refusals: int = 0
+    not_before_s: float = 0.0
     deadline: asyncio.TimerHandle | None = None
     alarm: asyncio.TimerHandle | None = None
 
@@ -139,7 +149,7 @@ class Dispatcher:
         assert request.id not in self._entries, f"request id {request.id} is in use"
         self.router.check_overrides(request.routing)
         now_s, timeouts = self._clock.now_s(), request.timeouts.within(self._limits.timeouts)
-        flight = Flight(request, self._limits.max_redispatches)
+        flight = Flight(request, self._limits.moves)
         entry = _Entry(flight, model, TokenStream(), now_s, Deadlines(timeouts, now_s))
         if len(self._queue) >= self._limits.max_queued:
             error = Overloaded(f"{len(self._queue)} requests are waiting already; try again later")
@@ -211,9 +221,10 @@ class Dispatcher:
         """Move all requests of the worker to others."""
         self._metrics.workers.labels(worker.role.value).dec()
         self.mirror.worker_gone(worker.id)
+        loss = Loss.SILENCE if worker.suspect else Loss.ORDERLY if worker.leaving else Loss.DEATH
         for entry in [e for e in self._submissions.values() if e.flight.worker == worker.id]:
             with self._alone(entry):
-                self._perform(entry, entry.flight.on_worker_lost(error))
+                self._lose(entry, error, loss)
         self._pump()
 
     def has_requests(self, worker: RegisteredWorker) -> bool:
@@ -255,7 +266,9 @@ class Dispatcher:
         request, sjf = entry.flight.request, self._limits.order.name == "sjf"
         prefill_s = self.router.rest_s(entry.flight, entry.model) if sjf and not front else 0.0
         self._queue.push(request.id, entry, entry.arrived_s, request.priority, prefill_s, front)
-        entry.deadline = asyncio.get_running_loop().call_later(self._limits.queue_timeout_s, self._expire, entry)
+        waited_s = self._clock.now_s() - entry.refused_s if entry.refused_s is not None else 0.0
+        wait_s = max(0.0, self._limits.queue_timeout_s - waited_s)
+        entry.deadline = asyncio.get_running_loop().call_later(wait_s, self._expire, entry)
 
     def _leave_queue(self, entry: _Entry) -> None:
         self._queue.discard(entry.flight.request.id)
@@ -292,10 +305,11 @@ class Dispatcher:
         """Submit what can be submitted, in the queue's order. A model without workers does not hold up the others."""
         if len(self._submissions) >= self._limits.max_in_flight:
             return
+        now_s = self._clock.now_s()
         for entry in self._queue:
             if len(self._submissions) >= self._limits.max_in_flight:
                 return
-            if entry.flight.state is FlightState.QUEUED:
+            if entry.flight.state is FlightState.QUEUED and entry.not_before_s <= now_s:
                 with self._alone(entry):
                     self._dispatch(entry)
 
@@ -359,8 +373,8 @@ class Dispatcher:
                     self._abort_at(worker, wire_id)
                 case Release(worker, export_id):
                     self._release(worker, export_id)
-                case Requeue(reason):
-                    self._requeue(entry, reason)
+                case Requeue():
+                    self._requeue(entry, instruction)
                 case End():
                     self._end(entry, instruction)
 
@@ -377,11 +391,13 @@ class Dispatcher:
         try:
             holder = entry.holder if to.source is None else None
             tokens = flight.all_tokens()
-            number = worker.session.submit(flight.request, to.wire_id, tokens, to.hand_over, to.source, holder)
+            number = worker.session.submit(
+                flight.request, to.wire_id, tokens, to.hand_over, to.source, holder, flight.was_moved
+            )
             worker.load.numbered(to.wire_id, number)
         except Overloaded as error:
             worker.load.heard_of(to.wire_id)
-            self._perform(entry, flight.on_worker_lost(error))
+            self._lose(entry, error, Loss.REFUSED)
 
     def _pick_decode(self, entry: _Entry) -> None:
         self._metrics.hand_overs.inc()
@@ -389,7 +405,7 @@ class Dispatcher:
         worker = self.router.choose_decode(entry.flight, entry.model)
         if worker is None:
             lost = NodeUnavailable("no worker is left that could decode")
-            self._perform(entry, entry.flight.on_worker_lost(lost))
+            self._lose(entry, lost, Loss.TROUBLE)
             return
         entry.rest_tokens = 1
         self._perform(entry, entry.flight.decode_at(worker))
@@ -407,13 +423,38 @@ class Dispatcher:
             with contextlib.suppress(Overloaded):  # the worker gives an export up by itself, after a while
                 worker.session.release(export_id)
 
-    def _requeue(self, entry: _Entry, reason: TanghuluError) -> None:
-        flight = entry.flight
-        _log.info("request.redispatched", request=flight.request.id, reason=reason.code, tokens=len(flight.generated))
-        self._metrics.redispatches.labels(reason.code).inc()
+    def _lose(self, entry: _Entry, error: TanghuluError, loss: Loss) -> None:
+        """Go on without the worker that the request has."""
+        self._perform(entry, entry.flight.on_worker_lost(error, loss))
+
+    def _requeue(self, entry: _Entry, why: Requeue) -> None:
+        flight, now_s, reason = entry.flight, self._clock.now_s(), why.reason
+        _log.info(
+            "request.redispatched",
+            request=flight.request.id,
+            loss=why.loss.name.lower(),
+            reason=reason.message,
+            tokens=len(flight.generated),
+        )
         self._untrack(entry)
         self._withdraw(entry)
+        if why.loss is Loss.REFUSED:
+            self._postpone(entry, now_s)
+        else:
+            if entry.lost_s is not None:
+                self._count_move(entry, "lost_again")
+            entry.lost_s, entry.refused_s, entry.num_refusals, entry.not_before_s = now_s, None, 0, 0.0
+            self._metrics.carried_tokens.inc(len(flight.generated))
         self._enqueue(entry, front=True)
+
+    def _postpone(self, entry: _Entry, now_s: float) -> None:
+        """Let a request that was refused wait before it is sent again, unless it has another worker to try."""
+        if entry.refused_s is None:
+            entry.refused_s = now_s
+        entry.num_refusals += 1
+        if entry.num_refusals > 1:
+            entry.not_before_s = now_s + _REFUSED_PAUSE_S
+            asyncio.get_running_loop().call_later(_REFUSED_PAUSE_S, self._pump)
 
     def _end(self, entry: _Entry, end: End) -> None:
         flight = entry.flight
@@ -458,13 +499,25 @@ class Dispatcher:
             self._metrics.tbt.observe(now_s - entry.last_token_s)
         entry.last_token_s = now_s
         entry.deadlines.came(now_s)
+        entry.refused_s, entry.num_refusals = None, 0
+        if entry.lost_s is not None:
+            self._metrics.pause.observe(now_s - entry.lost_s)
+            self._count_move(entry, "resumed")
+            entry.lost_s = None
         if is_first:  # the next deadline may be earlier now
             self._watch(entry)
         self._metrics.generated_tokens.inc(num_tokens)
 
+    def _count_move(self, entry: _Entry, outcome: str) -> None:
+        """Count the move that is under way by what has become of it."""
+        kind = "ongoing_request" if entry.flight.lost_at else "new_request"
+        self._metrics.migrations.labels(entry.model.card.model, kind, outcome).inc()
+
     def _count_end(self, entry: _Entry, end: End) -> None:
         outcome = end.error.code.lower() if end.error is not None else end.reason.value if end.reason else "unknown"
         self._metrics.requests.labels(outcome).inc()
+        if entry.flight.lost_at is not None:
+            self._count_move(entry, "failed" if end.error is not None else "ended")
         if isinstance(end.error, Overloaded) and not entry.flight.num_submissions:
             self._metrics.refused_tokens.inc(len(entry.flight.request.prompt))
         self._metrics.e2e.observe(self._clock.now_s() - entry.arrived_s)

@@ -259,6 +259,7 @@ class Registry:
             worker.heard = False
             self._watch_silence(worker)
         else:
+            worker.suspect = self._listener.has_requests(worker)
             self._end(worker)
 
     def _calm(self, worker: RegisteredWorker) -> None:

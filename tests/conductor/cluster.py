@@ -48,6 +48,10 @@ class Cluster:
             while not condition():  # noqa: ASYNC110 - what it looks at has no hook for tests
                 await asyncio.sleep(0.001)
 
+    def migrations(self, kind: str, outcome: str) -> float:
+        labels = {"model": "tiny", "kind": kind, "outcome": outcome}
+        return self.conductor.service.metrics.get_sample_value("tanghulu_migrations_total", labels) or 0.0
+
     def metric(self, name: str, **labels: str) -> float:
         value = self.conductor.service.metrics.get_sample_value(f"tanghulu_conductor_{name}", labels)
         return value or 0.0

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 import structlog
 
-from tanghulu.errors import NodeUnavailable, TanghuluError
+from tanghulu.errors import Overloaded, TanghuluError
 from tanghulu.protos import session_pb2
 from tanghulu.runtime.tasks import cancelled
 from tanghulu.types import BlockHash, InstanceId, RequestId
@@ -137,7 +137,7 @@ class SessionHub:
         session.num_submits += 1
         number = session.num_submits
         if self._draining:
-            self._refuse(session, request_id, NodeUnavailable(f"worker {self._instance_id} is about to end"))
+            self._refuse(session, request_id, Overloaded(f"worker {self._instance_id} is about to end"))
             return
         try:
             request = self._factory.request(submit)

@@ -69,6 +69,8 @@ class RequestFactory:
             stop=self._stop(submit.stop),
             hold_kv=submit.hand_over,
             priority=submit.priority,
+            client=submit.client,
+            moved=submit.moved,
             peer=peer_of(source) if source is not None else None,
             holder=_holder(submit.holder) if submit.HasField("holder") else None,
             grammar=self._grammar(submit.sampling),
