@@ -30,6 +30,7 @@ from tanghulu.discovery.base import Discovery, Instance
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import ConfigError, NodeUnavailable
+from tanghulu.protos.common_pb2 import EndReply
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import check_bounds, command, option
 from tanghulu.runtime.master_options import MasterOptions
@@ -104,7 +105,11 @@ class ConductorConfig(MasterOptions, ProcessConfig):
     )
     max_body_size: int = option(DEFAULT_BODY_BYTES, "longest request body", size=True, least=1)
     peer_port: int = option(0, "port on which other conductors follow this one's requests; 0 picks one")
-    grace_s: float = option(10.0, "at the end, how long requests under way may go on, in seconds", least=0)
+    notice_s: float = option(
+        2.0, "at the end, how long requests are still accepted after /ready has said no, in seconds", least=0
+    )
+    grace_s: float = option(10.0, "and then how long requests under way may go on, in seconds", least=0)
+    reuse_port: bool = option(False, "share the port with a successor that says so too (SO_REUSEPORT)")
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -112,9 +117,18 @@ class ConductorConfig(MasterOptions, ProcessConfig):
 
 
 class Conductor:
-    """The conductor without its process: workers of a Discovery behind an HTTP address."""
+    """The conductor without its process: workers of a Discovery behind an HTTP address.
 
-    def __init__(self, config: ConductorConfig, conductor_id: str, registry: CollectorRegistry) -> None:
+    ``stopping`` is set when an administrator tells it to end.
+    """
+
+    def __init__(
+        self,
+        config: ConductorConfig,
+        conductor_id: str,
+        registry: CollectorRegistry,
+        stopping: asyncio.Event | None = None,
+    ) -> None:
         limits = Limits(
             config.max_in_flight,
             config.max_queued,
@@ -140,8 +154,11 @@ class Conductor:
         )
         bodies = Bodies(config.max_body_size, ROOM_BYTES)
         self.service = Service(self.dispatcher, registry, bodies, config.queue_timeout_s)
-        self.peers = group.PeerGroup(conductor_id, self.dispatcher.own, self.dispatcher.peers, config.credentials)
+        self.peers = group.PeerGroup(
+            conductor_id, self.dispatcher.own, self.dispatcher.peers, config.credentials, self._told_to_end
+        )
         self.address = Address("", 0)
+        self._stopping = stopping or asyncio.Event()
 
     @contextlib.asynccontextmanager
     async def running(self, discovery: Discovery, listen_port: int) -> AsyncIterator[Conductor]:
@@ -149,7 +166,7 @@ class Conductor:
 
         Raises ConfigError if the port is taken.
         """
-        listener = listen(self.config.host, listen_port)
+        listener = listen(self.config.host, listen_port, reuse_port=self.config.reuse_port)
         self.address = address_of(listener)
         try:
             await self.peers.start(self.config.host, self.config.peer_port, self.config.reachable_host)
@@ -183,9 +200,18 @@ class Conductor:
         dispatcher, count = self.dispatcher, self.metrics.hot_chunks.inc
         return Replicator(dispatcher.router.hot, dispatcher.mirror, request_copies, SystemClock(), count)
 
+    def _told_to_end(self) -> EndReply:
+        """Have the process end in order, as SIGTERM does."""
+        self._stopping.set()
+        grace_s = self.config.notice_s + self.config.grace_s
+        return EndReply(num_requests=self.dispatcher.num_requests, grace_s=grace_s)
+
     async def _finish(self, server: HttpServer, serving: asyncio.Task[None]) -> None:
-        """Accept no more, let requests under way end, then fail the rest."""
+        """Say that this one ends, accept no more a while later, let requests under way end, then fail the rest."""
         self.service.stopping = True
+        server.hang_up_after_answers()
+        _log.info("conductor.ending", requests=self.dispatcher.num_requests, notice_s=self.config.notice_s)
+        await asyncio.sleep(self.config.notice_s)
         self.service.bodies.stop()
         server.stop()
         _log.info("conductor.finishing", requests=self.dispatcher.num_requests, grace_s=self.config.grace_s)
@@ -217,7 +243,7 @@ def make_app(service: Service) -> FastAPI:
 async def serve(process: Process, config: ConductorConfig) -> None:
     """Run until the process is to stop."""
     async with open_discovery(config.discovery, config.master) as discovery:
-        conductor = Conductor(config, f"conductor-{process.generation:012x}", process.registry)
+        conductor = Conductor(config, f"conductor-{process.generation:012x}", process.registry, process.stopping)
         async with (
             conductor.running(discovery, config.port),
             beside(

@@ -59,7 +59,7 @@ class Cluster:
 
 @contextlib.asynccontextmanager
 async def running_cluster(run_dir: Path, **options: object) -> AsyncIterator[Cluster]:
-    config = ConductorConfig(**{"port": 0, "grace_s": 0.0, "queue_timeout_s": 10.0, **options})
+    config = ConductorConfig(**{"port": 0, "grace_s": 0.0, "notice_s": 0.0, "queue_timeout_s": 10.0, **options})
     conductor = Conductor(config, "conductor-test", CollectorRegistry())
     async with MemoryDiscovery(MemoryRegistry()) as discovery, conductor.running(discovery, 0):
         cluster = Cluster(conductor, discovery, run_dir)

@@ -98,6 +98,10 @@ class SessionHub:
         self.idle = asyncio.Event()
         self.idle.set()
 
+    @property
+    def num_requests(self) -> int:
+        return len(self._owners)
+
     # --- the stream
 
     async def serve(self, requests: AsyncIterator[session_pb2.ToWorker]) -> AsyncIterator[session_pb2.FromWorker]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-STOP_GRACE_S = 8.0
 #: Roles whose command is not called as they are.
 _COMMANDS = {"gateway": ("store", "serve")}
 
@@ -78,7 +77,13 @@ class ChildProcess:
         position = self.arguments.index("--port") + 1
         self.arguments[position] = address.rpartition(":")[2]
 
-    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+    def kill(self) -> None:
+        """SIGKILL; the end comes as any other."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
+
+    async def stop(self, grace_s: float) -> None:
         """SIGTERM, then SIGKILL after ``grace_s``; returns when the process is gone."""
         process = self.process
         if process is None:

@@ -23,12 +23,17 @@ _KEEP_ALIVE_S = 75
 MAX_HEADLESS = 256
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that accepts on host:port (0 picks one). Raises ConfigError."""
+def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+    """A socket that accepts on host:port (0 picks one). Raises ConfigError.
+
+    With ``reuse_port`` other sockets may accept there too, which say so as well.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
         listener.listen(_BACKLOG)
     except OSError as error:
@@ -139,6 +144,10 @@ class HttpServer(uvicorn.Server):
             for each in sockets
         ]
         self.started = True
+
+    def hang_up_after_answers(self) -> None:
+        """Close each connection behind its next answer, so that its client connects to another server."""
+        self.server_state.default_headers.append((b"connection", b"close"))
 
     def stop(self) -> None:
         """Accept no more connections, let the open requests end, then end ``serve``."""
