@@ -265,7 +265,8 @@ class Dispatcher:
     def _enqueue(self, entry: _Entry, front: bool) -> None:
         request, sjf = entry.flight.request, self._limits.order.name == "sjf"
         prefill_s = self.router.rest_s(entry.flight, entry.model) if sjf and not front else 0.0
-        self._queue.push(request.id, entry, entry.arrived_s, request.priority, prefill_s, front)
+        client = None if front else request.client
+        self._queue.push(request.id, entry, entry.arrived_s, request.priority, prefill_s, client)
         waited_s = self._clock.now_s() - entry.refused_s if entry.refused_s is not None else 0.0
         wait_s = max(0.0, self._limits.queue_timeout_s - waited_s)
         entry.deadline = asyncio.get_running_loop().call_later(wait_s, self._expire, entry)
@@ -325,6 +326,7 @@ class Dispatcher:
         route = self.router.choose(flight, entry.model)
         if route.decision is None:
             return
+        self._queue.take(flight.request.id)
         self._leave_queue(entry)
         prefill, decode = route.decision.prefill, route.decision.decode
         _log.debug("request.dispatched", request=flight.request.id, prefill=prefill, decode=decode)

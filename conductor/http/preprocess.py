@@ -135,6 +135,7 @@ def _parsed(
             body.prompt_cache_key or "",
             routing,
             body.timeouts,
+            body.client,
         )
         for prompt in prompts
         for choice in range(num_choices)

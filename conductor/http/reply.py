@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -21,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from tanghulu.conductor.http.generation import GenerationCall
 from tanghulu.conductor.http.json_marks import check_marks
+from tanghulu.conductor.http.schema import RoutedBody
 from tanghulu.conductor.http.service import Service
 from tanghulu.conductor.text.preparing import INLINE_BYTES, in_thread
 from tanghulu.errors import TanghuluError
@@ -52,7 +54,17 @@ async def reading(request: Request, service: Service, model: type[B]) -> AsyncIt
         with body.view() as view:
             parsed = await parse_large(model, view, service.most_string_bytes)
         body.clear()
+        if isinstance(parsed, RoutedBody):
+            parsed.came_from(_sender(request))
         yield parsed
+
+
+def _sender(request: Request) -> str:
+    """Who sent a request: its key, or its address where it has none. The key itself is not kept."""
+    key = request.headers.get("authorization", "")
+    if key:
+        return "key " + hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+    return f"address {request.client.host}" if request.client is not None else ""
 
 
 async def parse_large(model: type[B], body: bytes | memoryview, most_string_bytes: float) -> B:

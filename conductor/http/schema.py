@@ -5,10 +5,11 @@ Owns the names of OpenAI's and SGLang's fields and their bounds. Knows nothing o
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from tanghulu.conductor.routing.overrides import WEIGHTS, RoutingOverrides
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
@@ -23,6 +24,8 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKENS = 256
 MAX_GRAMMAR_CHARS = 65_536
+#: A longer name of a user travels as its hash.
+MAX_USER_CHARS = 64
 _UINT32 = (1 << 32) - 1
 
 TokenId = Annotated[int, Field(ge=0, le=_UINT32)]
@@ -135,9 +138,24 @@ class RoutedBody(Body):
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
     routing: RoutingFields | None = None
+    user: str | None = None
     request_timeout: TimeoutSeconds | None = None
     first_token_timeout: TimeoutSeconds | None = None
     token_timeout: TimeoutSeconds | None = None
+
+    _sender: str = PrivateAttr("")
+
+    def came_from(self, sender: str) -> None:
+        """Note who sent the body, for those that name no ``user``."""
+        self._sender = sender
+
+    @property
+    def client(self) -> str:
+        """Who takes turns with others where many wait."""
+        name = self.user or ""
+        if len(name) > MAX_USER_CHARS:
+            name = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        return f"user {name}" if name else self._sender
 
     @property
     def timeouts(self) -> Timeouts:

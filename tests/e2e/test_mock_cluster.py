@@ -270,3 +270,24 @@ def test_the_end_of_all_tells_every_client(tmp_path: Path, stream: bool) -> None
             else:
                 assert answer.status_code == 503
                 assert "stopping" in answer.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_six_hundred_of_one_client_do_not_keep_another_waiting(tmp_path: Path) -> None:
+    """All of them are at the workers; the other's single one takes its turn there, and ends while most still wait."""
+    with running_cluster(tmp_path / "c", *FLAGS) as live, ThreadPoolExecutor(4) as pool:
+        url = f"{live.url}/v1/completions"
+
+        def send(user: str, prompts: list[str]) -> httpx.Response:
+            body = {"model": "mock", "prompt": prompts, "max_tokens": 40, "ignore_eos": True, "user": user}
+            return httpx.post(url, json=body, timeout=300, trust_env=False)
+
+        def waiting() -> float:
+            return live.metric("prefill", "tanghulu_worker_requests_waiting")
+
+        prompts = [words(2000 + n, 200) for n in range(600)]
+        many = [pool.submit(send, "many", prompts[at : at + 120]) for at in range(0, 480, 120)]
+        eventually(lambda: waiting() > 300, what="they wait at the workers")
+        assert send("one", [words(3000, 200)]).status_code == 200
+        assert waiting() > 150, "the other's wait on"
+        assert [future.result(300).status_code for future in many] == [200] * 4
