@@ -95,7 +95,9 @@ class ConductorConfig(MasterOptions, ProcessConfig):
     )
     token_timeout: float = option(300.0, "longest wait for each further token, in seconds; 0: no limit", least=0)
     worker_timeout: float = option(
-        10.0, "a worker that sends no step for so long counts as lost until a probe succeeds, in seconds; 0: never", least=0
+        10.0,
+        "a worker that sends no step for so long counts as lost until a probe succeeds, in seconds; 0: never",
+        least=0,
     )
     max_redispatches: int = option(
         3, "how often in a row, without a new token, a request is moved because its worker was lost", least=0

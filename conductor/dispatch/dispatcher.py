@@ -65,7 +65,8 @@ _REFUSED_PAUSE_S = 0.1
 class Limits:
     """The bounds on the conductor's load; ``profiles`` are the assumed costs until workers report theirs.
 
-    ``timeouts`` are the longest that a request may have. A worker that is silent for ``worker_timeout_s`` is lost; 0: none.
+    ``timeouts`` are the longest that a request may have. A worker whose engine is silent for ``worker_timeout_s`` is
+    lost; 0: none is.
     """
 
     max_in_flight: int = 1024

@@ -39,7 +39,6 @@ from tanghulu.errors import NodeUnavailable, Overloaded, RequestKillsWorkers, Ta
 from tanghulu.hashing import Tokens, TokenSequence
 from tanghulu.types import InstanceId
 
-
 #: Workers that may die in a row under a request that brings no token.
 MAX_KILLS: Final = 3
 
@@ -345,7 +344,9 @@ class Flight:
             message = f"the request was moved {self.num_moves} times without a new token and failed again"
             return NodeUnavailable(f"{message}: {error.message}")
         if self._limits.max_tokens and self.num_tokens > self._limits.max_tokens:
-            longest = f"{self.num_tokens} tokens, more than the {self._limits.max_tokens} up to which requests are moved"
+            longest = (
+                f"{self.num_tokens} tokens, more than the {self._limits.max_tokens} up to which requests are moved"
+            )
             return NodeUnavailable(f"the request has {longest}: {error.message}")
         return None
 

@@ -133,7 +133,9 @@ class WaitingQueue(Generic[T]):
             del self._lines[client]
 
     def check(self) -> None:
-        waiting = [(rank, request_id) for line in (self._front, *self._lines.values()) for rank, request_id in line.ranks]
+        waiting = [
+            (rank, request_id) for line in (self._front, *self._lines.values()) for rank, request_id in line.ranks
+        ]
         assert sorted(waiting) == sorted((rank, request_id) for request_id, (rank, _, _) in self._items.items())
         for line in self._lines.values():
             assert line.ranks

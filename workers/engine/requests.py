@@ -169,8 +169,8 @@ class EngineRequest:
     were generated, here or elsewhere before the request was resubmitted. ``hold_kv`` ends the request after
     its first sampled token and keeps its blocks for a decode worker. ``fetch_blocks`` bounds how many leading
     blocks may be looked for outside (None: all, 0: none); ``holder`` is asked before the store. ``grammar`` bounds
-    what may be generated. ``client`` is who takes turns with others; a request that was ``moved`` from a lost worker goes
-    ahead of new ones.
+    what may be generated. ``client`` is who takes turns with others; a request that was ``moved`` from a lost worker
+    goes ahead of new ones.
     """
 
     request_id: RequestId

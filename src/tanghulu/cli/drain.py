@@ -37,8 +37,8 @@ def COMMAND(instance: str, discovery: str, namespace: str, master: Masters, as_j
 
     A worker takes no new requests, and what does not end within its --grace-s moves to others. A conductor says no on
     /ready first, accepts for its --notice-s more, and lets answers end within its --grace-s. Then the process ends; a
-    supervisor that restarts it makes this a rolling restart. A node moves its chunks away, as by `tanghulu store drain`,
-    and goes on until it is stopped.
+    supervisor that restarts it makes this a rolling restart. A node moves its chunks away, as by `tanghulu store
+    drain`, and goes on until it is stopped.
     """
     found = asyncio.run(_find(instance, discovery, namespace, master))
     if found.role is Role.NODE:

@@ -102,7 +102,10 @@ class EndAll:
 
 @dataclass
 class Supervision:
-    """The plan for all children; feed it events with the time, perform what it returns. ``hung_s`` 0: none is killed."""
+    """The plan for all children; feed it events with the time, perform what it returns.
+
+    With ``hung_s`` 0 no child is killed.
+    """
 
     hung_s: float = 0.0
     children: dict[str, Child] = field(default_factory=dict)

@@ -64,7 +64,8 @@ class UpConfig:
     grace_s: float = option(10.0, "at the end, how long answers under way may go on, in seconds", least=0)
     worker_timeout: float = option(
         10.0,
-        "a worker whose engine is silent for so long loses its requests to others, and is restarted after twice that; 0: never",
+        "seconds after which a worker whose engine is silent loses its requests; after twice that it is restarted; "
+        "0: never",
         least=0,
     )
     state_dir: Path = option(Path(".tanghulu"), "cluster.json and logs go here")
