@@ -44,6 +44,8 @@ from tanghulu.web.server import HttpServer, address_of, listen
 
 _log = structlog.get_logger(__name__)
 _OBSERVE_S = 1.0
+#: In which who connected last, while there was still somebody listening, sends its request.
+_LINGER_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +216,8 @@ class Conductor:
         server.hang_up_after_answers()
         _log.info("conductor.ending", requests=self.dispatcher.num_requests, notice_s=self.config.notice_s)
         await asyncio.sleep(self.config.notice_s)
+        server.stop_accepting()
+        await asyncio.sleep(min(self.config.notice_s, _LINGER_S))
         self.service.bodies.stop()
         server.stop()
         _log.info("conductor.finishing", requests=self.dispatcher.num_requests, grace_s=self.config.grace_s)
