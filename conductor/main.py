@@ -17,6 +17,7 @@ from tanghulu.conductor.dashboard import pages
 from tanghulu.conductor.dashboard.pages import Dashboard
 from tanghulu.conductor.dispatch.admission import Admission
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
+from tanghulu.conductor.dispatch.lifecycle import MoveLimits
 from tanghulu.conductor.dispatch.queue import ORDERS, QueueOrder
 from tanghulu.conductor.http import admin_api, docs_page, openai_api, openapi_document, sglang_api, unserved
 from tanghulu.conductor.http.envelope import Envelope
@@ -28,11 +29,13 @@ from tanghulu.conductor.replicating import CopyRequester, Replicator, RequestCop
 from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.routing.profiles import read_profiles
+from tanghulu.conductor.routing.requests import Timeouts
 from tanghulu.conductor.tools.choosing import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS, ParserNames
 from tanghulu.discovery.base import Discovery, Instance
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import ConfigError, NodeUnavailable
+from tanghulu.protos.common_pb2 import EndReply
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import check_bounds, command, option
 from tanghulu.runtime.master_options import MasterOptions
@@ -46,6 +49,8 @@ from tanghulu.web.server import HttpServer, address_of, listen
 
 _log = structlog.get_logger(__name__)
 _OBSERVE_S = 1.0
+#: In which who connected last, while there was still somebody listening, sends its request.
+_LINGER_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +94,24 @@ class ConductorConfig(MasterOptions, ProcessConfig):
     tbt_slo_s: float = option(
         0.0, "refuse with 429 what would wait longer for each token, in seconds; 0: never", least=0
     )
-    max_redispatches: int = option(3, "how often a request is moved because its worker was lost", least=0)
+    request_timeout: float = option(
+        0.0, "longest time from a request's arrival to its end, in seconds; 0: no limit", least=0
+    )
+    first_token_timeout: float = option(
+        600.0, "longest wait for a request's first token, in seconds; 0: no limit", least=0
+    )
+    token_timeout: float = option(300.0, "longest wait for each further token, in seconds; 0: no limit", least=0)
+    worker_timeout: float = option(
+        10.0,
+        "a worker that sends no step for so long counts as lost until a probe succeeds, in seconds; 0: never",
+        least=0,
+    )
+    max_redispatches: int = option(
+        3, "how often in a row, without a new token, a request is moved because its worker was lost", least=0
+    )
+    migration_max_seq_len: int = option(
+        0, "a sequence of more tokens is not moved when its worker is lost; 0: no limit", least=0
+    )
     tool_call_parser: str = option(
         AUTO,
         "form of the models' tool calls; auto tells it from the chat template",
@@ -110,7 +132,11 @@ class ConductorConfig(MasterOptions, ProcessConfig):
         "", "origins of web pages that may read the answers, such as https://a.example,https://b.example; or *"
     )
     peer_port: int = option(0, "port on which other conductors follow this one's requests; 0 picks one")
-    grace_s: float = option(10.0, "at the end, how long requests under way may go on, in seconds", least=0)
+    notice_s: float = option(
+        2.0, "at the end, how long requests are still accepted after /ready has said no, in seconds", least=0
+    )
+    grace_s: float = option(10.0, "and then how long requests under way may go on, in seconds", least=0)
+    reuse_port: bool = option(False, "share the port with a successor that says so too (SO_REUSEPORT)")
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -118,19 +144,30 @@ class ConductorConfig(MasterOptions, ProcessConfig):
 
 
 class Conductor:
-    """The conductor without its process: workers of a Discovery behind an HTTP address."""
+    """The conductor without its process: workers of a Discovery behind an HTTP address.
 
-    def __init__(self, config: ConductorConfig, conductor_id: str, registry: CollectorRegistry) -> None:
+    ``stopping`` is set when an administrator tells it to end.
+    """
+
+    def __init__(
+        self,
+        config: ConductorConfig,
+        conductor_id: str,
+        registry: CollectorRegistry,
+        stopping: asyncio.Event | None = None,
+    ) -> None:
         limits = Limits(
             config.max_in_flight,
             config.max_queued,
             config.queue_timeout_s,
-            config.max_redispatches,
+            MoveLimits(config.max_redispatches, config.migration_max_seq_len),
             Admission(config.ttft_slo_s, config.tbt_slo_s),
             QueueOrder(config.queue_order, config.queue_ageing),
             read_profiles(config.profiles),
             config.event_shards,
             config.hot_prefix_rate,
+            Timeouts(config.request_timeout, config.first_token_timeout, config.token_timeout),
+            config.worker_timeout,
         )
         self.config = config
         self.metrics = ConductorMetrics(registry)
@@ -146,9 +183,12 @@ class Conductor:
         unknown_fields = UnknownFields(config.unknown_fields)
         parsers = ParserNames(config.tool_call_parser, config.reasoning_parser)
         self.service = Service(self.dispatcher, registry, bodies, config.queue_timeout_s, unknown_fields, parsers)
-        self.peers = group.PeerGroup(conductor_id, self.dispatcher.own, self.dispatcher.peers, config.credentials)
+        self.peers = group.PeerGroup(
+            conductor_id, self.dispatcher.own, self.dispatcher.peers, config.credentials, self._told_to_end
+        )
         self.dashboard = Dashboard(self.dispatcher, self.metrics, config.master.showing(config.credentials))
         self.address = Address("", 0)
+        self._stopping = stopping or asyncio.Event()
 
     @contextlib.asynccontextmanager
     async def running(self, discovery: Discovery, listen_port: int) -> AsyncIterator[Conductor]:
@@ -156,7 +196,7 @@ class Conductor:
 
         Raises ConfigError if the port is taken.
         """
-        listener = listen(self.config.host, listen_port)
+        listener = listen(self.config.host, listen_port, reuse_port=self.config.reuse_port)
         self.address = address_of(listener)
         try:
             await self.peers.start(self.config.host, self.config.peer_port, self.config.reachable_host)
@@ -172,6 +212,7 @@ class Conductor:
         try:
             async with beside(
                 self.dispatcher.registry.follow(discovery, self.config.namespace),
+                self.dispatcher.registry.watch_engines(),
                 self.peers.follow(discovery, self.config.namespace),
                 self._observe(),
                 self.dispatcher.mirror.apply_events(),
@@ -193,9 +234,20 @@ class Conductor:
         dispatcher, count = self.dispatcher, self.metrics.hot_chunks.inc
         return Replicator(dispatcher.router.hot, dispatcher.mirror, request_copies, SystemClock(), count)
 
+    def _told_to_end(self) -> EndReply:
+        """Have the process end in order, as SIGTERM does."""
+        self._stopping.set()
+        grace_s = self.config.notice_s + self.config.grace_s
+        return EndReply(num_requests=self.dispatcher.num_requests, grace_s=grace_s)
+
     async def _finish(self, server: HttpServer, serving: asyncio.Task[None]) -> None:
-        """Accept no more, let requests under way end, then fail the rest."""
+        """Say that this one ends, accept no more a while later, let requests under way end, then fail the rest."""
         self.service.stopping = True
+        server.hang_up_after_answers()
+        _log.info("conductor.ending", requests=self.dispatcher.num_requests, notice_s=self.config.notice_s)
+        await asyncio.sleep(self.config.notice_s)
+        server.stop_accepting()
+        await asyncio.sleep(min(self.config.notice_s, _LINGER_S))
         self.service.bodies.stop()
         server.stop()
         _log.info("conductor.finishing", requests=self.dispatcher.num_requests, grace_s=self.config.grace_s)
@@ -237,7 +289,7 @@ def make_app(service: Service) -> FastAPI:
 async def serve(process: Process, config: ConductorConfig) -> None:
     """Run until the process is to stop."""
     async with open_discovery(config.discovery, config.master) as discovery:
-        conductor = Conductor(config, f"conductor-{process.generation:012x}", process.registry)
+        conductor = Conductor(config, f"conductor-{process.generation:012x}", process.registry, process.stopping)
         async with (
             conductor.running(discovery, config.port),
             beside(

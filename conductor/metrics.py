@@ -31,7 +31,21 @@ class ConductorMetrics:
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of sequences that ended")
         self.generated_tokens = counter("generated_tokens", "Tokens generated for clients")
         self.cached_tokens = counter("cached_tokens", "Prompt tokens that no worker had to compute")
-        self.redispatches = counter("redispatches", "Requests that were moved because their worker was lost", "reason")
+        self.migrations = Counter(
+            "tanghulu_migrations",
+            "Moves of requests that lost their worker: before or behind their first token, and what became of them",
+            ("model", "kind", "outcome"),
+            registry=registry,
+        )
+        self.pause = Histogram(
+            "tanghulu_migration_pause_seconds",
+            "From the loss of a request's worker to its next token",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.carried_tokens = Counter(
+            "tanghulu_migration_tokens", "Generated tokens that moved along with requests", registry=registry
+        )
         self.hot_chunks = counter("hot_chunks", "Chunks of hot prefixes that the store was asked to copy ahead")
         self.hand_overs = counter("hand_overs", "Requests whose KV went from a prefill to a decode worker")
         self.in_flight = gauge("requests_in_flight", "Sequences under way at workers")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctanghulu/protos/common.proto\x12\x0btanghulu.v1\"\'\n\x06Status\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"P\n\x08\x45ndpoint\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x10\n\x08\x64istance\x18\x04 \x01(\r\"\x84\x01\n\x11SegmentDescriptor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12(\n\tendpoints\x18\x05 \x03(\x0b\x32\x15.tanghulu.v1.Endpoint\"\x8a\x02\n\x08Instance\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x11\n\tcomponent\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x05 \x01(\t\x12\r\n\x05place\x18\x06 \x01(\t\x12\x12\n\ngeneration\x18\x07 \x01(\x04\x12\x11\n\tunix_path\x18\x08 \x01(\t\x12\x39\n\nattributes\x18\t \x03(\x0b\x32%.tanghulu.v1.Instance.AttributesEntry\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*%\n\x04Tier\x12\x0f\n\x0bTIER_MEMORY\x10\x00\x12\x0c\n\x08TIER_SSD\x10\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctanghulu/protos/common.proto\x12\x0btanghulu.v1\"\'\n\x06Status\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"P\n\x08\x45ndpoint\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x10\n\x08\x64istance\x18\x04 \x01(\r\"\x84\x01\n\x11SegmentDescriptor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12(\n\tendpoints\x18\x05 \x03(\x0b\x32\x15.tanghulu.v1.Endpoint\"\x8a\x02\n\x08Instance\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x11\n\tcomponent\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x05 \x01(\t\x12\r\n\x05place\x18\x06 \x01(\t\x12\x12\n\ngeneration\x18\x07 \x01(\x04\x12\x11\n\tunix_path\x18\x08 \x01(\t\x12\x39\n\nattributes\x18\t \x03(\x0b\x32%.tanghulu.v1.Instance.AttributesEntry\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x0c\n\nEndRequest\"1\n\x08\x45ndReply\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\x12\x0f\n\x07grace_s\x18\x02 \x01(\x01*%\n\x04Tier\x12\x0f\n\x0bTIER_MEMORY\x10\x00\x12\x0c\n\x08TIER_SSD\x10\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_INSTANCE_ATTRIBUTESENTRY']._loaded_options = None
   _globals['_INSTANCE_ATTRIBUTESENTRY']._serialized_options = b'8\001'
-  _globals['_TIER']._serialized_start=572
-  _globals['_TIER']._serialized_end=609
+  _globals['_TIER']._serialized_start=637
+  _globals['_TIER']._serialized_end=674
   _globals['_STATUS']._serialized_start=45
   _globals['_STATUS']._serialized_end=84
   _globals['_ENDPOINT']._serialized_start=86
@@ -45,4 +45,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INSTANCE']._serialized_end=570
   _globals['_INSTANCE_ATTRIBUTESENTRY']._serialized_start=521
   _globals['_INSTANCE_ATTRIBUTESENTRY']._serialized_end=570
+  _globals['_ENDREQUEST']._serialized_start=572
+  _globals['_ENDREQUEST']._serialized_end=584
+  _globals['_ENDREPLY']._serialized_start=586
+  _globals['_ENDREPLY']._serialized_end=635
 # @@protoc_insertion_point(module_scope)

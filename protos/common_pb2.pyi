@@ -76,3 +76,15 @@ class Instance(_message.Message):
     unix_path: str
     attributes: _containers.ScalarMap[str, str]
     def __init__(self, id: _Optional[str] = ..., namespace: _Optional[str] = ..., component: _Optional[str] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., place: _Optional[str] = ..., generation: _Optional[int] = ..., unix_path: _Optional[str] = ..., attributes: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class EndRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class EndReply(_message.Message):
+    __slots__ = ("num_requests", "grace_s")
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    GRACE_S_FIELD_NUMBER: _ClassVar[int]
+    num_requests: int
+    grace_s: float
+    def __init__(self, num_requests: _Optional[int] = ..., grace_s: _Optional[float] = ...) -> None: ...

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from tanghulu.protos import common_pb2 as tanghulu_dot_protos_dot_common__pb2
 from tanghulu.protos import conductor_pb2 as tanghulu_dot_protos_dot_conductor__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -39,6 +40,11 @@ class ConductorPeerStub:
                 request_serializer=tanghulu_dot_protos_dot_conductor__pb2.PeerFollow.SerializeToString,
                 response_deserializer=tanghulu_dot_protos_dot_conductor__pb2.PeerNews.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/tanghulu.v1.ConductorPeer/Drain',
+                request_serializer=tanghulu_dot_protos_dot_common__pb2.EndRequest.SerializeToString,
+                response_deserializer=tanghulu_dot_protos_dot_common__pb2.EndReply.FromString,
+                _registered_method=True)
 
 
 class ConductorPeerServicer:
@@ -51,6 +57,13 @@ class ConductorPeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Administration: end in order, as by SIGTERM. The answer comes at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ConductorPeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +71,11 @@ def add_ConductorPeerServicer_to_server(servicer, server):
                     servicer.Follow,
                     request_deserializer=tanghulu_dot_protos_dot_conductor__pb2.PeerFollow.FromString,
                     response_serializer=tanghulu_dot_protos_dot_conductor__pb2.PeerNews.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=tanghulu_dot_protos_dot_common__pb2.EndRequest.FromString,
+                    response_serializer=tanghulu_dot_protos_dot_common__pb2.EndReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +105,33 @@ class ConductorPeer:
             '/tanghulu.v1.ConductorPeer/Follow',
             tanghulu_dot_protos_dot_conductor__pb2.PeerFollow.SerializeToString,
             tanghulu_dot_protos_dot_conductor__pb2.PeerNews.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tanghulu.v1.ConductorPeer/Drain',
+            tanghulu_dot_protos_dot_common__pb2.EndRequest.SerializeToString,
+            tanghulu_dot_protos_dot_common__pb2.EndReply.FromString,
             options,
             channel_credentials,
             insecure,

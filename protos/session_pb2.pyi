@@ -152,7 +152,7 @@ class PrefixHolder(_message.Message):
     def __init__(self, address: _Optional[str] = ..., unix_path: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "tokens", "num_prompt_tokens", "sampling", "stop", "salt", "hand_over", "source", "priority", "holder")
+    __slots__ = ("request_id", "tokens", "num_prompt_tokens", "sampling", "stop", "salt", "hand_over", "source", "priority", "holder", "client", "moved")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -163,6 +163,8 @@ class Submit(_message.Message):
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tokens: bytes
     num_prompt_tokens: int
@@ -173,7 +175,9 @@ class Submit(_message.Message):
     source: KvSource
     priority: int
     holder: PrefixHolder
-    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., salt: _Optional[bytes] = ..., hand_over: _Optional[bool] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ..., priority: _Optional[int] = ..., holder: _Optional[_Union[PrefixHolder, _Mapping]] = ...) -> None: ...
+    client: str
+    moved: bool
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., salt: _Optional[bytes] = ..., hand_over: _Optional[bool] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ..., priority: _Optional[int] = ..., holder: _Optional[_Union[PrefixHolder, _Mapping]] = ..., client: _Optional[str] = ..., moved: _Optional[bool] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("request_id",)
@@ -318,18 +322,20 @@ class StepOutput(_message.Message):
     def __init__(self, step: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., event_sequence: _Optional[int] = ..., kv_events: _Optional[_Iterable[_Union[KvEvent, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., submits_taken: _Optional[int] = ...) -> None: ...
 
 class SessionWelcome(_message.Message):
-    __slots__ = ("instance_id", "generation", "cached_blocks", "event_sequence", "load")
+    __slots__ = ("instance_id", "generation", "cached_blocks", "event_sequence", "load", "beat_s")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     EVENT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    BEAT_S_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     generation: int
     cached_blocks: _containers.RepeatedScalarFieldContainer[bytes]
     event_sequence: int
     load: Load
-    def __init__(self, instance_id: _Optional[str] = ..., generation: _Optional[int] = ..., cached_blocks: _Optional[_Iterable[bytes]] = ..., event_sequence: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    beat_s: float
+    def __init__(self, instance_id: _Optional[str] = ..., generation: _Optional[int] = ..., cached_blocks: _Optional[_Iterable[bytes]] = ..., event_sequence: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., beat_s: _Optional[float] = ...) -> None: ...
 
 class FromWorker(_message.Message):
     __slots__ = ("welcome", "step")

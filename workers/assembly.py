@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -18,7 +18,7 @@ import grpc.aio
 import structlog
 
 from tanghulu.errors import TanghuluError
-from tanghulu.protos import session_pb2, session_pb2_grpc
+from tanghulu.protos import common_pb2, session_pb2, session_pb2_grpc
 from tanghulu.rpc import grpc_edge
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.port_mux import PortMux
@@ -47,6 +47,7 @@ from tanghulu.workers.kv.ports import HostBlocks, KvPorts
 from tanghulu.workers.kv.store_adapter import StoreAdapter
 from tanghulu.workers.loading.loaded_model import LoadedModel
 from tanghulu.workers.metrics import WorkerMetrics
+from tanghulu.workers.sessions.beats import EngineBeats
 from tanghulu.workers.sessions.server import SessionHub
 from tanghulu.workers.sessions.wire import RequestFactory, model_card
 
@@ -101,11 +102,13 @@ class WorkerServer:
             self._peers.add_exports,
             self._peers.release,
         )
+        self._beats = EngineBeats(self._thread, process.alive)
         self._loop = asyncio.get_running_loop()
         self._thread.start()
         stack.callback(self._thread.stop)
+        await stack.enter_async_context(beside(self._beats.run()))
         session_pb2_grpc.add_WorkerServicer_to_server(
-            _Servicer(self._hub, self._thread, self._card(core), self._probe), port.grpc_server
+            _Servicer(self._hub, self._thread, self._card(core), self._probe, self._end), port.grpc_server
         )
         await port.open()
         stack.push_async_callback(port.close)
@@ -234,11 +237,17 @@ class WorkerServer:
     def _spread(self, report: StepReport) -> None:
         self._hub.on_report(report)
         self._probe.on_report(report)
+        self._beats.on_report(report)
 
     def _engine_failed(self, error: BaseException) -> None:
         """End the process at once: the engine's state is lost, and requests go on at other workers."""
         _log.error("worker.engine_failed", error=repr(error))
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def _end(self) -> common_pb2.EndReply:
+        """Have the process end in order, as SIGTERM does."""
+        self._process.stopping.set()
+        return common_pb2.EndReply(num_requests=self._hub.num_requests, grace_s=self._config.grace_s)
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests; wait at most ``grace_s`` until those under way have ended and their KV was fetched."""
@@ -269,8 +278,16 @@ class _HeldInEngine:
 class _Servicer(session_pb2_grpc.WorkerServicer):
     """The gRPC edge of a worker: sessions, the model card, and calls of administration."""
 
-    def __init__(self, hub: SessionHub, thread: EngineThread, card: session_pb2.ModelCard, probe: EngineProbe) -> None:
+    def __init__(
+        self,
+        hub: SessionHub,
+        thread: EngineThread,
+        card: session_pb2.ModelCard,
+        probe: EngineProbe,
+        end: Callable[[], common_pb2.EndReply],
+    ) -> None:
         self._hub = hub
+        self._end = end
         self._probe = probe
         self._thread = thread
         self._card = card
@@ -288,6 +305,12 @@ class _Servicer(session_pb2_grpc.WorkerServicer):
         self, request: session_pb2.DropCacheRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> session_pb2.DropCacheReply:
         return session_pb2.DropCacheReply(num_blocks=await self._thread.call(lambda core: core.drop_cached()))
+
+    async def Drain(
+        self, request: common_pb2.EndRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> common_pb2.EndReply:
+        _log.info("worker.told_to_end")
+        return self._end()
 
     async def Probe(
         self, request: session_pb2.ProbeRequest, context: grpc.aio.ServicerContext[object, object]

@@ -57,6 +57,9 @@ class WorkerConfig(TransferOptions, MasterOptions, ProcessConfig):
     )
     peer_fetch: bool = option(True, "read prefixes from other workers' caches where the conductor says so")
     profile: str = option("", "write a torch profiler trace of the first 64 steps to this file", metavar="FILE")
+    grace_s: float = option(
+        5.0, "at the end, how long requests under way may go on before they move to other workers, in seconds", least=0
+    )
     checks: bool = option(False, "assert all invariants after every step (slow)")
     mock_speedup: float = option(1.0, "the mock engine runs this many times faster than its timing", above=0)
     mock_timing: str = option("cpu-135m", "the mock engine's model of time", choices=("cpu-135m", "gpu-8b", "gpu-70b"))

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from tanghulu.workers.assembly import WorkerServer
     from tanghulu.workers.loading.loaded_model import LoadedModel
 
-DRAIN_S = 5.0
-
 
 async def serve(process: Process, config: WorkerConfig) -> None:
     """Load the model, open the port, serve sessions until told to stop, then drain."""
@@ -32,7 +30,7 @@ async def serve(process: Process, config: WorkerConfig) -> None:
     async with _serving(process, config, loaded) as (worker, registered):
         await process.stopping.wait()
         await registered.aclose()  # conductors send nothing new from here on, and keep their sessions
-        await worker.drain(DRAIN_S)
+        await worker.drain(config.grace_s)
 
 
 def _load(process: Process, config: WorkerConfig) -> LoadedModel:

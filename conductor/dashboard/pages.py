@@ -53,7 +53,7 @@ class Dashboard:
             _total(metrics.cached_tokens),
             _total(metrics.generated_tokens),
             _total(metrics.requests),
-            _total(metrics.redispatches),
+            _total(metrics.migrations, outcome="resumed"),
             len(self._dispatcher.flights()),
             self._dispatcher.num_waiting,
             _buckets(metrics.ttft),
@@ -157,8 +157,10 @@ def _worker(worker: RegisteredWorker) -> dict[str, Any]:
     }
 
 
-def _total(counter: Counter) -> float:
-    return sum(s.value for family in counter.collect() for s in family.samples if s.name.endswith("_total"))
+def _total(counter: Counter, **labels: str) -> float:
+    """The counter, summed over all labels but ``labels``."""
+    samples = (sample for family in counter.collect() for sample in family.samples)
+    return sum(s.value for s in samples if s.name.endswith("_total") and labels.items() <= s.labels.items())
 
 
 def _bounds(histogram: Histogram) -> list[float]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 
 from tanghulu.conductor.dispatch.admission import Admission, forecast
+from tanghulu.conductor.dispatch.deadlines import Deadlines
 from tanghulu.conductor.dispatch.lifecycle import (
     AbortAt,
     DeliverTokens,
@@ -22,6 +24,8 @@ from tanghulu.conductor.dispatch.lifecycle import (
     Flight,
     FlightState,
     Instruction,
+    Loss,
+    MoveLimits,
     PickDecode,
     Release,
     Requeue,
@@ -39,29 +43,44 @@ from tanghulu.conductor.peers.inbox import PeerRequests
 from tanghulu.conductor.peers.outbox import NOBODY, Begun, OwnRequests
 from tanghulu.conductor.routing.overrides import RoutingPolicies
 from tanghulu.conductor.routing.profiles import ProfileFile
-from tanghulu.conductor.routing.requests import GenerationRequest, PrefixSource, SessionWelcome, Step
+from tanghulu.conductor.routing.requests import (
+    NO_TIMEOUTS,
+    GenerationRequest,
+    PrefixSource,
+    SessionWelcome,
+    Step,
+    Timeouts,
+)
 from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.conductor.text.served_model import ServedModel
-from tanghulu.errors import NodeUnavailable, Overloaded, TanghuluError
+from tanghulu.errors import DeadlineExceeded, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.runtime.clock import Clock
 from tanghulu.types import InstanceId, Place, RequestId
 
 _log = structlog.get_logger(__name__)
+#: Before a request that was refused more than once is sent again.
+_REFUSED_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The bounds on the conductor's load; ``profiles`` are the assumed costs until workers report theirs."""
+    """The bounds on the conductor's load; ``profiles`` are the assumed costs until workers report theirs.
+
+    ``timeouts`` are the longest that a request may have. A worker whose engine is silent for ``worker_timeout_s`` is
+    lost; 0: none is.
+    """
 
     max_in_flight: int = 1024
     max_queued: int = 1024
     queue_timeout_s: float = 30.0
-    max_redispatches: int = 3
+    moves: MoveLimits = field(default_factory=MoveLimits)
     admission: Admission = field(default_factory=Admission)
     order: QueueOrder = field(default_factory=QueueOrder)
     profiles: ProfileFile = field(default_factory=ProfileFile)
     event_shards: int = DEFAULT_SHARDS
     hot_prefix_rate: float = 0.0
+    timeouts: Timeouts = NO_TIMEOUTS
+    worker_timeout_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -72,13 +91,21 @@ class _Entry:
     model: ServedModel
     stream: TokenStream
     arrived_s: float
+    deadlines: Deadlines
     last_token_s: float = 0.0
     wire_id: str = ""
     rest_tokens: int = 0
     holder: PrefixSource | None = None
     num_blocks: int = 0
     reserved: InstanceId | None = None
+    #: When it was moved last; None where tokens came since.
+    lost_s: float | None = None
+    #: Since when workers have refused it, and how often.
+    refused_s: float | None = None
+    num_refusals: int = 0
+    not_before_s: float = 0.0
     deadline: asyncio.TimerHandle | None = None
+    alarm: asyncio.TimerHandle | None = None
 
 
 class Dispatcher:
@@ -93,7 +120,7 @@ class Dispatcher:
         clock: Clock,
         place: Place = Place(),
     ) -> None:
-        self.registry = Registry(conductor_id, self, limits.profiles)
+        self.registry = Registry(conductor_id, self, limits.profiles, limits.worker_timeout_s)
         self.mirror = CacheMirror(limits.event_shards)
         self.router = Router(self.registry, self.mirror, policies, place, HotPrefixes(limits.hot_prefix_rate))
         self.own = OwnRequests()
@@ -133,7 +160,7 @@ class Dispatcher:
                 "prompt_tokens": len(entry.flight.request.prompt),
                 "cached_tokens": entry.flight.cached_tokens or 0,
                 "generated_tokens": len(entry.flight.generated),
-                "moves": entry.flight.num_redispatches,
+                "moved": entry.flight.was_moved,
             }
             for entry in self._entries.values()
         ]
@@ -145,13 +172,16 @@ class Dispatcher:
         """
         assert request.id not in self._entries, f"request id {request.id} is in use"
         self.router.check_overrides(request.routing)
-        entry = _Entry(Flight(request, self._limits.max_redispatches), model, TokenStream(), self._clock.now_s())
+        now_s, timeouts = self._clock.now_s(), request.timeouts.within(self._limits.timeouts)
+        flight = Flight(request, self._limits.moves)
+        entry = _Entry(flight, model, TokenStream(), now_s, Deadlines(timeouts, now_s))
         if len(self._queue) >= self._limits.max_queued:
             error = Overloaded(f"{len(self._queue)} requests are waiting already; try again later")
             self._perform(entry, entry.flight.refuse(error))
             raise error
         entry.flight.admit()
         self._entries[request.id] = entry
+        self._watch(entry)
         with self._alone(entry):
             self._enqueue(entry, front=False)
         self._pump()
@@ -215,13 +245,17 @@ class Dispatcher:
         """Move all requests of the worker to others."""
         self._metrics.workers.labels(worker.role.value).dec()
         self.mirror.worker_gone(worker.id)
+        loss = Loss.SILENCE if worker.suspect else Loss.ORDERLY if worker.leaving else Loss.DEATH
         for entry in [e for e in self._submissions.values() if e.flight.worker == worker.id]:
             with self._alone(entry):
-                self._perform(entry, entry.flight.on_worker_lost(error))
+                self._lose(entry, error, loss)
         self._pump()
 
     def has_requests(self, worker: RegisteredWorker) -> bool:
         return any(e.flight.worker == worker.id for e in self._submissions.values())
+
+    def busy_workers(self) -> Set[InstanceId]:
+        return {e.flight.worker for e in self._submissions.values() if e.flight.worker is not None}
 
     def check(self) -> None:
         for request_id, entry in self._entries.items():
@@ -255,8 +289,11 @@ class Dispatcher:
     def _enqueue(self, entry: _Entry, front: bool) -> None:
         request, sjf = entry.flight.request, self._limits.order.name == "sjf"
         prefill_s = self.router.rest_s(entry.flight, entry.model) if sjf and not front else 0.0
-        self._queue.push(request.id, entry, entry.arrived_s, request.priority, prefill_s, front)
-        entry.deadline = asyncio.get_running_loop().call_later(self._limits.queue_timeout_s, self._expire, entry)
+        client = None if front else request.client
+        self._queue.push(request.id, entry, entry.arrived_s, request.priority, prefill_s, client)
+        waited_s = self._clock.now_s() - entry.refused_s if entry.refused_s is not None else 0.0
+        wait_s = max(0.0, self._limits.queue_timeout_s - waited_s)
+        entry.deadline = asyncio.get_running_loop().call_later(wait_s, self._expire, entry)
 
     def _leave_queue(self, entry: _Entry) -> None:
         self._queue.discard(entry.flight.request.id)
@@ -271,14 +308,33 @@ class Dispatcher:
             error = NodeUnavailable(f"no worker that serves {model.card.model} was there for {waited_s:g} s; start one")
         self._perform(entry, entry.flight.fail(error))
 
+    def _watch(self, entry: _Entry) -> None:
+        """Look at the request again when its next deadline is due. Further tokens move deadlines, not the alarm."""
+        if entry.alarm is not None:
+            entry.alarm.cancel()
+            entry.alarm = None
+        due_s = entry.deadlines.due_s
+        if not math.isinf(due_s):
+            wait_s = due_s - self._clock.now_s()
+            entry.alarm = asyncio.get_running_loop().call_later(wait_s, self._look_at_deadlines, entry)
+
+    def _look_at_deadlines(self, entry: _Entry) -> None:
+        entry.alarm = None
+        if missed := entry.deadlines.missed(self._clock.now_s()):
+            self._perform(entry, entry.flight.fail(DeadlineExceeded(missed)))
+            self._pump()
+        else:
+            self._watch(entry)
+
     def _pump(self) -> None:
         """Submit what can be submitted, in the queue's order. A model without workers does not hold up the others."""
         if len(self._submissions) >= self._limits.max_in_flight:
             return
+        now_s = self._clock.now_s()
         for entry in self._queue:
             if len(self._submissions) >= self._limits.max_in_flight:
                 return
-            if entry.flight.state is FlightState.QUEUED:
+            if entry.flight.state is FlightState.QUEUED and entry.not_before_s <= now_s:
                 with self._alone(entry):
                     self._dispatch(entry)
 
@@ -294,6 +350,7 @@ class Dispatcher:
         route = self.router.choose(flight, entry.model)
         if route.decision is None:
             return
+        self._queue.take(flight.request.id)
         self._leave_queue(entry)
         prefill, decode = route.decision.prefill, route.decision.decode
         _log.debug("request.dispatched", request=flight.request.id, prefill=prefill, decode=decode)
@@ -342,8 +399,8 @@ class Dispatcher:
                     self._abort_at(worker, wire_id)
                 case Release(worker, export_id):
                     self._release(worker, export_id)
-                case Requeue(reason):
-                    self._requeue(entry, reason)
+                case Requeue():
+                    self._requeue(entry, instruction)
                 case End():
                     self._end(entry, instruction)
 
@@ -360,11 +417,13 @@ class Dispatcher:
         try:
             holder = entry.holder if to.source is None else None
             tokens = flight.all_tokens()
-            number = worker.session.submit(flight.request, to.wire_id, tokens, to.hand_over, to.source, holder)
+            number = worker.session.submit(
+                flight.request, to.wire_id, tokens, to.hand_over, to.source, holder, flight.was_moved
+            )
             worker.load.numbered(to.wire_id, number)
         except Overloaded as error:
             worker.load.heard_of(to.wire_id)
-            self._perform(entry, flight.on_worker_lost(error))
+            self._lose(entry, error, Loss.REFUSED)
 
     def _pick_decode(self, entry: _Entry) -> None:
         self._metrics.hand_overs.inc()
@@ -372,7 +431,7 @@ class Dispatcher:
         worker = self.router.choose_decode(entry.flight, entry.model)
         if worker is None:
             lost = NodeUnavailable("no worker is left that could decode")
-            self._perform(entry, entry.flight.on_worker_lost(lost))
+            self._lose(entry, lost, Loss.TROUBLE)
             return
         entry.rest_tokens = 1
         self._perform(entry, entry.flight.decode_at(worker))
@@ -390,17 +449,45 @@ class Dispatcher:
             with contextlib.suppress(Overloaded):  # the worker gives an export up by itself, after a while
                 worker.session.release(export_id)
 
-    def _requeue(self, entry: _Entry, reason: TanghuluError) -> None:
-        flight = entry.flight
-        _log.info("request.redispatched", request=flight.request.id, reason=reason.code, tokens=len(flight.generated))
-        self._metrics.redispatches.labels(reason.code).inc()
+    def _lose(self, entry: _Entry, error: TanghuluError, loss: Loss) -> None:
+        """Go on without the worker that the request has."""
+        self._perform(entry, entry.flight.on_worker_lost(error, loss))
+
+    def _requeue(self, entry: _Entry, why: Requeue) -> None:
+        flight, now_s, reason = entry.flight, self._clock.now_s(), why.reason
+        _log.info(
+            "request.redispatched",
+            request=flight.request.id,
+            loss=why.loss.name.lower(),
+            reason=reason.message,
+            tokens=len(flight.generated),
+        )
         self._untrack(entry)
         self._withdraw(entry)
+        if why.loss is Loss.REFUSED:
+            self._postpone(entry, now_s)
+        else:
+            if entry.lost_s is not None:
+                self._count_move(entry, "lost_again")
+            entry.lost_s, entry.refused_s, entry.num_refusals, entry.not_before_s = now_s, None, 0, 0.0
+            self._metrics.carried_tokens.inc(len(flight.generated))
         self._enqueue(entry, front=True)
+
+    def _postpone(self, entry: _Entry, now_s: float) -> None:
+        """Let a request that was refused wait before it is sent again, unless it has another worker to try."""
+        if entry.refused_s is None:
+            entry.refused_s = now_s
+        entry.num_refusals += 1
+        if entry.num_refusals > 1:
+            entry.not_before_s = now_s + _REFUSED_PAUSE_S
+            asyncio.get_running_loop().call_later(_REFUSED_PAUSE_S, self._pump)
 
     def _end(self, entry: _Entry, end: End) -> None:
         flight = entry.flight
         self._leave_queue(entry)
+        if entry.alarm is not None:
+            entry.alarm.cancel()
+            entry.alarm = None
         self._untrack(entry)
         self._withdraw(entry)
         if flight.generated:
@@ -431,16 +518,32 @@ class Dispatcher:
     # --- counting
 
     def _observe_tokens(self, entry: _Entry, num_tokens: int, now_s: float) -> None:
-        if entry.last_token_s:
-            self._metrics.tbt.observe(now_s - entry.last_token_s)
-        else:
+        is_first = not entry.last_token_s
+        if is_first:
             self._metrics.ttft.observe(now_s - entry.arrived_s)
+        else:
+            self._metrics.tbt.observe(now_s - entry.last_token_s)
         entry.last_token_s = now_s
+        entry.deadlines.came(now_s)
+        entry.refused_s, entry.num_refusals = None, 0
+        if entry.lost_s is not None:
+            self._metrics.pause.observe(now_s - entry.lost_s)
+            self._count_move(entry, "resumed")
+            entry.lost_s = None
+        if is_first:  # the next deadline may be earlier now
+            self._watch(entry)
         self._metrics.generated_tokens.inc(num_tokens)
+
+    def _count_move(self, entry: _Entry, outcome: str) -> None:
+        """Count the move that is under way by what has become of it."""
+        kind = "ongoing_request" if entry.flight.lost_at else "new_request"
+        self._metrics.migrations.labels(entry.model.card.model, kind, outcome).inc()
 
     def _count_end(self, entry: _Entry, end: End) -> None:
         outcome = end.error.code.lower() if end.error is not None else end.reason.value if end.reason else "unknown"
         self._metrics.requests.labels(outcome).inc()
+        if entry.flight.lost_at is not None:
+            self._count_move(entry, "failed" if end.error is not None else "ended")
         if isinstance(end.error, Overloaded) and not entry.flight.num_submissions:
             self._metrics.refused_tokens.inc(len(entry.flight.request.prompt))
         self._metrics.e2e.observe(self._clock.now_s() - entry.arrived_s)

@@ -11,6 +11,11 @@ prompt of 100 tokens has 7 generated ones when its decode worker dies. The next 
 ``num_prompt_tokens`` 100, so ``max_new_tokens``, counted from 100 on, still ends it at the same place, and its usage is
 still 100 + n. Submissions are numbered (``<request>.<n>``) so that a late output of an old worker belongs to no
 request.
+
+Moves are bounded in a row: a new token forgives those before it, so that a long stream outlives any number of workers.
+Not every move counts (``Loss``): one that a worker's orderly end or its refusal causes says nothing against the
+request. A request under which MAX_KILLS workers in a row died is refused: the next would be no better off. One that all
+workers refuse waits in the queue as any other, within the queue's time.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 import numpy as np
 
@@ -29,9 +35,30 @@ from tanghulu.conductor.routing.requests import (
     OutputKind,
     TokenLogprobs,
 )
-from tanghulu.errors import NodeUnavailable, TanghuluError
+from tanghulu.errors import NodeUnavailable, Overloaded, RequestKillsWorkers, TanghuluError
 from tanghulu.hashing import Tokens, TokenSequence
 from tanghulu.types import InstanceId
+
+#: Workers that may die in a row under a request that brings no token.
+MAX_KILLS: Final = 3
+
+
+class Loss(Enum):
+    """The ways in which a request loses its worker."""
+
+    DEATH = "the session broke: the worker died, or nothing of it can be heard"
+    SILENCE = "the engine stands still"
+    ORDERLY = "the worker drained and is ending"
+    REFUSED = "the worker did not take the request: it is full, or about to end"
+    TROUBLE = "the worker lives and cannot go on with this request"
+
+
+@dataclass(frozen=True, slots=True)
+class MoveLimits:
+    """``in_a_row``: moves without a new token; ``max_tokens``: a longer sequence is not moved, 0: no limit."""
+
+    in_a_row: int = 3
+    max_tokens: int = 0
 
 
 class FlightState(Enum):
@@ -61,6 +88,8 @@ class FlightEvent(Enum):
     ABORT = "the client hung up or asked for its end"
 
 
+#: Losses that count as a move in a row.
+_COUNTED = frozenset({Loss.DEATH, Loss.SILENCE, Loss.TROUBLE})
 _S, _E = FlightState, FlightEvent
 _LIVE = (_S.PREFILLING, _S.HANDING_OVER, _S.DECODING)
 TRANSITIONS: dict[tuple[FlightState, FlightEvent], FlightState] = {
@@ -119,9 +148,10 @@ class PickDecode:
 
 @dataclass(frozen=True, slots=True)
 class Requeue:
-    """Put the request in front of the queue; its worker was lost for ``reason``."""
+    """Put the request in front of the queue; its worker was lost for ``reason``, in the way ``loss``."""
 
     reason: TanghuluError
+    loss: Loss = Loss.TROUBLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +178,7 @@ Instruction = SubmitTo | AbortAt | Release | PickDecode | Requeue | DeliverToken
 class Flight:
     """One request under way: its state, its tokens, and its workers."""
 
-    def __init__(self, request: GenerationRequest, max_redispatches: int) -> None:
+    def __init__(self, request: GenerationRequest, limits: MoveLimits) -> None:
         self.request = request
         self.state = FlightState.RECEIVED
         self.generated: list[int] = []
@@ -156,10 +186,15 @@ class Flight:
         self.wire_id = ""
         self.source: KvSource | None = None
         self.cached_tokens: int | None = None
-        self.num_redispatches = 0
+        #: Moves that count, and deaths of workers, since the last token.
+        self.num_moves = 0
+        self.num_kills = 0
+        self.was_moved = False
+        #: Its tokens when it lost its worker; None where none was lost, or tokens came since.
+        self.lost_at: int | None = None
         self.num_submissions = 0
         self.avoid: frozenset[InstanceId] = frozenset()
-        self._max_redispatches = max_redispatches
+        self._limits = limits
         self._hand_over = False
         self._sequence: TokenSequence | None = None
 
@@ -240,7 +275,7 @@ class Flight:
         """End the request with an error: it waited too long, or the conductor ends."""
         return [*self._leave(), self._end(FlightEvent.GIVE_UP, None, error)]
 
-    def on_worker_lost(self, error: TanghuluError) -> list[Instruction]:
+    def on_worker_lost(self, error: TanghuluError, loss: Loss) -> list[Instruction]:
         """Try another worker, a bounded number of times: the current one is gone, or cannot go on."""
         release = self._release()
         if self.worker is not None:
@@ -248,19 +283,23 @@ class Flight:
         self.worker, self.wire_id, self._hand_over = None, "", False
         if len(self.generated) >= self.request.stop.max_new_tokens:
             return [*release, self._end(FlightEvent.FINISH, FinishReason.LENGTH)]
-        if self.num_redispatches >= self._max_redispatches:
-            message = f"the request was moved {self.num_redispatches} times and failed again: {error.message}"
-            return [*release, self._end(FlightEvent.GIVE_UP, None, NodeUnavailable(message))]
-        self.num_redispatches += 1
+        self.num_kills += loss is Loss.DEATH
+        if loss is not Loss.REFUSED:
+            self.lost_at = len(self.generated)
+        if (objection := self._objection(error, loss)) is not None:
+            return [*release, self._end(FlightEvent.GIVE_UP, None, objection)]
+        self.num_moves += loss in _COUNTED
+        self.was_moved = self.was_moved or loss is not Loss.REFUSED
         self._step(FlightEvent.WORKER_LOST)
-        return [*release, Requeue(error)]
+        return [*release, Requeue(error, loss)]
 
     def check(self) -> None:
         assert (self.worker is not None) == (self.state in _LIVE), self
         assert (self.wire_id != "") == (self.worker is not None), self
         assert self.source is None or self.state is FlightState.HANDING_OVER, self
         assert len(self.generated) <= self.request.stop.max_new_tokens, self
-        assert self.num_redispatches <= self._max_redispatches, self
+        assert self.num_moves <= self._limits.in_a_row, self
+        assert self.num_kills < MAX_KILLS or self.ended, self
         assert not self._hand_over or self.state is FlightState.PREFILLING, self
 
     def _step(self, event: FlightEvent) -> None:
@@ -276,6 +315,9 @@ class Flight:
         if not output.tokens:
             return []
         self.generated.extend(output.tokens)
+        self.lost_at = None
+        if not self._hand_over:  # a prefill's one token shows nothing of those that are to decode
+            self.num_moves = self.num_kills = 0
         hidden = output.kind is OutputKind.STOP and output.tokens[-1] == output.stop_token
         return [DeliverTokens(output.tokens, output.logprobs, hidden)]
 
@@ -288,9 +330,25 @@ class Flight:
     def _on_trouble(self, output: Output) -> list[Instruction]:
         error = output.error or NodeUnavailable(f"worker {self.worker} gave the request up: {output.kind.value}")
         if error.retryable:
-            return self.on_worker_lost(error)
+            return self.on_worker_lost(error, Loss.REFUSED if isinstance(error, Overloaded) else Loss.TROUBLE)
         release = self._release()
         return [*release, self._end(FlightEvent.GIVE_UP, None, error)]
+
+    def _objection(self, error: TanghuluError, loss: Loss) -> TanghuluError | None:
+        """Why the request is not moved any more."""
+        if loss is Loss.REFUSED:
+            return None
+        if self.num_kills >= MAX_KILLS:
+            return RequestKillsWorkers(f"{self.num_kills} workers in a row died under the request: {error.message}")
+        if loss in _COUNTED and self.num_moves >= self._limits.in_a_row:
+            message = f"the request was moved {self.num_moves} times without a new token and failed again"
+            return NodeUnavailable(f"{message}: {error.message}")
+        if self._limits.max_tokens and self.num_tokens > self._limits.max_tokens:
+            longest = (
+                f"{self.num_tokens} tokens, more than the {self._limits.max_tokens} up to which requests are moved"
+            )
+            return NodeUnavailable(f"the request has {longest}: {error.message}")
+        return None
 
     def _release(self) -> list[Instruction]:
         source, self.source = self.source, None

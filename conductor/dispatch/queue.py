@@ -1,13 +1,18 @@
 """The conductor's own queue: the order in which waiting requests are sent.
 
-Pure. Priorities come first (higher is sooner, as in the body's ``priority``). Within one, the queue is first come first
-served, or shortest first with ageing: each second of waiting makes a request count as ``ageing`` seconds shorter, so
-that a long one is overtaken for a bounded time only. With
+Pure. Clients take turns (`FairTurns`): who sends hundreds keeps the single request of another waiting for one turn, and
+not for hundreds. Among one client's requests priorities come first (higher is sooner, as in the body's ``priority``).
+Within one, they are first come first served, or shortest first with ageing: each second of waiting makes a request
+count as ``ageing`` seconds shorter, so that a long one is overtaken for a bounded time only. With
 
     rank = seconds of prefill + ageing * arrival
 
 the order never changes while requests wait, as the clock is the same for all. Example, ageing 0.1: a prompt of 3 s that
 came at 0 has rank 3.0; one of 0.5 s goes ahead of it if it comes before second 25, later ones do not.
+
+A turn belongs to the client: the best of its requests takes the first of its turns. Example: A has waited with two
+requests, turns 0 and 1, when B comes with one, turn 0, and A with an urgent one, turn 2. The order is A's urgent one,
+B's, A's first, A's second.
 
 A request that was moved because its worker was lost goes in front of all that were not: it has waited already. Of
 several such requests those of higher priority come first, and then those that came to the conductor first.
@@ -16,14 +21,16 @@ several such requests those of higher priority come first, and then those that c
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from tanghulu.fair_turns import FairTurns
 from tanghulu.types import RequestId
 
 ORDERS = ("fcfs", "sjf")
-_Rank = tuple[bool, int, float, int]
+_Rank = tuple[int, float, int]
 T = TypeVar("T")
 
 
@@ -39,13 +46,30 @@ class QueueOrder:
         return prefill_s + self.ageing * now_s if self.name == "sjf" else 0.0
 
 
+@dataclass(slots=True)
+class _Line:
+    """One client's requests in their order, and as many turns."""
+
+    ranks: list[tuple[_Rank, RequestId]] = field(default_factory=list)
+    turns: list[float] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[tuple[float, _Rank, RequestId]]:
+        for turn, (rank, request_id) in zip(self.turns[:], self.ranks[:], strict=True):
+            yield turn, rank, request_id
+
+    def remove(self, rank: _Rank, request_id: RequestId) -> None:
+        del self.ranks[bisect.bisect_left(self.ranks, (rank, request_id))]
+
+
 class WaitingQueue(Generic[T]):
     """Requests that wait, in the order in which they are to be sent. The dispatcher bounds their number."""
 
     def __init__(self, order: QueueOrder = QueueOrder()) -> None:
         self.order = order
-        self._items: dict[RequestId, tuple[_Rank, T]] = {}
-        self._ranks: list[tuple[_Rank, RequestId]] = []
+        self._items: dict[RequestId, tuple[_Rank, str | None, T]] = {}
+        self._front = _Line()
+        self._lines: dict[str, _Line] = {}
+        self._turns = FairTurns()
         self._sequence = 0
 
     def __len__(self) -> int:
@@ -55,8 +79,14 @@ class WaitingQueue(Generic[T]):
         return request_id in self._items
 
     def __iter__(self) -> Iterator[T]:
-        """Iterate in order; the queue may be changed meanwhile."""
-        return iter([self._items[request_id][1] for _, request_id in self._ranks])
+        """Iterate in order; the queue may be changed meanwhile, and what has left it is passed over."""
+        lines = [list(line) for line in self._lines.values()]
+        for _, request_id in self._front.ranks[:]:
+            if request_id in self._items:
+                yield self._items[request_id][2]
+        for _, _, request_id in heapq.merge(*lines):
+            if request_id in self._items:
+                yield self._items[request_id][2]
 
     def push(
         self,
@@ -65,23 +95,51 @@ class WaitingQueue(Generic[T]):
         now_s: float,
         priority: int = 0,
         prefill_s: float = 0.0,
-        front: bool = False,
+        client: str | None = "",
     ) -> None:
-        """Let ``item``, which came at ``now_s``, wait. ``front``: ahead of all that are not, in order of arrival."""
+        """Let ``item`` of ``client``, which came at ``now_s``, wait. None: in front of all clients, by arrival."""
         assert request_id not in self._items
         self._sequence += 1
-        if front:
-            rank = (False, -priority, now_s, self._sequence)
-        else:
-            rank = (True, -priority, self.order.rank_s(prefill_s, now_s), self._sequence)
-        self._items[request_id] = rank, item
-        bisect.insort(self._ranks, (rank, request_id))
+        rank_s = now_s if client is None else self.order.rank_s(prefill_s, now_s)
+        rank = (-priority, rank_s, self._sequence)
+        self._items[request_id] = rank, client, item
+        if client is None:
+            bisect.insort(self._front.ranks, (rank, request_id))
+            return
+        line = self._lines.setdefault(client, _Line())
+        bisect.insort(line.ranks, (rank, request_id))
+        line.turns.append(self._turns.take(client))
+
+    def take(self, request_id: RequestId) -> None:
+        """Remove the item, which is served now: its client has had a turn."""
+        self._remove(request_id, 0)
 
     def discard(self, request_id: RequestId) -> None:
-        """Remove ``item``; no error if it does not wait."""
-        found = self._items.pop(request_id, None)
-        if found is not None:
-            del self._ranks[bisect.bisect_left(self._ranks, (found[0], request_id))]
+        """Remove the item, which is not served: its client's last turn goes. No error if it does not wait."""
+        if request_id in self._items:
+            self._remove(request_id, -1)
+
+    def _remove(self, request_id: RequestId, which_turn: int) -> None:
+        rank, client, _ = self._items.pop(request_id)
+        if client is None:
+            self._front.remove(rank, request_id)
+            return
+        line = self._lines[client]
+        line.remove(rank, request_id)
+        turn = line.turns.pop(which_turn)
+        if which_turn == 0:
+            self._turns.served(turn)
+        if not line.ranks:
+            del self._lines[client]
 
     def check(self) -> None:
-        assert self._ranks == sorted((rank, request_id) for request_id, (rank, _) in self._items.items())
+        waiting = [
+            (rank, request_id) for line in (self._front, *self._lines.values()) for rank, request_id in line.ranks
+        ]
+        assert sorted(waiting) == sorted((rank, request_id) for request_id, (rank, _, _) in self._items.items())
+        for line in self._lines.values():
+            assert line.ranks
+            assert len(line.ranks) == len(line.turns)
+            assert line.ranks == sorted(line.ranks)
+            assert line.turns == sorted(line.turns)
+        assert self._front.ranks == sorted(self._front.ranks)

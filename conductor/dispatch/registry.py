@@ -5,6 +5,9 @@ connect again while the worker is registered. Decides nothing about requests.
 
 A worker that Discovery has lost while its stream goes on (a draining worker; a master that restarts) gets no new
 requests but finishes what it has, as long as its stream is not silent for ``SILENCE_S``; a hung one is lost after it.
+
+A worker whose engine is silent for too long (liveness.py) loses its session, and is probed in the next one before it
+gets requests again.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Protocol
 
 import structlog
 
+from tanghulu.conductor.dispatch.liveness import LOOKS, Liveness
 from tanghulu.conductor.dispatch.worker_session import WorkerSession
 from tanghulu.conductor.routing.profiles import NO_FILE, ProfileFile
 from tanghulu.conductor.routing.requests import ModelCard, SessionWelcome, Step
@@ -47,6 +51,11 @@ class RegisteredWorker:
         self.task: asyncio.Task[None] | None = None
         self.silence: asyncio.TimerHandle | None = None
         self.heard = False
+        self.liveness: Liveness | None = None
+        #: Set when the engine was silent, until a probe has come back.
+        self.suspect = False
+        #: Ends the session when its time is over.
+        self.patience: asyncio.Timeout | None = None
 
     def __repr__(self) -> str:
         what = "leaving" if self.leaving else "connected" if self.session else "not connected"
@@ -86,6 +95,9 @@ class WorkerListener(Protocol):
 
     def has_requests(self, worker: RegisteredWorker) -> bool: ...
 
+    def busy_workers(self) -> Set[InstanceId]:
+        """The workers that have requests."""
+
 
 class Registry:
     """All workers and the models they serve."""
@@ -95,6 +107,7 @@ class Registry:
         conductor_id: str,
         listener: WorkerListener,
         profiles: ProfileFile = NO_FILE,
+        worker_timeout_s: float = 0.0,
     ) -> None:
         self.workers: dict[InstanceId, RegisteredWorker] = {}
         self.models: dict[str, ServedModel] = {}
@@ -103,6 +116,7 @@ class Registry:
         self._conductor_id = conductor_id
         self._listener = listener
         self._profiles = profiles
+        self._worker_timeout_s = worker_timeout_s
         self._ending: set[asyncio.Task[None]] = set()
         self._views: dict[str, WorkerViews[RegisteredWorker]] = {}
         self._least_context: dict[str, int] = {}
@@ -111,6 +125,17 @@ class Registry:
         """Follow the workers' comings and goings until cancelled."""
         async for event in discovery.watch(Role.PREFILL, Role.DECODE, Role.BOTH, namespace=namespace):
             self.apply(event)
+
+    async def watch_engines(self) -> None:
+        """End the sessions of workers whose engines have been silent for too long, until cancelled."""
+        while self._worker_timeout_s:
+            await asyncio.sleep(self._worker_timeout_s / LOOKS)
+            now_s, busy = asyncio.get_running_loop().time(), self._listener.busy_workers()
+            for worker in list(self.workers.values()):
+                if worker.liveness is not None and worker.liveness.look(now_s, worker.id in busy):
+                    worker.suspect, worker.liveness = True, None
+                    assert worker.patience is not None
+                    worker.patience.reschedule(now_s)
 
     def apply(self, event: InstanceEvent) -> None:
         if event.kind is EventKind.SYNCED:
@@ -239,6 +264,7 @@ class Registry:
             worker.heard = False
             self._watch_silence(worker)
         else:
+            worker.suspect = self._listener.has_requests(worker)
             self._end(worker)
 
     def _calm(self, worker: RegisteredWorker) -> None:
@@ -285,14 +311,11 @@ class Registry:
         try:
             await self._describe(worker, session)
             welcome = await session.connect()
+            if worker.suspect:
+                await session.probe(self._worker_timeout_s)
+                worker.suspect = False
             self._begin(worker, session, welcome)
-            async with contextlib.aclosing(session.steps()) as steps:
-                async for said in steps:
-                    worker.heard = True
-                    if isinstance(said, SessionWelcome):
-                        self._listener.worker_snapshot(worker, said)
-                    else:
-                        self._listener.worker_step(worker, said)
+            error = await self._listen(worker, session)
         except TanghuluError as caught:
             error = caught
         except Exception as caught:
@@ -300,6 +323,7 @@ class Registry:
             raise
         finally:
             try:
+                worker.liveness = None
                 if worker.session is not None:
                     worker.session = None
                     self._changed()
@@ -308,10 +332,31 @@ class Registry:
                 await session.close()
         return error
 
+    async def _listen(self, worker: RegisteredWorker, session: WorkerSession) -> TanghuluError:
+        """Hand on what the worker says until its engine is silent for too long. Raises what ends the session else."""
+        loop, liveness = asyncio.get_running_loop(), worker.liveness
+        try:
+            async with asyncio.timeout(None) as worker.patience, contextlib.aclosing(session.steps()) as steps:
+                async for said in steps:
+                    worker.heard = True
+                    if liveness is not None:
+                        liveness.heard(loop.time())
+                    if isinstance(said, SessionWelcome):
+                        self._listener.worker_snapshot(worker, said)
+                    else:
+                        self._listener.worker_step(worker, said)
+        except TimeoutError:
+            assert liveness is not None, "nobody else ends its patience"
+            _log.warning("worker.silent", worker=worker.id, seconds=liveness.limit_s)
+        return NodeUnavailable(f"worker {worker.id} sent no step for {self._worker_timeout_s:g} s")
+
     def _begin(self, worker: RegisteredWorker, session: WorkerSession, welcome: SessionWelcome) -> None:
         if welcome.instance_id != worker.id:
             raise NodeUnavailable(f"at {worker.instance.address} answers {welcome.instance_id}, not {worker.id}")
         worker.session, worker.last_error = session, ""
+        if self._worker_timeout_s:
+            now_s = asyncio.get_running_loop().time()
+            worker.liveness = Liveness(self._worker_timeout_s, welcome.beat_s, now_s)
         self._changed()
         worker.load.reset(welcome.load)
         _log.info("worker.connected", worker=worker.id, role=worker.role.value, blocks=len(welcome.cached_blocks))

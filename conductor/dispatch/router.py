@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tanghulu.conductor.dispatch.lifecycle import Flight
+from tanghulu.conductor.dispatch.lifecycle import Flight, MoveLimits
 from tanghulu.conductor.dispatch.registry import RegisteredWorker, Registry
 from tanghulu.conductor.index.events import CacheMirror, Hits
 from tanghulu.conductor.index.hot_prefixes import HotPrefixes
@@ -95,7 +95,7 @@ class Router:
 
     def explain(self, request: GenerationRequest, model: ServedModel) -> RoutedRequest:
         """The workers that ``request`` would be sent to now; changes nothing, not even a policy's turn."""
-        return self._route(copy.deepcopy(self.policies.of(request.routing)), Flight(request, 0), model)
+        return self._route(copy.deepcopy(self.policies.of(request.routing)), Flight(request, MoveLimits()), model)
 
     def sent(
         self, wire_id: str, worker: RegisteredWorker, flight: Flight, model: ServedModel, hand_over: bool

@@ -113,12 +113,16 @@ class WorkerSession:
         hand_over: bool,
         source: KvSource | None,
         holder: PrefixSource | None = None,
+        moved: bool = False,
     ) -> int:
         """Send the request with ``tokens`` (prompt and generated so far). Raises Overloaded.
+
+        One that was ``moved`` goes ahead of new ones there.
 
         Returns the submission's number, by which the worker's steps say whether their load holds it.
         """
         message = _submit(request, wire_id, tokens, hand_over, source)
+        message.moved = moved
         if holder is not None:
             message.holder.CopyFrom(pb.PrefixHolder(**asdict(holder)))
         self._send(pb.ToWorker(submit=message))
@@ -209,6 +213,7 @@ def _welcome(welcome: pb.SessionWelcome) -> SessionWelcome:
         tuple(BlockHash(h) for h in welcome.cached_blocks),
         welcome.event_sequence,
         _load(welcome.load),
+        welcome.beat_s,
     )
 
 
@@ -290,6 +295,7 @@ def _submit(
         salt=request.salt,
         hand_over=hand_over,
         priority=request.priority,
+        client=request.client,
     )
     if source is not None:
         message.source.CopyFrom(pb.KvSource(**asdict(source)))

@@ -23,6 +23,7 @@ from tanghulu.conductor.tools.events import (
     ContentText,
     ReasoningText,
 )
+from tanghulu.errors import TanghuluError
 
 TOOL_CALLS = "tool_calls"
 
@@ -133,6 +134,10 @@ class AnswerReader:
             values, choice.logprobs = choice.logprobs, []
             piece += writer.delta(index, each, self._logprobs(values) if self._logprobs is not None else None)
         return piece if delta.finish is None else piece + writer.finish(index, choice.finish_reason)
+
+    def failed(self, _: TanghuluError) -> dict[str, Any]:
+        """The ends of the choices that an error has cut short."""
+        return {"choices": shape.failed_choices(self._call)}
 
     async def whole(self) -> dict[str, Any]:
         """The whole answer, when all sequences have ended."""

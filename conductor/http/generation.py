@@ -67,6 +67,7 @@ class Generation:
         self.name = name
         self.model = model
         self.num_generated = 0
+        self.ended = False
         self.matched: str | int | None = None
         self._dispatcher = dispatcher
         self._detokenizer = model.detokenizers.new(markers, skip_special_tokens=rules.skip_special_tokens)
@@ -86,9 +87,9 @@ class Generation:
     async def read(self) -> TextDelta:
         """The next piece; the one with ``finish`` is the last. Raises the typed error of a request that failed."""
         delta = await self._stream.read()
-        if self._stops is None:
-            return self._plain(delta)
-        return self._until_stop(delta, self._stops)
+        shown = self._plain(delta) if self._stops is None else self._until_stop(delta, self._stops)
+        self.ended = shown.finish is not None
+        return shown
 
     def abort(self) -> None:
         """End the sequence on demand; a read that waits gets a last delta."""

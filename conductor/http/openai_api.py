@@ -18,6 +18,7 @@ from tanghulu.conductor.http.reply import DONE, EventStream, JsonWhenDone, readi
 from tanghulu.conductor.http.schema import ChatBody, CompletionBody
 from tanghulu.conductor.http.service import Service
 from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
+from tanghulu.errors import TanghuluError
 
 #: The logprobs of a choice's next tokens, as the API shows them.
 Logprobs = Callable[[int, Sequence[TokenLogprobs]], Any]
@@ -45,7 +46,7 @@ def router(service: Service) -> APIRouter:
         reader = _Reader(call, logprobs if body.logprobs else None)
         if body.stream:
             writer = shape.ChunkWriter(call, True, body.include_usage, body.continuous_usage)
-            return EventStream(call, service.forget, reader.stream(writer, True, body.include_usage))
+            return EventStream(call, service.forget, reader.stream(writer, True, body.include_usage), reader.failed)
         return JsonWhenDone(call, service.forget, lambda: reader.whole(shape.whole_text_chat))
 
     @api.post("/v1/completions")
@@ -62,7 +63,7 @@ def router(service: Service) -> APIRouter:
         reader = _Reader(call, (lambda i, values: by_choice[i].of(values)) if wanted else None, echoes)
         if body.stream:
             writer = shape.ChunkWriter(call, False, body.include_usage, body.continuous_usage)
-            return EventStream(call, service.forget, reader.stream(writer, False, body.include_usage))
+            return EventStream(call, service.forget, reader.stream(writer, False, body.include_usage), reader.failed)
         return JsonWhenDone(call, service.forget, lambda: reader.whole(shape.whole_completion))
 
     @api.get("/v1/models")
@@ -91,7 +92,7 @@ def _parsed_answer(service: Service, call: GenerationCall, parsed: ParsedRequest
     if not body.stream:
         return JsonWhenDone(call, service.forget, reader.whole)
     writer = shape.ChunkWriter(call, True, body.include_usage)
-    return EventStream(call, service.forget, reader.stream(writer, body.include_usage))
+    return EventStream(call, service.forget, reader.stream(writer, body.include_usage), reader.failed)
 
 
 class _Reader:
@@ -116,6 +117,10 @@ class _Reader:
             if piece:
                 yield piece
         yield (writer.usage(self._call) if include_usage else b"") + DONE
+
+    def failed(self, _: TanghuluError) -> dict[str, Any]:
+        """The ends of the choices that an error has cut short."""
+        return {"choices": shape.failed_choices(self._call)}
 
     async def whole(
         self, form: Callable[[GenerationCall, Sequence[tuple[str, Any, FinishReason]]], dict[str, Any]]

@@ -70,6 +70,12 @@ class ChunkWriter:
         )
 
 
+def failed_choices(call: GenerationCall) -> list[dict[str, Any]]:
+    """The last word of a stream on each choice that an error has cut short."""
+    cut = [index for index, generation in enumerate(call.generations) if not generation.ended]
+    return [{"index": index, "delta": {}, "text": "", "logprobs": None, "finish_reason": "error"} for index in cut]
+
+
 def text_message(text: str) -> dict[str, Any]:
     """The message of an assistant that says ``text``."""
     return {"role": "assistant", "content": text, "refusal": None}

@@ -228,6 +228,8 @@ def _parsed(
                 body.priority,
                 session,
                 routing,
+                body.timeouts,
+                body.client,
             )
             for choice in range(num_choices)
         ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
@@ -23,7 +24,7 @@ from tanghulu.conductor.http import fields
 from tanghulu.conductor.http.envelope import CLIENT_CLOSED_REQUEST
 from tanghulu.conductor.http.generation import GenerationCall
 from tanghulu.conductor.http.json_marks import check_marks
-from tanghulu.conductor.http.schema import Body
+from tanghulu.conductor.http.schema import Body, RoutedBody
 from tanghulu.conductor.http.service import Service, UnknownFields
 from tanghulu.conductor.text.preparing import INLINE_BYTES, in_thread
 from tanghulu.errors import TanghuluError
@@ -61,7 +62,17 @@ async def reading(request: Request, service: Service, model: type[B]) -> AsyncIt
             if service.unknown_fields is UnknownFields.REFUSE:
                 raise fields.refusal(model.api, parsed.unknown)
             request.scope.setdefault("state", {})["warning"] = fields.warning(parsed.unknown)
+        if isinstance(parsed, RoutedBody):
+            parsed.came_from(_sender(request))
         yield parsed
+
+
+def _sender(request: Request) -> str:
+    """Who sent a request: its key, or its address where it has none. The key itself is not kept."""
+    key = request.headers.get("authorization", "")
+    if key:
+        return "key " + hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+    return f"address {request.client.host}" if request.client is not None else ""
 
 
 def check_content_type(request: Request) -> None:
@@ -169,13 +180,21 @@ class _Watched(Response, ABC):
 
 
 class EventStream(_Watched):
-    """Server-sent events. An error before the first one becomes an HTTP error, a later one an event."""
+    """Server-sent events. An error before the first one becomes an HTTP error, a later one an event.
+
+    ``failed`` says what stands beside the error in that event: how the sequences ended that had not.
+    """
 
     def __init__(
-        self, call: GenerationCall, done: Callable[[GenerationCall], None], chunks: AsyncGenerator[bytes, None]
+        self,
+        call: GenerationCall,
+        done: Callable[[GenerationCall], None],
+        chunks: AsyncGenerator[bytes, None],
+        failed: Callable[[TanghuluError], dict[str, Any]],
     ) -> None:
         super().__init__(call, done)
         self._chunks = chunks
+        self._failed = failed
 
     async def answer(self, scope: Scope, send: Send) -> None:
         try:
@@ -188,7 +207,7 @@ class EventStream(_Watched):
             except TanghuluError as error:
                 log_failure(error, scope)
                 scope["state"]["ended"] = status_of(error)
-                last = event(dumps(body_of(error))) + DONE
+                last = event(dumps({**body_of(error), **self._failed(error)})) + DONE
                 await send({"type": "http.response.body", "body": last, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:

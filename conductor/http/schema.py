@@ -6,6 +6,7 @@ Knows nothing of models or tokens.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 from tanghulu.conductor.http.fields import Api
 from tanghulu.conductor.routing.overrides import WEIGHTS, RoutingOverrides
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
+from tanghulu.conductor.routing.requests import Timeouts
 from tanghulu.conductor.text.stop_regex import MAX_PATTERN_CHARACTERS
 from tanghulu.conductor.text.stop_strings import MAX_GENERATE_STOP_STRINGS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from tanghulu.types import InstanceId
@@ -31,6 +33,8 @@ MAX_GRAMMAR_CHARS = 65_536
 MAX_STOP_PATTERNS = 4
 MAX_CHOICE_TEXTS = 256
 MAX_TOOLS = 128
+#: A longer name of a user travels as its hash.
+MAX_USER_CHARS = 64
 _UINT32 = (1 << 32) - 1
 
 _META = re.compile(r"[\\.+*?()|\[\]{}^$]")
@@ -171,6 +175,7 @@ class ResponseFormat(Body):
         return ANY_OBJECT if self.type == "json_object" else None
 
 
+TimeoutSeconds = Annotated[float, Field(gt=0, le=1e6)]
 Weight = Annotated[float, Field(ge=0, le=1e6)]
 
 
@@ -209,6 +214,29 @@ class RoutedBody(Body):
     extra_key: Annotated[str, Field(max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
     routing: RoutingFields | None = None
+    user: str | None = None
+    request_timeout: TimeoutSeconds | None = None
+    first_token_timeout: TimeoutSeconds | None = None
+    token_timeout: TimeoutSeconds | None = None
+
+    _sender: str = PrivateAttr("")
+
+    def came_from(self, sender: str) -> None:
+        """Note who sent the body, for those that name no ``user``."""
+        self._sender = sender
+
+    @property
+    def client(self) -> str:
+        """Who takes turns with others where many wait."""
+        name = self.user or ""
+        if len(name) > MAX_USER_CHARS:
+            name = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        return f"user {name}" if name else self._sender
+
+    @property
+    def timeouts(self) -> Timeouts:
+        """The longest waits that the request asks for."""
+        return Timeouts(self.request_timeout or 0.0, self.first_token_timeout or 0.0, self.token_timeout or 0.0)
 
     @property
     def salt(self) -> bytes:

@@ -18,7 +18,9 @@ from tanghulu.conductor.http.schema import AbortBody, GenerateBody
 from tanghulu.conductor.http.service import Service
 from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
 from tanghulu.conductor.text.served_model import ServedModel
+from tanghulu.errors import TanghuluError
 from tanghulu.version import __version__
+from tanghulu.web.errors import status_of
 
 #: A cumulative stream says all of its text again in each event. So an event waits until the answer has grown by this
 #: share of itself, which every token does at first: a text of n characters then costs 256 n bytes, and not n^2.
@@ -39,7 +41,7 @@ def router(service: Service) -> APIRouter:
         call = service.start(call_id, parsed, names)
         reader = _Reader(call, body.is_batch or parsed.num_choices > 1, body)
         if body.stream:
-            return EventStream(call, service.forget, reader.stream())
+            return EventStream(call, service.forget, reader.stream(), reader.failed)
         return JsonWhenDone(call, service.forget, reader.whole)
 
     @api.post("/abort_request")
@@ -163,6 +165,11 @@ class _Reader:
             if self._deltas:
                 answer.clear()
         yield DONE
+
+    def failed(self, error: TanghuluError) -> dict[str, Any]:
+        """How the answer ended that an error has cut short."""
+        reason = {"type": "abort", "message": error.message, "status_code": status_of(error)}
+        return {"meta_info": {"id": self._call.id, "finish_reason": reason}}
 
     async def whole(self) -> bytes:
         """One answer, or a list of them for a batch."""

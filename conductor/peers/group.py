@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc.aio
@@ -21,6 +22,7 @@ from tanghulu.conductor.peers.outbox import MAX_PEERS, OwnRequests
 from tanghulu.discovery.base import Discovery, EventKind, Instance, InstanceEvent
 from tanghulu.errors import ConfigError, InvalidRequest, TanghuluError
 from tanghulu.protos import conductor_pb2_grpc
+from tanghulu.protos.common_pb2 import EndReply
 from tanghulu.rpc.grpc_edge import SERVER_OPTIONS, listening_credentials
 from tanghulu.types import Address, InstanceId, Role
 
@@ -42,7 +44,15 @@ class _Peer:
 class PeerGroup:
     """The peers of a conductor: ``start`` tells them, ``follow`` listens to them; ``close`` ends both."""
 
-    def __init__(self, conductor_id: str, own: OwnRequests, heard: PeerRequests, credentials: Credentials) -> None:
+    def __init__(
+        self,
+        conductor_id: str,
+        own: OwnRequests,
+        heard: PeerRequests,
+        credentials: Credentials,
+        end: Callable[[], EndReply],
+    ) -> None:
+        self._end = end
         self._conductor_id, self._own, self._heard, self._credentials = conductor_id, own, heard, credentials
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._peers: dict[InstanceId, _Peer] = {}
@@ -56,7 +66,7 @@ class PeerGroup:
     async def start(self, host: str, port: int, reachable_host: str) -> None:
         """Tell peers on ``port`` (0 picks one) of ``host``. Raises ConfigError if it is taken."""
         conductor_pb2_grpc.add_ConductorPeerServicer_to_server(
-            wire.PeerServicer(self._own, self._credentials), self._server
+            wire.PeerServicer(self._own, self._credentials, self._end), self._server
         )
         where, tls = str(Address(host, port)), wire.tls_between(self._credentials)
         try:

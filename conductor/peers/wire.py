@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -18,6 +18,7 @@ from tanghulu.conductor.peers.outbox import Begun, News, OwnRequests
 from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError, Unauthorized
 from tanghulu.protos import conductor_pb2 as pb
 from tanghulu.protos import conductor_pb2_grpc
+from tanghulu.protos.common_pb2 import EndReply, EndRequest
 from tanghulu.rpc import grpc_edge
 from tanghulu.types import Address, BlockHash, InstanceId
 
@@ -32,10 +33,10 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class PeerServicer(conductor_pb2_grpc.ConductorPeerServicer):
-    """Tells every follower what this conductor's requests do."""
+    """Tells every follower what this conductor's requests do, and takes the order to end (``end`` carries it out)."""
 
-    def __init__(self, own: OwnRequests, credentials: Credentials) -> None:
-        self._own, self._token = own, credentials.token
+    def __init__(self, own: OwnRequests, credentials: Credentials, end: Callable[[], EndReply]) -> None:
+        self._own, self._token, self._end = own, credentials.token, end
 
     async def Follow(self, request: pb.PeerFollow, context: Context) -> AsyncIterator[pb.PeerNews]:
         """Stream all that is under way, then changes."""
@@ -59,15 +60,27 @@ class PeerServicer(conductor_pb2_grpc.ConductorPeerServicer):
         finally:
             self._own.unfollow(outbox)
 
+    async def Drain(self, request: EndRequest, context: Context) -> EndReply:
+        """End in order; those who follow may order it, too."""
+        try:
+            self._authorize(context)
+        except TanghuluError as error:
+            await grpc_edge.abort(context, error)
+            raise
+        return self._end()
+
     def _admit(self, request: pb.PeerFollow, context: Context) -> None:
-        shown = from_metadata(tuple(context.invocation_metadata() or ())).token
-        if not hmac.compare_digest(shown.encode(), self._token.encode()):
-            raise Unauthorized("conductors of one cluster show each other the token that they have for the master")
+        self._authorize(context)
         if request.protocol_version != PROTOCOL_VERSION:
             raise InvalidRequest(
                 f"conductor {request.conductor_id} speaks version {request.protocol_version} between conductors, "
                 f"this one {PROTOCOL_VERSION}"
             )
+
+    def _authorize(self, context: Context) -> None:
+        shown = from_metadata(tuple(context.invocation_metadata() or ())).token
+        if not hmac.compare_digest(shown.encode(), self._token.encode()):
+            raise Unauthorized("conductors of one cluster show each other the token that they have for the master")
 
 
 async def follow(address: Address, conductor_id: str, credentials: Credentials) -> AsyncGenerator[News, None]:

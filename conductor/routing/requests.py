@@ -45,9 +45,36 @@ class StopRule:
     min_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """The longest waits of a client, in seconds: for the end, the first token, each further token. 0: no limit."""
+
+    request_s: float = 0.0
+    first_token_s: float = 0.0
+    token_s: float = 0.0
+
+    def within(self, most: Timeouts) -> Timeouts:
+        """The shorter of both, each for itself."""
+        return Timeouts(
+            _shorter(self.request_s, most.request_s),
+            _shorter(self.first_token_s, most.first_token_s),
+            _shorter(self.token_s, most.token_s),
+        )
+
+
+def _shorter(one_s: float, other_s: float) -> float:
+    return min(one_s, other_s) if one_s and other_s else one_s or other_s
+
+
+NO_TIMEOUTS = Timeouts()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
-    """One sequence to continue. ``prompt``: uint32, shape ``[num_prompt_tokens]``."""
+    """One sequence to continue. ``prompt``: uint32, shape ``[num_prompt_tokens]``.
+
+    ``client`` is who takes turns with others where many wait; "" where nobody is known. ``timeouts`` are its own.
+    """
 
     id: RequestId
     model: str
@@ -58,6 +85,8 @@ class GenerationRequest:
     priority: int = 0
     session: str = ""
     routing: RoutingOverrides = NO_OVERRIDES
+    timeouts: Timeouts = NO_TIMEOUTS
+    client: str = ""
 
 
 class FinishReason(Enum):
@@ -167,7 +196,8 @@ class KvChange:
 class SessionWelcome:
     """A session's first message: the worker's identity, and the snapshot that its events go on from.
 
-    ``event_sequence`` is the number that the first event behind the snapshot will carry.
+    ``event_sequence`` is the number that the first event behind the snapshot will carry. While the engine runs, steps
+    come at least every ``beat_s``, with work or without; 0: the worker does not say so.
     """
 
     instance_id: InstanceId
@@ -175,6 +205,7 @@ class SessionWelcome:
     cached_blocks: tuple[BlockHash, ...]
     event_sequence: int
     load: WorkerLoad
+    beat_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,12 @@ class Overloaded(TanghuluError):
     retryable = True
 
 
+class RequestKillsWorkers(TanghuluError):
+    """Worker after worker died under the request; sending it again would cost another one."""
+
+    code = "REQUEST_KILLS_WORKERS"
+
+
 class ModelNotFound(TanghuluError):
     """No worker serves the model that was asked for."""
 

@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tanghulu.cli.supervision import MAX_RESTARTS, STABLE_S, ChildState, EndAll, Spawn, Supervision
+from tanghulu.cli.supervision import (
+    LOOKS,
+    MAX_BACKOFF_S,
+    MAX_RESTARTS,
+    STABLE_S,
+    ChildState,
+    EndAll,
+    Kill,
+    Spawn,
+    Supervision,
+)
 
 
 @pytest.fixture
@@ -59,6 +69,75 @@ def test_a_refused_configuration_is_not_tried_again(plan):
     assert end == EndAll("master: bad --port")
 
 
+def ready_cluster(hung_s: float = 0.0) -> Supervision:
+    plan = Supervision(hung_s=hung_s)
+    plan.add("master", vital=True)
+    plan.add("worker")
+    plan.tick(0.0)
+    plan.ready("master", 0.0)
+    assert not plan.been_ready
+    plan.ready("worker", 0.0)
+    return plan
+
+
+def test_once_all_have_been_ready_a_child_comes_back_for_ever():
+    plan, now_s, delays = ready_cluster(), 1.0, []
+    for _ in range(5 * MAX_RESTARTS):
+        assert plan.exited("worker", -9, now_s) == []
+        due_s = plan.next_tick_s()
+        delays.append(due_s - now_s)
+        assert plan.tick(due_s) == [Spawn("worker")]
+        plan.ready("worker", due_s)
+        now_s = due_s + 1
+    assert delays == sorted(delays)
+    assert delays[0] < 1
+    assert delays[-1] == pytest.approx(MAX_BACKOFF_S)
+    plan.exited("worker", -9, now_s + STABLE_S)
+    assert plan.next_tick_s() < now_s + STABLE_S + 1, "and is forgiven"
+
+
+def test_but_one_without_which_nothing_is_served_ends_all():
+    plan, now_s = ready_cluster(), 1.0
+    for _ in range(MAX_RESTARTS):
+        assert plan.exited("master", 1, now_s) == []
+        now_s = plan.next_tick_s()
+        plan.tick(now_s)
+        plan.ready("master", now_s)
+    assert isinstance(plan.exited("master", 1, now_s)[0], EndAll)
+
+
+def test_a_child_that_hangs_is_killed_once_and_restarted():
+    plan = ready_cluster(hung_s=20.0)
+    period_s = 20.0 / LOOKS
+    now_s = 0.0
+    while now_s < 60:
+        now_s += period_s
+        plan.alive("worker", now_s - 1)
+        assert plan.look(now_s) == []
+    silent_s = now_s - 1
+    while not (kills := plan.look(now_s)):
+        assert now_s < silent_s + 20 + period_s
+        now_s += period_s
+    assert kills == [Kill("worker")]
+    assert plan.look(now_s + period_s) == []
+    assert plan.exited("worker", -9, now_s + 1) == []
+    [spawn] = plan.tick(plan.next_tick_s())
+    assert spawn == Spawn("worker")
+    plan.alive("worker", now_s + 3)
+    assert plan.look(now_s + 200) == [], "it is not judged before it is ready"
+
+
+def test_a_supervisor_that_stood_still_blames_nobody():
+    plan = ready_cluster(hung_s=20.0)
+    for now_s in (5.0, 10.0):
+        plan.alive("worker", now_s)
+        assert plan.look(now_s) == []
+    assert plan.look(500.0) == []
+    assert plan.look(505.0) == []
+    plan.alive("worker", 506.0)
+    assert plan.look(510.0) == []
+
+
 @given(st.lists(st.sampled_from(["tick", "ready", "exit"]), max_size=60))
 def test_any_history_keeps_to_the_table(events):
     plan = Supervision()
@@ -71,6 +150,6 @@ def test_any_history_keeps_to_the_table(events):
             plan.ready("master", float(now_s))
         elif event == "exit" and state in (ChildState.STARTING, ChildState.READY):
             plan.exited("master", 1, float(now_s))
-        assert plan.children["master"].num_restarts <= MAX_RESTARTS
+        assert plan.been_ready or plan.children["master"].num_restarts <= MAX_RESTARTS
     plan.stop()
     assert plan.children["master"].state in (ChildState.STOPPED, ChildState.DEAD)

@@ -48,6 +48,10 @@ class Cluster:
             while not condition():  # noqa: ASYNC110 - what it looks at has no hook for tests
                 await asyncio.sleep(0.001)
 
+    def migrations(self, kind: str, outcome: str) -> float:
+        labels = {"model": "tiny", "kind": kind, "outcome": outcome}
+        return self.conductor.service.metrics.get_sample_value("tanghulu_migrations_total", labels) or 0.0
+
     def metric(self, name: str, **labels: str) -> float:
         value = self.conductor.service.metrics.get_sample_value(f"tanghulu_conductor_{name}", labels)
         return value or 0.0
@@ -55,7 +59,7 @@ class Cluster:
 
 @contextlib.asynccontextmanager
 async def running_cluster(run_dir: Path, **options: object) -> AsyncIterator[Cluster]:
-    config = ConductorConfig(**{"port": 0, "grace_s": 0.0, "queue_timeout_s": 10.0, **options})
+    config = ConductorConfig(**{"port": 0, "grace_s": 0.0, "notice_s": 0.0, "queue_timeout_s": 10.0, **options})
     conductor = Conductor(config, "conductor-test", CollectorRegistry())
     async with MemoryDiscovery(MemoryRegistry()) as discovery, conductor.running(discovery, 0):
         cluster = Cluster(conductor, discovery, run_dir)

@@ -92,6 +92,9 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
         self.fail_sources = False
         self.fail_with: common_pb2.Status | None = None
         self.skip_sequence = 0
+        self.probes = 0
+        #: What it promises of its engine's heartbeat; 0: nothing. It sends none in any case.
+        self.beat_s = 0.0
         self.num_emitted = 0
         #: What its steps say of the submissions that their load holds; None: nothing.
         self.taken: int | None = None
@@ -184,6 +187,15 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
         card.MergeFrom(pb.ModelCard(**self.card))
         return card
 
+    async def Probe(self, request: pb.ProbeRequest, context: Any) -> pb.ProbeReply:
+        """A token comes when the engine runs; one that is held hangs."""
+        self.probes += 1
+        async with self.changed:
+            self.changed.notify_all()
+        while self._permits is not None:  # noqa: ASYNC110 - it has no hook
+            await asyncio.sleep(0.001)
+        return pb.ProbeReply(seconds=0.001)
+
     async def DropCache(self, request: pb.DropCacheRequest, context: Any) -> pb.DropCacheReply:
         self.dropped += 1
         num_blocks = len(self.cached)
@@ -216,6 +228,7 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
             cached_blocks=sorted(self.cached),
             event_sequence=session.event_sequence,
             load=self.load,
+            beat_s=self.beat_s,
         )
 
     async def _read(self, session: Session, requests: AsyncIterator[pb.ToWorker]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import httpx
 import pytest
 from click.testing import CliRunner
@@ -21,7 +22,7 @@ from tanghulu.discovery.base import Instance
 from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.errors import ConfigError
 from tanghulu.hashing import TokenSequence, root_hash
-from tanghulu.protos import directory_pb2, directory_pb2_grpc
+from tanghulu.protos import common_pb2, conductor_pb2_grpc, directory_pb2, directory_pb2_grpc
 from tanghulu.rpc.grpc_edge import channel
 from tanghulu.runtime.process import Process, SupervisorLine
 from tanghulu.store.master import main as master_main
@@ -46,10 +47,12 @@ class _Process(Process):
 
 
 @contextlib.asynccontextmanager
-async def _serving(serve: Any, role: Role, config: Any, run_dir: Path) -> AsyncIterator[tuple[_Process, Address]]:
+async def _serving(
+    serve: Any, role: Role, config: Any, run_dir: Path, generation: int = 7
+) -> AsyncIterator[tuple[_Process, Address]]:
     os.mkdir(run_dir)
     status = SupervisorLine(-1, lambda: None)
-    process = _Process(role, config, run_dir, status, CollectorRegistry(), "127.0.0.1:1", 7 + len(role.value))
+    process = _Process(role, config, run_dir, status, CollectorRegistry(), "127.0.0.1:1", generation + len(role.value))
     started = asyncio.create_task(process.started())
     await asyncio.sleep(0)
     serving = asyncio.create_task(serve(process, config))
@@ -70,7 +73,7 @@ async def _cluster(
 ) -> AsyncIterator[tuple[_Process, httpx.AsyncClient, MasterDiscovery]]:
     master_config = MasterConfig(port=0, rebuild_s=0.0)
     async with _serving(master_main.serve, Role.MASTER, master_config, tmp_path / "m") as (_, master):
-        config = ConductorConfig(port=0, master=master, **options)
+        config = ConductorConfig(**{"port": 0, "master": master, "notice_s": 0.0, **options})
         async with MasterDiscovery(master) as discovery:
             async with _serving(conductor_main.serve, Role.CONDUCTOR, config, tmp_path / "c") as (process, address):
                 async with httpx.AsyncClient(base_url=f"http://{address}", timeout=60, trust_env=False) as http:
@@ -152,6 +155,59 @@ async def test_what_is_not_finished_within_the_grace_period_is_told_so(tmp_path)
         assert response.status_code == 503
         assert "stopping" in response.json()["error"]["message"]
         await worker.until(lambda: worker.aborts or not worker.num_running)
+
+
+async def test_it_says_so_before_it_ends_and_serves_meanwhile(tmp_path):
+    """First /ready says no, while requests are served; each answer closes its connection."""
+    async with contextlib.AsyncExitStack() as stack:
+        process, http, discovery = await stack.enter_async_context(_cluster(tmp_path, notice_s=0.7))
+        await stack.enter_async_context(_worker(discovery, http, tmp_path))
+        assert "connection" not in (await http.get("/live")).headers
+        process.stopping.set()
+        async with asyncio.timeout(30):
+            while (await http.get("/ready")).status_code != 503:
+                pass
+        answer = await http.post("/v1/completions", json=LONG)
+        assert answer.json()["choices"][0]["text"] == LONG_TEXT
+        assert answer.headers["connection"] == "close"
+
+
+async def test_an_administrator_can_have_it_end(tmp_path):
+    async with _cluster(tmp_path) as (process, _, discovery):
+        async for event in discovery.watch(Role.CONDUCTOR):
+            assert event.instance is not None
+            address = Address.parse(event.instance.attributes["peers"])
+            break
+        async with channel(address) as connection:
+            stub = conductor_pb2_grpc.ConductorPeerStub(connection)
+            wrong = (("authorization", "Bearer wrong"),)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.Drain(common_pb2.EndRequest(), metadata=wrong)
+            assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+            assert not process.stopping.is_set()
+            reply = await stub.Drain(common_pb2.EndRequest())
+        assert (reply.num_requests, reply.grace_s) == (0, 10.0)
+        assert process.stopping.is_set()
+
+
+async def test_a_successor_takes_the_port_over(tmp_path):
+    """Both accept for a while; at no time is a connection refused."""
+    shared = {"reuse_port": True, "notice_s": 0.3}
+    async with contextlib.AsyncExitStack() as stack:
+        process, http, discovery = await stack.enter_async_context(_cluster(tmp_path, **shared))
+        await stack.enter_async_context(_worker(discovery, http, tmp_path))
+        port = http.base_url.port
+        config = ConductorConfig(port=port, master=discovery.address, **shared)
+        async with _serving(conductor_main.serve, Role.CONDUCTOR, config, tmp_path / "c2", generation=99):
+            await _until_ready(http)
+            process.stopping.set()
+            in_a_row = 0
+            async with asyncio.timeout(30):
+                while in_a_row < 30:  # the old one is gone, and nobody was refused
+                    async with httpx.AsyncClient(trust_env=False, timeout=60) as fresh:
+                        ready = (await fresh.get(f"{http.base_url}/ready")).status_code == 200
+                        in_a_row = in_a_row + 1 if ready else 0
+                    await asyncio.sleep(0.01)
 
 
 async def test_a_taken_port_is_named(tmp_path):

@@ -93,7 +93,7 @@ async def test_a_failed_hand_over_releases_the_export_and_the_text_is_whole(clus
     text, reason, usage = await stream(cluster, LONG)
     assert (text, reason, usage["completion_tokens"]) == (LONG_TEXT, "length", 40)
     await prefill.until(lambda: prefill.releases == [101])
-    assert cluster.metric("redispatches_total", reason="TRANSFER_FAILED") == 1
+    assert cluster.migrations("ongoing_request", "resumed") == 1
 
 
 async def test_one_kind_alone_does_both(cluster):
@@ -116,7 +116,8 @@ async def test_a_worker_that_dies_mid_stream_is_not_noticed(cluster, num_tokens)
     moved = worker.submits[-1]
     assert moved.num_prompt_tokens == usage["prompt_tokens"]
     assert len(moved.tokens) // 4 == usage["prompt_tokens"] + first.num_emitted
-    assert cluster.metric("redispatches_total", reason="NODE_UNAVAILABLE") == (1 if first.submits else 0)
+    kind = "ongoing_request" if num_tokens else "new_request"
+    assert cluster.migrations(kind, "resumed") == (1 if first.submits else 0)
 
 
 async def test_both_phases_may_die(cluster):
@@ -137,7 +138,7 @@ async def test_moving_is_bounded(tmp_path):
         worker.fail_with = common_pb2.Status(code="NODE_UNAVAILABLE", message="my store is gone")
         response = await cluster.http.post("/v1/completions", json=LONG)
         assert response.status_code == 503
-        assert "moved 2 times" in response.json()["error"]["message"]
+        assert "moved 2 times without a new token" in response.json()["error"]["message"]
         assert len(worker.submits) == 3
 
 

@@ -149,3 +149,145 @@ def test_a_killed_decode_worker_is_not_noticed(mock_cluster: LiveCluster) -> Non
     assert {len(text) for text in texts} == {300}
     mock_cluster.wait_restarted("decode", killed)
     assert texts[0] == ask(mock_cluster, mock_cluster.url, words(400, 640), 300)["choices"][0]["text"]
+
+
+def pid_of(cluster: LiveCluster, name: str) -> int:
+    """The process of that name; 0 while it is not ready."""
+    return next((entry["pid"] for entry in cluster.entries() if entry["name"] == name), 0)
+
+
+def wait_restarted(cluster: LiveCluster, name: str, old_pid: int) -> None:
+    eventually(lambda: pid_of(cluster, name) not in (0, old_pid), 60, f"{name} restarted")
+
+
+@contextlib.contextmanager
+def hung_engine(pid: int) -> Iterator[None]:
+    """Stop the engine's thread alone, as a call to a GPU does that never returns: a tracer holds it."""
+    tasks = Path(f"/proc/{pid}/task")
+    engine = next(task.name for task in tasks.iterdir() if (task / "comm").read_text().strip() == "engine")
+    command = [sys.executable, "-c", _HOLD, engine]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"held\n", "ptrace is not allowed here"
+            yield
+        finally:
+            holder.kill()
+
+
+_HOLD = """
+import ctypes, os, sys
+libc, thread = ctypes.CDLL(None, use_errno=True), int(sys.argv[1])
+assert libc.ptrace(16, thread, 0, 0) == 0, os.strerror(ctypes.get_errno())
+os.waitpid(thread, 0x40000000)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_a_hung_engine_loses_its_requests_to_others_and_is_restarted(tmp_path: Path) -> None:
+    with running_cluster(tmp_path / "c", *FLAGS, "--worker-timeout", "3") as live:
+        wanted = [ask(live, live.url, words(500 + n, 640), 150)["choices"][0]["text"] for n in range(8)]
+        with ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(ask, live, live.url, words(500 + n, 640), 150) for n in range(8)]
+            eventually(lambda: min(running(live)) > 1, what="some run on each worker")
+            pid = pid_of(live, "decode-0")
+            with hung_engine(pid):
+                assert [future.result(60)["choices"][0]["text"] for future in asked] == wanted
+                wait_restarted(live, "decode-0", pid)
+        assert live.metric("conductor", "tanghulu_migrations_total", outcome="resumed") > 0
+        assert not live.metric("conductor", "tanghulu_migrations_total", outcome="failed")
+
+
+@pytest.mark.slow
+def test_a_worker_that_hung_while_idle_swallows_nobody(tmp_path: Path) -> None:
+    with running_cluster(tmp_path / "c", *FLAGS, "--worker-timeout", "3") as live:
+        with hung_engine(live.entry("decode")["pid"]):
+            eventually(lambda: live.metric("conductor", "tanghulu_conductor_workers") == 3, 30, "it is lost")
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(lambda n: ask(live, live.url, words(600 + n, 640), 20), range(16)))
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_again_and_again_does_not_end_the_cluster(tmp_path: Path) -> None:
+    with running_cluster(tmp_path / "c", *FLAGS) as live:
+        for _ in range(6):
+            pid = pid_of(live, "decode-0")
+            os.kill(pid, signal.SIGKILL)
+            wait_restarted(live, "decode-0", pid)
+        assert ask(live, live.url, "still here")["usage"]["completion_tokens"] == 8
+
+
+@pytest.mark.slow
+def test_drained_one_by_one_under_load_nothing_fails(tmp_path: Path) -> None:
+    """`tanghulu drain` for each worker in turn: its long stream ends whole, and short ones beside it."""
+    with running_cluster(tmp_path / "c", *FLAGS) as live, ThreadPoolExecutor(8) as pool:
+
+        def drain(wanted: str) -> str:
+            command = [sys.executable, "-m", "tanghulu", "drain", wanted, "--master", live.master]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            return done.stdout + done.stderr
+
+        assert "there is no 'nobody'; there is " in drain("nobody")
+        long = pool.submit(ask, live, live.url, words(900, 64), 1500)
+        eventually(lambda: sum(running(live)) == 1, what="it runs")
+        for entry in [e for e in live.entries() if e["role"] in ("prefill", "decode")]:
+            short = [pool.submit(ask, live, live.url, words(901 + n, 64), 20) for n in range(4)]
+            assert "ends within 5 s" in drain(entry["address"])
+            wait_restarted(live, entry["name"], entry["pid"])
+            assert {future.result(60)["usage"]["completion_tokens"] for future in short} == {20}
+        assert long.result(120)["usage"]["completion_tokens"] == 1500
+        conductor = live.entry("conductor")
+        assert "under way there" in drain(conductor["address"])
+        wait_restarted(live, "conductor", conductor["pid"])
+        node = next(e for e in live.entries() if e["role"] == "node")
+        assert drain(node["address"]) != ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_end_of_all_tells_every_client(tmp_path: Path, stream: bool) -> None:
+    """Ctrl-C: answers that do not end within the grace are told so, with [DONE]; none is cut."""
+    with running_cluster(tmp_path / "c", *FLAGS, "--grace-s", "1") as live, ThreadPoolExecutor(8) as pool:
+        body = {"model": "mock", "max_tokens": 20_000, "ignore_eos": True, "stream": stream}
+
+        def whole(number: int) -> httpx.Response:
+            return httpx.post(
+                f"{live.url}/v1/completions", json=body | {"prompt": words(number, 64)}, timeout=60, trust_env=False
+            )
+
+        asked = [pool.submit(whole, number) for number in range(8)]
+        eventually(lambda: sum(running(live)) == 8, what="all run")
+        assert live.stop() == 0
+        for answer in (future.result(30) for future in asked):
+            if stream:
+                assert answer.status_code == 200
+                last, done = [line for line in answer.text.split("\n\n") if line][-2:]
+                assert done == "data: [DONE]"
+                assert '"error"' in last
+                assert '"finish_reason":"error"' in last
+            else:
+                assert answer.status_code == 503
+                assert "stopping" in answer.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_six_hundred_of_one_client_do_not_keep_another_waiting(tmp_path: Path) -> None:
+    """All of them are at the workers; the other's single one takes its turn there, and ends while most still wait."""
+    with running_cluster(tmp_path / "c", *FLAGS) as live, ThreadPoolExecutor(4) as pool:
+        url = f"{live.url}/v1/completions"
+
+        def send(user: str, prompts: list[str]) -> httpx.Response:
+            body = {"model": "mock", "prompt": prompts, "max_tokens": 40, "ignore_eos": True, "user": user}
+            return httpx.post(url, json=body, timeout=300, trust_env=False)
+
+        def waiting() -> float:
+            return live.metric("prefill", "tanghulu_worker_requests_waiting")
+
+        prompts = [words(2000 + n, 200) for n in range(600)]
+        many = [pool.submit(send, "many", prompts[at : at + 120]) for at in range(0, 480, 120)]
+        eventually(lambda: waiting() > 300, what="they wait at the workers")
+        assert send("one", [words(3000, 200)]).status_code == 200
+        assert waiting() > 150, "the other's wait on"
+        assert [future.result(300).status_code for future in many] == [200] * 4

@@ -111,7 +111,7 @@ def test_health_is_a_token_of_every_worker(storeless: LiveCluster) -> None:
 def test_a_worker_that_is_told_to_end_lets_its_answers_end(storeless: LiveCluster) -> None:
     body = {"model": "mock", "prompt": _prompt(70, 100), "max_tokens": 150, "seed": 1}
     wanted = storeless.http.post(f"{storeless.url}/v1/completions", json=body).json()["choices"][0]["text"]
-    moved = storeless.metric("conductor", "tanghulu_conductor_redispatches_total")
+    moved = storeless.metric("conductor", "tanghulu_migrations_total")
     worker, text = storeless.entry("decode"), ""
     with storeless.http.stream("POST", f"{storeless.url}/v1/completions", json=body | {"stream": True}) as response:
         for line in response.iter_lines():
@@ -120,7 +120,7 @@ def test_a_worker_that_is_told_to_end_lets_its_answers_end(storeless: LiveCluste
                     os.kill(worker["pid"], signal.SIGTERM)
                 text += json.loads(line[6:])["choices"][0]["text"]
     assert text == wanted
-    assert storeless.metric("conductor", "tanghulu_conductor_redispatches_total") == moved
+    assert storeless.metric("conductor", "tanghulu_migrations_total") == moved
     storeless.wait_restarted("decode", worker["pid"])
 
 

@@ -169,7 +169,8 @@ class EngineRequest:
     were generated, here or elsewhere before the request was resubmitted. ``hold_kv`` ends the request after
     its first sampled token and keeps its blocks for a decode worker. ``fetch_blocks`` bounds how many leading
     blocks may be looked for outside (None: all, 0: none); ``holder`` is asked before the store. ``grammar`` bounds
-    what may be generated.
+    what may be generated. ``client`` is who takes turns with others; a request that was ``moved`` from a lost worker
+    goes ahead of new ones.
     """
 
     request_id: RequestId
@@ -183,8 +184,11 @@ class EngineRequest:
     peer: PeerExport | None = None
     holder: PeerPrefix | None = None
     grammar: Grammar | None = None
+    client: str = ""
+    moved: bool = False
 
     arrival: int = -1
+    turn: float = 0.0
     state: EngineRequestState = EngineRequestState.WAITING
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -226,9 +230,9 @@ class EngineRequest:
         return (self.num_hit_tokens or 0) + self.num_fetched_tokens
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Smaller goes first: higher priority, then earlier arrival."""
-        return (-self.priority, self.arrival)
+    def order(self) -> tuple[int, bool, float, int]:
+        """Smaller goes first: higher priority, then what was moved, then the client's turn, then earlier arrival."""
+        return (-self.priority, not self.moved, self.turn, self.arrival)
 
     def finish_reason(self, max_tokens: int) -> EngineFinishReason | None:
         """Whether the last, generated token ends the request; ``max_tokens`` bounds the whole sequence."""

@@ -2,7 +2,7 @@
 
 There is no prefill phase and no decode phase. Every request has tokens whose KV is not computed yet: many at
 first (prefill), one from then on (decode). A step takes, within ``max_num_batched_tokens``, first one token of
-everybody who decodes, then runs of prompts in order of arrival, then admits waiting requests; a request that
+everybody who decodes, then runs of prompts in their order, then admits waiting requests; a request that
 reaches its last token samples the next. (Chunked prefill: Sarathi-Serve, https://arxiv.org/abs/2403.02310.)
 
 Worked example, budget 8, blocks of 4. A decodes; B waits with 10 tokens, C with 3. Step 1: A 1 token, B its
@@ -14,6 +14,9 @@ preempted: it gives its blocks back (the full ones stay cached while nobody need
 at its old place. Admission is strictly in order, so nobody starves: the oldest always proceeds. Where somebody keeps
 what it gave back (``moves_preempted``), it fetches that on its return; else it computes what the cache has lost.
 
+Who is first. Higher priority; then what was moved from a lost worker, as it has waited there; then the clients take
+turns (`FairTurns`), so that one that sends hundreds keeps another's single one waiting for one turn; then arrival.
+
 Events in: `add`, `abort`, `fetch_done`, `step_done`. Decisions out: `schedule`. No clock, no I/O.
 """
 
@@ -24,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tanghulu.errors import ConfigError, ContextLengthExceeded, InvalidRequest, Overloaded
+from tanghulu.fair_turns import FairTurns
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
 from tanghulu.workers.engine.held_blocks import HeldBlocks
@@ -77,6 +81,7 @@ class Scheduler:
         self._running: list[EngineRequest] = []
         self._fetches: dict[RequestId, FetchWanted] = {}
         self._num_added = 0
+        self._turns = FairTurns()
         self._plan: StepPlan | None = None
 
     # ---- events from outside
@@ -98,6 +103,7 @@ class Scheduler:
         if len(self._waiting) >= self.config.max_num_waiting:
             raise Overloaded(f"{len(self._waiting)} requests wait already; send it to another worker or later")
         request.arrival = self._num_added
+        request.turn = 0.0 if request.moved else self._turns.take(request.client)
         self._num_added += 1
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=_order)
@@ -220,6 +226,7 @@ class Scheduler:
             if not self._take_blocks(request):
                 return
             self._waiting.pop(0)
+            self._turns.served(request.turn)
             draft.add_hits(request)
             wanted = plan_fetch(request, self.config.block_tokens) if self.config.can_fetch else None
             if wanted is not None:
@@ -369,5 +376,5 @@ _QUEUED = (EngineRequestState.WAITING, EngineRequestState.PREEMPTED)
 _WITH_TRANSFER = (EngineRequestState.FETCHING, EngineRequestState.DRAINING)
 
 
-def _order(request: EngineRequest) -> tuple[int, int]:
+def _order(request: EngineRequest) -> tuple[int, bool, float, int]:
     return request.order

@@ -7,10 +7,12 @@ something) one report leaves. The event loop of the process is never blocked by 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import structlog
@@ -109,6 +111,8 @@ class EngineThread:
             self._thread.join()
 
     def _run(self) -> None:
+        with contextlib.suppress(OSError):  # for people who look at the process's threads
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("engine")
         try:
             while True:
                 commands, stopping = self._take_commands()

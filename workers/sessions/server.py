@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 import structlog
 
-from tanghulu.errors import NodeUnavailable, TanghuluError
+from tanghulu.errors import Overloaded, TanghuluError
 from tanghulu.protos import session_pb2
 from tanghulu.runtime.tasks import cancelled
 from tanghulu.types import BlockHash, InstanceId, RequestId
@@ -98,6 +98,10 @@ class SessionHub:
         self.idle = asyncio.Event()
         self.idle.set()
 
+    @property
+    def num_requests(self) -> int:
+        return len(self._owners)
+
     # --- the stream
 
     async def serve(self, requests: AsyncIterator[session_pb2.ToWorker]) -> AsyncIterator[session_pb2.FromWorker]:
@@ -137,7 +141,7 @@ class SessionHub:
         session.num_submits += 1
         number = session.num_submits
         if self._draining:
-            self._refuse(session, request_id, NodeUnavailable(f"worker {self._instance_id} is about to end"))
+            self._refuse(session, request_id, Overloaded(f"worker {self._instance_id} is about to end"))
             return
         try:
             request = self._factory.request(submit)

@@ -27,6 +27,7 @@ from tanghulu.workers.engine.requests import (
 )
 from tanghulu.workers.engine.step_result import Logprobs, RequestOutput
 from tanghulu.workers.engine.thread import EngineLoad
+from tanghulu.workers.sessions.beats import BEAT_S
 from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets
 
 _FINISH = {
@@ -68,6 +69,8 @@ class RequestFactory:
             stop=self._stop(submit.stop),
             hold_kv=submit.hand_over,
             priority=submit.priority,
+            client=submit.client,
+            moved=submit.moved,
             peer=peer_of(source) if source is not None else None,
             holder=_holder(submit.holder) if submit.HasField("holder") else None,
             grammar=self._grammar(submit.sampling),
@@ -206,6 +209,7 @@ def welcome_message(
         cached_blocks=list(hashes),
         event_sequence=sequence,
         load=load_message(load),
+        beat_s=BEAT_S,
     )
 
 

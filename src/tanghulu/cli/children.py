@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-STOP_GRACE_S = 8.0
 #: Roles whose command is not called as they are.
 _COMMANDS = {"gateway": ("store", "serve")}
 
@@ -89,7 +88,13 @@ class ChildProcess:
         position = self.arguments.index("--port") + 1
         self.arguments[position] = address.rpartition(":")[2]
 
-    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+    def kill(self) -> None:
+        """SIGKILL; the end comes as any other."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
+
+    async def stop(self, grace_s: float) -> None:
         """SIGTERM, then SIGKILL after ``grace_s``; returns when the process is gone."""
         process = self.process
         if process is None:
@@ -101,12 +106,6 @@ class ChildProcess:
                 await asyncio.wait_for(process.wait(), patience_s)
                 break
         await asyncio.gather(self._watching, return_exceptions=True)
-
-    def kill(self) -> None:
-        """SIGKILL, now."""
-        if self.process is not None and self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.kill()
 
     def entry(self) -> dict[str, Any]:
         """This child's line in cluster.json."""

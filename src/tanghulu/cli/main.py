@@ -37,6 +37,7 @@ _COMMANDS = {
     "prefill": ("tanghulu.workers.main", "PREFILL", "Run a prefill worker."),
     "decode": ("tanghulu.workers.main", "DECODE", "Run a decode worker."),
     "worker": ("tanghulu.workers.main", "WORKER", "Run a worker that prefills and decodes (--role)."),
+    "drain": ("tanghulu.cli.drain", "COMMAND", "Have a worker, conductor or node finish or move what it has."),
     "topology": ("tanghulu.transfer_engine.topology_command", "COMMAND", "Show this machine's devices and transports."),
     "replay": ("tanghulu.conductor.replay.main", "COMMAND", "Replay request traces through the policies."),
 }

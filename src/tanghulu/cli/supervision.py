@@ -1,10 +1,16 @@
 """Supervision of the embedded cluster: when to start, restart and end its processes. Decisions only.
 
     WAITING --(what it needs is ready)--> STARTING --ready--> READY
-    STARTING, READY --exited--> BACKOFF --(delay is over)--> STARTING     at most MAX_RESTARTS times
+    STARTING, READY --exited--> BACKOFF --(delay is over)--> STARTING
     STARTING, READY --exited--> DEAD                                      and then the whole cluster ends
 
-A child that stayed ready for STABLE_S has its restarts forgiven.
+Until all children have been ready together a child is restarted MAX_RESTARTS times at most: what fails then is most
+likely its configuration. From then on one that dies is restarted for ever, with delays that grow up to MAX_BACKOFF_S,
+as the others serve meanwhile; only a ``vital`` one ends the cluster, without which nothing is served. A child that
+stayed ready for STABLE_S has its restarts forgiven.
+
+A child that has said that it is alive is expected to go on saying so. Where it is silent for ``hung_s`` it is killed,
+and so restarted. A look that comes late does not count as its silence: then this process stood still itself.
 """
 
 from __future__ import annotations
@@ -15,6 +21,9 @@ from enum import Enum
 
 MAX_RESTARTS = 5
 FIRST_BACKOFF_S = 0.2
+MAX_BACKOFF_S = 30.0
+#: Looks at silent children in ``hung_s``.
+LOOKS = 4
 STABLE_S = 60.0
 
 
@@ -57,7 +66,9 @@ class Child:
     name: str
     needs: tuple[str, ...] = ()
     state: ChildState = ChildState.WAITING
+    vital: bool = False
     num_restarts: int = 0
+    alive_s: float | None = None
     ready_since_s: float = 0.0
     start_at_s: float = 0.0
 
@@ -76,6 +87,13 @@ class Spawn:
 
 
 @dataclass(frozen=True, slots=True)
+class Kill:
+    """Instruction: this child hangs; kill its process."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class EndAll:
     """Instruction: a child is dead for good; end the cluster."""
 
@@ -84,15 +102,21 @@ class EndAll:
 
 @dataclass
 class Supervision:
-    """The plan for all children; feed it events with the time, perform what it returns."""
+    """The plan for all children; feed it events with the time, perform what it returns.
 
+    With ``hung_s`` 0 no child is killed.
+    """
+
+    hung_s: float = 0.0
     children: dict[str, Child] = field(default_factory=dict)
+    been_ready: bool = False
+    _looked_s: float = 0.0
 
-    def add(self, name: str, needs: Sequence[str] = ()) -> None:
+    def add(self, name: str, needs: Sequence[str] = (), *, vital: bool = False) -> None:
         """Add a child that may start once all of ``needs`` are ready (for the first time)."""
         assert name not in self.children, name
         assert all(needed in self.children for needed in needs), needs
-        self.children[name] = Child(name, tuple(needs))
+        self.children[name] = Child(name, tuple(needs), vital=vital)
 
     def tick(self, now_s: float) -> list[Spawn]:
         """The children to start now."""
@@ -112,21 +136,44 @@ class Supervision:
         due = [c.start_at_s for c in self.children.values() if c.state is ChildState.BACKOFF]
         return min(due) if due else None
 
+    def alive(self, name: str, now_s: float) -> None:
+        """Note that a child says that it does its work."""
+        child = self.children[name]
+        if child.state is ChildState.READY:
+            child.alive_s = now_s
+
+    def look(self, now_s: float) -> list[Kill]:
+        """The children to kill now, as they hang; asked every ``hung_s / LOOKS``."""
+        period_s = self.hung_s / LOOKS
+        late_s, self._looked_s = now_s - self._looked_s - period_s, now_s
+        kills = []
+        for child in self.children.values():
+            if child.alive_s is None:
+                continue
+            if late_s > period_s:
+                child.alive_s += late_s
+            if now_s - child.alive_s >= self.hung_s:
+                child.alive_s = None
+                kills.append(Kill(child.name))
+        return kills
+
     def ready(self, name: str, now_s: float) -> None:
         child = self.children[name]
         child.on(ChildEvent.READY)
         child.ready_since_s = now_s
+        self.been_ready = self.been_ready or self.all_ready
 
     def exited(self, name: str, code: int, now_s: float) -> list[EndAll]:
         """Plan the restart of a child whose process ended unasked, or the cluster's end."""
         child = self.children[name]
         if child.state is ChildState.READY and now_s - child.ready_since_s >= STABLE_S:
             child.num_restarts = 0
-        if child.num_restarts >= MAX_RESTARTS:
+        child.alive_s = None
+        if child.num_restarts >= MAX_RESTARTS and (child.vital or not self.been_ready):
             child.on(ChildEvent.GIVEN_UP)
             return [EndAll(f"{name} exited with {code} and was restarted {MAX_RESTARTS} times before")]
         child.on(ChildEvent.EXITED)
-        child.start_at_s = now_s + FIRST_BACKOFF_S * 2**child.num_restarts
+        child.start_at_s = now_s + min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(child.num_restarts, 16))
         child.num_restarts += 1
         return []
 
@@ -138,6 +185,7 @@ class Supervision:
     def stop(self) -> None:
         """Plan no more starts: the cluster ends."""
         for child in self.children.values():
+            child.alive_s = None
             if child.state is not ChildState.DEAD:
                 child.on(ChildEvent.STOP)
 

@@ -21,7 +21,7 @@ import httpx
 
 from tanghulu.cli.children import ChildProcess
 from tanghulu.cli.progress import Board, welcome
-from tanghulu.cli.supervision import EndAll, Supervision
+from tanghulu.cli.supervision import LOOKS, EndAll, Supervision
 from tanghulu.conductor.tools.choosing import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
 from tanghulu.errors import ConfigError, TanghuluError
 from tanghulu.runtime import extras
@@ -31,6 +31,13 @@ from tanghulu.runtime.tasks import cancelled
 from tanghulu.types import is_loopback
 
 _READY_POLL_S = 0.1
+#: A worker is restarted when it was silent so many times longer than the conductor waits.
+_HUNG_TIMEOUTS = 2.0
+#: What a process may take to end beyond its own grace.
+_END_S = 5.0
+#: The conductor, as long as it goes on, has workers finish what it has; then they have nothing left.
+_STOP_ORDER = (("conductor",), ("prefill", "decode", "worker", "gateway"), ("node",), ("master",))
+_VITAL = ("master", "conductor")
 _MASTER_TO_NODES = 10  # 7400 -> 7410
 _MASTER_TO_WORKERS = 30  # 7400 -> 7430
 _TO_METRICS = 100  # 7400 -> 7500, 7410 -> 7510; the conductor's metrics stand on its HTTP port, too
@@ -62,6 +69,13 @@ class UpConfig:
     port: int = option(8000, "port of the HTTP API; 0 picks one")
     master_port: int = option(7400, "port of the master; nodes follow from +10, workers from +30; 0 picks all")
     store_http_port: int = option(0, "port of the store over HTTP; 0: it is not served so")
+    grace_s: float = option(10.0, "at the end, how long answers under way may go on, in seconds", least=0)
+    worker_timeout: float = option(
+        10.0,
+        "seconds after which a worker whose engine is silent loses its requests; after twice that it is restarted; "
+        "0: never",
+        least=0,
+    )
     state_dir: Path = option(Path(".tanghulu"), "cluster.json and logs go here")
     log_level: str = option("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
 
@@ -84,7 +98,7 @@ class Cluster:
         self._file = file
         self._tables = _tables_of_parts(file)
         self._board = board
-        self._plan = Supervision()
+        self._plan = Supervision(hung_s=_HUNG_TIMEOUTS * config.worker_timeout)
         self._children: dict[str, ChildProcess] = {}
         self._run_dir = run_dir
         self._wake = asyncio.Event()
@@ -99,12 +113,13 @@ class Cluster:
             loop.add_signal_handler(number, self._signalled)
         self._add_master()
         announce = asyncio.create_task(self._announce_ready())
+        watch = asyncio.create_task(self._kill_the_hung())
         try:
             while not self._stopping.is_set():
                 await self._perform()
                 await self._sleep()
         finally:
-            await cancelled(announce)
+            await cancelled(announce, watch)
             self._plan.stop()
             self._board.say("stopping; a second Ctrl-C ends everything at once")
             await self._stop_children()
@@ -121,7 +136,7 @@ class Cluster:
         log_path = self._config.state_dir / f"{name}.log"
         log_path.unlink(missing_ok=True)
         self._children[name] = ChildProcess(role, name, given, log_path, run_dir, self._file)
-        self._plan.add(name, needs)
+        self._plan.add(name, needs, vital=role in _VITAL)
         self._board.add(name)
 
     def _add_master(self) -> None:
@@ -147,7 +162,11 @@ class Cluster:
             self._add(role, name, base and base + _MASTER_TO_WORKERS + i, *at, *model)
         if config.store_http_port:
             self._add("gateway", "store-http", config.store_http_port, *at)
-        self._add("conductor", "conductor", config.port, *at, "--policy", config.policy, *self._parsers())
+        ends = ("--grace-s", str(config.grace_s), "--notice-s", "0")
+        timeout = ("--worker-timeout", str(config.worker_timeout))
+        self._add(
+            "conductor", "conductor", config.port, *at, "--policy", config.policy, *timeout, *ends, *self._parsers()
+        )
 
     def _parsers(self) -> tuple[str, ...]:
         config = self._config
@@ -169,6 +188,9 @@ class Cluster:
                 outcome = self._plan.refused(name, self._own_words(name, message["message"]))
             case "exited":
                 outcome = self._plan.exited(name, message["code"], now_s)
+            case "alive":
+                self._plan.alive(name, now_s)
+                return
         self._board.show(name, message)
         for end in outcome:
             self._failure = end.because
@@ -207,12 +229,18 @@ class Cluster:
             await asyncio.wait_for(self._wake.wait(), timeout_s)
         self._wake.clear()
 
+    async def _kill_the_hung(self) -> None:
+        while self._plan.hung_s:
+            await asyncio.sleep(self._plan.hung_s / LOOKS)
+            for hung in self._plan.look(time.monotonic()):
+                self._board.show(hung.name, {"event": "hung"})
+                self._children[hung.name].kill()
+
     async def _stop_children(self) -> None:
-        """Stop the children, workers and conductor first, so that they can deregister at the master."""
-        order = [c for c in self._children.values() if c.role not in ("master", "node")]
-        await asyncio.gather(*(c.stop() for c in order))
-        for role in ("node", "master"):
-            await asyncio.gather(*(c.stop() for c in self._children.values() if c.role == role))
+        """Stop the conductor first, whose answers end or are told so, and last the master, where all deregister."""
+        for roles in _STOP_ORDER:
+            ending = [child for child in self._children.values() if child.role in roles]
+            await asyncio.gather(*(child.stop(self._config.grace_s + _END_S) for child in ending))
 
     def _write_cluster(self) -> None:
         entries = [c.entry() for c in self._children.values() if c.info]

@@ -124,6 +124,10 @@ class Process:
         """Tell the supervisor how far a long start has come (0..1)."""
         self.status.send("loading", what=what, fraction=round(fraction, 3))
 
+    def alive(self) -> None:
+        """Tell the supervisor that the process does its work; one that has said so once is expected to go on."""
+        self.status.send("alive")
+
     def ready(self, instance_id: str, address: Address, busy: Callable[[], bool] | None = None) -> None:
         """Tell the supervisor that the process serves; called once.
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar, cast
 
 import uvicorn
@@ -23,12 +23,17 @@ _KEEP_ALIVE_S = 75
 MAX_HEADLESS = 256
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that accepts on host:port (0 picks one). Raises ConfigError."""
+def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+    """A socket that accepts on host:port (0 picks one). Raises ConfigError.
+
+    With ``reuse_port`` other sockets may accept there too, which say so as well.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
         listener.listen(_BACKLOG)
     except OSError as error:
@@ -120,6 +125,9 @@ class HttpServer(uvicorn.Server):
             self.config.load()
             self.config.ssl = tls
         self._stopping = asyncio.Event()
+        self._listeners: list[socket.socket] = []
+        self._connection: Callable[[], asyncio.Protocol] | None = None
+        self._last: list[asyncio.Task[object]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on ``sockets``. As uvicorn does, but that TLS is to be agreed on in ``header_s``."""
@@ -131,6 +139,7 @@ class HttpServer(uvicorn.Server):
             protocol = cast("type[_Connection]", config.http_protocol_class)
             return protocol(config=config, server_state=self.server_state, app_state=self.lifespan.state)
 
+        self._connection, self._listeners = connection, sockets
         patience_s = None if config.ssl is None else self._handshake_s
         self.servers = [
             await loop.create_server(
@@ -139,6 +148,22 @@ class HttpServer(uvicorn.Server):
             for each in sockets
         ]
         self.started = True
+
+    def hang_up_after_answers(self) -> None:
+        """Close each connection behind its next answer, so that its client connects to another server."""
+        self.server_state.default_headers.append((b"connection", b"close"))
+
+    def stop_accepting(self) -> None:
+        """Take the connections that are made but not accepted yet, and listen no more: a close would reset them."""
+        loop, connection = asyncio.get_running_loop(), self._connection
+        assert connection is not None, "it has started"
+        for listener, server in zip(self._listeners, self.servers, strict=True):
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    last, _ = listener.accept()
+                    taking = loop.connect_accepted_socket(connection, last, ssl=self.config.ssl)
+                    self._last.append(asyncio.ensure_future(taking))
+            server.close()
 
     def stop(self) -> None:
         """Accept no more connections, let the open requests end, then end ``serve``."""

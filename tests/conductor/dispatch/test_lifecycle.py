@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from tanghulu.conductor.dispatch.lifecycle import (
     ENDED,
+    MAX_KILLS,
     TRANSITIONS,
     AbortAt,
     DeliverTokens,
@@ -13,6 +14,8 @@ from tanghulu.conductor.dispatch.lifecycle import (
     Flight,
     FlightEvent,
     FlightState,
+    Loss,
+    MoveLimits,
     PickDecode,
     Release,
     Requeue,
@@ -28,7 +31,7 @@ from tanghulu.conductor.routing.requests import (
     Sampling,
     StopRule,
 )
-from tanghulu.errors import InvalidRequest, NodeUnavailable, TransferFailed
+from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, RequestKillsWorkers, TransferFailed
 from tanghulu.hashing import TokenSequence, as_tokens, root_hash
 from tanghulu.types import Fingerprint, InstanceId, RequestId
 
@@ -38,9 +41,9 @@ GONE = NodeUnavailable("gone")
 ABORTED = FinishReason.ABORTED
 
 
-def make(max_new_tokens: int = 10, max_redispatches: int = 2) -> Flight:
+def make(max_new_tokens: int = 10, max_moves: int = 2, max_tokens: int = 0) -> Flight:
     request = GenerationRequest(RequestId("r"), "m", as_tokens([1, 2, 3, 4, 5]), Sampling(), StopRule(max_new_tokens))
-    flight = Flight(request, max_redispatches)
+    flight = Flight(request, MoveLimits(max_moves, max_tokens))
     flight.admit()
     return flight
 
@@ -137,19 +140,77 @@ def test_a_hand_over_that_nobody_asked_for_is_trouble():
     assert isinstance(requeue, Requeue)
 
 
-def test_a_lost_worker_costs_nothing_but_time_until_it_is_too_often():
-    flight = make(max_redispatches=2)
-    for n in range(2):
+def test_moves_are_bounded_in_a_row_and_a_token_forgives_them():
+    flight = make(max_new_tokens=100, max_moves=2)
+    for n in range(20):
+        for _ in range(2):
+            flight.submit(P, P)
+            assert flight.on_worker_lost(GONE, Loss.SILENCE) == [Requeue(GONE, Loss.SILENCE)]
+            flight.check()
         flight.submit(P, P)
         say(flight, 20 + n)
-        assert flight.on_worker_lost(GONE) == [Requeue(GONE)]
+        assert flight.on_worker_lost(GONE, Loss.SILENCE) == [Requeue(GONE, Loss.SILENCE)]
+        flight.submit(P, P)
+        say(flight, 50 + n)
+        flight.on_worker_lost(GONE, Loss.ORDERLY)
+    for _ in range(2):
+        flight.submit(P, P)
+        flight.on_worker_lost(GONE, Loss.TROUBLE)
+    flight.submit(P, P)
+    (end,) = flight.on_worker_lost(GONE, Loss.TROUBLE)
+    assert isinstance(end.error, NodeUnavailable)
+    assert "moved 2 times without a new token" in end.error.message
+    assert flight.state is FlightState.FAILED
+    assert flight.generated[:3] == [20, 50, 21]
+
+
+def test_orderly_ends_and_refusals_do_not_count():
+    flight = make(max_moves=0)
+    for loss in (Loss.ORDERLY, Loss.REFUSED) * 10:
+        flight.submit(P, P)
+        assert flight.on_worker_lost(GONE, loss) == [Requeue(GONE, loss)]
         flight.check()
     flight.submit(P, P)
-    (end,) = flight.on_worker_lost(GONE)
-    assert isinstance(end.error, NodeUnavailable)
-    assert "moved 2 times" in end.error.message
-    assert flight.state is FlightState.FAILED
-    assert flight.generated == [20, 21]
+    full = Overloaded("full")
+    assert say(flight, kind=OutputKind.ERROR, error=full) == [Requeue(full, Loss.REFUSED)]
+    flight.submit(P, P)
+    assert isinstance(flight.on_worker_lost(GONE, Loss.DEATH)[-1], End)
+
+
+def test_a_request_under_which_worker_after_worker_dies_is_refused():
+    flight = make(max_moves=100, max_new_tokens=50)
+    for n in range(10):  # each brings a token: it is not the request
+        flight.submit(P, P)
+        say(flight, n)
+        flight.on_worker_lost(GONE, Loss.DEATH)
+    for _ in range(MAX_KILLS - 2):
+        flight.submit(P, P)
+        assert isinstance(flight.on_worker_lost(GONE, Loss.DEATH)[-1], Requeue)
+    flight.submit(P, P)
+    (end,) = flight.on_worker_lost(GONE, Loss.DEATH)
+    assert isinstance(end.error, RequestKillsWorkers)
+    assert not end.error.retryable
+
+
+def test_the_one_token_of_a_prefill_forgives_nothing():
+    """Each decode worker dies; the prefill's token between them is no sign that it would go on."""
+    flight = make(max_moves=100, max_new_tokens=50)
+    for _ in range(MAX_KILLS):
+        flight.submit(P, D)
+        say(flight, 11, kind=OutputKind.HANDED_OVER, source=SOURCE)
+        flight.decode_at(D)
+        out = flight.on_worker_lost(GONE, Loss.DEATH)
+    assert isinstance(out[-1].error, RequestKillsWorkers)
+
+
+def test_a_long_sequence_is_not_moved_if_so_told():
+    short, long = make(max_tokens=6), make(max_tokens=6)
+    for flight, num_tokens in ((short, 1), (long, 2)):
+        flight.submit(P, P)
+        say(flight, *range(num_tokens))
+    assert short.on_worker_lost(GONE, Loss.DEATH) == [Requeue(GONE, Loss.DEATH)]
+    (end,) = long.on_worker_lost(GONE, Loss.DEATH)
+    assert "7 tokens" in end.error.message
 
 
 def test_an_error_that_another_worker_would_not_mend_ends_it():
@@ -163,7 +224,7 @@ def test_all_tokens_came_but_not_the_word_of_the_end():
     flight = make(max_new_tokens=2)
     flight.submit(P, P)
     say(flight, 1, 2)
-    assert flight.on_worker_lost(GONE) == [End(FinishReason.LENGTH)]
+    assert flight.on_worker_lost(GONE, Loss.DEATH) == [End(FinishReason.LENGTH)]
 
 
 def test_abort_and_stop_string_tell_the_worker_once():
@@ -197,7 +258,7 @@ def test_hashes_grow_with_the_tokens():
     st.lists(st.sampled_from(["token", "hand_over", "stop", "length", "error", "lost", "abort", "fail"]), max_size=40)
 )
 def test_any_history_keeps_the_invariants_and_ends_once(history):
-    flight = make(max_new_tokens=100, max_redispatches=3)
+    flight = make(max_new_tokens=100, max_moves=3)
     ends = 0
     for what in history:
         if flight.ended:
@@ -215,7 +276,7 @@ def _happen(flight: Flight, what: str) -> list:
             out = flight.on_output(Output(flight.wire_id, (9,), OutputKind.HANDED_OVER, source=SOURCE))
             return out + (flight.decode_at(D) if PickDecode() in out else [])
         case "lost":
-            return flight.on_worker_lost(GONE)
+            return flight.on_worker_lost(GONE, Loss.DEATH)
         case "abort":
             return flight.abort()
         case "fail":

@@ -24,10 +24,10 @@ def test_first_come_first_served_within_a_priority():
     assert names(queue) == ["b", "d", "a", "c", "e"]
     queue.discard(RequestId("d"))
     queue.discard(RequestId("d"))
-    queue.push(RequestId("moved"), "moved", 0.5, front=True)
-    queue.push(RequestId("moved too"), "moved too", 0.7, front=True)
-    queue.push(RequestId("oldest, moved later"), "oldest, moved later", 0.1, front=True)
-    queue.push(RequestId("moved, urgent"), "moved, urgent", 3, 1, front=True)
+    queue.push(RequestId("moved"), "moved", 0.5, client=None)
+    queue.push(RequestId("moved too"), "moved too", 0.7, client=None)
+    queue.push(RequestId("oldest, moved later"), "oldest, moved later", 0.1, client=None)
+    queue.push(RequestId("moved, urgent"), "moved, urgent", 3, 1, client=None)
     assert names(queue) == ["moved, urgent", "oldest, moved later", "moved", "moved too", "b", "a", "c", "e"]
     queue.check()
 
@@ -39,6 +39,48 @@ def test_the_shortest_first_and_what_waits_is_overtaken_for_a_bounded_time():
     queue.push(RequestId("in time"), "in time", 24.0, prefill_s=0.5)
     queue.push(RequestId("late"), "late", 26.0, prefill_s=0.5)
     assert names(queue) == ["in time", "long", "late"]
+
+
+def test_clients_take_turns():
+    """The worked example of the module, and 600 beside one."""
+    queue: WaitingQueue[str] = WaitingQueue()
+    queue.push(RequestId("a1"), "a1", 0.0, client="a")
+    queue.push(RequestId("a2"), "a2", 1.0, client="a")
+    queue.push(RequestId("b"), "b", 2.0, client="b")
+    queue.push(RequestId("urgent"), "urgent", 3.0, 5, client="a")
+    assert names(queue) == ["urgent", "b", "a1", "a2"]
+    for name in names(queue):
+        queue.take(RequestId(name))
+    for number in range(600):
+        queue.push(RequestId(f"many{number}"), f"many{number}", 4.0, priority=9, client="a")
+    for number in range(20):
+        queue.take(RequestId(f"many{number}"))
+    queue.push(RequestId("one"), "one", 5.0, client="b")
+    assert names(queue)[:2] == ["one", "many20"]
+    queue.check()
+
+
+def test_a_request_that_gives_up_costs_its_client_no_turn():
+    queue: WaitingQueue[str] = WaitingQueue()
+    for name in ("a1", "a2", "a3"):
+        queue.push(RequestId(name), name, 0.0, client="a")
+    queue.push(RequestId("b1"), "b1", 0.0, client="b")
+    queue.discard(RequestId("a1"))
+    queue.check()
+    assert names(queue) == ["a2", "b1", "a3"]
+
+
+def test_it_may_change_while_it_is_walked():
+    queue: WaitingQueue[str] = WaitingQueue()
+    for number in range(6):
+        queue.push(RequestId(str(number)), str(number), 0.0, client="ab"[number % 2])
+    walked = []
+    for name in queue:
+        walked.append(name)
+        queue.take(RequestId(name))
+        queue.discard(RequestId("3"))
+        queue.check()
+    assert walked == ["0", "1", "2", "4", "5"]
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.integers(-1, 1), st.floats(0, 5)), max_size=30))
@@ -83,3 +125,24 @@ async def test_who_waits_is_sent_in_that_order(tmp_path, order, expected):
         lengths = [submit.num_prompt_tokens for submit in worker.submits[1:]]
         model = next(iter(cluster.registry.models.values()))
         assert lengths == [len(await model.encode(prompt, True)) for prompt in expected]
+
+
+async def test_six_hundred_of_one_client_do_not_keep_another_waiting(tmp_path):
+    """At the conductor: of those that wait the other client's single one is sent next; its ``user`` says who it is."""
+    async with running_cluster(tmp_path, max_in_flight=4) as cluster:
+        worker = await cluster.add()
+        worker.hold()
+
+        async def ask(user: str) -> int:
+            body = {"model": "tiny", "prompt": user, "max_tokens": 1, "user": user, "stream": True}
+            return (await cluster.http.post("/v1/completions", json=body)).status_code
+
+        many = [asyncio.create_task(ask("many")) for _ in range(60)]
+        await cluster.until(lambda: len(cluster.dispatcher._queue) == 56)
+        one = asyncio.create_task(ask("one"))
+        await cluster.until(lambda: len(cluster.dispatcher._queue) == 57)
+        worker.release()
+        assert set(await asyncio.gather(one, *many)) == {200}
+        clients = [submit.client for submit in worker.submits]
+        assert clients.index("user one") <= 5
+        assert clients.count("user many") == 60

@@ -363,3 +363,24 @@ def test_held_blocks_outlive_their_request() -> None:
     core.held.unhold([first.block_id, second.block_id])
     core.check()
     assert core.pool.num_available == 3
+
+
+def test_clients_take_turns() -> None:
+    """One sends ten prompts; another's single one waits for one turn, and not for ten."""
+    core = scheduler(max_num_seqs=1)
+    for number in range(10):
+        core.add(req(f"a{number}", 8, max_new=1, client="a"))
+    served = [next(iter(runs(step(core)[0]))) for _ in range(3)]
+    core.add(req("b", 8, max_new=1, client="b"))
+    served += [next(iter(runs(step(core)[0]))) for _ in range(3)]
+    assert served == ["a0", "a1", "a2", "b", "a3", "a4"]
+    core.add(req("first", 8, max_new=1, client="a", priority=1))
+    assert next(iter(runs(step(core)[0]))) == "first"
+
+
+def test_what_was_moved_goes_ahead_of_new_prompts() -> None:
+    core = scheduler(max_num_seqs=1)
+    for number in range(3):
+        core.add(req(f"new{number}", 8, max_new=1))
+    core.add(req("moved", 8, max_new=1, moved=True))
+    assert [next(iter(runs(step(core)[0]))) for _ in range(3)] == ["moved", "new0", "new1"]

@@ -1,0 +1,92 @@
+"""``tanghulu drain``: have a worker, a conductor or a store node finish or move what it has, and end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from tanghulu.auth.credentials import NO_TLS
+from tanghulu.cli.printing import counted, print_json, store_options
+from tanghulu.conductor.peers.group import ATTRIBUTE as PEERS
+from tanghulu.discovery.base import EventKind, Instance
+from tanghulu.discovery.open import HELP, open_discovery
+from tanghulu.errors import InvalidRequest
+from tanghulu.masters import Masters
+from tanghulu.protos import conductor_pb2_grpc, session_pb2_grpc
+from tanghulu.protos.common_pb2 import EndReply, EndRequest
+from tanghulu.rpc import grpc_edge
+from tanghulu.store.admin import orders
+from tanghulu.store.admin.steps import perform
+from tanghulu.store.client import connect
+from tanghulu.types import Address, Role
+
+_DEADLINE_S = 10.0
+_ROLES = (Role.CONDUCTOR, Role.PREFILL, Role.DECODE, Role.BOTH, Role.NODE)
+
+
+@click.command("drain", short_help="Have a worker, conductor or node finish or move what it has.")
+@click.argument("instance")
+@click.option("--discovery", default="master", show_default=True, help=HELP)
+@click.option("--namespace", default="default", show_default=True, help="the namespace of the instance")
+@store_options
+def COMMAND(instance: str, discovery: str, namespace: str, master: Masters, as_json: bool) -> None:
+    """Drain INSTANCE, a worker, conductor or store node, by its id or its address.
+
+    A worker takes no new requests, and what does not end within its --grace-s moves to others. A conductor says no on
+    /ready first, accepts for its --notice-s more, and lets answers end within its --grace-s. Then the process ends; a
+    supervisor that restarts it makes this a rolling restart. A node moves its chunks away, as by `tanghulu store
+    drain`, and goes on until it is stopped.
+    """
+    found = asyncio.run(_find(instance, discovery, namespace, master))
+    if found.role is Role.NODE:
+        with connect(master) as store:
+            perform(store, orders.drain(found.id, wait=True, timeout_s=None, told=lambda view: None))
+        outcome: dict[str, Any] = {"id": found.id, "drained": True}
+        text = f"{found.id} is drained: safe to stop"
+    else:
+        reply = asyncio.run(_end(found, master))
+        outcome = {"id": found.id, "num_requests": reply.num_requests, "grace_s": reply.grace_s}
+        text = f"{found.id} ends within {reply.grace_s:g} s; {counted(reply.num_requests, 'request')} under way there"
+    if as_json:
+        print_json(outcome)
+    else:
+        click.echo(text)
+
+
+async def _find(wanted: str, discovery: str, namespace: str, master: Masters) -> Instance:
+    """The instance of that id or address. Raises InvalidRequest that names those that are there."""
+    there = await _instances(discovery, namespace, master)
+    for instance in there:
+        if wanted in (instance.id, str(instance.address)):
+            return instance
+    raise InvalidRequest(f"there is no {wanted!r}; there is {', '.join(i.id for i in there) or 'nobody'}")
+
+
+async def _instances(discovery: str, namespace: str, master: Masters) -> Sequence[Instance]:
+    there = list[Instance]()
+    async with asyncio.timeout(_DEADLINE_S), open_discovery(discovery, master) as source:
+        async for event in source.watch(*_ROLES, namespace=namespace):
+            if event.kind is EventKind.SYNCED:
+                break
+            if event.instance is not None:
+                there.append(event.instance)
+    return there
+
+
+async def _end(instance: Instance, master: Masters) -> EndReply:
+    """Tell the process to end in order. Raises NodeUnavailable, DeadlineExceeded, Unauthorized."""
+    credentials, is_conductor = master.credentials, instance.role is Role.CONDUCTOR
+    address = Address.parse(instance.attributes[PEERS]) if is_conductor else instance.address
+    tls = credentials.tls if is_conductor and credentials.tls.cert else NO_TLS
+    channel = grpc_edge.channel(address, tls=tls)
+    try:
+        made: Any = conductor_pb2_grpc.ConductorPeerStub if is_conductor else session_pb2_grpc.WorkerStub
+        async with grpc_edge.typed_errors(instance.id):
+            shown = credentials.metadata if is_conductor else ()
+            reply: EndReply = await made(channel).Drain(EndRequest(), timeout=_DEADLINE_S, metadata=shown)
+            return reply
+    finally:
+        await channel.close()

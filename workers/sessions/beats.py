@@ -1,0 +1,41 @@
+"""The heartbeat of the engine: a report at least every ``BEAT_S``, whether there is work or not.
+
+A command that does nothing is posted to the engine's thread; the report behind it travels to every conductor as a step
+does, and the supervisor is told. An engine that stands still, as in a call to a GPU that does not return, sends
+neither, though the process answers calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from tanghulu.workers.engine.thread import EngineThread, StepReport
+
+BEAT_S: Final = 1.0
+
+
+class EngineBeats:
+    """Asks the engine for signs of life; ``alive`` is called about once a beat while there are any."""
+
+    def __init__(self, engine: EngineThread, alive: Callable[[], None]) -> None:
+        self._engine = engine
+        self._alive = alive
+        self._waits = False
+        self._heard = False
+
+    async def run(self) -> None:
+        """Keep asking until cancelled; one question is open at a time."""
+        while True:
+            if not self._waits:
+                self._waits = True
+                self._engine.post(lambda core: None)
+            await asyncio.sleep(BEAT_S)
+            if self._heard:
+                self._heard = False
+                self._alive()
+
+    def on_report(self, report: StepReport) -> None:
+        """Hear every report of the engine."""
+        self._waits, self._heard = False, True
