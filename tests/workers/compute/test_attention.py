@@ -67,7 +67,7 @@ class Case:
         batch = batch or build_forward_batch(self.chunks, BLOCK)
         before = self.cache.rows.clone()
         rows = batch.num_tokens
-        plan = backend.plan(self.cache, batch, self.heads)
+        plan = backend.plan(self.cache, batch, self.heads, self.query.dtype)
         states = [F.pad(each, (0, 0, 0, 0, 0, rows - len(each))) for each in (self.query, self.key, self.value)]
         result = plan.attend(1, *states)
         self.written = self.cache.rows.clone()

@@ -40,20 +40,15 @@ _PIECE_TOKENS = 128
 class AttentionBackend(Protocol):
     """A way to attend: a device and a family of kernels. Makes a plan for each forward batch."""
 
-    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int) -> PagedPlan:
-        """Prepare ``batch``; the plan is valid for this one step."""
+    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int, dtype: torch.dtype) -> PagedPlan:
+        """Prepare ``batch``, whose queries will be of ``dtype``; the plan is valid for this one step."""
 
 
 class SdpaAttention:
     """The backend of torch's scaled_dot_product_attention: for CPUs, and for GPUs without a better one."""
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
-        """``dtype`` is that of the queries; without it they have the cache's."""
-        self._dtype = dtype
-
-    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int) -> PagedPlan:
+    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int, dtype: torch.dtype) -> PagedPlan:
         """Group the decodes, build the masks."""
-        dtype = self._dtype or cache.rows.dtype
         if batch.decodes is not None:
             return PagedPlan(cache, batch, [StaticDecode.of(cache, batch.decodes, dtype)])
         decodes = [span for span in batch.spans if span.num_new == 1]

@@ -103,7 +103,7 @@ class VarlenAttention:
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
 
-    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int) -> PagedPlan:
+    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int, dtype: torch.dtype) -> PagedPlan:
         """Lay out lengths and tables; for a batch of static shape by operations on the device alone."""
         if batch.decodes is not None:
             return PagedPlan(cache, batch, list(self._decodes(cache, batch.decodes)))

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 
 from tanghulu.errors import ModelUnsupported
 from tanghulu.workers.compute.attention.base import AttentionBackend
-from tanghulu.workers.compute.device import CPU, CpuFeatures
+from tanghulu.workers.compute.device import CPU
 from tanghulu.workers.compute.forward_batch import ForwardBatch
 from tanghulu.workers.compute.kv_cache import KvTensors
-from tanghulu.workers.compute.linear import Linear, compute_dtype
+from tanghulu.workers.compute.linear import Arithmetic, Linear
 from tanghulu.workers.compute.models.rope import RotaryTable, rotate
 from tanghulu.workers.compute.models.shard import WHOLE, Shard, require_split
 from tanghulu.workers.weights.model_config import ModelConfig
@@ -83,13 +83,12 @@ class LlamaModel:
         shard: Shard = WHOLE,
         device: torch.device = CPU,
         *,
-        cpu: CpuFeatures | None = None,
+        arithmetic: Arithmetic | None = None,
     ) -> None:
         """Load the weights of ``shard`` as ``dtype`` onto ``device``; ``progress`` is told the fraction done, 0..1.
 
-        ``attention`` takes queries of ``compute_dtype(dtype, device, cpu)``. Raises ModelUnsupported that names a
-        missing tensor, or one whose shape contradicts ``config``; ConfigError if the model's heads cannot be shared
-        out so.
+        ``attention`` takes queries of the types of ``arithmetic``. Raises ModelUnsupported that names a missing tensor,
+        or one whose shape contradicts ``config``; ConfigError if the model's heads cannot be shared out so.
         """
         require_split(config, shard.size)
         self._shard = shard
@@ -97,9 +96,9 @@ class LlamaModel:
         self.config = config
         self.dtype = dtype
         self.device = device
-        self._compute = compute_dtype(dtype, device, cpu)
+        self._arithmetic = arithmetic or Arithmetic.of(dtype, device)
         self._attention = attention
-        loader = _Loader(config, weights, dtype, shard, device, cpu)
+        loader = _Loader(config, weights, dtype, shard, device, self._arithmetic)
         self._embedding = loader.take("model.embed_tokens.weight", (config.vocab, config.hidden))
         self._layers = []
         for index in range(config.num_layers):
@@ -108,7 +107,7 @@ class LlamaModel:
                 progress((index + 1) / (config.num_layers + 1))
         tied = config.tie_embeddings
         head = self._embedding if tied else loader.take("lm_head.weight", (config.vocab, config.hidden))
-        self._head = Linear(_own_rows(head, shard), cpu=cpu)
+        self._head = Linear(_own_rows(head, shard), arithmetic=self._arithmetic)
         self._norm = loader.norm("model.norm.weight", config.hidden, self._head)
         factors = weights.tensor("rope_freqs.weight") if weights.has("rope_freqs.weight") else None
         self._rotary = RotaryTable(config, factors, device)
@@ -123,16 +122,18 @@ class LlamaModel:
             return self._forward(batch, cache)
 
     def _forward(self, batch: ForwardBatch, cache: KvTensors) -> torch.Tensor:
-        plan = self._attention.plan(cache, batch, self._num_heads)
-        cos, sin = self._rotary.rows(batch.positions, self._compute)
-        hidden = F.embedding(batch.token_ids, self._embedding).to(self._compute)
+        dtype = self._arithmetic.of_rows(batch.num_tokens)
+        plan = self._attention.plan(cache, batch, self._num_heads, dtype)
+        cos, sin = self._rotary.rows(batch.positions, dtype)
+        hidden = F.embedding(batch.token_ids, self._embedding).to(dtype)
         for index, layer in enumerate(self._layers):
             query, key, value = self._project(layer, hidden, cos, sin)
             attended = plan.attend(index, query, key, value)
             self._add(layer.out, attended, hidden)
             gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
             self._add(layer.down, F.silu(gate).mul_(up), hidden)
-        wanted = self._norm(hidden.index_select(0, batch.logit_rows))
+        wanted = hidden.index_select(0, batch.logit_rows)
+        wanted = self._norm(wanted.to(self._arithmetic.of_rows(len(wanted))))
         return self._shard.gather_columns(self._head(wanted).float())[:, : self.config.vocab]
 
     def _project(
@@ -167,10 +168,10 @@ class _Loader:
         dtype: torch.dtype,
         shard: Shard,
         device: torch.device,
-        cpu: CpuFeatures | None,
+        arithmetic: Arithmetic,
     ) -> None:
         self._config, self._weights, self._dtype, self._shard = config, weights, dtype, shard
-        self._device, self._cpu = device, cpu
+        self._device, self._arithmetic = device, arithmetic
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self._weights.tensor(name)
@@ -185,7 +186,7 @@ class _Loader:
 
     def norm(self, name: str, size: int, before: Linear | None = None) -> Norm:
         """The norm ``name``, whose results go to ``before`` alone if that is given."""
-        weight = self.take(name, (size,)).to(compute_dtype(self._dtype, self._device, self._cpu))
+        weight = self.take(name, (size,))
         return Norm(weight, self._config.rms_eps, 1.0 if before is None else before.take_factor())
 
     def linear(self, prefix: str, parts: tuple[tuple[str, int], ...], columns: int, *, bias: bool = False) -> Linear:
@@ -193,13 +194,13 @@ class _Loader:
         own = self._shard.own
         weight = [self.take(f"{prefix}.{name}.weight", (rows, columns))[own(rows)] for name, rows in parts]
         biases = [self.take(f"{prefix}.{name}.bias", (rows,))[own(rows)] for name, rows in parts] if bias else []
-        return Linear(torch.cat(weight), torch.cat(biases) if biases else None, self._cpu)
+        return Linear(torch.cat(weight), torch.cat(biases) if biases else None, self._arithmetic)
 
     def summand(self, name: str, rows: int, columns: int, *, bias: bool = False) -> Linear:
         """The product with this rank's columns; the ranks' results add up to the whole, the bias counted once."""
         weight = self.take(f"{name}.weight", (rows, columns))[:, self._shard.own(columns)]
         own_bias = self.take(f"{name}.bias", (rows,)) if bias and self._shard.rank == 0 else None
-        return Linear(weight, own_bias, self._cpu)
+        return Linear(weight, own_bias, self._arithmetic)
 
 
 def _own_rows(head: torch.Tensor, shard: Shard) -> torch.Tensor:
