@@ -158,11 +158,10 @@ def _load_shards(
     config: WorkerConfig, source: ModelSource, placed: _Placement, threads: int, progress: Callable[[float], None]
 ) -> tuple[Model, RankProcesses | None]:
     """Load rank 0's share here and the others' in processes of their own, all in one group."""
-    device = placed.device
+    device, attention, arithmetic = placed.device, placed.attention, placed.arithmetic
 
-    def load_shard(rank_shard: Shard) -> Model:
-        how = {"attention": placed.attention, "arithmetic": placed.arithmetic}
-        return load_model(source, placed.dtype, progress, rank_shard, device, **how)
+    def load_shard(shard: Shard) -> Model:
+        return load_model(source, placed.dtype, progress, shard, device, attention, arithmetic=arithmetic)
 
     if config.tp == 1:
         return load_shard(WHOLE), None

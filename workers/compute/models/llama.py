@@ -19,7 +19,7 @@ from tanghulu.workers.compute.device import CPU
 from tanghulu.workers.compute.forward_batch import ForwardBatch
 from tanghulu.workers.compute.kv_cache import KvTensors
 from tanghulu.workers.compute.linear import Arithmetic, Linear
-from tanghulu.workers.compute.models.rope import RotaryTable, rotate
+from tanghulu.workers.compute.models.rope import RotaryTable, rotate_
 from tanghulu.workers.compute.models.shard import WHOLE, Shard, require_split
 from tanghulu.workers.weights.model_config import ModelConfig
 from tanghulu.workers.weights.source import WeightSource
@@ -127,8 +127,7 @@ class LlamaModel:
         cos, sin = self._rotary.rows(batch.positions, dtype)
         hidden = F.embedding(batch.token_ids, self._embedding).to(dtype)
         for index, layer in enumerate(self._layers):
-            query, key, value = self._project(layer, hidden, cos, sin)
-            attended = plan.attend(index, query, key, value)
+            attended = plan.attend(index, *self._project(layer, hidden, cos, sin))
             self._add(layer.out, attended, hidden)
             gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
             self._add(layer.down, F.silu(gate).mul_(up), hidden)
@@ -138,17 +137,16 @@ class LlamaModel:
 
     def _project(
         self, layer: _Layer, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        num_heads, num_turned = self._num_heads, self._num_heads + self._num_kv_heads
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [N, heads, head_dim], and of each token the heads of K and then those of V, rotated."""
+        num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
         fused = layer.qkv(layer.input_norm(hidden)).view(len(hidden), -1, self.config.head_dim)
-        turned = fused[:, :num_turned]
         if layer.query_norm is not None and layer.key_norm is not None:
-            query = layer.query_norm(turned[:, :num_heads])
-            key = layer.key_norm(turned[:, num_heads:])
-            turned = torch.cat((query, key), dim=1)
-        turned = rotate(turned, cos, sin)
-        value = fused[:, num_turned:]
-        return turned[:, :num_heads], turned[:, num_heads:], value
+            query, key, value = fused.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 1)
+            fused = torch.cat((layer.query_norm(query), layer.key_norm(key), value), dim=1)
+        rotate_(fused.narrow(1, 0, num_heads + num_kv_heads), cos, sin)
+        query, key_value = fused.split_with_sizes((num_heads, 2 * num_kv_heads), 1)
+        return query, key_value
 
     def _add(self, product: Linear, inputs: torch.Tensor, hidden: torch.Tensor) -> None:
         """Add ``product`` of ``inputs``, summed over the ranks, to ``hidden`` in place."""
