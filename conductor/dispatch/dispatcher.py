@@ -335,9 +335,8 @@ class Dispatcher:
         decode = entry.reserved or NOBODY
         self.own.began(Begun(to.wire_id, worker.id, entry.rest_tokens, entry.num_blocks, hashes, decode))
         try:
-            holder = entry.holder if to.source is None else None
             tokens = flight.all_tokens()
-            number = worker.session.submit(flight.request, to.wire_id, tokens, to.hand_over, to.source, holder)
+            number = worker.session.submit(flight.request, to.wire_id, tokens, to.hand_over, to.source, entry.holder)
             worker.load.numbered(to.wire_id, number)
         except Overloaded as error:
             worker.load.heard_of(to.wire_id)
@@ -346,7 +345,7 @@ class Dispatcher:
     def _pick_decode(self, entry: _Entry) -> None:
         self._metrics.hand_overs.inc()
         self._withdraw(entry)
-        worker = self.router.choose_decode(entry.flight, entry.model)
+        worker, entry.holder = self.router.choose_decode(entry.flight, entry.model)
         if worker is None:
             lost = NodeUnavailable("no worker is left that could decode")
             self._perform(entry, entry.flight.on_worker_lost(lost))
