@@ -145,14 +145,13 @@ def test_which_way_each_cpu_takes_for_each_number_of_rows(name: str, monkeypatch
         assert taken[-1] == way, num_rows
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@each_cpu
-def test_two_forms_are_as_large_as_float32_and_one_is_smaller(cpu: CpuFeatures, dtype: torch.dtype) -> None:
-    arithmetic = Arithmetic.of(dtype, CPU, cpu)
-    assert arithmetic.item_bytes == 4
-    one = arithmetic.in_one_form()
-    assert one.dtypes == (arithmetic.many,)
-    assert one.item_bytes == arithmetic.many.itemsize
+def test_two_forms_are_as_large_as_float32_and_one_is_half_of_it() -> None:
+    cpu = CpuFeatures(native_bfloat16=True, has_fbgemm=True, has_onednn=True)
+    two = Arithmetic.of(torch.bfloat16, CPU, cpu)
+    assert (two.dtypes, two.item_bytes) == ((torch.float32, torch.bfloat16), 4)
+    assert (two.in_one_form().dtypes, two.in_one_form().item_bytes) == ((torch.bfloat16,), 2)
+    without = Arithmetic.of(torch.bfloat16, CPU, replace(cpu, has_fbgemm=False))
+    assert without == without.in_one_form(), "without half form packed bfloat16 is the fastest for all"
 
 
 def test_a_weight_that_is_not_finite_has_both_forms() -> None:

@@ -7,18 +7,18 @@ import torch
 
 from tanghulu.errors import ConfigError
 from tanghulu.workers.compute import linear
+from tanghulu.workers.compute.device import CpuFeatures
 from tanghulu.workers.compute.linear import Arithmetic
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.loading import torch_loading
 from tanghulu.workers.weights import resolve_model
-from tests.workers.cpus import CPUS
 from tests.workers.tiny import TinyModel
 
 
 def test_weights_have_one_form_where_two_do_not_fit(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "this_cpu", lambda: CPUS["avx512_bf16"])
-    config, source = WorkerConfig(model=str(tiny.path), kv_memory=1 << 20), resolve_model(str(tiny.path))
+    monkeypatch.setattr(linear, "this_cpu", lambda: CpuFeatures(native_bfloat16=True, has_fbgemm=True, has_onednn=True))
+    config, source = WorkerConfig(model=str(tiny.path), device="cpu", kv_memory=1 << 20), resolve_model(str(tiny.path))
     layout = KvLayout.of(source.config, config.block_tokens, "bfloat16")
     placed = torch_loading._Placement.of(config, source)
     assert placed.arithmetic.dtypes == (torch.float32, torch.bfloat16)
