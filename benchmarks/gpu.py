@@ -38,7 +38,6 @@ from tanghulu.workers.compute.attention.backends import AttentionNeeds, pick_att
 from tanghulu.workers.compute.device import describe_device, pick_device, wait_for
 from tanghulu.workers.compute.device_runner import DeviceRunner
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
-from tanghulu.workers.compute.linear import compute_dtype
 from tanghulu.workers.compute.models.registry import Model, load_model, pick_dtype
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.requests import EngineRequest, PeerExport, PeerPrefix, SamplingParams, StopParams
@@ -159,7 +158,7 @@ class Bench:
         self.dtype = pick_dtype(dtype, device)
         own: ModelConfig = config_from_hf(self.config)
         self.weights = RandomWeights(self.config, device, self.dtype)
-        needs = AttentionNeeds(device, compute_dtype(self.dtype, device), own.head_dim, block_tokens)
+        needs = AttentionNeeds(device, self.dtype, own.head_dim, block_tokens)
         backend = pick_attention(attention, needs)
         source = RandomModel(model, own, (), None, self.weights)
         self.model: Model = load_model(source, self.dtype, device=device, attention=backend)

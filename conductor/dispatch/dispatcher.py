@@ -415,10 +415,9 @@ class Dispatcher:
         decode = entry.reserved or NOBODY
         self.own.began(Begun(to.wire_id, worker.id, entry.rest_tokens, entry.num_blocks, hashes, decode))
         try:
-            holder = entry.holder if to.source is None else None
             tokens = flight.all_tokens()
             number = worker.session.submit(
-                flight.request, to.wire_id, tokens, to.hand_over, to.source, holder, flight.was_moved
+                flight.request, to.wire_id, tokens, to.hand_over, to.source, entry.holder, flight.was_moved
             )
             worker.load.numbered(to.wire_id, number)
         except Overloaded as error:
@@ -428,7 +427,7 @@ class Dispatcher:
     def _pick_decode(self, entry: _Entry) -> None:
         self._metrics.hand_overs.inc()
         self._withdraw(entry)
-        worker = self.router.choose_decode(entry.flight, entry.model)
+        worker, entry.holder = self.router.choose_decode(entry.flight, entry.model)
         if worker is None:
             lost = NodeUnavailable("no worker is left that could decode")
             self._lose(entry, lost, Loss.TROUBLE)

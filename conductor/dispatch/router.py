@@ -135,18 +135,29 @@ class Router:
 
     def holder_of(self, route: RoutedRequest) -> PrefixSource | None:
         """The worker from which the prefill worker shall read the prefix that it lacks, and its length."""
-        if route.holder is None or (worker := self._registry.workers.get(route.holder[0])) is None:
-            return None
-        return PrefixSource(str(worker.instance.address), worker.instance.unix_path, route.holder[1])
+        return self._prefix_source(*route.holder) if route.holder is not None else None
 
-    def choose_decode(self, flight: Flight, model: ServedModel) -> InstanceId | None:
-        """A worker that goes on with the KV that ``flight`` has at its prefill worker."""
+    def _prefix_source(self, name: InstanceId, num_blocks: int) -> PrefixSource | None:
+        worker = self._registry.workers.get(name)
+        if worker is None:
+            return None
+        return PrefixSource(str(worker.instance.address), worker.instance.unix_path, num_blocks)
+
+    def choose_decode(self, flight: Flight, model: ServedModel) -> tuple[InstanceId | None, PrefixSource | None]:
+        """A worker that goes on with the KV that ``flight`` has at its prefill worker.
+
+        And whom it shall ask where that is gone: of the other workers the one that has most blocks, if any has some.
+        """
         policy = self.policies.of(flight.request.routing)
-        request, workers, _ = self._views(policy, flight, model)
-        holder = self._registry.workers.get(flight.source.instance_id) if flight.source is not None else None
+        request, workers, hits = self._views(policy, flight, model)
+        exporter = flight.source.instance_id if flight.source is not None else None
+        holder = self._registry.workers.get(exporter) if exporter is not None else None
         if holder is not None and request.links is not None:
             request = replace(request, kv_place=holder.place)
-        return policy.choose_decode(request, workers)
+        chosen = policy.choose_decode(request, workers)
+        others = [(num_blocks, name) for name, num_blocks in hits.workers.items() if name not in (chosen, exporter)]
+        num_blocks, name = max(others, default=(0, chosen))
+        return chosen, self._prefix_source(name, num_blocks) if name is not None and num_blocks else None
 
     def note_reads(self, reader: RegisteredWorker, reads: Sequence[MeasuredRead]) -> None:
         """Learn the speed of links from KV that ``reader`` has read from other workers."""

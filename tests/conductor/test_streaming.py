@@ -8,9 +8,10 @@ import json
 import pytest
 
 from tanghulu.protos import common_pb2
+from tanghulu.protos import session_pb2 as pb
 from tanghulu.types import Role
 from tests.conductor.cluster import running_cluster
-from tests.conductor.fake_worker import EOS, TOKENIZER, FakeWorker
+from tests.conductor.fake_worker import BLOCK_TOKENS, EOS, TOKENIZER, FakeWorker
 
 TEXT = "Hello, wörld! "
 NUM_TOKENS = len(TOKENIZER.encode(TEXT).ids)
@@ -84,6 +85,26 @@ async def test_prefill_hands_over_to_decode(cluster):
     assert len(second.tokens) == len(first.tokens) + 4
     assert prefill.releases == []
     assert cluster.metric("hand_overs_total") == 1
+
+
+async def test_a_hand_over_names_who_else_has_the_prompt(cluster):
+    """Whom to ask where the KV is gone: neither the prefill worker, which is asked first, nor the decode worker."""
+    prefill, decode = await cluster.add(Role.PREFILL), await cluster.add(Role.DECODE)
+    other = await cluster.add(Role.PREFILL)
+    body = {"model": "tiny", "prompt": "a prompt of some blocks", "max_tokens": 3}
+
+    async def ask(worker: FakeWorker) -> pb.Submit:
+        answer = await cluster.http.post("/v1/completions", json=body | {"routing": {"prefill_worker": worker.id}})
+        assert answer.status_code == 200, answer.text
+        return decode.submits[-1]
+
+    alone = await ask(other)
+    assert alone.HasField("source")
+    assert not alone.HasField("holder")
+    both = await ask(prefill)
+    assert both.source.instance_id == prefill.id
+    assert both.holder.address == str(other.instance.address)
+    assert both.holder.num_blocks == prefill.submits[-1].num_prompt_tokens // BLOCK_TOKENS
 
 
 async def test_a_failed_hand_over_releases_the_export_and_the_text_is_whole(cluster):

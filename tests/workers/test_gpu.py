@@ -24,7 +24,7 @@ from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.requests import SamplingParams
 from tanghulu.workers.kv.staging import DeviceBlocks, StagedPort, StagedWindow
 from tanghulu.workers.ranks.group import join, leave
-from tanghulu.workers.ranks.processes import RankProcesses
+from tanghulu.workers.ranks.processes import RankProcesses, RankTask
 from tanghulu.workers.weights import resolve_model
 from tests.workers.rig import PROMPT, DictStore, Rig
 from tests.workers.tiny import BLOCK, VOCAB, TinyModel, engine, request, run_all, write_tiny
@@ -200,7 +200,7 @@ def two_ranks(wide: TinyModel) -> Iterator[tuple[EngineCore, DeviceBlocks]]:
     if torch.cuda.device_count() < 2:
         pytest.skip("hardware: one GPU, tensor parallelism needs two")
     source = resolve_model(str(wide.path))
-    ranks = RankProcesses(str(wide.path), "float32", BLOCK, 2, 1, "cuda:0", "auto")
+    ranks = RankProcesses(RankTask(str(wide.path), "float32", BLOCK, 2, 1, "cuda:0", "auto"))
     try:
         model = load_model(source, torch.float32, shard=Shard(0, 2), device=GPU)
         ranks.wait_loaded()

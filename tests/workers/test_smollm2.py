@@ -10,9 +10,10 @@ import torch
 from tokenizers import Tokenizer
 
 from tanghulu.errors import ModelUnsupported
-from tanghulu.workers.compute.device import CpuFeatures
+from tanghulu.workers.compute.device import CPU, CpuFeatures
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import KvCache
+from tanghulu.workers.compute.linear import Arithmetic
 from tanghulu.workers.compute.models.registry import dtype_name, load_model
 from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
@@ -197,7 +198,7 @@ def test_prefill_logits_equal_transformers(
     tokens = tokenizer.encode(" ".join(TEXTS[9:20])).ids[:95]
     with torch.inference_mode():
         expected = _transformers_model(smollm2)(torch.tensor([tokens])).logits[0]
-    model = load_model(smollm2, dtype, cpu=cpu)
+    model = load_model(smollm2, dtype, arithmetic=Arithmetic.of(dtype, CPU, cpu))
     cache = KvCache(KvLayout.of(model.config, 64, dtype_name(dtype)), 2)
     for end in (1, 2, 17, 64, 65, 95):
         run = SequenceChunk(tokens[:end], 0, (1, 0), True)

@@ -1,24 +1,26 @@
 """Matrix products with weights that stay: packed once for the CPU's kernels, used every step.
 
-A GPU multiplies the weight as it is. Which arithmetic a CPU does fast is decided here, by its `CpuFeatures`. A CPU
-with bfloat16 instructions multiplies bfloat16 as it is. One without emulates it, 5 to 30 times slower than float32
-(docs/design/0011); there activations and sums are float32, and weights lie in memory in the shortest form that loses
-nothing:
+What a weight is (`--dtype`) is one thing, which kernel multiplies by it another. A GPU multiplies the weight as it is;
+for a CPU `Arithmetic` picks by its instructions and the number of rows (figures: docs/design/0011). Activations have
+the type that the kernel takes, so the kernel follows from them. A weight has one or two of these forms:
 
-* *half*: as float16 times a power of two, widened to float32 in the kernel's registers (FBGEMM). Half the bytes to
-  read is what decoding a few sequences costs. Example: a bfloat16 weight has 8 significant bits, float16 has 11, so
-  only the exponent may not fit; scaled so that the largest is just below 2^15, all down to 2^-32 times the largest are
-  exact, and smaller ones are off by less than 2^-40 of it, far below what float32 rounds off the sum. So every model
-  that was published in bfloat16 or float16 takes this form, whether it is asked for as bfloat16 or as float32.
-* *packed*: as float32 in the order in which oneDNN's kernel reads them. What has more bits, such as dequantised
-  weights, takes this form.
+* *half*, for activations in float32: as float16 times a power of two, widened in the kernel's registers (FBGEMM). Half
+  the bytes to read is what decoding a few sequences costs. Example: a bfloat16 weight has 8 significant bits, float16
+  has 11, so only the exponent may not fit; scaled so that the largest is just below 2^15, all down to 2^-32 times the
+  largest are exact, and smaller ones are off by less than 2^-40 of it, far below what float32 rounds off the sum. So
+  every model that was published in bfloat16 or float16 takes this form, whether it is asked for as that or as float32.
+* *packed*, for activations in float32: as float32 in the order in which oneDNN's kernel reads them. What has more bits,
+  such as dequantised weights that are asked for as float32, takes this form.
+* *packed bfloat16*, for activations in bfloat16, in oneDNN's order too: only where the CPU multiplies bfloat16 in
+  hardware, twice as fast as half form for many rows there and half as fast for one. A weight in both has 4 bytes. Other
+  CPUs emulate bfloat16, 5 to 30 times slower than float32.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -29,36 +31,79 @@ from tanghulu.workers.compute.device import CPU, CpuFeatures, this_cpu
 #: The number of rows for which oneDNN lays out a weight. Layouts for many rows were as fast for one row as those for
 #: one, while a layout for one row was up to 3 times slower for 32.
 _PACK_ROWS = 256
+#: The most rows that half form multiplies faster than packed bfloat16.
+MOST_FEW_ROWS = 6
 #: Exponent of the largest weight in half form: below float16's largest, 65504.
 _TOP_EXPONENT = 15
 #: A weight in half form is as good as exact if it is off by less than this part of the largest weight.
 _NEGLIGIBLE = 2.0**-36
+
+_Multiply = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """The types in which a model is computed: ``few`` where there are at most `MOST_FEW_ROWS`, else ``many``.
+
+    Each weight has a form for each type, one if both are the same.
+    """
+
+    cpu: CpuFeatures
+    few: torch.dtype
+    many: torch.dtype
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, device: torch.device = CPU, cpu: CpuFeatures | None = None) -> Arithmetic:
+        """The fastest for a model of ``dtype`` on ``device``; one that is a CPU is like ``cpu``, else `this_cpu`."""
+        cpu = cpu or this_cpu()
+        if device.type != "cpu":
+            return cls(cpu, dtype, dtype)
+        if dtype is not torch.bfloat16 or not (cpu.native_bfloat16 and cpu.has_onednn):
+            return cls(cpu, torch.float32, torch.float32)
+        return cls(cpu, torch.float32 if cpu.has_fbgemm else torch.bfloat16, torch.bfloat16)
+
+    def in_one_form(self) -> Arithmetic:
+        """The fastest for which each weight needs one form only: half the memory where it would have two."""
+        return replace(self, few=self.many)
+
+    def of_rows(self, num_rows: int) -> torch.dtype:
+        """The type of ``num_rows`` rows of activations."""
+        return self.few if num_rows <= MOST_FEW_ROWS else self.many
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The types that `of_rows` gives."""
+        return (self.many,) if self.few is self.many else (self.few, self.many)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an element of a weight, all its forms together, at most: two forms are of two bytes each."""
+        return self.many.itemsize * len(self.dtypes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Product:
     """``multiply(x)`` times ``factor``, a power of two, is the product. ``factor`` 1: it is the product."""
 
-    multiply: Callable[[torch.Tensor], torch.Tensor]
+    multiply: _Multiply
     factor: float = 1.0
 
 
 class Linear:
-    """``x @ weight.T + bias`` for ``weight`` [rows, columns], computed in `compute_dtype` of its type.
+    """``x @ weight.T + bias`` for ``weight`` [rows, columns] and inputs of a type that its `Arithmetic` has.
 
-    Inputs come in that type, and products and sums have it: nothing is converted at every step.
-    Where the form of the weight needs a factor, one of three brings it in: `take_factor`, `add_to`, or a pass of its
-    own over inputs or products, whichever are fewer.
+    Products and sums have the type of the inputs. Where the form of the weight needs a factor, one of three brings it
+    in: `take_factor`, `add_to`, or a pass of its own over inputs or products, whichever are fewer.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, cpu: CpuFeatures | None = None) -> None:
-        """``cpu`` is what the arithmetic is chosen by, where ``weight`` is in main memory; without it `this_cpu`."""
-        cpu = cpu or this_cpu()
-        dtype = compute_dtype(weight.dtype, weight.device, cpu)
-        self._bias = None if bias is None else bias.to(dtype)
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, arithmetic: Arithmetic | None = None
+    ) -> None:
+        """Without ``arithmetic`` it is what suits the type of ``weight`` on its device."""
+        arithmetic = arithmetic or Arithmetic.of(weight.dtype, weight.device)
+        self._biases = None if bias is None else {dtype: bias.to(dtype) for dtype in arithmetic.dtypes}
         self._num_rows = len(weight)
-        product = _product(weight.to(dtype).contiguous(), cpu)
-        self._multiply, self._factor = product.multiply, product.factor
+        self._multiply, self._factor = _products(weight.contiguous(), arithmetic)
         self._scales_inputs = weight.shape[1] < weight.shape[0]
 
     def take_factor(self) -> float:
@@ -70,26 +115,37 @@ class Linear:
         """``inputs`` [N, columns] -> [N, rows], a tensor of its own."""
         if not len(inputs):
             return inputs.new_empty(0, self._num_rows)
+        multiply = self._multiply[inputs.dtype]
         if self._factor == 1:
-            product = self._multiply(inputs)
+            product = multiply(inputs)
         elif self._scales_inputs:
-            product = self._multiply(inputs * self._factor)
+            product = multiply(inputs * self._factor)
         else:
-            product = self._multiply(inputs).mul_(self._factor)
-        return product if self._bias is None else product.add_(self._bias)
+            product = multiply(inputs).mul_(self._factor)
+        return product if self._biases is None else product.add_(self._biases[inputs.dtype])
 
     def add_to(self, sums: torch.Tensor, inputs: torch.Tensor) -> None:
         """Add what `__call__` gives to ``sums`` [N, rows], in place."""
         if len(inputs):
-            sums.add_(self._multiply(inputs), alpha=self._factor)
-            if self._bias is not None:
-                sums.add_(self._bias)
+            sums.add_(self._multiply[inputs.dtype](inputs), alpha=self._factor)
+            if self._biases is not None:
+                sums.add_(self._biases[inputs.dtype])
+
+
+def _products(weight: torch.Tensor, arithmetic: Arithmetic) -> tuple[dict[torch.dtype, _Multiply], float]:
+    """A product by ``weight`` for each type of inputs, and the factor that all of them need."""
+    few, many = arithmetic.few, arithmetic.many
+    product = _product(weight.to(few), arithmetic.cpu)
+    products = {few: product.multiply}
+    if many is not few:  # with the same factor, which is a power of two: it rounds nothing
+        products[many] = _product(weight.to(many) / product.factor, arithmetic.cpu).multiply
+    return products, product.factor
 
 
 def _product(weight: torch.Tensor, cpu: CpuFeatures) -> _Product:
-    """The fastest way to multiply by ``weight``, which it may keep."""
-    if weight.dtype is torch.float32 and weight.device.type == "cpu":
-        half = _half(weight) if cpu.has_fbgemm else None
+    """The fastest product by ``weight``, which it may keep, for inputs of its type."""
+    if weight.device.type == "cpu":
+        half = _half(weight) if weight.dtype is torch.float32 and cpu.has_fbgemm else None
         if half is not None:
             return half
         if cpu.has_onednn:
@@ -120,10 +176,3 @@ def _packed(weight: torch.Tensor) -> _Product:
 def _direct(operator: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
     """``operator`` without the search of its arguments for classes that torch.compile puts in their place: 3 us."""
     return cast("Callable[..., torch.Tensor]", operator._op)
-
-
-def compute_dtype(dtype: torch.dtype, device: torch.device = CPU, cpu: CpuFeatures | None = None) -> torch.dtype:
-    """The type in which a model of ``dtype`` is computed: ``dtype``, or float32 where ``cpu`` would emulate it."""
-    if device.type != "cpu":
-        return dtype
-    return dtype if dtype is torch.bfloat16 and (cpu or this_cpu()).native_bfloat16 else torch.float32

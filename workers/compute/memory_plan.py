@@ -1,9 +1,10 @@
 """How much memory a torch worker will take, planned before it loads, so that it refuses instead of being killed.
 
 On a GPU the plan is of one rank's device; pinned memory on the host comes beside it. Pure but for `available_bytes`.
-Weights that lie in half form (`models.linear`) take half of what is planned for them;
-only reading them shows whether they do. Example, SmolLM2 in float32 with 1 GiB of KV: weights 621 MiB (the embedding
-and its packed copy as the head 108 each), workspace 83 MiB: 1.7 GiB in all.
+Weights that are asked for as float32 and lie in half form (`linear`) take half of what is planned for them; only
+reading them shows whether they do. Weights in two forms, bfloat16's where a CPU multiplies it, take as much as
+float32; where that does not fit the worker keeps one. Example, SmolLM2 in float32 with 1 GiB of KV: weights 621 MiB
+(the embedding and its packed copy as the head 108 each), workspace 83 MiB: 1.7 GiB in all.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class MemoryPlan:
     ) -> MemoryPlan:
         """Plan for steps of at most ``num_batched_tokens`` tokens and ``num_seqs`` sequences.
 
-        ``stored_item_bytes`` is an element of the embedding, ``computed_item_bytes`` of what is multiplied.
+        ``stored_item_bytes`` is an element of the embedding, ``computed_item_bytes`` of what is
+        multiplied, in all its forms.
         """
         vocabulary = config.vocab * config.hidden
         weights = config.num_layers * _layer_elements(config) * computed_item_bytes
@@ -91,9 +93,13 @@ class MemoryPlan:
     def total_bytes(self) -> int:
         return self.weights_bytes + self.kv_bytes + self.workspace_bytes
 
+    def fits(self, available: int | None) -> bool:
+        """Whether the plan is at most ``available`` bytes (None: unknown, not checked)."""
+        return available is None or self.total_bytes <= available
+
     def require(self, available: int | None) -> None:
-        """Raise ConfigError with the plan if it is more than ``available`` bytes (None: unknown, not checked)."""
-        if available is not None and self.total_bytes > available:
+        """Raise ConfigError with the plan unless it `fits`."""
+        if available is not None and not self.fits(available):
             raise ConfigError(
                 f"the worker needs {format_size(self.total_bytes)} ({self}) and {format_size(available)} is available; "
                 "lower --kv-memory or --max-num-batched-tokens, or choose a smaller model or dtype"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,16 +16,16 @@ from tanghulu.workers.compute.attention.base import AttentionBackend, SdpaAttent
 from tanghulu.workers.compute.attention.paged import MAX_GATHERED_TOKENS
 from tanghulu.workers.compute.device import describe_device, device_of_rank, free_bytes, pick_device
 from tanghulu.workers.compute.device_runner import DeviceRunner
-from tanghulu.workers.compute.linear import compute_dtype
+from tanghulu.workers.compute.linear import Arithmetic
 from tanghulu.workers.compute.memory_plan import MemoryPlan
 from tanghulu.workers.compute.models.registry import dtype_name, load_model, pick_dtype
-from tanghulu.workers.compute.models.shard import Shard, require_split
+from tanghulu.workers.compute.models.shard import WHOLE, Shard, require_split
 from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.compute.wrapped_runners import ProfiledRunner, ThreadedRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.kv.staging import DeviceStaging
 from tanghulu.workers.loading.loaded_model import LoadedModel
-from tanghulu.workers.ranks.processes import RankProcesses
+from tanghulu.workers.ranks.processes import RankProcesses, RankTask
 from tanghulu.workers.weights.fingerprint import fingerprint
 from tanghulu.workers.weights.source import resolve_model
 from tanghulu.workers.weights.tokenizer_assets import load_tokenizer_assets
@@ -41,11 +41,11 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Placement:
-    """Where and in what the model computes; ``computed`` is the type of its activations."""
+    """Where and in what the model computes; ``dtype`` is the type of its weights and KV."""
 
     device: torch.device
     dtype: torch.dtype
-    computed: torch.dtype
+    arithmetic: Arithmetic
     attention: AttentionBackend
 
     @classmethod
@@ -54,9 +54,8 @@ class _Placement:
         device = pick_device(config.device)
         device_of_rank(device, config.tp - 1)
         dtype = pick_dtype(config.dtype, device)
-        computed = compute_dtype(dtype, device)
-        needs = AttentionNeeds(device, computed, source.config.head_dim, config.block_tokens)
-        return cls(device, dtype, computed, pick_attention(config.attention, needs))
+        needs = AttentionNeeds(device, dtype, source.config.head_dim, config.block_tokens)
+        return cls(device, dtype, Arithmetic.of(dtype, device), pick_attention(config.attention, needs))
 
     @property
     def on_gpu(self) -> bool:
@@ -73,9 +72,7 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
     layout = KvLayout.of(source.config, config.block_tokens, dtype_name(placed.dtype), config.tp)
     layout.num_blocks_in(config.kv_memory)  # refuse what cannot fit before the long part
     staging = DeviceStaging(layout, placed.device, config.kv_staging) if placed.on_gpu else None
-    plan = _plan(config, source, layout, placed)
-    _log.info("memory.planned", device=describe_device(placed.device), plan=str(plan), total_bytes=plan.total_bytes)
-    plan.require(free_bytes(placed.device))
+    placed = _fit(config, source, layout, placed)
     threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // config.tp)
     torch.set_num_threads(threads)
     model, ranks = _load_shards(config, source, placed, threads, progress)
@@ -87,6 +84,25 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
         return ThreadedRunner(seen, threads) if threads > 1 and ranks is None and not placed.on_gpu else seen
 
     return LoadedModel(source.name, layout, name, assets, make_runner, ranks, staging)
+
+
+def _fit(config: WorkerConfig, source: ModelSource, layout: KvLayout, placed: _Placement) -> _Placement:
+    """Plan the memory; return ``placed``, with weights in one form where two do not fit. Raises ConfigError."""
+    available = free_bytes(placed.device)
+    plan = _plan(config, source, layout, placed)
+    if not plan.fits(available):
+        placed = replace(placed, arithmetic=placed.arithmetic.in_one_form())
+        plan = _plan(config, source, layout, placed)
+    forms = len(placed.arithmetic.dtypes)
+    _log.info(
+        "memory.planned",
+        device=describe_device(placed.device),
+        plan=str(plan),
+        total_bytes=plan.total_bytes,
+        forms=forms,
+    )
+    plan.require(available)
+    return placed
 
 
 def _make_runner(
@@ -133,7 +149,7 @@ def _plan(config: WorkerConfig, source: ModelSource, layout: KvLayout, placed: _
         num_batched_tokens=config.max_num_batched_tokens,
         num_seqs=config.max_num_seqs,
         stored_item_bytes=placed.dtype.itemsize,
-        computed_item_bytes=placed.computed.itemsize,
+        computed_item_bytes=placed.arithmetic.item_bytes,
         num_ranks=config.tp,
     )
 
@@ -142,16 +158,29 @@ def _load_shards(
     config: WorkerConfig, source: ModelSource, placed: _Placement, threads: int, progress: Callable[[float], None]
 ) -> tuple[Model, RankProcesses | None]:
     """Load rank 0's share here and the others' in processes of their own, all in one group."""
-    dtype, device, attention = placed.dtype, placed.device, placed.attention
+    device, attention, arithmetic = placed.device, placed.attention, placed.arithmetic
+
+    def load_shard(shard: Shard) -> Model:
+        return load_model(source, placed.dtype, progress, shard, device, attention, arithmetic=arithmetic)
+
     if config.tp == 1:
-        return load_model(source, dtype, progress, device=device, attention=attention), None
+        return load_shard(WHOLE), None
     from tanghulu.workers.ranks.group import join
 
     ranks = RankProcesses(
-        config.model, config.dtype, config.block_tokens, config.tp, threads, str(device), config.attention
+        RankTask(
+            config.model,
+            config.dtype,
+            config.block_tokens,
+            config.tp,
+            threads,
+            str(device),
+            config.attention,
+            in_one_form=len(placed.arithmetic.dtypes) == 1,
+        )
     )
     try:
-        model = load_model(source, dtype, progress, Shard(0, config.tp), device, attention)
+        model = load_shard(Shard(0, config.tp))
         ranks.wait_loaded()
         join(0, config.tp, ranks.meeting_file, device)
     except BaseException:  # an interrupt, too: the ranks' processes must not stay; raised on

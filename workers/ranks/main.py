@@ -18,7 +18,7 @@ from tanghulu.workers.compute.attention.backends import AttentionNeeds, pick_att
 from tanghulu.workers.compute.device import device_of_rank, pick_device
 from tanghulu.workers.compute.forward_batch import build_forward_batch
 from tanghulu.workers.compute.kv_cache import DeviceKvCache, KvCache
-from tanghulu.workers.compute.linear import compute_dtype
+from tanghulu.workers.compute.linear import Arithmetic
 from tanghulu.workers.compute.models.registry import Model, dtype_name, load_model, pick_dtype
 from tanghulu.workers.compute.models.shard import Shard
 from tanghulu.workers.engine.kv_layout import KvLayout
@@ -46,9 +46,13 @@ def _serve(worker: Connection) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     source, dtype = resolve_model(task.model), pick_dtype(task.dtype, device)
-    needs = AttentionNeeds(device, compute_dtype(dtype, device), source.config.head_dim, task.block_tokens)
+    needs = AttentionNeeds(device, dtype, source.config.head_dim, task.block_tokens)
     attention = pick_attention(task.attention, needs)
-    model = load_model(source, dtype, shard=Shard(task.rank, task.size), device=device, attention=attention)
+    arithmetic = Arithmetic.of(dtype, device)
+    if task.in_one_form:
+        arithmetic = arithmetic.in_one_form()
+    shard = Shard(task.rank, task.size)
+    model = load_model(source, dtype, shard=shard, device=device, attention=attention, arithmetic=arithmetic)
     worker.send("loaded")
     join(task.rank, task.size, task.meeting_file, device)
     cache = _make_cache(worker, model, task) if device.type == "cuda" else _map_cache(recv_handle(worker), model, task)

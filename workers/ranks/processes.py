@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import TYPE_CHECKING
@@ -35,41 +35,34 @@ _END_S = 10.0
 class RankTask:
     """What a rank must know to load its share. Names are as on the command line; ``threads`` is of each rank.
 
-    With ``device`` a GPU, the first one of the ranks', each rank takes the one that many further on.
+    With ``device`` a GPU, the first one of the ranks', each rank takes the one that many further on. ``in_one_form`` as
+    `linear.Arithmetic.in_one_form`: all ranks multiply alike.
     """
 
     model: str
     dtype: str
-    device: str
-    attention: str
     block_tokens: int
-    rank: int
     size: int
     threads: int
-    meeting_file: str
+    device: str = "cpu"
+    attention: str = "auto"
+    in_one_form: bool = False
+    rank: int = 0
+    meeting_file: str = ""
 
 
 class RankProcesses:
     """The processes of ranks 1 .. size-1, from their start to `close`. The engine's thread sends steps."""
 
-    def __init__(
-        self,
-        model: str,
-        dtype: str,
-        block_tokens: int,
-        size: int,
-        threads: int,
-        device: str = "cpu",
-        attention: str = "auto",
-    ) -> None:
-        """Start the processes; they load the model while the caller does."""
-        self.size = size
+    def __init__(self, first: RankTask) -> None:
+        """Start the processes with the task of rank 0 as their own; they load the model while the caller does."""
+        self.size = first.size
         self._folder = tempfile.mkdtemp(prefix="tanghulu-tp-")
         self.meeting_file = os.path.join(self._folder, "meeting")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
-        for rank in range(1, size):
-            self._start(RankTask(model, dtype, device, attention, block_tokens, rank, size, threads, self.meeting_file))
+        for rank in range(1, first.size):
+            self._start(replace(first, rank=rank, meeting_file=self.meeting_file))
 
     def _start(self, task: RankTask) -> None:
         ours, theirs = socket.socketpair()

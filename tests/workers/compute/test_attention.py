@@ -67,9 +67,9 @@ class Case:
         batch = batch or build_forward_batch(self.chunks, BLOCK)
         before = self.cache.rows.clone()
         rows = batch.num_tokens
-        plan = backend.plan(self.cache, batch, self.heads)
+        plan = backend.plan(self.cache, batch, self.heads, self.query.dtype)
         states = [F.pad(each, (0, 0, 0, 0, 0, rows - len(each))) for each in (self.query, self.key, self.value)]
-        result = plan.attend(1, *states)
+        result = plan.attend(1, states[0], torch.cat(states[1:], dim=1))
         self.written = self.cache.rows.clone()
         self.cache.rows.copy_(before)
         return result

@@ -11,14 +11,15 @@ import torch
 
 from tanghulu.errors import ModelUnsupported
 from tanghulu.types import RequestId
-from tanghulu.workers.compute.device import CPU, CpuFeatures, this_cpu
+from tanghulu.workers.compute.device import CPU, CpuFeatures
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import KvCache
+from tanghulu.workers.compute.linear import Arithmetic
 from tanghulu.workers.compute.models.llama import Norm
 from tanghulu.workers.compute.models.registry import Model, dtype_name, load_model, pick_dtype
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.weights import resolve_model
-from tests.workers.cpus import CPUS, each_cpu
+from tests.workers.cpus import each_cpu
 from tests.workers.tiny import BLOCK, VOCAB, TinyModel, engine, request, run_all, write_tiny
 
 LLAMA3_ROPE = {
@@ -163,14 +164,19 @@ def _rough_run(model: Model, greedy: list[tuple[list[int], list[int]]], seed: in
 
 @each_cpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_short_types_are_near(tiny: TinyModel, tiny_model: Model, dtype: torch.dtype, cpu: CpuFeatures) -> None:
-    rounded = load_model(resolve_model(str(tiny.path)), dtype, cpu=cpu)
-    tokens = _prompt(40, 2)
+@pytest.mark.parametrize("num_last", [1, 10])
+def test_short_types_are_near(
+    tiny: TinyModel, tiny_model: Model, dtype: torch.dtype, num_last: int, cpu: CpuFeatures
+) -> None:
+    """Behind 30 tokens, few rows and many."""
+    rounded = load_model(resolve_model(str(tiny.path)), dtype, arithmetic=Arithmetic.of(dtype, CPU, cpu))
+    tokens, end = _prompt(40, 2), 30 + num_last
     rows = []
     for model in (tiny_model, rounded):
         cache = KvCache(KvLayout.of(model.config, BLOCK, dtype_name(model.dtype)), 8)
         model.forward(build_forward_batch([SequenceChunk(tokens[:30], 0, range(8), False)], BLOCK), cache)
-        rows.append(model.forward(build_forward_batch([SequenceChunk(tokens[30:], 30, range(8), True)], BLOCK), cache))
+        last = SequenceChunk(tokens[30:end], 30, range(8), True)
+        rows.append(model.forward(build_forward_batch([last], BLOCK), cache))
     assert rows[1].dtype is torch.float32
     torch.testing.assert_close(rows[0], rows[1], atol=0.15, rtol=0.1)
 
@@ -234,7 +240,4 @@ def test_progress_ends_at_one(tiny: TinyModel) -> None:
 
 def test_dtypes() -> None:
     assert pick_dtype("float32") is torch.float32
-    assert pick_dtype("auto") is (torch.bfloat16 if this_cpu().native_bfloat16 else torch.float32)
-    wanted = {"avx512_bf16": torch.bfloat16, "amx": torch.bfloat16}
-    for name, cpu in CPUS.items():
-        assert pick_dtype("auto", CPU, cpu) is wanted.get(name, torch.float32)
+    assert pick_dtype("auto") is torch.bfloat16

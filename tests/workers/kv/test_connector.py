@@ -226,6 +226,27 @@ def test_a_holder_is_asked_first_and_the_store_for_the_rest(tiny_model, store, h
     rig.close()
 
 
+@pytest.mark.parametrize(("num_held", "from_cache", "from_store"), [(5, 3, 2), (2, 2, 3), (0, 0, 5)])
+def test_who_else_has_the_kv_is_asked_where_a_hand_over_is_gone(
+    tiny_model, store, num_held, from_cache, from_store
+) -> None:
+    """The holder, then the store: one block at most is computed, and the text is the same."""
+    writer = Rig(tiny_model, store)
+    tokens, _ = writer.run("first", PROMPT, 4)
+    writer.run_until_idle()
+    writer.close()
+    rig = Rig(tiny_model, store, HoldingPeers(dict(list(store.chunks.items())[:3])))
+    holder = PeerPrefix("there|", num_held) if num_held else None
+    gone = PeerExport("nowhere|", "1", len(PROMPT))
+    again, cached = rig.run("again", PROMPT, 4, peer=gone, holder=holder)
+    assert again == tokens
+    assert len(PROMPT) - cached <= BLOCK
+    assert rig.value("fetch_failures_total", source="peer") == 1
+    assert rig.value("prefix_tokens_total", source="peer_cache") == from_cache * BLOCK
+    assert rig.value("prefix_tokens_total", source="store") == from_store * BLOCK
+    rig.close()
+
+
 def test_an_exported_prefix_is_held_until_it_is_given_back(rig: Rig) -> None:
     rig.run("first", PROMPT, 1)
     rig.run_until_idle()

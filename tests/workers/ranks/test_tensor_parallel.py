@@ -37,7 +37,7 @@ from tanghulu.workers.kv.ports import HostBlocks
 from tanghulu.workers.kv.store_adapter import StoreAdapter
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.ranks.group import join, leave
-from tanghulu.workers.ranks.processes import RankProcesses
+from tanghulu.workers.ranks.processes import RankProcesses, RankTask
 from tanghulu.workers.weights import ModelSource, resolve_model
 from tanghulu.workers.weights.fingerprint import fingerprint
 from tests.workers.tiny import BLOCK, VOCAB, TinyModel, request, run_all, write_tiny
@@ -51,7 +51,7 @@ def sharded(model: str, size: int, block_tokens: int) -> Iterator[EngineCore]:
     source = resolve_model(model)
     layout = KvLayout.of(source.config, block_tokens, "float32", size)
     segment = MemorySegment.create("tp", NUM_BLOCKS * layout.block_bytes)
-    ranks = RankProcesses(model, "float32", block_tokens, size, 1)
+    ranks = RankProcesses(RankTask(model, "float32", block_tokens, size, 1))
     try:
         loaded = load_model(source, torch.float32, shard=Shard(0, size))
         ranks.wait_loaded()
@@ -112,7 +112,7 @@ def test_three_ranks_share_out_smollm2(smollm2: ModelSource) -> None:
 def test_a_rank_that_cannot_load_is_named(tmp_path: Any) -> None:
     write_tiny(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    ranks = RankProcesses(str(tmp_path), "float32", BLOCK, 2, 1)
+    ranks = RankProcesses(RankTask(str(tmp_path), "float32", BLOCK, 2, 1))
     with pytest.raises(ConfigError, match="rank 1 of 2"):
         ranks.wait_loaded()
 

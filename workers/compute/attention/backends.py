@@ -43,7 +43,7 @@ def _make_varlen(needs: AttentionNeeds) -> AttentionBackend:
 
 _BACKENDS = {
     "varlen": _Kind(lambda needs: attention_varlen.why_not(*needs[:3]), _make_varlen),
-    "sdpa": _Kind(lambda needs: None, lambda needs: SdpaAttention(needs.dtype)),
+    "sdpa": _Kind(lambda needs: None, lambda needs: SdpaAttention()),
 }
 #: What ``--attention`` takes.
 ATTENTION_NAMES = ("auto", *_BACKENDS)

@@ -40,20 +40,15 @@ _PIECE_TOKENS = 128
 class AttentionBackend(Protocol):
     """A way to attend: a device and a family of kernels. Makes a plan for each forward batch."""
 
-    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int) -> PagedPlan:
-        """Prepare ``batch``; the plan is valid for this one step."""
+    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int, dtype: torch.dtype) -> PagedPlan:
+        """Prepare ``batch``, whose queries will be of ``dtype``; the plan is valid for this one step."""
 
 
 class SdpaAttention:
     """The backend of torch's scaled_dot_product_attention: for CPUs, and for GPUs without a better one."""
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
-        """``dtype`` is that of the queries; without it they have the cache's."""
-        self._dtype = dtype
-
-    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int) -> PagedPlan:
+    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int, dtype: torch.dtype) -> PagedPlan:
         """Group the decodes, build the masks."""
-        dtype = self._dtype or cache.rows.dtype
         if batch.decodes is not None:
             return PagedPlan(cache, batch, [StaticDecode.of(cache, batch.decodes, dtype)])
         decodes = [span for span in batch.spans if span.num_new == 1]
@@ -64,10 +59,14 @@ class SdpaAttention:
 
 
 class AttentionWork(Protocol):
-    """Some rows of a batch and what they attend to."""
+    """Some ``rows`` of a batch and what they attend to."""
 
-    def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the rows' results to ``out``; both tensors [N, heads, head_dim]."""
+    @property
+    def rows(self) -> torch.Tensor | slice:
+        """Which rows: an index, or a slice where they stand side by side."""
+
+    def attend(self, cache: KvTensors, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """Attend the rows' ``query`` [rows, heads, head_dim]; returns a tensor of that shape."""
 
 
 class PagedPlan:
@@ -77,22 +76,24 @@ class PagedPlan:
         self._cache, self._work, self._turn = cache, work, batch.turn
         places = torch.arange(2 * cache.layout.num_layers, device=batch.blocks.device) * cache.layout.block_tokens
         rows = batch.blocks * cache.row_stride() + batch.offsets + cache.row_of(0, 0)
-        self._rows = (places[:, None] + rows).unbind()  # of K and V of each layer in turn
+        # Of each layer, the places of the first token's K and V, the second's K and V, and so on.
+        self._rows = (places.view(-1, 1, 2) + rows[:, None]).flatten(1).unbind()
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
         """Write the step's K and V to the cache, then attend.
 
-        ``query`` [N, heads, head_dim], ``key`` and ``value`` [N, kv_heads, head_dim], rotated; returns
-        [N, heads x head_dim].
+        ``query`` [N, heads, head_dim] and ``key_value`` [N, 2 x kv_heads, head_dim], of each token the heads of K and
+        then those of V; queries and keys are rotated. Returns [N, heads x head_dim].
         """
-        cache = self._cache
-        cache.rows.index_copy_(0, self._rows[2 * layer], key.to(cache.rows.dtype))
-        cache.rows.index_copy_(0, self._rows[2 * layer + 1], value.to(cache.rows.dtype))
+        cached = self._cache.rows
+        cached.index_copy_(0, self._rows[layer], key_value.to(cached.dtype).reshape(-1, *cached.shape[1:]))
         if self._turn is not None:
             self._turn.written(layer)
+        if len(self._work) == 1:
+            return self._work[0].attend(self._cache, layer, query).flatten(1)
         out = torch.empty_like(query)
         for work in self._work:
-            work.attend(cache, layer, query, out)
+            out[work.rows] = work.attend(self._cache, layer, query[work.rows])
         return out.flatten(1)
 
 
@@ -113,16 +114,16 @@ class _Gather:
         self._ids = (at + blocks).flatten(1).unbind()
 
     def of(
-        self, layer: int, dtype: torch.dtype, hidden: torch.Tensor | None = None
+        self, layer: int, dtype: torch.dtype, num_tokens: int, hidden: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V as ``dtype``, each [count, kv_heads, tokens, head_dim].
+        """The first ``num_tokens`` of K and V as ``dtype``, each [count, kv_heads, num_tokens, head_dim].
 
-        Of the last tokens those are zero that are ``hidden`` [count, last tokens].
+        Zero are the ``hidden`` ones of all tokens, those of K of all sequences and then those of V.
         """
-        gathered = self._planes.index_select(0, self._ids[layer]).to(dtype).view(self._shape)
+        gathered = self._planes.index_select(0, self._ids[layer]).to(dtype)
         if hidden is not None:
-            gathered[:, :, gathered.shape[2] - hidden.shape[1] :].masked_fill_(hidden[:, :, None, None], 0)
-        key, value = gathered.transpose(2, 3).unbind()
+            gathered.flatten(0, 1).index_fill_(0, hidden, 0)
+        key, value = gathered.view(self._shape).narrow(2, 0, num_tokens).transpose(2, 3).unbind()
         return key, value
 
 
@@ -161,30 +162,33 @@ class _PrefillRun:
         pieces = tuple(_Piece.of(start, end, before, groups, dtype, device) for start, end in bounds)
         return cls(span, _Gather(cache, np.asarray(span.block_ids), 1), pieces)
 
-    def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-        layout, first = cache.layout, self.span.first_row
-        key, value = self.gather.of(layer, query.dtype)
+    @property
+    def rows(self) -> slice:
+        return slice(self.span.first_row, self.span.first_row + self.span.num_new)
+
+    def attend(self, cache: KvTensors, layer: int, query: torch.Tensor) -> torch.Tensor:
+        layout, out = cache.layout, torch.empty_like(query)
+        key, value = self.gather.of(layer, query.dtype, self.span.context)
         groups = query.shape[1] // layout.num_kv_heads
         for piece in self.pieces:
-            rows, count = slice(first + piece.start, first + piece.end), piece.end - piece.start
+            rows, count = slice(piece.start, piece.end), piece.end - piece.start
             folded = query[rows].view(count, layout.num_kv_heads, groups, layout.head_dim).permute(1, 2, 0, 3)
             folded = folded.reshape(1, layout.num_kv_heads, groups * count, layout.head_dim)
             seen = (key[:, :, : piece.context], value[:, :, : piece.context])
             result = F.scaled_dot_product_attention(folded, *seen, attn_mask=piece.mask)
             unfolded = result.view(layout.num_kv_heads, groups, count, layout.head_dim).permute(2, 0, 1, 3)
             out[rows].view(unfolded.shape).copy_(unfolded)
+        return out
 
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
     """Sequences with one query each, padded to the longest. ``mask`` [B, 1, 1, tokens]; None for a single one.
 
-    ``hidden`` [B, last tokens] is what the mask hides, from the end of the shortest on.
-    ``rows`` is a slice where they stand side by side, which spares a copy in and one out.
+    ``hidden`` are the places of what the mask hides among all gathered tokens, first of K and then of V.
     """
 
     rows: torch.Tensor | slice
-    num_rows: int
     gather: _Gather
     num_tokens: int
     hidden: torch.Tensor | None
@@ -195,24 +199,22 @@ class _DecodeGroup:
         device = cache.rows.device
         count, rows = len(spans), _rows_of(spans, device)
         if count == 1:
-            return cls(rows, 1, _Gather(cache, np.asarray(spans[0].block_ids), 1), spans[0].context, None, None)
+            return cls(rows, _Gather(cache, np.asarray(spans[0].block_ids), 1), spans[0].context, None, None)
         width = max(len(span.block_ids) for span in spans)
         # Padding repeats the sequence's own first block: any readable block does, the mask hides it.
         table = [span.block_ids + span.block_ids[:1] * (width - len(span.block_ids)) for span in spans]
         num_tokens = width * cache.layout.block_tokens
         contexts = [span.context for span in spans]
-        hidden = hidden_tokens(upload(np.asarray(contexts), device), num_tokens)
-        gather, mask = _Gather(cache, np.asarray(table).ravel(), count), tokens_mask(hidden, dtype)
-        return cls(rows, count, gather, num_tokens, hidden[:, min(contexts) :], mask)
+        mask = tokens_mask(hidden_tokens(upload(np.asarray(contexts), device), num_tokens), dtype)
+        ends = [np.arange(row * num_tokens + context, (row + 1) * num_tokens) for row, context in enumerate(contexts)]
+        hidden = np.concatenate([*ends, *(end + count * num_tokens for end in ends)])
+        return cls(rows, _Gather(cache, np.asarray(table).ravel(), count), num_tokens, upload(hidden, device), mask)
 
-    def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-        layout, batch = cache.layout, self.num_rows
-        key, value = self.gather.of(layer, query.dtype, self.hidden)
-        if self.num_tokens < key.shape[2]:
-            key, value = key[:, :, : self.num_tokens], value[:, :, : self.num_tokens]
-        folded = query[self.rows].view(batch, layout.num_kv_heads, -1, layout.head_dim)
-        result = F.scaled_dot_product_attention(folded, key, value, attn_mask=self.mask)
-        out[self.rows] = result.reshape(batch, *query.shape[1:])
+    def attend(self, cache: KvTensors, layer: int, query: torch.Tensor) -> torch.Tensor:
+        key, value = self.gather.of(layer, query.dtype, self.num_tokens, self.hidden)
+        folded = query.view(len(query), cache.layout.num_kv_heads, -1, cache.layout.head_dim)
+        result: torch.Tensor = F.scaled_dot_product_attention(folded, key, value, attn_mask=self.mask)
+        return result.reshape(query.shape)
 
 
 def _rows_of(spans: Sequence[SequenceSpan], device: torch.device) -> torch.Tensor | slice:

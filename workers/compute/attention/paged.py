@@ -49,12 +49,18 @@ class StaticDecode:
         hidden = hidden_tokens(decodes.contexts, num_tokens)
         return cls(decodes.tables, hidden, tokens_mask(hidden, dtype))
 
-    def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
+    @property
+    def rows(self) -> slice:
+        return slice(0, len(self.tables))
+
+    def attend(self, cache: KvTensors, layer: int, query: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(query)
         for part in self._parts():
             folded = query[part].view(len(query[part]), cache.layout.num_kv_heads, -1, cache.layout.head_dim)
             key, value = (self._gathered(cache, layer, kv, part, query.dtype) for kv in (0, 1))
             result = F.scaled_dot_product_attention(folded, key, value, attn_mask=self.mask[part])
             out[part] = result.reshape(-1, *query.shape[1:])
+        return out
 
     def _parts(self) -> Iterator[slice]:
         """Runs of rows of at most `MAX_GATHERED_TOKENS` tokens, or of one row."""

@@ -70,11 +70,11 @@ class VarlenRun:
     tables: torch.Tensor | None
     block_ids: torch.Tensor
 
-    def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
+    def attend(self, cache: KvTensors, layer: int, query: torch.Tensor) -> torch.Tensor:
         key, value = cache.blocks[:, layer, 0], cache.blocks[:, layer, 1]
         if self.tables is None:
             key, value = (each.index_select(0, self.block_ids).flatten(0, 1) for each in (key, value))
-        out[self.rows] = self.call(query[self.rows], key, value)
+        return self.call(query, key, value)
 
     def call(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attend ``query`` [rows, heads, head_dim] to gathered keys [tokens, kv_heads, head_dim], or to all blocks."""
@@ -103,7 +103,7 @@ class VarlenAttention:
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
 
-    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int) -> PagedPlan:
+    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int, dtype: torch.dtype) -> PagedPlan:
         """Lay out lengths and tables; for a batch of static shape by operations on the device alone."""
         if batch.decodes is not None:
             return PagedPlan(cache, batch, list(self._decodes(cache, batch.decodes)))

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 
 from tanghulu.errors import ModelUnsupported
 from tanghulu.workers.compute.attention.base import AttentionBackend
-from tanghulu.workers.compute.device import CPU, CpuFeatures
+from tanghulu.workers.compute.device import CPU
 from tanghulu.workers.compute.forward_batch import ForwardBatch
 from tanghulu.workers.compute.kv_cache import KvTensors
-from tanghulu.workers.compute.linear import Linear, compute_dtype
-from tanghulu.workers.compute.models.rope import RotaryTable, rotate
+from tanghulu.workers.compute.linear import Arithmetic, Linear
+from tanghulu.workers.compute.models.rope import RotaryTable, rotate_
 from tanghulu.workers.compute.models.shard import WHOLE, Shard, require_split
 from tanghulu.workers.weights.model_config import ModelConfig
 from tanghulu.workers.weights.source import WeightSource
@@ -83,13 +83,12 @@ class LlamaModel:
         shard: Shard = WHOLE,
         device: torch.device = CPU,
         *,
-        cpu: CpuFeatures | None = None,
+        arithmetic: Arithmetic | None = None,
     ) -> None:
         """Load the weights of ``shard`` as ``dtype`` onto ``device``; ``progress`` is told the fraction done, 0..1.
 
-        ``attention`` takes queries of ``compute_dtype(dtype, device, cpu)``. Raises ModelUnsupported that names a
-        missing tensor, or one whose shape contradicts ``config``; ConfigError if the model's heads cannot be shared
-        out so.
+        ``attention`` takes queries of the types of ``arithmetic``. Raises ModelUnsupported that names a missing tensor,
+        or one whose shape contradicts ``config``; ConfigError if the model's heads cannot be shared out so.
         """
         require_split(config, shard.size)
         self._shard = shard
@@ -97,9 +96,9 @@ class LlamaModel:
         self.config = config
         self.dtype = dtype
         self.device = device
-        self._compute = compute_dtype(dtype, device, cpu)
+        self._arithmetic = arithmetic or Arithmetic.of(dtype, device)
         self._attention = attention
-        loader = _Loader(config, weights, dtype, shard, device, cpu)
+        loader = _Loader(config, weights, dtype, shard, device, self._arithmetic)
         self._embedding = loader.take("model.embed_tokens.weight", (config.vocab, config.hidden))
         self._layers = []
         for index in range(config.num_layers):
@@ -108,7 +107,7 @@ class LlamaModel:
                 progress((index + 1) / (config.num_layers + 1))
         tied = config.tie_embeddings
         head = self._embedding if tied else loader.take("lm_head.weight", (config.vocab, config.hidden))
-        self._head = Linear(_own_rows(head, shard), cpu=cpu)
+        self._head = Linear(_own_rows(head, shard), arithmetic=self._arithmetic)
         self._norm = loader.norm("model.norm.weight", config.hidden, self._head)
         factors = weights.tensor("rope_freqs.weight") if weights.has("rope_freqs.weight") else None
         self._rotary = RotaryTable(config, factors, device)
@@ -123,31 +122,31 @@ class LlamaModel:
             return self._forward(batch, cache)
 
     def _forward(self, batch: ForwardBatch, cache: KvTensors) -> torch.Tensor:
-        plan = self._attention.plan(cache, batch, self._num_heads)
-        cos, sin = self._rotary.rows(batch.positions, self._compute)
-        hidden = F.embedding(batch.token_ids, self._embedding).to(self._compute)
+        dtype = self._arithmetic.of_rows(batch.num_tokens)
+        plan = self._attention.plan(cache, batch, self._num_heads, dtype)
+        cos, sin = self._rotary.rows(batch.positions, dtype)
+        hidden = F.embedding(batch.token_ids, self._embedding).to(dtype)
         for index, layer in enumerate(self._layers):
-            query, key, value = self._project(layer, hidden, cos, sin)
-            attended = plan.attend(index, query, key, value)
+            attended = plan.attend(index, *self._project(layer, hidden, cos, sin))
             self._add(layer.out, attended, hidden)
             gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
             self._add(layer.down, F.silu(gate).mul_(up), hidden)
-        wanted = self._norm(hidden.index_select(0, batch.logit_rows))
+        wanted = hidden.index_select(0, batch.logit_rows)
+        wanted = self._norm(wanted.to(self._arithmetic.of_rows(len(wanted))))
         return self._shard.gather_columns(self._head(wanted).float())[:, : self.config.vocab]
 
     def _project(
         self, layer: _Layer, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        num_heads, num_turned = self._num_heads, self._num_heads + self._num_kv_heads
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [N, heads, head_dim], and of each token the heads of K and then those of V, rotated."""
+        num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
         fused = layer.qkv(layer.input_norm(hidden)).view(len(hidden), -1, self.config.head_dim)
-        turned = fused[:, :num_turned]
         if layer.query_norm is not None and layer.key_norm is not None:
-            query = layer.query_norm(turned[:, :num_heads])
-            key = layer.key_norm(turned[:, num_heads:])
-            turned = torch.cat((query, key), dim=1)
-        turned = rotate(turned, cos, sin)
-        value = fused[:, num_turned:]
-        return turned[:, :num_heads], turned[:, num_heads:], value
+            query, key, value = fused.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 1)
+            fused = torch.cat((layer.query_norm(query), layer.key_norm(key), value), dim=1)
+        rotate_(fused.narrow(1, 0, num_heads + num_kv_heads), cos, sin)
+        query, key_value = fused.split_with_sizes((num_heads, 2 * num_kv_heads), 1)
+        return query, key_value
 
     def _add(self, product: Linear, inputs: torch.Tensor, hidden: torch.Tensor) -> None:
         """Add ``product`` of ``inputs``, summed over the ranks, to ``hidden`` in place."""
@@ -167,10 +166,10 @@ class _Loader:
         dtype: torch.dtype,
         shard: Shard,
         device: torch.device,
-        cpu: CpuFeatures | None,
+        arithmetic: Arithmetic,
     ) -> None:
         self._config, self._weights, self._dtype, self._shard = config, weights, dtype, shard
-        self._device, self._cpu = device, cpu
+        self._device, self._arithmetic = device, arithmetic
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self._weights.tensor(name)
@@ -185,7 +184,7 @@ class _Loader:
 
     def norm(self, name: str, size: int, before: Linear | None = None) -> Norm:
         """The norm ``name``, whose results go to ``before`` alone if that is given."""
-        weight = self.take(name, (size,)).to(compute_dtype(self._dtype, self._device, self._cpu))
+        weight = self.take(name, (size,))
         return Norm(weight, self._config.rms_eps, 1.0 if before is None else before.take_factor())
 
     def linear(self, prefix: str, parts: tuple[tuple[str, int], ...], columns: int, *, bias: bool = False) -> Linear:
@@ -193,13 +192,13 @@ class _Loader:
         own = self._shard.own
         weight = [self.take(f"{prefix}.{name}.weight", (rows, columns))[own(rows)] for name, rows in parts]
         biases = [self.take(f"{prefix}.{name}.bias", (rows,))[own(rows)] for name, rows in parts] if bias else []
-        return Linear(torch.cat(weight), torch.cat(biases) if biases else None, self._cpu)
+        return Linear(torch.cat(weight), torch.cat(biases) if biases else None, self._arithmetic)
 
     def summand(self, name: str, rows: int, columns: int, *, bias: bool = False) -> Linear:
         """The product with this rank's columns; the ranks' results add up to the whole, the bias counted once."""
         weight = self.take(f"{name}.weight", (rows, columns))[:, self._shard.own(columns)]
         own_bias = self.take(f"{name}.bias", (rows,)) if bias and self._shard.rank == 0 else None
-        return Linear(weight, own_bias, self._cpu)
+        return Linear(weight, own_bias, self._arithmetic)
 
 
 def _own_rows(head: torch.Tensor, shard: Shard) -> torch.Tensor:

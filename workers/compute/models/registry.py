@@ -13,10 +13,10 @@ import torch
 
 from tanghulu.errors import ConfigError, ModelUnsupported
 from tanghulu.workers.compute.attention.base import AttentionBackend, SdpaAttention
-from tanghulu.workers.compute.device import CPU, CpuFeatures, multiplies_bfloat16, this_cpu
+from tanghulu.workers.compute.device import CPU, multiplies_bfloat16
 from tanghulu.workers.compute.forward_batch import ForwardBatch
 from tanghulu.workers.compute.kv_cache import KvTensors
-from tanghulu.workers.compute.linear import compute_dtype
+from tanghulu.workers.compute.linear import Arithmetic
 from tanghulu.workers.compute.models.llama import LlamaModel
 from tanghulu.workers.compute.models.shard import WHOLE, Shard
 from tanghulu.workers.compute.process_tuning import keep_large_blocks
@@ -49,12 +49,12 @@ def load_model(
     device: torch.device = CPU,
     attention: AttentionBackend | None = None,
     *,
-    cpu: CpuFeatures | None = None,
+    arithmetic: Arithmetic | None = None,
 ) -> Model:
     """Load ``shard`` of the weights of ``source`` onto ``device``; ``progress`` is told the fraction done, 0..1.
 
-    Without ``attention`` it attends by SDPA, which works everywhere. On a CPU the arithmetic is what suits ``cpu``,
-    without it `this_cpu`. Raises ModelUnsupported that names the architecture or the tensor that cannot be used.
+    Without ``attention`` it attends by SDPA, which works everywhere; without ``arithmetic`` it is computed as suits
+    ``device``. Raises ModelUnsupported that names the architecture or the tensor that cannot be used.
     """
     factory = _MODELS.get(source.config.architecture)
     if factory is None:
@@ -62,25 +62,22 @@ def load_model(
             f"architecture {source.config.architecture!r} cannot be run; known: {', '.join(_MODELS)}"
         )
     keep_large_blocks()
-    cpu = cpu or this_cpu()
-    attention = attention or SdpaAttention(compute_dtype(dtype, device, cpu))
+    attention = attention or SdpaAttention()
     weights = source.open_weights()
     try:
-        return factory(source.config, weights, attention, dtype, progress, shard, device, cpu=cpu)
+        return factory(source.config, weights, attention, dtype, progress, shard, device, arithmetic=arithmetic)
     finally:
         weights.close()
 
 
-def pick_dtype(name: str, device: torch.device = CPU, cpu: CpuFeatures | None = None) -> torch.dtype:
-    """The dtype called ``name``; ``auto`` is bfloat16 where it is multiplied natively, else float32 (float16 on GPUs).
+def pick_dtype(name: str, device: torch.device = CPU) -> torch.dtype:
+    """The dtype called ``name``; ``auto`` is bfloat16, but float16 on GPUs that emulate bfloat16.
 
-    On other CPUs bfloat16 halves the KV's bytes and the arithmetic is float32's in both (`linear`), so float32 is as
-    fast and loses nothing. Raises ConfigError.
+    On CPUs bfloat16 is the fastest whatever they multiply (`linear`), and its KV has half the bytes of float32's; one
+    choice for all of them lets workers on different CPUs share their KV. Raises ConfigError.
     """
-    if name == "auto" and device.type != "cpu":
-        return torch.bfloat16 if multiplies_bfloat16(device) else torch.float16
     if name == "auto":
-        return torch.bfloat16 if (cpu or this_cpu()).native_bfloat16 else torch.float32
+        return torch.bfloat16 if device.type == "cpu" or multiplies_bfloat16(device) else torch.float16
     if name not in _DTYPES:
         raise ConfigError(f"dtype {name!r} is unknown; choose auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]

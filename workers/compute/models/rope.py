@@ -39,10 +39,10 @@ class RotaryTable:
         return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
 
 
-def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """``states`` [N, heads, head_dim] turned by their positions' angles."""
+def rotate_(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Turn ``states`` [N, heads, head_dim] by their positions' angles, in place."""
     swapped = states.roll(states.shape[-1] // 2, dims=-1)
-    return torch.addcmul(states * cos, swapped, sin)
+    states.mul_(cos).addcmul_(swapped, sin)
 
 
 def _scaled(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:

@@ -1,0 +1,34 @@
+"""Which forms of the weights a worker keeps: the fastest that fit into memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tanghulu.errors import ConfigError
+from tanghulu.workers.compute import linear
+from tanghulu.workers.compute.device import CpuFeatures
+from tanghulu.workers.compute.linear import Arithmetic
+from tanghulu.workers.config import WorkerConfig
+from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.loading import torch_loading
+from tanghulu.workers.weights import resolve_model
+from tests.workers.tiny import TinyModel
+
+
+def test_weights_have_one_form_where_two_do_not_fit(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "this_cpu", lambda: CpuFeatures(native_bfloat16=True, has_fbgemm=True, has_onednn=True))
+    config, source = WorkerConfig(model=str(tiny.path), device="cpu", kv_memory=1 << 20), resolve_model(str(tiny.path))
+    layout = KvLayout.of(source.config, config.block_tokens, "bfloat16")
+    placed = torch_loading._Placement.of(config, source)
+    assert placed.arithmetic.dtypes == (torch.float32, torch.bfloat16)
+    both = torch_loading._plan(config, source, layout, placed).total_bytes
+
+    def fitted(available: int | None) -> Arithmetic:
+        monkeypatch.setattr(torch_loading, "free_bytes", lambda device: available)
+        return torch_loading._fit(config, source, layout, placed).arithmetic
+
+    assert fitted(both) is fitted(None) is placed.arithmetic
+    assert fitted(both - 1).dtypes == (torch.bfloat16,)
+    with pytest.raises(ConfigError, match="is available"):
+        fitted(config.kv_memory)
