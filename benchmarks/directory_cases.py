@@ -24,7 +24,6 @@ from tanghulu.store.protocol.key_slots import NUM_RANGES, NUM_SLOTS, slot_of
 from tanghulu.store.protocol.types import ClientCommit
 from tanghulu.types import Address, ChunkKey, InstanceId, Place, Role
 
-#: How the slots would be grouped: what is owned, moved and followed as one.
 #: Blocks whose keys would be grouped.
 GROUP_KEYS = 16
 NUM_NODES = 3
