@@ -20,12 +20,10 @@ from tanghulu.errors import TanghuluError
 from tanghulu.protos import directory_pb2, membership_pb2, membership_pb2_grpc
 from tanghulu.rpc.fast_client import Call, FastConnection
 from tanghulu.store.protocol import methods
-from tanghulu.store.protocol.key_slots import NUM_SLOTS, slot_of
+from tanghulu.store.protocol.key_slots import NUM_RANGES, NUM_SLOTS, slot_of
 from tanghulu.store.protocol.types import ClientCommit
 from tanghulu.types import Address, ChunkKey, InstanceId, Place, Role
 
-#: How the slots would be grouped: what is owned, moved and followed as one.
-NUM_RANGES = 64
 #: Blocks whose keys would be grouped.
 GROUP_KEYS = 16
 NUM_NODES = 3
@@ -140,7 +138,7 @@ class MasterDirectory:
         meter = ProcessMeter(self.pid)
         before, cpu_s = meter.num_bytes, meter.cpu_s
         for index in range(NUM_NODES):
-            share = keys[index::NUM_NODES]
+            share = sorted(keys[index::NUM_NODES], key=slot_of)
             starts = range(0, max(len(share), 1), PIECE_KEYS)
             for number, start in enumerate(starts):
                 part = share[start : start + PIECE_KEYS]

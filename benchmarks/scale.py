@@ -35,7 +35,7 @@ from tanghulu.protos import directory_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.store.client.logic.placement import NODES_SPREAD_S, NODES_TTL_S
 from tanghulu.store.protocol import methods
-from tanghulu.store.protocol.key_slots import NUM_SLOTS
+from tanghulu.store.protocol.key_slots import NUM_SLOTS, slot_of
 from tanghulu.store.protocol.messages import CommitKeysRequest, LocateRequest
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
 from tanghulu.types import Address, ChunkKey, InstanceId, Place, Role
@@ -115,10 +115,10 @@ class StubNode:
         assert len(reply.message.accepted) == len(entries)
 
     async def report(self, keys: Sequence[str]) -> None:
-        """Tell all that it holds."""
-        starts = range(0, max(len(keys), 1), PIECE_KEYS)
+        """Tell all that it holds, slot by slot."""
+        starts, in_order = range(0, max(len(keys), 1), PIECE_KEYS), sorted(keys, key=slot_of)
         for number, start in enumerate(starts):
-            part = keys[start : start + PIECE_KEYS]
+            part = in_order[start : start + PIECE_KEYS]
             next_slot = NUM_SLOTS * (number + 1) // len(starts)
             columns = {"keys": part, "versions": [1] * len(part), "sizes": [CHUNK_BYTES] * len(part)}
             await self.announce(piece=directory_pb2.ReportPiece(number=number, next_slot=next_slot, **columns))

@@ -12,8 +12,8 @@ from random import Random
 from tanghulu.discovery.base import Instance, InstanceEvent
 from tanghulu.discovery.leases import LeaseTable
 from tanghulu.store.master.directory.announcement import Announced, NodeAnnouncement
-from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.events import EventRing
+from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.directory.rebuild import REBUILD_S, MembershipEvent
 from tanghulu.store.master.replication.orders import Copy, Drop
 from tanghulu.store.master.replication.planner import CopyPlanner
@@ -80,7 +80,7 @@ class Master:
         """
         self.generation = generation
         self.leases = LeaseTable()
-        self.directory = Directory(now_s, self._rebuild_s, expected=known_nodes)
+        self.directory = RangeDirectories(now_s, self._rebuild_s, expected=known_nodes)
         self.tenants = TenantTotals()
         self.members: EventRing[InstanceEvent] = EventRing(MEMBERS_WEIGHT)
         self.copies = CopyPlanner(self.directory, self._copy_rate_bytes_s, self._rng, now_s)
@@ -101,7 +101,7 @@ class Master:
         """Renew a lease; False tells the instance to register again."""
         if not self.leases.keep_alive(instance_id, lease_id, now_s):
             if not self._knows_predecessor:
-                self.directory.rebuild.handle(MembershipEvent.STRAY_LEASE)
+                self.directory.cluster.handle(MembershipEvent.STRAY_LEASE)
             return False
         self.directory.node_seen(instance_id, now_s)
         return True
@@ -124,7 +124,7 @@ class Master:
         self.leases.shorten(node_id, now_s + LOST_GRACE_S)
 
     def announce(self, announcement: NodeAnnouncement, now_s: float) -> Announced:
-        """Take a node's announcement (see Directory.announce), which shows that the node lives.
+        """Take a node's announcement (see RangeDirectories.announce), which shows that the node lives.
 
         ``orders_for`` then has what the node is to do.
         """
@@ -138,7 +138,7 @@ class Master:
 
     def plan(self, now_s: float, num_keys: int) -> None:
         """Look at ``num_keys`` keys for copies that should be made; does nothing before the directory is complete."""
-        if self.directory.rebuild.is_ready:
+        if self.directory.is_ready:
             self.copies.walk(now_s, num_keys)
 
     def tick(self, now_s: float, period_s: float) -> list[Instance]:

@@ -115,13 +115,13 @@ class MasterMetrics:
         self._gauge(
             "known_slots",
             "Slots of keys, of 1024, that all nodes have told.",
-            lambda: master.directory.rebuild.num_known_slots,
+            lambda: master.directory.num_known_slots,
         )
-        self._gauge("rebuilding", "1 until the directory is complete.", lambda: not master.directory.rebuild.is_ready)
+        self._gauge("rebuilding", "1 until the directory is complete.", lambda: not master.directory.is_ready)
         self._gauge(
             "pending_commits",
             "Keys committed by clients that no node has confirmed yet.",
-            lambda: len(master.directory.pending_commits),
+            lambda: master.directory.num_pending_commits,
         )
         self._gauge("event_sequence", "Number of the newest directory event.", lambda: master.directory.log.last)
         self._observe_copies(master)

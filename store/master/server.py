@@ -103,7 +103,7 @@ class MasterServer:
     def changed(self) -> None:
         """Wake the followers if there is anything new for them."""
         directory = self.master.directory
-        news = (directory.log.last, self.master.members.last, directory.rebuild.is_ready)
+        news = (directory.log.last, self.master.members.last, directory.is_ready)
         if news != self._told:
             self._told = news
             self._changed.fire()
@@ -142,14 +142,14 @@ class MasterServer:
                 self.metrics.expired_leases.labels(instance.role.value).inc()
                 _log.warning("lease.expired", instance=instance.id, component=instance.role.value)
             directory, was_ready = self.master.directory, is_ready
-            is_ready = directory.rebuild.is_ready
+            is_ready = directory.is_ready
             if is_ready and not was_ready:
                 _log.info("directory.ready", num_keys=directory.num_keys)
             elif is_ready or was_ready:
                 told_s = self.now_s
             elif self.now_s > told_s + INCOMPLETE_S:
                 told_s = self.now_s
-                known_slots, waits_for = directory.rebuild.num_known_slots, directory.unreported()[:MAX_NAMED]
+                known_slots, waits_for = directory.num_known_slots, directory.unreported()[:MAX_NAMED]
                 _log.warning("directory.incomplete", known_slots=known_slots, waits_for=waits_for)
             self.master.plan(self.now_s, WALK_KEYS)
             for callback in self.on_tick:
@@ -159,5 +159,5 @@ class MasterServer:
     async def _forget_gone_nodes(self, leadership: Leadership) -> None:
         """Take nodes that are gone out of the admitted ones, once it is known which nodes are there."""
         directory = self.master.directory
-        if directory.rebuild.is_ready and len(leadership.admitted) > directory.num_nodes:
+        if directory.is_ready and len(leadership.admitted) > directory.num_nodes:
             await leadership.admitted.keep(lambda: frozenset(directory.candidates()))

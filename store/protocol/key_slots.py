@@ -4,8 +4,10 @@ There is a fixed number of them, the same in every process of a cluster. A node 
 slot is known when every node has told it, so one number, how many slots are known, says of every key whether a master
 may call it missing.
 
-Example: ``slot_of("kv/a")`` is 812 everywhere. A master to whom all nodes have told the slots 0 to 899 knows whether
-"kv/a" is stored.
+Sixteen slots in a row are a range. A master keeps the keys of each range apart from those of all others.
+
+Example: ``slot_of("kv/a")`` is 812 everywhere, and its range 50. A master to whom all nodes have told the slots 0 to
+899 knows whether "kv/a" is stored.
 """
 
 from __future__ import annotations
@@ -13,8 +15,15 @@ from __future__ import annotations
 from xxhash import xxh3_64_intdigest
 
 NUM_SLOTS = 1024
+NUM_RANGES = 64
+RANGE_SLOTS = NUM_SLOTS // NUM_RANGES
 
 
 def slot_of(key: str) -> int:
     """The slot of ``key``, 0 to NUM_SLOTS - 1: the low bits of XXH3-64 of its UTF-8 bytes."""
     return xxh3_64_intdigest(key.encode()) & (NUM_SLOTS - 1)
+
+
+def range_of(key: str) -> int:
+    """The range of ``key``, 0 to NUM_RANGES - 1: that of its slot."""
+    return (xxh3_64_intdigest(key.encode()) & (NUM_SLOTS - 1)) // RANGE_SLOTS

@@ -1,16 +1,15 @@
-"""Key -> version, size and holders, for many million keys. Pure data; knows nothing of leases, time or the wire.
+"""Key -> version, size and holders, for the many keys of a range. Pure data; knows nothing of leases, time or the wire.
 
 Why it is small. A key with one holder costs its string, one dict entry and one int, which packs ``version (64 bits) |
-size (44) | holder (21)``. An *inventory* is a small number (20 bits) for what one generation of a node has told in one
-report and since; a *holder* is an inventory and whether the chunk lies in its memory or, colder, on its SSD. Further
-holders of the key stand above the version, 22 bits each, one more than their number, so that 0 ends them.
+size (44) | holder (21)``. A *holder* is the number of an inventory (see ``inventories``; 20 bits) and whether the chunk
+lies in its node's memory or, colder, on its SSD. Further holders of the key stand above the version, 22 bits each, one
+more than their number, so that 0 ends them.
 
 Strings and ints alone are in these dicts, so that the garbage collector never looks at them.
 
-Why it never stands still. The keys lie in NUM_PARTS dicts, by their hash (see ``parted_dict``; its methods are written
-out here, where each costs as much as the rest of a look-up). Losing a node with a million chunks, or replacing what it
-said by a new report, marks one inventory dead: O(1), and from then on no lookup sees it. Its traces are swept in
-slices, part by part. An inventory's number is used again only after a whole sweep that began after its death.
+Why it never stands still. A dict that is full is copied into a larger one in one step, so the keys of a range lie in
+NUM_PARTS of them, by the high bits of their hash (see ``parted_dict``; its methods are written out here, where each
+costs as much as the rest of a look-up). What a lost node held is swept key by key.
 
 Whoever has to see all keys walks over them part by part, in steps; only listings need an order, which is made for them
 (see ``key_order``).
@@ -24,21 +23,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
-from itertools import islice
-from typing import NamedTuple, NewType
+from typing import NamedTuple
 
-from tanghulu.errors import Overloaded
-from tanghulu.parted_dict import NUM_PARTS, PART_SHIFT
+from tanghulu.store.master.directory.inventories import INVENTORY_BITS, Inventories, InventoryId, InventoryState
 from tanghulu.store.master.directory.key_order import KeyOrder
 
-InventoryId = NewType("InventoryId", int)
-
-
-_INVENTORY_BITS = 20
+#: Ten million keys of a range make 160,000 in each, which is copied within 10 ms.
+NUM_PARTS = 64
+#: ``hash(key) >> PART_SHIFT`` is a key's part, negative numbers from the end: the high bits of 64. Dicts use the low.
+PART_SHIFT = 58
 _SIZE_BITS = 44
-_INVENTORY_MASK = (1 << _INVENTORY_BITS) - 1
-_COLD = 1 << _INVENTORY_BITS
-_HOLDER_BITS = _INVENTORY_BITS + 1
+_INVENTORY_MASK = (1 << INVENTORY_BITS) - 1
+_COLD = 1 << INVENTORY_BITS
+_HOLDER_BITS = INVENTORY_BITS + 1
 _HOLDER_MASK = (1 << _HOLDER_BITS) - 1
 _SIZE_MASK = (1 << _SIZE_BITS) - 1
 _VERSION_SHIFT = _HOLDER_BITS + _SIZE_BITS
@@ -47,16 +44,6 @@ _MORE_SHIFT = _VERSION_SHIFT + 64
 _MORE_BITS = _HOLDER_BITS + 1
 #: An entry that is less has one holder.
 _SEVERAL = 1 << _MORE_SHIFT
-MAX_INVENTORIES = 1 << _INVENTORY_BITS
-
-
-class InventoryState(Enum):
-    """The states of an inventory: LIVE -> REPLACED or GONE -> (swept) FREE -> LIVE of another node."""
-
-    FREE = "nobody's"
-    LIVE = "its node says that it holds these chunks"
-    REPLACED = "a complete later report did not name what is left here; followers have not heard of it yet"
-    GONE = "its node is gone; followers know"
 
 
 class Outcome(Enum):
@@ -81,64 +68,21 @@ class FoundChunk(NamedTuple):
 
 
 class DirectoryTable:
-    """Which inventories hold which key. Callers own the inventories: ``open_inventory`` ... ``kill_inventory``."""
+    """Which inventories hold which key. The inventories are of all tables of a master, and so is the order of keys."""
 
-    def __init__(self) -> None:
-        self._parts: list[dict[str, int]] = [{} for _ in range(NUM_PARTS)]
+    __slots__ = ("_counts", "_first_part", "_num_keys", "_order", "_owners", "_states", "parts")
+
+    def __init__(self, inventories: Inventories, order: KeyOrder) -> None:
+        #: The keys with their entries, by the high bits of the hash. Not to be changed from outside.
+        self.parts: list[dict[str, int]] = [{} for _ in range(NUM_PARTS)]
         self._num_keys = 0
-        self._order = KeyOrder(self._parts)
-        self._states: list[InventoryState] = []
-        self._owners: list[str] = []
-        self._counts: list[int] = []
-        self._free: list[int] = []
-        self._dying: set[int] = set()  # died since the sweep under way began
-        self._sweeping: set[int] = set()  # free again when it ends
-        self._unswept: Iterator[str] = iter(())
+        self._order = order
+        self._first_part = order.join(self.parts)
+        self._states, self._owners, self._counts = inventories.states, inventories.owners, inventories.counts
 
     def __len__(self) -> int:
         """Number of keys, those that wait for the sweep included."""
         return self._num_keys
-
-    # --- inventory of nodes
-
-    def open_inventory(self, node_id: str) -> InventoryId:
-        """Open a LIVE inventory of ``node_id``; raises Overloaded beyond MAX_INVENTORIES."""
-        if self._free:
-            inventory = self._free.pop()
-            self._states[inventory], self._owners[inventory] = InventoryState.LIVE, node_id
-            return InventoryId(inventory)
-        if len(self._states) >= MAX_INVENTORIES:
-            raise Overloaded(f"more than {MAX_INVENTORIES} reports of nodes are in the directory")
-        self._states.append(InventoryState.LIVE)
-        self._owners.append(node_id)
-        self._counts.append(0)
-        return InventoryId(len(self._states) - 1)
-
-    def kill_inventory(self, inventory: InventoryId, state: InventoryState) -> None:
-        """Make ``inventory`` invisible to all lookups; an empty one is free at once. REPLACED may become GONE."""
-        assert state in (InventoryState.REPLACED, InventoryState.GONE)
-        assert self._states[inventory] in (InventoryState.LIVE, InventoryState.REPLACED)
-        if not self._counts[inventory] and inventory not in self._dying | self._sweeping:
-            self._states[inventory], self._owners[inventory] = InventoryState.FREE, ""
-            self._free.append(inventory)
-            return
-        if self._states[inventory] is InventoryState.LIVE:
-            self._dying.add(inventory)
-        self._states[inventory] = state
-
-    def forget_owner(self, node_id: str) -> None:
-        """Kill all inventories of ``node_id`` as GONE."""
-        for index, owner in enumerate(self._owners):
-            if owner == node_id and self._states[index] in (InventoryState.LIVE, InventoryState.REPLACED):
-                self.kill_inventory(InventoryId(index), InventoryState.GONE)
-
-    def owner(self, inventory: InventoryId) -> str:
-        """The node that ``inventory`` belongs to; "" if it is free."""
-        return self._owners[inventory]
-
-    def count(self, inventory: InventoryId) -> int:
-        """Number of chunks in ``inventory``."""
-        return self._counts[inventory]
 
     # --- chunks
 
@@ -189,7 +133,7 @@ class DirectoryTable:
 
     def find(self, key: str) -> FoundChunk | None:
         """The chunk and its live holders; None if there are none."""
-        entry = self._parts[hash(key) >> PART_SHIFT].get(key)
+        entry = self.parts[hash(key) >> PART_SHIFT].get(key)
         if entry is None:
             return None
         states, owners, live = self._states, self._owners, InventoryState.LIVE
@@ -205,25 +149,20 @@ class DirectoryTable:
         node_ids = (*warm, *(owners[h & _INVENTORY_MASK] for h in holders if h & _COLD))
         return FoundChunk(version, size_bytes, node_ids, len(warm)) if node_ids else None
 
-    def holds(self, keys: Iterable[str]) -> bytes:
-        """For each key 1 if a live node holds it, else 0."""
-        parts, states, live = self._parts, self._states, InventoryState.LIVE
-        if not self.needs_sweep:  # whatever is known is held
-            return bytes([key in parts[hash(key) >> PART_SHIFT] for key in keys])
-        return bytes(
-            [
-                (entry := parts[hash(key) >> PART_SHIFT].get(key)) is not None
-                and (states[entry & _INVENTORY_MASK] is live or (entry >= _SEVERAL and self.find(key) is not None))
-                for key in keys
-            ]
-        )
+    def holds(self, key: str) -> bool:
+        """Whether a live node holds ``key``."""
+        entry = self.parts[hash(key) >> PART_SHIFT].get(key)
+        if entry is None:
+            return False
+        is_live = self._states[entry & _INVENTORY_MASK] is InventoryState.LIVE
+        return is_live or (entry >= _SEVERAL and self.find(key) is not None)
 
     def add_report(self, inventory: InventoryId, entries: Iterable[tuple[str, int, int, int]]) -> list[Outcome]:
         """``add`` many (key, version, size in bytes, whether it is cold), as quickly as it can be done.
 
         Most keys of a report are new to a table that is rebuilt.
         """
-        parts, order = self._parts, self._order
+        parts, order = self.parts, self._order
         outcomes: list[Outcome] = []
         num_new = 0
         for key, version, size_bytes, cold in entries:
@@ -246,46 +185,11 @@ class DirectoryTable:
 
         A key that is there from the beginning to the end comes once.
         """
-        for part in self._parts:
+        for part in self.parts:
             yield from list(part)
 
-    def keys_from(self, first: str, *, inclusive: bool = True) -> Iterator[str] | None:
-        """Keys in order from ``first`` on, dead ones included; valid until the next change.
-
-        None: their order is not there yet, and has come a step nearer.
-        """
-        return self._order.keys_from(first, inclusive=inclusive) if self._order.extend() else None
-
-    def tick(self, now_s: float) -> None:
-        """Let go of an order that nobody asks for."""
-        self._order.tick(now_s)
-
-    # --- the sweep
-
-    @property
-    def needs_sweep(self) -> bool:
-        """Whether dead inventories wait to be swept."""
-        return bool(self._dying or self._sweeping)
-
-    def sweep(self, num_keys: int) -> list[tuple[str, str]]:
-        """Clean the next ``num_keys`` keys of dead inventories; returns the (node id, key) pairs to tell followers."""
-        if not self._sweeping:
-            self._sweeping, self._dying = self._dying, set()
-            self._unswept = self.walk()
-        if not self._sweeping:
-            return []
-        keys = list(islice(self._unswept, num_keys))
-        removed = [(owner, key) for key in keys for owner in self._clean(key)]
-        if len(keys) == num_keys:
-            return removed
-        for inventory in self._sweeping:
-            assert self._counts[inventory] == 0
-            self._states[inventory], self._owners[inventory] = InventoryState.FREE, ""
-        self._free.extend(self._sweeping)
-        self._sweeping = set()
-        return removed
-
-    def _clean(self, key: str) -> Iterable[str]:
+    def clean(self, key: str) -> Iterable[str]:
+        """Take dead inventories out of the entry of ``key``; returns the nodes of which followers are to be told."""
         entry = self._part(key).get(key)
         if entry is None or (entry < _SEVERAL and self._states[entry & _INVENTORY_MASK] is InventoryState.LIVE):
             return ()
@@ -299,7 +203,7 @@ class DirectoryTable:
     # --- inside
 
     def _part(self, key: str) -> dict[str, int]:
-        return self._parts[hash(key) >> PART_SHIFT]
+        return self.parts[hash(key) >> PART_SHIFT]
 
     def _owner(self, holder: int) -> str:
         return self._owners[holder & _INVENTORY_MASK]
@@ -313,7 +217,7 @@ class DirectoryTable:
         for holder in after:
             self._counts[holder & _INVENTORY_MASK] += 1
         number = hash(key) >> PART_SHIFT
-        part = self._parts[number]
+        part = self.parts[number]
         if after:
             part[key] = _packed(version, size_bytes, after)
         else:
@@ -323,33 +227,27 @@ class DirectoryTable:
         if bool(before) is not bool(after):
             self._num_keys += 1 if after else -1
             if self._order:
-                (self._order.added if after else self._order.removed)(number % NUM_PARTS, key)
+                (self._order.added if after else self._order.removed)(self._first_part + number % NUM_PARTS, key)
 
-    def check(self) -> None:
-        """Assert that parts, order and counts agree; no key is in a free inventory or held twice by one node."""
-        self._order.check()
-        counts = [0] * len(self._states)
-        for part in self._parts:
+    def check(self) -> list[int]:
+        """Assert that keys are in their parts and held once by a node; returns the inventories that hold them."""
+        assert self._num_keys == sum(map(len, self.parts))
+        held: list[int] = []
+        for part in self.parts:
             for key, entry in part.items():
                 assert self._part(key) is part
-                self._check_holders(key, _unpacked(entry)[2], counts)
-        assert self._num_keys == sum(map(len, self._parts))
-        assert counts == self._counts
-        assert sorted(self._free) == [i for i, state in enumerate(self._states) if state is InventoryState.FREE]
-        dead = {i for i, s in enumerate(self._states) if s in (InventoryState.REPLACED, InventoryState.GONE)}
-        assert dead == self._dying | self._sweeping
+                held += self._checked_holders(key, _unpacked(entry)[2])
+        return held
 
-    def _check_holders(self, key: str, holders: tuple[int, ...], counts: list[int]) -> None:
+    def _checked_holders(self, key: str, holders: tuple[int, ...]) -> list[int]:
         inventories = [holder & _INVENTORY_MASK for holder in holders]
         assert len(set(inventories)) == len(inventories)
         owners = [self._owners[i] for i in inventories if self._states[i] is not InventoryState.GONE]
         assert len(set(owners)) == len(owners), f"{key!r} is held twice by one node"
-        for inventory in inventories:
-            assert self._states[inventory] is not InventoryState.FREE
-            counts[inventory] += 1
+        return inventories
 
     def __repr__(self) -> str:
-        return f"DirectoryTable({self._num_keys} keys, {len(self._states)} inventories, {self._order!r})"
+        return f"DirectoryTable({self._num_keys} keys)"
 
 
 def _packed(version: int, size_bytes: int, holders: Sequence[int]) -> int:

@@ -1,8 +1,8 @@
 """The keys of the directory in order, for those who list them; there only while somebody does. Pure.
 
-The table keeps its keys in many small dicts, which have no order. The first listing has them sorted into *runs*, one in
-a step (half a microsecond a key); a page merges the runs from its cursor on. While the runs are there, each new or
-removed key is entered into its own (2 us). ``KEPT_S`` after the last listing they go, in steps too.
+The tables of all ranges keep their keys in many small dicts, which have no order. The first listing has them sorted
+into *runs*, one in a step (half a microsecond a key); a page merges the runs from its cursor on. While the runs are
+there, each new or removed key is entered into its own (2 us). ``KEPT_S`` after the last listing they go, in steps too.
 
 Why not an order that is always there: it costs each key that is put, reported or evicted 2 to 3 us, half of what such a
 key costs the master at all, and eight bytes; keys are listed by people and by tools.
@@ -73,10 +73,10 @@ class _Run:
 
 
 class KeyOrder:
-    """See the module. ``parts`` are the keys, each in one of them; the first so many of them are in a run."""
+    """See the module. Each key is in one of the parts; the first so many of the parts are in a run."""
 
-    def __init__(self, parts: Sequence[Collection[str]]) -> None:
-        self._parts = parts
+    def __init__(self) -> None:
+        self._parts: list[Collection[str]] = []
         self._runs: list[_Run] = []
         self._run_of: list[_Run] = []  # of each part
         self._waste: list[_Run] = []  # to be let go, leaf by leaf
@@ -86,6 +86,11 @@ class KeyOrder:
     def __bool__(self) -> bool:
         """Whether there is any run, which has to be told of changes."""
         return bool(self._runs)
+
+    def join(self, parts: Sequence[Collection[str]]) -> int:
+        """Take the keys of ``parts`` in as well; returns the number of the first of them."""
+        self._parts += parts
+        return len(self._parts) - len(parts)
 
     def extend(self) -> bool:
         """Sort one more run; returns whether all keys are in one now."""

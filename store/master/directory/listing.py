@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from tanghulu.store.master.directory.chunk_table import DirectoryTable, FoundChunk
+from tanghulu.store.master.directory.chunk_table import FoundChunk
 
 #: Keys without a holder that one page walks over: about 10 ms.
 MAX_DEAD = 4096
+
+
+class ListedKeys(Protocol):
+    """The keys that are listed, of all ranges."""
+
+    def find(self, key: str) -> FoundChunk | None:
+        """The chunk and its live holders; None if there are none."""
+
+    def keys_from(self, first: str, *, inclusive: bool = True) -> Iterator[str] | None:
+        """Keys in order from ``first`` on, dead ones included; None if their order has yet to be made."""
 
 
 class KeyListing(NamedTuple):
@@ -27,7 +37,7 @@ class KeyPage(NamedTuple):
     walked_to: str | None = None
 
 
-def list_keys(table: DirectoryTable, prefix: str, after: str, limit: int, most_dead: int = MAX_DEAD) -> KeyPage:
+def list_keys(directory: ListedKeys, prefix: str, after: str, limit: int, most_dead: int = MAX_DEAD) -> KeyPage:
     """Up to ``limit`` keys that begin with ``prefix``, in order, behind ``after``, and whether there are more.
 
     A walk over ``most_dead`` keys that nobody holds any more ends the page, and so does an order that has yet to be
@@ -37,13 +47,13 @@ def list_keys(table: DirectoryTable, prefix: str, after: str, limit: int, most_d
     listing: list[KeyListing] = []
     num_dead = 0
     inclusive = after < prefix
-    keys = table.keys_from(prefix if inclusive else after, inclusive=inclusive)
+    keys = directory.keys_from(prefix if inclusive else after, inclusive=inclusive)
     if keys is None:
         return KeyPage([], True, after)
     for key in keys:
         if not key.startswith(prefix):
             break
-        found = table.find(key)
+        found = directory.find(key)
         if found is not None:
             if len(listing) == limit:
                 return KeyPage(listing, True)
@@ -56,7 +66,7 @@ def list_keys(table: DirectoryTable, prefix: str, after: str, limit: int, most_d
 
 
 def snapshot(
-    table: DirectoryTable, walk: Iterator[str], prefix: str, num_keys: int
+    directory: ListedKeys, walk: Iterator[str], prefix: str, num_keys: int
 ) -> tuple[dict[str, list[str]], bool]:
     """A page of a snapshot for followers: the next ``num_keys`` of ``walk`` as node id -> keys, and if there are more.
 
@@ -66,7 +76,7 @@ def snapshot(
     keys = list(islice(walk, num_keys))
     page: dict[str, list[str]] = {}
     for key in keys:
-        found = table.find(key) if key.startswith(prefix) else None
+        found = directory.find(key) if key.startswith(prefix) else None
         for node_id in found.node_ids if found is not None else ():
             page.setdefault(node_id, []).append(key)
     return page, len(keys) == num_keys

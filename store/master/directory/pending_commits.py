@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 #: A node that lives confirms within some ticks; one that does not is given up after about as long.
 PENDING_S = 3.0
-#: Pending commits at once; beyond it clients ask their node, as without a write buffer.
-MAX_PENDING = 1 << 16
+#: Pending commits of a range at once; beyond it clients ask their node, as without a write buffer.
+MAX_PENDING = 1 << 10
 
 
 class PendingCommit(NamedTuple):
@@ -31,11 +31,12 @@ class PendingCommit(NamedTuple):
 
 
 class PendingCommits:
-    """The pending commits, at most one for a key, in the order in which they were made."""
+    """The pending commits of a range, at most one for a key, in the order in which they were made."""
+
+    __slots__ = ("_by_key",)
 
     def __init__(self) -> None:
         self._by_key: OrderedDict[str, PendingCommit] = OrderedDict()
-        self.num_retracted = 0
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -70,7 +71,6 @@ class PendingCommits:
         if pending is None or (pending.node_id, pending.version) != (node_id, version):
             return False
         del self._by_key[key]
-        self.num_retracted += 1
         return True
 
     def of(self, node_id: str) -> list[tuple[str, PendingCommit]]:

@@ -4,11 +4,11 @@ The master keeps no log; all its knowledge comes from the nodes. So a new master
 answer: a slot of keys is known when each node that belongs to the cluster has told what it holds of that slot, or has
 left. Time alone makes no slot known.
 
-Which nodes belong to the cluster is the first question. A master that was elected is told by etcd. Any other cannot
-know it: a first start and a restart look alike until somebody renews a lease that this master never gave. Then there
-was a predecessor, and more of its nodes may come at any moment, each within a lease, since it notices when it renews.
-After that time a node that has not come has no lease any more: it has left. The first to come may be a node as new as
-the master, with nothing in it; so for ``ALONE_S`` no node is taken for the only one.
+Which nodes belong to the cluster is the first question (``ClusterNodes``). A master that was elected is told by etcd.
+Any other cannot know it: a first start and a restart look alike until somebody renews a lease that this master never
+gave. Then there was a predecessor, and more of its nodes may come at any moment, each within a lease, since it notices
+when it renews. After that time a node that has not come has no lease any more: it has left. The first to come may be a
+node as new as the master, with nothing in it; so for ``ALONE_S`` no node is taken for the only one.
 
     FRESH -- ALONE_S without a sign of a predecessor --> COUNTED
       |                                                    |
@@ -19,16 +19,19 @@ the master, with nothing in it; so for ``ALONE_S`` no node is taken for the only
 A master that is told which nodes its predecessor had begins as COUNTED. In COUNTED (where the nodes that it was told of
 have all come) and in ENTERED the known slots are those that all registered nodes have told.
 
+The second question each range of keys answers for itself (``Rebuild``): how many of its slots are known.
+
 Example: 1,024 slots; nodes A and B have come back to a master that was restarted. After 3 s nobody else can come. A has
-told the slots below 700, B those below 512: 512 slots are known, and a key of slot 600 is neither here nor missing.
+told the slots below 700, B those below 520: 520 slots are known. Ranges 0 to 31 are ready, range 32 knows 8 of its 16
+slots, and a key of slot 600, in range 37, is neither here nor missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from enum import Enum
 
-from tanghulu.store.protocol.key_slots import NUM_SLOTS, slot_of
+from tanghulu.store.protocol.key_slots import NUM_SLOTS, RANGE_SLOTS, slot_of
 
 #: A node's lease: who has not come to a new master within it has left the cluster.
 REBUILD_S = 3.0
@@ -69,25 +72,14 @@ TRANSITIONS: dict[tuple[Membership, MembershipEvent], Membership] = {
 }
 
 
-class Rebuild:
-    """What this master knows between its start and the moment when it knows all. ``expected`` None: it was not told."""
+class ClusterNodes:
+    """Which nodes belong to the cluster, as far as this master knows. ``expected`` None: it was not told."""
 
     def __init__(self, now_s: float, rebuild_s: float = REBUILD_S, expected: frozenset[str] | None = None) -> None:
         self.state = Membership.FRESH if expected is None else Membership.COUNTED
-        #: The slots below this number are known; it never falls.
-        self.num_known_slots = 0
         self._expected = expected or frozenset()
         self._alone_s = now_s + min(ALONE_S, rebuild_s)
         self._leases_over_s = now_s + rebuild_s
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether every unknown key is a missing key."""
-        return self.num_known_slots == NUM_SLOTS
-
-    def knows(self, key: str) -> bool:
-        """Whether ``key`` is missing if it is unknown."""
-        return self.num_known_slots == NUM_SLOTS or (self.num_known_slots > 0 and slot_of(key) < self.num_known_slots)
 
     def handle(self, event: MembershipEvent) -> None:
         """Take ``event``."""
@@ -100,18 +92,40 @@ class Rebuild:
         if now_s >= self._leases_over_s:
             self.handle(MembershipEvent.LEASES_OVER)
 
-    def told(self, slots_by_node: Iterable[tuple[str, int]]) -> None:
-        """Take note of how many slots each registered node has told: (node id, slots)."""
-        if self.is_ready:
-            return
-        told = dict(slots_by_node)
+    def told_by_all(self, slots_by_node: Mapping[str, int]) -> int:
+        """How many slots every node of the cluster has told, by those that each registered node has told."""
         if self.state is Membership.ENTERED:
-            num_known = min(told.values(), default=NUM_SLOTS)
-        elif self.state is Membership.COUNTED and told and self._expected <= told.keys():
-            num_known = min(told.values())
-        else:
-            num_known = 0
-        self.num_known_slots = max(self.num_known_slots, num_known)
+            return min(slots_by_node.values(), default=NUM_SLOTS)
+        if self.state is Membership.COUNTED and slots_by_node and self._expected <= slots_by_node.keys():
+            return min(slots_by_node.values())
+        return 0
 
     def __repr__(self) -> str:
-        return f"Rebuild({self.state.name}, {self.num_known_slots} of {NUM_SLOTS} slots)"
+        return f"ClusterNodes({self.state.name})"
+
+
+class Rebuild:
+    """How much this master knows of the slots of one range, between its start and the moment when it knows all."""
+
+    __slots__ = ("_first_slot", "num_known_slots")
+
+    def __init__(self, range_number: int) -> None:
+        #: So many slots of the range, from its first one on, are known; it never falls.
+        self.num_known_slots = 0
+        self._first_slot = range_number * RANGE_SLOTS
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every unknown key of the range is a missing key."""
+        return self.num_known_slots == RANGE_SLOTS
+
+    def knows(self, key: str) -> bool:
+        """Whether ``key``, of this range, is missing if it is unknown."""
+        return self.num_known_slots == RANGE_SLOTS or slot_of(key) < self._first_slot + self.num_known_slots
+
+    def told(self, num_slots: int) -> None:
+        """Take note that all nodes of the cluster have told the first ``num_slots`` of all slots."""
+        self.num_known_slots = max(self.num_known_slots, min(num_slots - self._first_slot, RANGE_SLOTS))
+
+    def __repr__(self) -> str:
+        return f"Rebuild({self.num_known_slots} of {RANGE_SLOTS} slots)"

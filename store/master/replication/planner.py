@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 from tanghulu.store.master.directory.announcement import NodeAnnouncement
 from tanghulu.store.master.directory.chunk_table import FoundChunk
-from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.placement import PlacementCandidate, place_copy
+from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.replication.demand import HotKeyRates, ReplicaRequests
 from tanghulu.store.master.replication.orders import Copy, CopyOrders, Drop, Reason
 
@@ -79,9 +79,9 @@ class _Extra:
 
 
 class CopyPlanner:
-    """Decides all copying; see the module. One planner for each generation of a Directory."""
+    """Decides all copying; see the module. One planner for each generation of RangeDirectories."""
 
-    def __init__(self, directory: Directory, rate_bytes_s: float, rng: Random, now_s: float) -> None:
+    def __init__(self, directory: RangeDirectories, rate_bytes_s: float, rng: Random, now_s: float) -> None:
         self.orders = CopyOrders(rate_bytes_s)
         self.hot_keys = HotKeyRates()
         self.requests = ReplicaRequests()

@@ -83,14 +83,14 @@ class DirectoryCalls:
             counts.report_pieces += 1
             counts.reported += len(announcement.piece.entries) - len(answer.refused)
         counts.removed += len(announcement.removed) + len(announcement.deleted)
-        counts.retracted = self._master.directory.pending_commits.num_retracted
+        counts.retracted = self._master.directory.num_retracted
         reply = pb.AnnounceReply(
             accepted=answer.accepted,
             report_wanted=answer.report_wanted,
             undecided=answer.undecided,
             refused=answer.refused,
             report_keys=answer.report_keys,
-            known_slots=self._master.directory.rebuild.num_known_slots,
+            known_slots=self._master.directory.num_known_slots,
         )
         orders = self._master.orders_for(announcement, self._server.now_s)
         if orders is not None:

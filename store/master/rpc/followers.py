@@ -29,7 +29,7 @@ async def follow(server: MasterServer, request: pb.EventsRequest) -> AsyncIterat
     generation = server.master.generation
     cursor = request.after_sequence
     if not (request.master_generation == generation and 0 < cursor <= log.last and log.first <= cursor + 1):
-        while not server.master.directory.rebuild.is_ready:
+        while not server.master.directory.is_ready:
             await server.news()
         cursor = log.last
         async for batch in _snapshot(server, request.key_prefix, cursor):

@@ -36,7 +36,7 @@ class NodeList:
     @property
     def _version(self) -> int:
         directory = self._server.master.directory
-        return 2 * directory.nodes_version + directory.rebuild.is_ready
+        return 2 * directory.nodes_version + directory.is_ready
 
     def _write(self) -> pb.NodesReply:
         master = self._server.master
@@ -47,7 +47,7 @@ class NodeList:
     def _head(self, *, unchanged: bool) -> pb.NodesReply:
         directory, (term, term_of) = self._server.master.directory, self._server.term
         return pb.NodesReply(
-            rebuilding=not directory.rebuild.is_ready,
+            rebuilding=not directory.is_ready,
             num_keys=directory.num_keys,
             master_generation=self._server.master.generation,
             term=term,

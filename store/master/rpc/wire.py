@@ -17,8 +17,8 @@ from tanghulu.store.master.directory.announcement import (
     Retraction,
 )
 from tanghulu.store.master.directory.chunk_table import FoundChunk
-from tanghulu.store.master.directory.directory import NodeSummary
 from tanghulu.store.master.directory.listing import KeyListing
+from tanghulu.store.master.directory.nodes import NodeSummary
 from tanghulu.store.master.directory.placement import MAX_REPLICAS, PlacementRequest
 from tanghulu.store.master.replication.orders import Copy, Drop
 from tanghulu.store.master.replication.planner import Progress

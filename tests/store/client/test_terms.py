@@ -92,7 +92,7 @@ class ElectedMaster:
         for report in (directory_pb2.AnnounceRequest.BEGIN, directory_pb2.AnnounceRequest.END):  # it holds nothing yet
             calls.announce(directory_pb2.AnnounceRequest(node_id="n1", generation=7, report=report))
         master.tick(clock.now_s(), 0.0)
-        assert master.directory.rebuild.is_ready
+        assert master.directory.is_ready
 
     def holds(self, key: str) -> None:
         said = NodeAnnouncement("n1", 7, added=[ChunkEntry(key, 1, 5)], capacity_bytes=1 << 20)

@@ -29,7 +29,7 @@ from tanghulu.store.master.directory.chunk_table import FoundChunk
 from tanghulu.store.master.main import MasterConfig, serve
 from tanghulu.store.master.rpc import wire as master_wire
 from tanghulu.store.protocol import methods
-from tanghulu.store.protocol.key_slots import NUM_SLOTS
+from tanghulu.store.protocol.key_slots import NUM_SLOTS, range_of
 from tanghulu.store.protocol.messages import LocateRequest
 from tanghulu.types import Address, InstanceId, Place, Role
 from tests.free_ports import free_port
@@ -125,6 +125,11 @@ class MasterProcess:
     async def close(self) -> None:
         if self._process is not None:
             await self.kill()
+
+
+def keys_of_one_range(num_keys: int) -> list[str]:
+    """Keys that belong to the same range."""
+    return [key for n in range(200 * num_keys) if range_of(key := f"k{n}") == 0][:num_keys]
 
 
 def instance(name: str = "n1", role: Role = Role.NODE, **values: Any) -> Instance:

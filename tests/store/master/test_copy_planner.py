@@ -10,7 +10,7 @@ import pytest
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import InvalidRequest
 from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, Removal, ReportPiece
-from tanghulu.store.master.directory.directory import Directory
+from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.replication import planner as copy_planner
 from tanghulu.store.master.replication.demand import (
     MAX_HOT_KEYS,
@@ -33,7 +33,7 @@ class World:
 
     def __init__(self, *nodes: str, rate: float = 1e9) -> None:
         self.now_s = 0.0
-        self.directory = Directory(0.0, rebuild_s=0.0)
+        self.directory = RangeDirectories(0.0, rebuild_s=0.0)
         self.planner = CopyPlanner(self.directory, rate, Random(1), 0.0)
         self.chunks: dict[str, set[str]] = {}
         self.used: dict[str, int] = {}

@@ -15,11 +15,13 @@ from tanghulu.errors import InvalidRequest, LeaseExpired
 from tanghulu.store.master.directory import directory as directory_module
 from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, Removal, ReportPiece
 from tanghulu.store.master.directory.chunk_table import DirectoryTable
-from tanghulu.store.master.directory.directory import Directory
+from tanghulu.store.master.directory.inventories import Inventories, InventoryState
+from tanghulu.store.master.directory.key_order import KeyOrder
 from tanghulu.store.master.directory.placement import PlacementRequest
+from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.protocol.directory_events import DirectoryEventKind
 from tanghulu.store.protocol.key_slots import NUM_SLOTS
-from tests.store.master.running_master import instance
+from tests.store.master.running_master import instance, keys_of_one_range
 
 NAMES = st.sampled_from(["a", "b", "c"])
 KEYS = st.sampled_from(["kv/0", "kv/1", "kv/2", "z"])
@@ -54,9 +56,9 @@ class ModelNode:
 class DirectoryMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
-        self.directory = Directory(0.0, rebuild_s=0.0)
+        self.directory = RangeDirectories(0.0, rebuild_s=0.0)
         self.directory.tick(0.0)
-        assert self.directory.rebuild.is_ready
+        assert self.directory.is_ready
         self.nodes: dict[str, ModelNode] = {}
         self.graves: dict[str, int] = {}
         self.told: set[tuple[str, str]] = set()
@@ -275,14 +277,14 @@ def test_a_long_seeded_run(seed: int) -> None:
     machine.settle()
 
 
-def make(*names: str, **values) -> Directory:
-    made = Directory(0.0, **values)
+def make(*names: str, **values) -> RangeDirectories:
+    made = RangeDirectories(0.0, **values)
     for name in names:
         made.node_registered(instance(name), 0.0)
     return made
 
 
-def say(directory: Directory, name: str, *added: tuple[str, int], **values) -> list[bool]:
+def say(directory: RangeDirectories, name: str, *added: tuple[str, int], **values) -> list[bool]:
     entries = [ChunkEntry(key, version, 10) for key, version in added]
     accepted = directory.announce(NodeAnnouncement(name, 7, entries, **values), 0.0).accepted
     directory.check()
@@ -293,7 +295,7 @@ def gone(*keys: str, version: int = 1) -> list[Removal]:
     return [Removal(key, version) for key in keys]
 
 
-def holders(directory: Directory, key: str) -> tuple[str, ...]:
+def holders(directory: RangeDirectories, key: str) -> tuple[str, ...]:
     (found,) = directory.locate([key])
     return found.node_ids if found else ()
 
@@ -325,15 +327,16 @@ def test_what_is_removed_at_one_holder_is_removed_at_all() -> None:
 def test_a_deleted_version_does_not_come_back(monkeypatch) -> None:
     monkeypatch.setattr(directory_module, "MAX_TOMBSTONES", 2)
     directory = make("a", "b")
-    say(directory, "a", ("k", 1))
-    say(directory, "a", deleted=gone("k"))
-    assert say(directory, "b", ("k", 1)) == [False]
-    assert say(directory, "b", ("k", 2)) == [True]
-    for key in ("x", "y"):  # two more graves than there is room for
+    first, *more = keys_of_one_range(3)
+    say(directory, "a", (first, 1))
+    say(directory, "a", deleted=gone(first))
+    assert say(directory, "b", (first, 1)) == [False]
+    assert say(directory, "b", (first, 2)) == [True]
+    for key in more:  # two more graves than there is room for
         say(directory, "a", (key, 1))
         say(directory, "a", deleted=gone(key))
-    say(directory, "b", removed=gone("k", version=2))
-    assert say(directory, "a", ("k", 1)) == [True], "tombstones are bounded"
+    say(directory, "b", removed=gone(first, version=2))
+    assert say(directory, "a", (first, 1)) == [True], "tombstones are bounded"
 
 
 def test_a_report_replaces_what_was_said_and_forgets_nothing_before_its_end() -> None:
@@ -341,7 +344,7 @@ def test_a_report_replaces_what_was_said_and_forgets_nothing_before_its_end() ->
     directory.tick(0.0)
     say(directory, "a", report_id=1, piece=ReportPiece(0, NUM_SLOTS))
     directory.tick(0.0)
-    assert directory.rebuild.is_ready
+    assert directory.is_ready
     say(directory, "a", ("old", 1), ("kept", 1))
     answer = directory.announce(NodeAnnouncement("a", 7, report_id=2, piece=ReportPiece(0, 0)), 0.0)
     assert not answer.report_wanted
@@ -369,7 +372,7 @@ def test_a_piece_of_a_report_that_is_not_known_proves_nothing() -> None:
     answer = directory.announce(NodeAnnouncement("a", 7, [ChunkEntry("k", 1, 1)], piece=last), 0.0)
     assert answer.accepted == [True]
     assert answer.report_wanted
-    assert not directory.rebuild.is_ready
+    assert not directory.is_ready
 
 
 def test_a_report_that_begins_again_counts_from_there() -> None:
@@ -382,27 +385,39 @@ def test_a_report_that_begins_again_counts_from_there() -> None:
 
 
 def test_losing_a_node_takes_no_time_and_its_inventory_is_used_again() -> None:
-    table = DirectoryTable()
-    inventory = table.open_inventory("a")
-    for n in range(5000):
-        table.add(inventory, f"k{n}", 1, 1)
-    table.forget_owner("a")
-    assert table.find("k1") is None
-    assert len(table) == 5000
-    other = table.open_inventory("b")
-    assert other != inventory
-    assert table.sweep(1000) == []
-    assert len(table) == 4000
-    table.add(other, "k0", 2, 2)
-    while table.needs_sweep:
-        table.sweep(1000)
-        table.check()
-    assert len(table) == 1
-    assert table.open_inventory("c") == inventory
+    directory = make("a")
+    say(directory, "a", *((f"k{n}", 1) for n in range(5000)))
+    directory.node_gone("a")
+    assert holders(directory, "k1") == ()
+    assert directory.num_keys == 5000
+    directory.node_registered(instance("b"), 0.0)
+    assert directory.sweep(1000)
+    assert directory.num_keys == 4000
+    say(directory, "b", ("k0", 2))
+    while directory.sweep(1000):
+        directory.check()
+    assert directory.num_keys == 1
+    assert holders(directory, "k0") == ("b",)
+
+
+def test_an_inventory_is_used_again_after_a_whole_sweep() -> None:
+    inventories = Inventories()
+    table = DirectoryTable(inventories, KeyOrder())
+    inventory, empty = inventories.open("a"), inventories.open("a")
+    table.add(inventory, "k", 1, 1)
+    inventories.kill(empty, InventoryState.REPLACED)
+    assert inventories.open("b") == empty, "nothing is to be swept"
+    inventories.forget_owner("a")
+    assert inventories.begin_sweep()
+    assert inventories.open("c") not in (inventory, empty)
+    assert list(table.clean("k")) == []
+    inventories.end_sweep()
+    inventories.check(table.check())
+    assert inventories.open("d") == inventory
 
 
 def test_placement_asks_only_nodes_that_can_hold_it() -> None:
-    directory = Directory(0.0)
+    directory = RangeDirectories(0.0)
     for number, name in enumerate("abc"):
         attributes = {"draining": "true"} if name == "c" else {}
         directory.node_registered(instance(name, attributes=attributes), 0.0)

@@ -74,7 +74,7 @@ def test_a_complete_directory_makes_another_version(asking: Asking) -> None:
     asking.clock.advance(10.0)
     for _ in range(3):
         asking.master.tick(asking.clock.now_s(), 10.0)
-    was_ready = asking.master.directory.rebuild.is_ready
+    was_ready = asking.master.directory.is_ready
     assert (asking.ask() is not None) == was_ready
 
 

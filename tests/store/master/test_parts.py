@@ -153,7 +153,7 @@ def test_leases_and_directory_keep_in_step() -> None:
     master.register(instance("w", Role.BOTH), 9.0, 0.0)
     master.announce(NodeAnnouncement("n", 7, report_id=1, piece=ReportPiece(0, NUM_SLOTS)), 0.0)
     master.directory.tick(ALONE_S)
-    assert master.directory.rebuild.is_ready
+    assert master.directory.is_ready
     master.announce(NodeAnnouncement("n", 7, [ChunkEntry("k", 1, 1)]), 0.5)
     master.check()
     assert master.keep_alive("n", lease, 0.9)

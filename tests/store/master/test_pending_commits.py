@@ -6,24 +6,24 @@ import pytest
 
 from tanghulu.store.master.directory import pending_commits
 from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, Removal, ReportPiece, Retraction
-from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.pending_commits import PENDING_S, PendingCommits
+from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.directory.rebuild import ALONE_S
 from tanghulu.store.protocol.key_slots import NUM_SLOTS
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
 from tanghulu.types import ChunkKey
-from tests.store.master.running_master import instance
+from tests.store.master.running_master import instance, keys_of_one_range
 
 
-def ready(*names: str, now_s: float = 0.0) -> Directory:
+def ready(*names: str, now_s: float = 0.0) -> RangeDirectories:
     """A directory whose nodes have reported that they are empty."""
-    directory = Directory(now_s)
+    directory = RangeDirectories(now_s)
     for name in names:
         directory.node_registered(instance(name, generation=1), now_s)
     for name in names:
         directory.announce(NodeAnnouncement(name, 1, report_id=1, piece=ReportPiece(0, NUM_SLOTS)), now_s)
     directory.tick(now_s + ALONE_S)
-    assert directory.rebuild.is_ready
+    assert directory.is_ready
     return directory
 
 
@@ -35,7 +35,7 @@ def added(node: str, key: str, version: int = 1) -> NodeAnnouncement:
     return NodeAnnouncement(node, 1, added=[ChunkEntry(key, version, 100 + version)])
 
 
-def holders(directory: Directory, key: str) -> tuple[str, ...]:
+def holders(directory: RangeDirectories, key: str) -> tuple[str, ...]:
     directory.check()
     found = directory.find(key)
     return () if found is None else found.node_ids
@@ -51,7 +51,7 @@ def test_what_is_committed_is_found_until_its_time_is_over() -> None:
     assert holders(directory, "k") == ("a",)
     directory.tick(10.0 + PENDING_S)
     assert holders(directory, "k") == ()
-    assert not directory.pending_commits
+    assert not directory.num_pending_commits
     events = [event for _, event in directory.log.read(last, 100)]
     assert [(event.kind.name, event.keys) for event in events] == [("STORED", ("k",)), ("REMOVED", ("k",))]
 
@@ -66,8 +66,8 @@ def test_a_put_that_came_to_nothing_is_retracted_by_its_node() -> None:
         assert holders(directory, "k") == ("a",)
     directory.announce(NodeAnnouncement("a", 1, retracted=[Retraction("k", 5)]), 10.1)
     assert holders(directory, "k") == ()
-    assert not directory.pending_commits
-    assert directory.pending_commits.num_retracted == 1
+    assert not directory.num_pending_commits
+    assert directory.num_retracted == 1
     assert [event.kind.name for _, event in directory.log.read(last, 100)] == ["REMOVED"]
     assert directory.announce(added("b", "k", version=6), 10.2).accepted == [True], "who asked again comes next"
 
@@ -98,7 +98,7 @@ def test_the_nodes_removal_ends_it() -> None:
     directory.commit_by_client(said("a", "k"), 10.0)
     directory.announce(NodeAnnouncement("a", 1, removed=[Removal("k", 1)]), 10.1)
     assert holders(directory, "k") == ()
-    assert not directory.pending_commits
+    assert not directory.num_pending_commits
 
 
 def test_a_removal_that_is_told_twice_does_not_touch_a_later_commit() -> None:
@@ -167,7 +167,7 @@ def test_nodes_of_which_nothing_is_believed(node: str) -> None:
 
 
 def test_a_directory_that_is_not_complete_takes_no_clients_word() -> None:
-    directory = Directory(0.0)
+    directory = RangeDirectories(0.0)
     directory.node_registered(instance("a", generation=1), 0.0)
     assert directory.commit_by_client(said("a", "k"), 1.0) is CommitResult.ASK_NODE
 
@@ -191,7 +191,7 @@ def test_a_node_that_is_gone_takes_its_pending_commits_along() -> None:
     directory.commit_by_client(said("a", "k"), 10.0)
     directory.node_gone("a")
     assert holders(directory, "k") == ()
-    assert not directory.pending_commits
+    assert not directory.num_pending_commits
     assert directory.commit_by_client(said("b", "k", version=2), 10.1) is CommitResult.ACCEPTED
     directory.announce(added("b", "k", version=2), 10.2)
     directory.tick(20.0)
@@ -229,8 +229,9 @@ def test_who_comes_second_to_a_promise_hears_what_became_of_it() -> None:
 def test_pending_commits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pending_commits, "MAX_PENDING", 3)
     directory = ready("a")
-    results = [directory.commit_by_client(said("a", f"k{i}"), 10.0) for i in range(4)]
+    results = [directory.commit_by_client(said("a", key), 10.0) for key in keys_of_one_range(4)]
     assert results == [CommitResult.ACCEPTED] * 3 + [CommitResult.ASK_NODE]
+    assert directory.num_pending_commits == 3
 
 
 def test_the_books() -> None:

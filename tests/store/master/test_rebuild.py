@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tanghulu.store.master.directory.announcement import Announced, ChunkEntry, NodeAnnouncement, ReportPiece
-from tanghulu.store.master.directory.directory import Directory
-from tanghulu.store.master.directory.rebuild import ALONE_S, TRANSITIONS, Membership, MembershipEvent
-from tanghulu.store.protocol.key_slots import NUM_SLOTS, slot_of
+from tanghulu.store.master.directory.ranges import RangeDirectories
+from tanghulu.store.master.directory.rebuild import ALONE_S, TRANSITIONS, Membership, MembershipEvent, Rebuild
+from tanghulu.store.protocol.key_slots import NUM_RANGES, NUM_SLOTS, RANGE_SLOTS, range_of, slot_of
+from tanghulu.store.protocol.types import ClientCommit, CommitResult
+from tanghulu.types import ChunkKey
 from tests.store.master.running_master import instance
 
 
-def make(*names: str, **values) -> Directory:
-    made = Directory(0.0, **values)
+def make(*names: str, **values) -> RangeDirectories:
+    made = RangeDirectories(0.0, **values)
     for name in names:
         made.node_registered(instance(name), 0.0)
     return made
 
 
-def report(directory: Directory, name: str) -> None:
+def report(directory: RangeDirectories, name: str) -> None:
     directory.announce(NodeAnnouncement(name, 7, report_id=1, piece=ReportPiece(0, NUM_SLOTS)), 0.0)
     directory.check()
 
 
-def tell(directory: Directory, name: str, report_id: int, piece: ReportPiece) -> Announced:
+def tell(directory: RangeDirectories, name: str, report_id: int, piece: ReportPiece) -> Announced:
     answer = directory.announce(NodeAnnouncement(name, 7, report_id=report_id, piece=piece), 0.0)
     directory.check()
     return answer
@@ -37,41 +41,41 @@ def test_time_alone_makes_nothing_known(is_report_first: bool) -> None:
     else:
         directory.tick(1000.0)
     for name in ("a", "b"):
-        assert not directory.rebuild.is_ready
+        assert not directory.is_ready
         report(directory, name)
-    assert directory.rebuild.is_ready
+    assert directory.is_ready
 
 
 def test_a_master_without_nodes_is_ready_when_none_can_come() -> None:
     directory = make(rebuild_s=3.0)
     directory.tick(2.99)
-    assert not directory.rebuild.is_ready
+    assert not directory.is_ready
     directory.tick(3.0)
-    assert directory.rebuild.is_ready
+    assert directory.is_ready
 
 
 def test_a_new_node_that_reports_first_does_not_speak_for_those_that_were_there_before() -> None:
     directory = make("new", rebuild_s=3.0)
     report(directory, "new")
-    assert directory.rebuild.state is Membership.FRESH
+    assert directory.cluster.state is Membership.FRESH
     directory.tick(ALONE_S - 0.01)
-    assert not directory.rebuild.is_ready
-    directory.rebuild.handle(MembershipEvent.STRAY_LEASE)
+    assert not directory.is_ready
+    directory.cluster.handle(MembershipEvent.STRAY_LEASE)
     directory.tick(ALONE_S)
-    assert directory.rebuild.state is Membership.REBUILDING
+    assert directory.cluster.state is Membership.REBUILDING
 
 
 def test_a_report_counts_once_nobody_else_has_come() -> None:
     directory = make("only", rebuild_s=3.0)
     report(directory, "only")
     directory.tick(ALONE_S)
-    assert directory.rebuild.is_ready
+    assert directory.is_ready
 
 
 def test_a_successor_that_was_told_its_nodes_waits_for_no_others() -> None:
     directory = make("a", rebuild_s=3.0, expected=frozenset({"a"}))
     report(directory, "a")
-    assert directory.rebuild.is_ready
+    assert directory.is_ready
 
 
 def test_a_node_that_goes_is_not_waited_for() -> None:
@@ -79,25 +83,25 @@ def test_a_node_that_goes_is_not_waited_for() -> None:
     directory.tick(ALONE_S)
     report(directory, "a")
     directory.node_gone("b")
-    assert directory.rebuild.is_ready
+    assert directory.is_ready
 
 
 def test_a_successor_waits_for_nodes_that_it_has_not_heard_of() -> None:
     directory = make("a", rebuild_s=3.0)
-    directory.rebuild.handle(MembershipEvent.STRAY_LEASE)
+    directory.cluster.handle(MembershipEvent.STRAY_LEASE)
     report(directory, "a")
-    assert directory.rebuild.state is Membership.REBUILDING
+    assert directory.cluster.state is Membership.REBUILDING
     directory.tick(3.0)
-    assert directory.rebuild.is_ready
+    assert directory.is_ready
 
 
 def test_a_node_that_its_predecessor_knew_is_waited_for_until_its_lease_is_over() -> None:
     directory = make("a", rebuild_s=3.0, expected=frozenset({"a", "b"}))
     report(directory, "a")
     directory.tick(2.9)
-    assert not directory.rebuild.is_ready
+    assert not directory.is_ready
     directory.tick(3.0)
-    assert directory.rebuild.is_ready
+    assert directory.is_ready
 
 
 def test_slots_become_known_one_after_the_other() -> None:
@@ -109,9 +113,48 @@ def test_slots_become_known_one_after_the_other() -> None:
     assert not directory.is_incomplete([low], [None])
     assert directory.is_incomplete([low, high], [None, None])
     assert not directory.is_incomplete([low, high], [None, object()])
-    assert directory.rebuild.num_known_slots == 300
+    assert directory.num_known_slots == 300
     tell(directory, "b", 1, ReportPiece(1, NUM_SLOTS, [(high, 1, 10, 0)]))
-    assert directory.rebuild.is_ready
+    assert directory.is_ready
+
+
+@given(st.lists(st.integers(0, NUM_SLOTS), max_size=6), st.text(min_size=1, max_size=9))
+def test_each_range_counts_its_own_slots(told: list[int], key: str) -> None:
+    ranges = [Rebuild(number) for number in range(NUM_RANGES)]
+    assert not ranges[range_of(key)].knows(key)
+    for num_slots in told:
+        for each in ranges:
+            each.told(num_slots)
+    known = max(told, default=0)
+    assert sum(each.num_known_slots for each in ranges) == known
+    assert sum(each.is_ready for each in ranges) == known // RANGE_SLOTS
+    assert range_of(key) == slot_of(key) // RANGE_SLOTS
+    assert ranges[range_of(key)].knows(key) == (slot_of(key) < known)
+
+
+def test_a_range_is_ready_before_others_are() -> None:
+    """A client's commit is taken, and a put decided, as soon as the key's range is known."""
+    directory = make("a", expected=frozenset({"a"}))
+    low, high = "kv/k13", "kv/a"
+    tell(directory, "a", 1, ReportPiece(0, 500))
+    committed = [directory.commit_by_client(ClientCommit("a", 7, ChunkKey(key), 1, 10), 0.0) for key in (low, high)]
+    assert committed == [CommitResult.ACCEPTED, CommitResult.ASK_NODE]
+    other = next(key for n in range(99) if slot_of(key := f"k{n}") < 500)
+    added = [ChunkEntry(key, 1, 10, unconfirmed=True) for key in (high, other)]
+    answer = directory.announce(NodeAnnouncement("a", 7, added, report_id=1), 0.0)
+    assert (answer.accepted, answer.undecided) == ([False, True], [0])
+
+
+def test_a_piece_whose_entries_are_in_no_order_is_taken() -> None:
+    directory = make("a", expected=frozenset({"a"}))
+    keys = [f"k{n}" for n in range(1000)]
+    entries = [(key, 1, 10, 0) for key in keys]
+    tell(directory, "a", 1, ReportPiece(0, NUM_SLOTS, entries))
+    assert directory.holds(keys) == bytes([1]) * 1000
+    assert tell(directory, "a", 1, ReportPiece(0, NUM_SLOTS, [(k, 2, 10, 0) for k in keys])).refused == []
+    directory.node_registered(instance("b"), 0.0)
+    mixed = [(key, 2 + n % 2, 10, 0) for n, key in enumerate(keys)]
+    assert list(tell(directory, "b", 1, ReportPiece(0, NUM_SLOTS, mixed)).refused) == list(range(1, 1000, 2))
 
 
 def test_a_put_meanwhile_does_not_replace_a_chunk_that_is_reported_later() -> None:

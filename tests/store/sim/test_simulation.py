@@ -17,6 +17,7 @@ from tanghulu.store.client.logic import carriers, get
 from tanghulu.store.client.logic.commit import CommitCall
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.pending_commits import PendingCommits
+from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.directory.rebuild import Rebuild
 from tanghulu.store.node.rpc import service
 from tanghulu.store.node.state.allocator import OffsetAllocator
@@ -25,7 +26,7 @@ from tanghulu.store.node.state.report_queue import ReportQueue
 from tanghulu.store.node.state.slot_report import SlotReport
 from tanghulu.store.node.state.write_buffers import WriteBuffers
 from tanghulu.store.node.writes.fills import Fill, Fills
-from tanghulu.store.protocol.key_slots import NUM_SLOTS
+from tanghulu.store.protocol.key_slots import RANGE_SLOTS
 from tanghulu.store.protocol.types import CommitResult
 from tests.store.sim.plan import Plan
 from tests.store.sim.world import World
@@ -143,7 +144,7 @@ def _hands_out_too_much(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lets_removed_chunks_return(original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, key: None
+    return lambda self, removal, node_id: []
 
 
 def _is_never_incomplete(original: Any) -> Any:
@@ -151,8 +152,8 @@ def _is_never_incomplete(original: Any) -> Any:
 
 
 def _takes_time_for_knowledge(original: Any) -> Any:
-    def told(self: Rebuild, slots_by_node: Any) -> None:
-        self.num_known_slots = NUM_SLOTS  # whatever has been reported
+    def told(self: Rebuild, num_slots: int) -> None:
+        self.num_known_slots = RANGE_SLOTS  # whatever has been reported
 
     return told
 
@@ -192,7 +193,7 @@ def _publishes_what_was_refused(original: Any) -> Any:
 
 
 def _accepts_and_forgets(original: Any) -> Any:
-    return lambda self, said, now_s: CommitResult.ACCEPTED
+    return lambda self, said, inventory, now_s: CommitResult.ACCEPTED
 
 
 def _publishes_without_committing(original: Any) -> Any:
@@ -234,13 +235,13 @@ MUTATIONS = [
     (ReportQueue, "requeue", _forgets_to_announce, _STORMY),
     (NodeState, "_drop", _frees_what_is_leased, _CROWDED),
     (OffsetAllocator, "free", _hands_out_too_much, _CROWDED),
-    (Directory, "_bury", _lets_removed_chunks_return, _LONELY),
+    (Directory, "bury", _lets_removed_chunks_return, _LONELY),
     (Rebuild, "knows", _is_never_incomplete, _REBORN),
     (Rebuild, "told", _takes_time_for_knowledge, _REBORN),
-    (Directory, "_put_in", _decides_before_it_knows, _REBORN),
+    (Directory, "put_in", _decides_before_it_knows, _REBORN),
     (ReportQueue, "granted", _leaves_undecided_puts_parked, _REBORN),
     (SlotReport, "take", _passes_over_a_chunk, _REBORN),
-    (Directory, "is_incomplete", _denies_what_it_does_not_know, _REBORN),
+    (RangeDirectories, "is_incomplete", _denies_what_it_does_not_know, _REBORN),
     (service, "after_drain", _answers_without_looking_at_buffers, _TIDY),
     (CommitCall, "results", _publishes_what_was_refused, _CALM),
     (carriers, "commit_by_client", _publishes_without_committing, _CALM),

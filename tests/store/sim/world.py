@@ -367,10 +367,10 @@ class World:
         self._raise()
         self.check()
         self.counts["put in buffers"] = sum(node.state.buffers.num_taken for node in self.nodes.values())
-        self.counts["retracted"] = self.master.core.directory.pending_commits.num_retracted
+        self.counts["retracted"] = self.master.core.directory.num_retracted
         self.counts["bytes streamed"] = sum(node.traffic.bytes_written["stream"] for node in self.nodes.values())
         directory = self.master.core.directory
-        assert directory.rebuild.is_ready, "the directory is not complete"
+        assert directory.is_ready, "the directory is not complete"
         for host, node in self.nodes.items():
             held = {chunk.key for chunk in node.state.live_chunks()}
             page, rest = directory.snapshot(directory.walk(), "", 1 << 20)

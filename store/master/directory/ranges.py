@@ -1,0 +1,362 @@
+"""The directory of a master: the keys of all ranges, the nodes that hold them, and what followers are told. Pure.
+
+Keys are in ranges (see ``key_slots``), and each range has a ``Directory`` of its own: its table, its pending commits,
+its tombstones, and how much of it is known. What is here is of the whole master: the nodes with their inventories,
+which of them may report, the order of all keys while somebody lists them, and the log of changes, whose numbers are one
+row over all ranges.
+
+Example: A has told the slots below 520 of 1,024. A client commits "kv/a" (slot 812, range 50) and is sent to the node,
+as range 50 may have an older chunk of that key; its commit of "kv/k13" (slot 158, range 9) is taken.
+
+Rules of an announcement, which comes from a registered node and carries its generation (those of a key: ``directory``):
+- a node that is not registered, or registered with another generation (a zombie), is refused;
+- what it removed or deleted is taken out first, then what it added is put in; the last word on a key counts;
+- a report has a number, and comes slot by slot in numbered pieces. The first announcement with its number opens a new
+  inventory, into which its pieces and all later announcements go, and when the last slot is told, what only older
+  inventories hold is gone; until then nothing is forgotten. A piece may come twice. One that continues a report which
+  this directory does not know proves nothing: the node is asked to begin again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain, groupby, islice
+from random import Random
+
+from tanghulu.discovery.base import Instance
+from tanghulu.store.master.directory import listing as key_pages
+from tanghulu.store.master.directory.announcement import Announced, NodeAnnouncement, ReportPiece, StaleHolder
+from tanghulu.store.master.directory.chunk_table import PART_SHIFT, DirectoryTable, FoundChunk
+from tanghulu.store.master.directory.directory import Directory
+from tanghulu.store.master.directory.events import EventRing
+from tanghulu.store.master.directory.inventories import Inventories, InventoryState
+from tanghulu.store.master.directory.key_order import KeyOrder
+from tanghulu.store.master.directory.listing import KeyPage
+from tanghulu.store.master.directory.nodes import NodeRecord, NodeSummary, RegisteredNodes
+from tanghulu.store.master.directory.placement import PlacementCandidate, PlacementRequest
+from tanghulu.store.master.directory.rebuild import REBUILD_S, ClusterNodes
+from tanghulu.store.master.directory.report_grants import ReportGrants
+from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
+from tanghulu.store.protocol.key_slots import NUM_RANGES, NUM_SLOTS, range_of
+from tanghulu.store.protocol.types import ClientCommit, CommitResult
+
+#: Keys and events that the log keeps for followers: about 8 bytes each while the keys live.
+LOG_WEIGHT = 1 << 20
+
+
+class RangeDirectories:
+    """The map from keys to nodes; see the module. ``now_s`` is of one monotonic clock in all calls.
+
+    ``expected`` are the nodes that may have something to report (None: unknown).
+    """
+
+    def __init__(
+        self,
+        now_s: float,
+        rebuild_s: float = REBUILD_S,
+        log_weight: int = LOG_WEIGHT,
+        expected: frozenset[str] | None = None,
+    ) -> None:
+        self.cluster = ClusterNodes(now_s, rebuild_s, expected)
+        self.grants = ReportGrants()
+        self.log: EventRing[DirectoryEvent] = EventRing(log_weight)
+        #: Slots, from the first on, whose unknown keys are missing keys; it never falls.
+        self.num_known_slots = 0
+        self.num_retracted = 0
+        self._nodes = RegisteredNodes()
+        self._inventories = Inventories()
+        self._order = KeyOrder()
+        self._ranges = [Directory(number, self._inventories, self._order) for number in range(NUM_RANGES)]
+        self._tables = [directory.table for directory in self._ranges]
+        self._unready = list(self._ranges)  # those of which not all slots are known
+        self._unswept: Iterator[tuple[DirectoryTable, str]] = iter(())
+        self._stale_holders: list[StaleHolder] = []  # until the planner takes them, in the same call
+
+    def _of(self, key: str) -> Directory:
+        return self._ranges[range_of(key)]
+
+    @property
+    def num_keys(self) -> int:
+        """Number of keys; keys of a lost node count until they are swept."""
+        return sum(map(len, self._tables))
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of registered nodes."""
+        return len(self._nodes)
+
+    @property
+    def nodes_version(self) -> int:
+        """Changes with the nodes, what they say of themselves, and their capacity."""
+        return self._nodes.version
+
+    @property
+    def num_pending_commits(self) -> int:
+        """Number of commits of clients that no node has confirmed yet."""
+        return sum(len(directory.pending_commits) for directory in self._ranges)
+
+    # --- nodes
+
+    def node_registered(self, instance: Instance, now_s: float) -> None:
+        """Enter a node, or its changed registration. Another generation of the same id starts with nothing."""
+        node = self._nodes.get(instance.id)
+        if node is not None and node.instance.generation == instance.generation:
+            self._nodes.renew(node, instance, now_s)
+            return
+        self.node_gone(instance.id)
+        self._nodes.enter(instance, now_s, self._inventories.open(instance.id))
+
+    def node_seen(self, node_id: str, now_s: float) -> None:
+        """Note a sign of life of a node."""
+        node = self._nodes.get(node_id)
+        if node is not None:
+            node.last_seen_s = now_s
+
+    def node_gone(self, node_id: str) -> None:
+        """Forget a node whose lease ended: nobody finds its chunks from now on."""
+        if not self._nodes.remove(node_id):
+            return
+        self._inventories.forget_owner(node_id)
+        for directory in self._ranges:
+            directory.pending_commits.forget_node(node_id)
+        self.grants.end(node_id)
+        self._log(DirectoryEventKind.NODE_GONE, node_id)
+        self._count_slots()
+
+    def nodes(self) -> list[NodeSummary]:
+        """All registered nodes, by id."""
+        return [self._view(self._nodes[node_id]) for node_id in sorted(self._nodes)]
+
+    def _view(self, node: NodeRecord) -> NodeSummary:
+        return NodeSummary(
+            node.instance,
+            node.capacity_bytes,
+            node.used_bytes,
+            self.num_chunks(node.instance.id),
+            node.draining,
+            node.last_seen_s,
+            node.ssd_capacity_bytes,
+            node.ssd_used_bytes,
+        )
+
+    # --- announcements of nodes
+
+    def announce(self, announcement: NodeAnnouncement, now_s: float) -> Announced:
+        """Take an announcement. Raises LeaseExpired (register first) or InvalidRequest (a zombie's generation)."""
+        node = self._nodes.heard(announcement, now_s)
+        node_id, report_id, piece = announcement.node_id, announcement.report_id, announcement.piece
+        changes: dict[str, bool] = {}  # key -> whether followers must now think that the node holds it
+        self._take_out(announcement, changes)
+        if report_id and report_id != node.report_id:
+            node.begin_report(report_id, self._inventories.open(node_id))
+        is_broken = piece is not None and not node.continues(piece)
+        inventory = node.inventories[-1]
+        accepted: list[bool] = []
+        undecided: list[int] = []
+        for index, entry in enumerate(announcement.added):
+            stands = self._ranges[range_of(entry.key)].put_in(inventory, node_id, entry, changes)
+            accepted.append(stands is True)
+            if stands is None:
+                undecided.append(index)
+        refused = self._take_piece(node, piece, changes) if piece is not None and not is_broken else []
+        self._log_changes(node_id, changes)
+        report_keys = self.grants.ask(node_id, now_s) if report_id and not node.reported else 0
+        is_silent = not node.reported and not report_id
+        return Announced(accepted, is_broken or is_silent, undecided, refused, report_keys)
+
+    def _take_out(self, announcement: NodeAnnouncement, changes: dict[str, bool]) -> None:
+        node_id = announcement.node_id
+        for retraction in announcement.retracted:
+            is_known = self._of(retraction.key).retract(retraction, node_id)
+            self.num_retracted += is_known is not None
+            if is_known:
+                self._log(DirectoryEventKind.REMOVED, node_id, (retraction.key,))
+        for removal in announcement.deleted:
+            for stale in self._of(removal.key).bury(removal, node_id):
+                self._log(DirectoryEventKind.REMOVED, stale.node_id, (stale.key,))
+                self._stale_holders.append(stale)
+        for removal in chain(announcement.removed, announcement.deleted):
+            self._of(removal.key).take_out(removal, node_id, changes)
+
+    # --- reports
+
+    def _take_piece(self, node: NodeRecord, piece: ReportPiece, changes: dict[str, bool]) -> list[int]:
+        """Enter a piece of a report; returns the indexes of its entries that do not stand."""
+        node_id, inventory, refused, start = node.instance.id, node.inventories[-1], list[int](), 0
+        for number, run in groupby([range_of(entry[0]) for entry in piece.entries]):  # told in order: few runs
+            end = start + len(list(run))
+            entries = piece.entries[start:end]
+            refused += [start + i for i in self._ranges[number].take_report(inventory, node_id, entries, changes)]
+            start = end
+        if node.has_told(piece.next_slot):
+            self._end_report(node)
+        self._count_slots()
+        return refused
+
+    def _end_report(self, node: NodeRecord) -> None:
+        for directory in self._ranges:
+            directory.end_report(node.inventories[-1], node.instance.id)
+        for inventory in node.end_report():
+            self._inventories.kill(inventory, InventoryState.REPLACED)
+        self.grants.end(node.instance.id)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every unknown key is a missing key."""
+        return not self._unready
+
+    def _count_slots(self) -> None:
+        if not self._unready:
+            return
+        num_told = self.cluster.told_by_all(self._nodes.told_slots())
+        for directory in self._unready:
+            directory.rebuild.told(num_told)
+        self._unready = [directory for directory in self._unready if not directory.rebuild.is_ready]
+        self.num_known_slots = sum(directory.rebuild.num_known_slots for directory in self._ranges)
+        if not self._unready:
+            self._log(DirectoryEventKind.RESET, "")  # the first event: a follower names the last one that it has
+
+    # --- commits of clients
+
+    def commit_by_client(self, said: ClientCommit, now_s: float) -> CommitResult:
+        """Take a client's commit as the announcement of its node, until the node itself announces the chunk."""
+        node = self._nodes.get(said.node_id)
+        if node is None or node.instance.generation != said.generation or node.draining:
+            return CommitResult.ASK_NODE
+        result = self._ranges[range_of(said.key)].commit_by_client(said, node.inventories[-1], now_s)
+        if result is CommitResult.ACCEPTED:
+            self._log(DirectoryEventKind.STORED, said.node_id, (said.key,))
+        return result
+
+    @property
+    def has_stale_holders(self) -> bool:
+        """Whether nodes still hold chunks that were removed elsewhere."""
+        return bool(self._stale_holders)
+
+    def take_stale_holders(self) -> list[StaleHolder]:
+        """The nodes that hold chunks which were removed elsewhere, each once."""
+        taken, self._stale_holders = self._stale_holders, []
+        return taken
+
+    # --- questions of callers
+
+    def find(self, key: str) -> FoundChunk | None:
+        """The chunk ``key`` and its live holders, as ``locate`` of one key."""
+        return self._tables[range_of(key)].find(key)
+
+    def locate(self, keys: Iterable[str]) -> list[FoundChunk | None]:
+        """For each key the chunk and its live holders. None is a "not found" unless ``is_incomplete``."""
+        tables = self._tables
+        return [tables[range_of(key)].find(key) for key in keys]
+
+    def holds(self, keys: Iterable[str]) -> bytes:
+        """For each key 1 if a live node holds it, else 0. A 0 is a "not found" unless ``is_incomplete``."""
+        tables = self._tables
+        if self._inventories.needs_sweep:
+            return bytes([tables[range_of(key)].holds(key) for key in keys])
+        return bytes([key in tables[range_of(key)].parts[hash(key) >> PART_SHIFT] for key in keys])  # all that is known
+
+    def is_incomplete(self, keys: Iterable[str], held: Iterable[object]) -> bool:
+        """Whether one of ``keys`` that is not ``held`` may yet be reported."""
+        if self.is_ready:
+            return False
+        return any(not each and not self._of(key).rebuild.knows(key) for key, each in zip(keys, held, strict=True))
+
+    def unreported(self) -> list[str]:
+        """The registered nodes that have yet to tell some slots."""
+        return [node_id for node_id, num_slots in self._nodes.told_slots().items() if num_slots < NUM_SLOTS]
+
+    def place(self, request: PlacementRequest, rng: Random) -> list[NodeSummary]:
+        """The nodes for a new chunk, best first (see placement)."""
+        return list(map(self._view, self._nodes.place(request, rng)))
+
+    def candidates(self) -> dict[str, PlacementCandidate]:
+        """The nodes as placement sees them, by id; a view that changes with them."""
+        return self._nodes.candidates
+
+    def instance(self, node_id: str) -> Instance | None:
+        """The registration of ``node_id``; None if it is not registered."""
+        node = self._nodes.get(node_id)
+        return node.instance if node is not None else None
+
+    def num_chunks(self, node_id: str) -> int:
+        """Number of chunks that the node holds, as far as it has reported."""
+        node, counts = self._nodes.get(node_id), self._inventories.counts
+        return sum(counts[inventory] for inventory in node.inventories) if node is not None else 0
+
+    # --- all keys
+
+    def list_keys(self, prefix: str, after: str, limit: int) -> KeyPage:
+        """A page of the keys that begin with ``prefix`` (see key_pages), and whether there are more."""
+        return key_pages.list_keys(self, prefix, after, limit)
+
+    def keys_from(self, first: str, *, inclusive: bool = True) -> Iterator[str] | None:
+        """Keys in order from ``first`` on, those of lost nodes included; valid until the next change.
+
+        None: their order is not there yet, and has come a step nearer.
+        """
+        return self._order.keys_from(first, inclusive=inclusive) if self._order.extend() else None
+
+    def walk(self) -> Iterator[str]:
+        """All keys in no order, those of lost nodes included, to be taken in steps; each that stays comes once."""
+        return chain.from_iterable(table.walk() for table in self._tables)
+
+    def snapshot(self, walk: Iterator[str], prefix: str, num_keys: int) -> tuple[dict[str, list[str]], bool]:
+        """A page of a snapshot for followers, of the next keys of ``walk`` (see key_pages)."""
+        return key_pages.snapshot(self, walk, prefix, num_keys)
+
+    # --- time
+
+    def tick(self, now_s: float) -> None:
+        """Let times pass: of pending commits, of a predecessor's leases, and of an order that nobody asks for."""
+        for directory in self._ranges:
+            for node_id, key in directory.expire(now_s):
+                self._log(DirectoryEventKind.REMOVED, node_id, (key,))
+        self.cluster.tick(now_s)
+        self._count_slots()
+        self._order.tick(now_s)
+
+    def sweep(self, num_keys: int) -> bool:
+        """Clean the next ``num_keys`` keys of lost nodes and replaced reports; returns whether there is more."""
+        inventories = self._inventories
+        if not inventories.is_sweeping:
+            if not inventories.begin_sweep():
+                return False
+            self._unswept = ((table, key) for table in self._tables for key in table.walk())
+        part = list(islice(self._unswept, num_keys))
+        by_node: dict[str, dict[str, bool]] = {}
+        for table, key in part:
+            for node_id in table.clean(key):
+                by_node.setdefault(node_id, {})[key] = False
+        for node_id, changes in by_node.items():
+            self._log_changes(node_id, changes)
+        if len(part) < num_keys:
+            inventories.end_sweep()
+        return inventories.needs_sweep
+
+    def _log_changes(self, node_id: str, changes: dict[str, bool]) -> None:
+        if not self.is_ready:
+            return  # nobody follows yet: the first thing that a follower gets is a snapshot of all
+        for kind, wanted in ((DirectoryEventKind.REMOVED, False), (DirectoryEventKind.STORED, True)):
+            keys = tuple(key for key, held in changes.items() if held is wanted)
+            if keys:
+                self._log(kind, node_id, keys)
+
+    def _log(self, kind: DirectoryEventKind, node_id: str, keys: tuple[str, ...] = ()) -> None:
+        self.log.append(DirectoryEvent(self.log.last + 1, kind, node_id, keys), weight=1 + len(keys))
+
+    def check(self) -> None:
+        """Assert that all parts are sound, and that every inventory in use belongs to its node."""
+        self._inventories.check(chain.from_iterable(directory.check() for directory in self._ranges))
+        self._order.check()
+        self.log.check()
+        self._nodes.check()
+        for node_id in self._nodes:
+            assert all(self._inventories.owners[inventory] == node_id for inventory in self._nodes[node_id].inventories)
+        self.grants.check()
+        assert self._unready == [directory for directory in self._ranges if not directory.rebuild.is_ready]
+        assert self.num_known_slots == sum(directory.rebuild.num_known_slots for directory in self._ranges)
+
+    def __repr__(self) -> str:
+        num_ready = NUM_RANGES - len(self._unready)
+        return f"RangeDirectories({num_ready} of {NUM_RANGES} ready, {len(self._nodes)} nodes, {self.num_keys} keys)"
