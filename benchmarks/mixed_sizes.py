@@ -42,7 +42,7 @@ def main() -> None:
     rng = random.Random(options.seed)
     state = _full_node(options.chunks, options.small, options.tenants, rng)
     steps_ms: list[float] = []
-    evicted = state.counters.evicted_bytes
+    evicted = state.chunks.counters.evicted_bytes
     for number in range(options.puts):
         _put(state, f"large/{number}", options.large, Pin.NONE, steps_ms)
     needed = options.puts * options.large
@@ -55,8 +55,8 @@ def main() -> None:
         "step_ms_p99": round(steps_ms[len(steps_ms) * 99 // 100], 2),
         "step_ms_max": round(steps_ms[-1], 2),
         "put_ms_mean": round(sum(steps_ms) / options.puts, 2),
-        "evicted_ratio": round((state.counters.evicted_bytes - evicted) / needed, 3),
-        "moved_ratio": round(state.space.moved_bytes / needed, 3),
+        "evicted_ratio": round((state.chunks.counters.evicted_bytes - evicted) / needed, 3),
+        "moved_ratio": round(state.chunks.space.moved_bytes / needed, 3),
         "max_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
     }
     print(json.dumps(figures))
@@ -79,9 +79,9 @@ def _full_node(num_chunks: int, size_bytes: int, num_tenants: int, rng: random.R
         state.reports.done()
     rng.shuffle(keys)
     for key in keys:
-        chunk = state.find(key)
+        chunk = state.chunks.find(key)
         if chunk is not None:
-            state.touch([chunk])
+            state.chunks.touch([chunk])
     return state
 
 
@@ -89,19 +89,19 @@ def _put(state: NodeState, key: str, size_bytes: int, pin: Pin, steps_ms: list[f
     new = NewChunk(ChunkKey(key), 1, size_bytes, _SUM, pin, None)
     begun_s = time.thread_time()
     outcome = state.reserve(new, None)
-    state.end_call()
+    state.chunks.end_call()
     steps_ms.append((time.thread_time() - begun_s) * 1000)
     while not isinstance(outcome, Reserved):
         assert state.has_more_to_do, "nothing is leased, so there is room"
         begun_s = time.thread_time()
         served = state.admit_waiters()
-        state.end_call()
+        state.chunks.end_call()
         steps_ms.append((time.thread_time() - begun_s) * 1000)
         for _, late in served:
             assert isinstance(late, Reserved)
             outcome = late
     state.commit(outcome.chunk, _SUM, CommittedBy.NODE_UNAWAITED)
-    state.end_call()
+    state.chunks.end_call()
 
 
 if __name__ == "__main__":

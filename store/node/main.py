@@ -236,7 +236,7 @@ class Node:
 
     def _register_metrics(self, registry: CollectorRegistry, tenants: TenantUsage | None) -> None:
         if self._tier is not None:
-            registry.register(TierCollector(self.state, self._tier))
+            registry.register(TierCollector(self.state.counters, self._tier))
         if tenants is not None:
             registry.register(TenantCollector(tenants.usage))
         registry.register(ServerCollector(self._segment_server))
@@ -340,11 +340,11 @@ class Node:
         self.state.drain_buffers()
         self._copier.order(orders)
         for key, version in orders.drops:
-            self.state.let_go(ChunkKey(key), version)
+            self.state.chunks.let_go(ChunkKey(key), version)
         self._room_changed()
 
     def _freed(self, freed: Sequence[Freed]) -> None:
-        self.state.freed(freed)
+        self.state.leases.freed(freed)
         self._room_changed()
 
     def _not_registered(self) -> None:
@@ -371,7 +371,7 @@ class Node:
             self._sessions.forget_ended()
             self._puts.fills.tick()
             self._drain_buffers()
-            self.state.trim_tenants()
+            self.state.chunks.trim_tenants()
             self._evict_ahead()
             self._room_changed()
             self._reporter.tick()
@@ -404,7 +404,7 @@ class Node:
 
     def _evict_ahead(self) -> None:
         budget = _EVICT_AHEAD_BYTES if self._tier is None else min(self._tier.free_queue_bytes, _SEND_AHEAD_BYTES)
-        self.state.evict_ahead(self._watermarks.wanted(self.state.used_bytes, budget))
+        self.state.chunks.evict_ahead(self._watermarks.wanted(self.state.chunks.used_bytes, budget))
 
 
 async def _until_stopping(stopping: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:

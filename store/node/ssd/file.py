@@ -19,7 +19,7 @@ from pathlib import Path
 import structlog
 
 from tanghulu.errors import ConfigError
-from tanghulu.store.node.state.allocator import OffsetAllocator
+from tanghulu.store.node.space.allocator import OffsetAllocator
 from tanghulu.store.node.state.ssd_record import (
     FILE_ID_BYTES,
     FORMAT,

@@ -18,9 +18,9 @@ from sortedcontainers import SortedList
 
 from tanghulu.eviction.base import Policy
 from tanghulu.runtime.clock import Clock
+from tanghulu.store.node.space.allocator import OffsetAllocator
+from tanghulu.store.node.space.space import Space
 from tanghulu.store.node.ssd.admission import Demotion, EvictedChunk, TierAdmission
-from tanghulu.store.node.state.allocator import OffsetAllocator
-from tanghulu.store.node.state.space import Space
 from tanghulu.store.node.state.ssd_chunk import SsdChunk, SsdChunkEvent, SsdChunkState
 from tanghulu.store.node.state.ssd_record import UNIT, SsdRecord
 from tanghulu.store.protocol.types import Pin

@@ -28,8 +28,8 @@ from typing import Generic, Protocol, TypeVar
 
 from tanghulu.eviction.base import Policy
 from tanghulu.eviction.fair import Fair
-from tanghulu.store.node.state.allocator import OffsetAllocator
-from tanghulu.store.node.state.frames import Window
+from tanghulu.store.node.space.allocator import OffsetAllocator
+from tanghulu.store.node.space.frames import Window
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey
 

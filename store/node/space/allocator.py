@@ -22,7 +22,7 @@ from itertools import pairwise
 from sortedcontainers import SortedDict, SortedList
 
 from tanghulu.errors import InvalidRequest
-from tanghulu.store.node.state.frames import Frames
+from tanghulu.store.node.space.frames import Frames
 
 DEFAULT_ALIGNMENT = 64
 
