@@ -1,4 +1,4 @@
-"""The curl examples of docs/operating_the_store.md, as they stand; only the port is this gateway's."""
+"""The curl examples of docs/store_over_http.md, as they stand; only the port is this gateway's."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from tests.store.cluster import Cluster
 from tests.store.gateway.running_gateway import serving
 
-PAGE = (Path(__file__).parents[3] / "docs" / "operating_the_store.md").read_text()
-COMMANDS = re.search(r"## Over HTTP\n.*?```sh\n(.*?)```", PAGE, re.DOTALL)
+PAGE = (Path(__file__).parents[3] / "docs" / "store_over_http.md").read_text()
+COMMANDS = re.search(r"# The store over HTTP\n.*?```sh\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
