@@ -74,17 +74,6 @@ def welcome(reply: AnyReply) -> Welcome:
     return Welcome(*session, segment, index, message.key_scope, version)
 
 
-def put(items: Sequence[NewChunk], pieces: Sequence[memoryview], visible: bool, deadline_ms: int) -> AnyCall:
-    """Small values, inside the request: ``pieces`` are all of them, one behind the other."""
-    return methods.PUT.call(m.PutRequest(list(items), visible, deadline_ms), pieces)
-
-
-def put_results(reply: AnyReply) -> list[bool | TanghuluError]:
-    """For each value whether it existed, or why it failed; of PUT and COMMIT."""
-    message: m.PutReply = reply.message
-    return message.results
-
-
 def open_buffer(value_bytes: int) -> AnyCall:
     """Ask for a write buffer for values of about that size."""
     return methods.OPEN_BUFFER.call(m.OpenBufferRequest(value_bytes))
