@@ -392,7 +392,7 @@ class Node:
             published.flush()
 
     def _drain_buffers(self) -> None:
-        """At every tick, and while clients put, much more often: it keeps what a get has to wait for short."""
+        """Make chunks of what clients have written: at every tick, and while they put far more often; gets wait less."""
         busy = self.state.tick_buffers(self._clock.now_s())
         if busy and self._polling is None:
             self._polling = asyncio.get_running_loop().call_later(_POLL_S, self._poll_buffers)
@@ -408,7 +408,7 @@ class Node:
 
 
 async def _until_stopping(stopping: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:
-    """Until the process is to stop, or one of its tasks fails: a node that announces nothing must not live on."""
+    """Wait until the process is to stop, or one of its tasks fails: a node that reports nothing must not live on."""
     waiting = asyncio.create_task(stopping.wait())
     done, _ = await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()

@@ -148,7 +148,7 @@ class AccessTable:
         self._open_session(session_id).num_one_sided += 1
 
     def end_one_sided(self, session_id: int) -> list[Freed]:
-        """One of the session's queue pairs is gone; with the last of them, what it was kept from is free."""
+        """Take note that one of the session's queue pairs is gone; with the last, the ranges it kept are free."""
         session = self._sessions.get(session_id)
         assert session is not None, f"session {session_id} is unknown"
         assert session.num_one_sided > 0, f"session {session_id} has no queue pair"

@@ -245,7 +245,7 @@ class Filling:
             self._num_moved += request.length
 
     def checksums(self, part_bytes: int) -> sums.Checksums:
-        """Of the value, all of which has moved."""
+        """The checksums of a value that has moved completely."""
         if self.rest is not None and self.rest.running.complete:
             return self.rest.running.end()
         return self.op.checksums(part_bytes)

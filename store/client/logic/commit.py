@@ -51,7 +51,7 @@ class PutOp:
             self.placed.append(node)
 
     def checksums(self, part_bytes: int) -> sums.Checksums:
-        """Those that were given, or computed now."""
+        """The value's checksums: those that the caller gave, or computed now."""
         given = self.new.checksums
         if given.parts:
             return given

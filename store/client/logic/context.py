@@ -160,7 +160,7 @@ class Context:
         return Access.MESSAGES if self.streams else Access.ENGINE
 
     def inline_bytes(self, node: PeerId) -> int:
-        """Up to which size values of ``node`` should come inside its answers."""
+        """The largest value that ``node`` should send inside its answers."""
         maps = self.maps_memory and node in self.nodes.local_ids()
         return MAX_STREAMED_BYTES if self.streams and not maps else MAX_INLINE_BYTES
 
@@ -190,7 +190,7 @@ class Context:
             self.leases.drop(node, lease_id)
 
     def untold(self, calls: Sequence[tuple[PeerId, messages.AnyCall]]) -> None:
-        """These calls were not sent: the leases that they give back are given back later."""
+        """Note that these calls were not sent: give back later the leases that they would have given back."""
         for node, call in calls:
             for lease_id in messages.given_back(call):
                 self.leases.drop(node, lease_id)

@@ -91,7 +91,7 @@ def reserve(items: Iterable[NewChunk], deadline_ms: int, fill: int = 0, pieces: 
 
 
 def reservations(reply: AnyReply) -> list[Reservation | TanghuluError | None]:
-    """For each value its range; None: the key exists."""
+    """The range reserved for each value; None: its key exists."""
     message: m.ReserveReply = reply.message
     return [each.error if isinstance(each, Failure) else each for each in message.reservations]
 
@@ -213,7 +213,7 @@ def chunk_info(key: str, nodes: tuple[str, ...], reply: AnyReply) -> ChunkInfo |
 
 
 def locate(keys: Sequence[str], *, count_only: bool = False) -> AnyCall:
-    """Who holds these keys."""
+    """Ask for the holders of these keys."""
     return methods.LOCATE.call(m.LocateRequest(keys, count_only))
 
 
@@ -238,12 +238,12 @@ class ListVersion(NamedTuple):
 
 
 def nodes() -> AnyCall:
-    """All nodes, with their figures of now."""
+    """Ask for all nodes, with their present figures."""
     return methods.NODES.call(directory_pb2.NodesRequest())
 
 
 def nodes_since(known: ListVersion) -> AnyCall:
-    """All nodes, if the list is another than the one that is known."""
+    """Ask for all nodes, unless the list is still the known one."""
     number, generation = known
     request = directory_pb2.NodesRequest(known_version=number, known_generation=generation, versioned=True)
     return methods.NODES.call(request)

@@ -84,7 +84,7 @@ class Reporter:
     # --- what the node's services ask
 
     def kick(self) -> None:
-        """There is something to tell; it leaves now, unless a message is under way."""
+        """Send what there is to tell now, unless a message is under way."""
         if self._free and (self._queue.urgent or self._flushes or self._flushing):
             self._tell()
 

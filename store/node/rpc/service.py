@@ -285,7 +285,7 @@ class NodeService:
         return await answered
 
     def _end_writing(self, peer: Peer, request: CommitRequest, items: Sequence[CommitItem]) -> list[_Ended]:
-        """Of each item the reservation, which nobody writes any more, and the checksums that somebody has said."""
+        """For each item its reservation, which nobody writes now, and the checksums that the client has told."""
         ended: list[_Ended] = []
         session_id = session_of(peer).session_id
         for item in items:

@@ -59,12 +59,12 @@ class Resident(Protocol):
 
     @property
     def range_bytes(self) -> int:
-        """How long its range is, before rounding."""
+        """The length of its range in bytes, before rounding."""
         ...
 
     @property
     def pin(self) -> Pin:
-        """How it stands towards eviction."""
+        """How the resident is protected from eviction."""
         ...
 
     @property
@@ -289,7 +289,7 @@ class Space(Generic[R]):
                 return
 
     def _evict_until(self, goal: int, wanted: int, drop: Callable[[R], None], step: _Step) -> Iterator[bool]:
-        """Evict until ``goal`` bytes are free, or ``wanted`` in one piece, or it turns out to be in vain."""
+        """Evict until ``goal`` bytes are free, or ``wanted`` in one piece, or nothing more can be evicted."""
         allocator = self.allocator
         while allocator.free_bytes < goal and allocator.largest_free_bytes < wanted:
             if step.is_over:
@@ -420,7 +420,7 @@ class Space(Generic[R]):
                 yield chunk
 
     def victims_of(self, tenant: str) -> Iterator[R]:
-        """The same for the chunks of one tenant; asserts that the eviction is fair."""
+        """The chunks of one tenant in the order of their eviction; asserts that the eviction is fair."""
         self.end_batch()
         for policy in (self._policies[Pin.NONE], self._policies[Pin.SOFT]):
             assert isinstance(policy, Fair), f"{policy!r} knows no tenants"

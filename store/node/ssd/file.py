@@ -63,7 +63,7 @@ class Arena:
 
     @property
     def capacity_bytes(self) -> int:
-        """All of it."""
+        """The length of the file."""
         return self._allocator.capacity_bytes
 
     @property

@@ -24,7 +24,7 @@ from tanghulu.types import ChunkKey, format_size
 MAX_PROMOTIONS = 32
 #: Keys of one get that are on their way up together.
 LOOK_AHEAD = 8
-#: How long one may take, whoever waits for it.
+#: How long one promotion may take.
 PROMOTION_DEADLINE_S = 5.0
 #: How long a node that ends in order writes what it has in memory.
 SEND_DOWN_S = 3.0

@@ -105,7 +105,7 @@ class SsdTier:
         return self.state.find(key)
 
     def entries(self) -> list[SsdChunk]:
-        """All that can be had."""
+        """The entries that can be read."""
         return self.state.entries()
 
     def touch(self, entry: SsdChunk) -> None:
@@ -279,7 +279,7 @@ class SsdTier:
                 future.set_result(None)
 
     async def _read(self, entry: SsdChunk, buffer: IoBuffer) -> memoryview:
-        """Not cancelled with its caller: the thread fills the buffer until it is done."""
+        """Read without being cancelled with the caller: the thread fills the buffer until it is done."""
         read = asyncio.get_running_loop().run_in_executor(
             self._readers, partial(_read_one, self.file, entry.record, entry.offset, buffer.view)
         )
@@ -304,7 +304,7 @@ class SsdTier:
 
     @property
     def free_queue_bytes(self) -> int:
-        """How much more may go down now."""
+        """How many more bytes may go down now."""
         return self._down.largest_free_bytes
 
     async def close(self) -> None:
@@ -341,7 +341,7 @@ async def _uninterrupted(future: asyncio.Future[bool]) -> bool:
 
 
 def _write_all(file: TierFile, batch: Sequence[_Pending], sync: bool) -> list[_Outcome]:
-    """In the thread: perform ``batch`` in its order."""
+    """Perform ``batch`` in its order; runs in the writing thread."""
     outcomes: list[_Outcome] = []
     for pending in batch:
         try:
@@ -363,7 +363,7 @@ def _write_all(file: TierFile, batch: Sequence[_Pending], sync: bool) -> list[_O
 
 
 def _read_one(file: TierFile, record: SsdRecord, offset: int, view: memoryview) -> bool:
-    """In a thread: read the record and tell whether head and value are what was put."""
+    """Read the record and tell whether head and value are what was put; runs in a thread."""
     file.read(offset, view)
     found = decode_head(view[: record.head_bytes], offset, file.file_id)
     if found is None or (found.key, found.version, found.size_bytes) != (record.key, record.version, record.size_bytes):

@@ -24,7 +24,7 @@ class ChunkLeases:
 
     @property
     def lease_ms(self) -> int:
-        """How long a lease holds that nobody renews."""
+        """How long a lease lasts unless it is renewed."""
         return self.access.lease_ms
 
     def __len__(self) -> int:
@@ -40,7 +40,7 @@ class ChunkLeases:
         return self._by_lease.get(LeaseId(lease_id))
 
     def leases(self) -> list[tuple[LeaseId, Chunk]]:
-        """All leases as they are now, with their chunks."""
+        """All leases with their chunks, as they are now."""
         return list(self._by_lease.items())
 
     # --- sessions
@@ -100,11 +100,11 @@ class ChunkLeases:
         return chunk
 
     def release(self, lease_id: LeaseId) -> None:
-        """End a lease, whoever holds it."""
+        """End one lease."""
         self.freed(self.access.release(lease_id))
 
     def unpin(self, lease_ids: Iterable[int], session_ids: Container[int]) -> None:
-        """The holder will not touch these ranges any more, be they pinned or reserved.
+        """End leases whose holder will not touch the ranges any more, pinned or reserved.
 
         Leases that are over, or not of these sessions, are ignored.
         """
@@ -114,7 +114,7 @@ class ChunkLeases:
                 self.release(LeaseId(lease_id))
 
     def release_unheld(self, session_ids: Container[int], held: Container[int]) -> None:
-        """A client that came back holds no lease of its lost sessions but ``held``."""
+        """End all leases of a client's lost sessions but those that it says it still holds."""
         self.unpin([lease_id for lease_id in list(self._by_lease) if lease_id not in held], session_ids)
 
     def expire(self, now_s: float) -> None:
@@ -122,7 +122,7 @@ class ChunkLeases:
         self.freed(self.access.expire(now_s))
 
     def freed(self, freed: Iterable[Freed]) -> None:
-        """These leases are over (the access table's answer, or the segment server's word)."""
+        """Take note of leases that are over, as the access table or the segment server has told."""
         for each in freed:
             chunk = self._forget(each.lease_id)
             if chunk is None:

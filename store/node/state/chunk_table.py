@@ -150,7 +150,7 @@ class ChunkTable:
         self._published.add(chunk)
 
     def condemn(self, chunk: Chunk) -> None:
-        """Nobody shall find the chunk any more."""
+        """Let nobody find the chunk any more."""
         if chunk.state is ChunkState.LIVE:
             self._published.remove(chunk)
         if self._by_key.get(chunk.key) is chunk:

@@ -92,7 +92,7 @@ class NodeChunks:
         return chunk
 
     def current_anywhere(self, key: ChunkKey) -> Holding | None:
-        """The same, or what is below."""
+        """The current chunk of ``key`` in memory, or else below."""
         return self.current(key) or self.tier.find(key)
 
     def all_keys(self) -> list[ChunkKey]:
@@ -119,7 +119,7 @@ class NodeChunks:
         self.space.end_batch()
 
     def put_again(self, holding: Holding) -> None:
-        """Somebody has put a key that is here."""
+        """Count a put of a key that is here, and keep its chunk longer for it."""
         self.counters.puts_existed += 1
         if isinstance(holding, Chunk):
             self.space.touch(holding)
@@ -174,11 +174,11 @@ class NodeChunks:
         )
 
     def stop_making_room(self) -> None:
-        """Nobody waits for a range any more: what was begun for one comes to an end."""
+        """End what was begun to make room: nobody waits for a range any more."""
         self.space.stop_vacating()
 
     def has_quota(self, key_scope: str) -> bool:
-        """Whether the tenant of that scope may hold so much and no more."""
+        """Whether a quota bounds what the tenant of that scope holds."""
         return self.tenants is not None and self.tenants.limit_of(tenant_of(key_scope)) > 0
 
     def enter(self, chunk: Chunk) -> None:

@@ -272,7 +272,7 @@ class NodeState:
         return self._adopt(self.buffers.drain())
 
     def tick_buffers(self, now_s: float) -> int:
-        """The same, and take back what clients do not use: all of it while the node drains or a put waits for room."""
+        """Drain the buffers, and take back the unused ones; all while the node drains or a put waits for room."""
         used_bytes = self.chunks.used_bytes
         chunks = self.buffers.tick(now_s, unwanted=self.draining or len(self.waiters) > 0)
         self.waiters.freed(used_bytes - self.chunks.used_bytes)
@@ -287,7 +287,7 @@ class NodeState:
     # --- what the master said
 
     def reported(self, chunk: Holding, *, accepted: bool) -> None:
-        """The master has taken note of ``chunk``, or knows an older put of its key."""
+        """Take the master's decision: it has taken note of ``chunk``, or knows an older put of its key."""
         if chunk.held:  # else it was dropped meanwhile, and the master is being told
             if not accepted:
                 self.counters.refused += 1
@@ -300,7 +300,7 @@ class NodeState:
         self.reports.settle(chunk, accepted)
 
     def gave_up(self, chunk: Holding) -> None:
-        """Nobody waits for the master's answer any more: the chunk is served to those who ask here."""
+        """Serve a chunk whose putter has given up waiting for the master's answer."""
         if isinstance(chunk, Chunk) and chunk.state is ChunkState.ANNOUNCING:
             self.chunks.go_live(chunk, ChunkEvent.GAVE_UP)
 

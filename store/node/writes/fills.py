@@ -43,7 +43,7 @@ Begun: TypeAlias = Fill | Existed | TanghuluError
 
 
 class Fills:
-    """Those of all connections. ``on_freed`` is called when ranges of a connection that has ended may be free."""
+    """The reservations of all connections. ``on_freed`` is called when ranges of an ended connection may be free."""
 
     def __init__(self, state: NodeState, on_freed: Callable[[], None]) -> None:
         self._state, self._chunks = state, state.chunks
