@@ -46,9 +46,8 @@ from tanghulu.store.node.rpc.sessions import Sessions
 from tanghulu.store.node.rpc.tenant_metrics import TenantCollector
 from tanghulu.store.node.ssd.admission import MODES, TierAdmission
 from tanghulu.store.node.ssd.metrics import TierCollector
-from tanghulu.store.node.ssd.opening import MIN_SSD_BYTES, SsdPlace, open_tier
 from tanghulu.store.node.ssd.promotion import Promoter
-from tanghulu.store.node.ssd.tier import QUEUE_BYTES, SsdTier
+from tanghulu.store.node.ssd.tier import MIN_SSD_BYTES, QUEUE_BYTES, SsdPlace, SsdTier, open_tier
 from tanghulu.store.node.state.chunk_table import Published
 from tanghulu.store.node.state.limits import Watermarks
 from tanghulu.store.node.state.node_state import NodeState, make_node_state
@@ -392,7 +391,7 @@ class Node:
             published.flush()
 
     def _drain_buffers(self) -> None:
-        """Make chunks of what clients have written: at every tick, and while they put far more often; gets wait less."""
+        """Make chunks of what clients have written: at every tick, and far more often while they put."""
         busy = self.state.tick_buffers(self._clock.now_s())
         if busy and self._polling is None:
             self._polling = asyncio.get_running_loop().call_later(_POLL_S, self._poll_buffers)

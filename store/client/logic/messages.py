@@ -163,11 +163,6 @@ def given_back(call: AnyCall) -> Sequence[int]:
     return call.request.lease_ids if isinstance(call.request, m.UnpinRequest) else ()
 
 
-def node_exists(keys: Sequence[str]) -> AnyCall:
-    """Which keys the node itself has."""
-    return methods.EXISTS.call(store_pb2.ExistsRequest(keys=keys))
-
-
 def remove(keys: Sequence[str]) -> AnyCall:
     """Drop chunks."""
     return methods.REMOVE.call(store_pb2.RemoveRequest(keys=keys))
