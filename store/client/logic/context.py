@@ -39,8 +39,7 @@ REPORT_READS = 64
 class LocationCache:
     """Least recently used keys are forgotten first. Safe to use from several threads."""
 
-    def __init__(self, max_keys: int = MAX_LOCATIONS) -> None:
-        self._max_keys = max_keys
+    def __init__(self) -> None:
         self._nodes: OrderedDict[str, tuple[PeerId, ...]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -58,7 +57,7 @@ class LocationCache:
         with self._lock:
             self._nodes[key] = nodes
             self._nodes.move_to_end(key)
-            if len(self._nodes) > self._max_keys:
+            if len(self._nodes) > MAX_LOCATIONS:
                 self._nodes.popitem(last=False)
 
     def discard(self, key: str, node: PeerId) -> None:

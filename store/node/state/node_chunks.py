@@ -313,14 +313,10 @@ class NodeChunks:
             for chunk in self.space.oldest_of(tenant, excess_bytes)[0][:MAX_AHEAD]:
                 self.evict(chunk, EvictionReason.QUOTA)
 
-    def victims(self) -> list[Chunk]:
-        """Everything that could be evicted now, the first to go first."""
-        return list(self.space.victims())
-
     def warmest(self) -> list[Chunk]:
         """Everything that could be kept for the node's next start: what is pinned hard, then the last to be evicted."""
         pinned = [chunk for chunk in self.table if chunk.is_live and chunk.pin is Pin.HARD]
-        return [*pinned, *reversed(self.victims())]
+        return [*pinned, *reversed(list(self.space.victims()))]
 
     @property
     def eviction_policy(self) -> str:
