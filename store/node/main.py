@@ -171,6 +171,7 @@ class Node:
         )
         self._tier: SsdTier | None = None
         self.state = self._make_state(access, tenants)
+        self._chunks = self.state.chunks
         self._segment_server = self._make_segment_server(access, tls)
         self._promoter = None if self._tier is None else Promoter(self.state, self._tier, self._segment.view)
         low, high = config.watermarks
@@ -339,7 +340,7 @@ class Node:
         self.state.drain_buffers()
         self._copier.order(orders)
         for key, version in orders.drops:
-            self.state.chunks.let_go(ChunkKey(key), version)
+            self._chunks.let_go(ChunkKey(key), version)
         self._room_changed()
 
     def _freed(self, freed: Sequence[Freed]) -> None:
@@ -370,7 +371,7 @@ class Node:
             self._sessions.forget_ended()
             self._puts.fills.tick()
             self._drain_buffers()
-            self.state.chunks.trim_tenants()
+            self._chunks.trim_tenants()
             self._evict_ahead()
             self._room_changed()
             self._reporter.tick()
@@ -403,7 +404,7 @@ class Node:
 
     def _evict_ahead(self) -> None:
         budget = _EVICT_AHEAD_BYTES if self._tier is None else min(self._tier.free_queue_bytes, _SEND_AHEAD_BYTES)
-        self.state.chunks.evict_ahead(self._watermarks.wanted(self.state.chunks.used_bytes, budget))
+        self._chunks.evict_ahead(self._watermarks.wanted(self._chunks.used_bytes, budget))
 
 
 async def _until_stopping(stopping: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:
