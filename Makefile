@@ -48,7 +48,7 @@ check: $(VENV)/.ready ## style, types, layers, generated code, figures in docs
 	$(VENV)/bin/lint-imports
 	$(PY) protos/generate.py --check
 	$(PY) tools/generate_client.py --check
-	$(PY) benchmarks/doc_tables.py --check
+	$(PY) -m benchmarks.common.doc_tables --check
 	$(PY) tools/reference.py --check
 	$(PY) tools/field_tables.py --check
 	$(MKDOCS) -q
@@ -58,16 +58,16 @@ docs: $(VENV)/.ready ## the documentation as a site in site/; links are checked
 	$(MKDOCS)
 
 bench: $(VENV)/.ready ## measure, and keep the figures in benchmarks/results/
-	$(PY) benchmarks/store_bench.py
+	$(PY) -m benchmarks.store.store_bench
 
 bench-store: $(VENV)/.ready ## the store beside Mooncake's and redis (docs/benchmarks.md); BENCH_FLAGS="--sizes 4KiB"
-	$(PY) benchmarks/store_compare.py $(BENCH_FLAGS)
+	$(PY) -m benchmarks.store.store_compare $(BENCH_FLAGS)
 
 bench-transfer: $(VENV)/.ready ## the transfer engine beside Mooncake's, NIXL and the plain limits (docs/benchmarks.md)
-	$(PY) benchmarks/transfer_bench.py $(BENCH_FLAGS)
+	$(PY) -m benchmarks.transfer.transfer_bench $(BENCH_FLAGS)
 
 bench-gpu: $(VENV)/.ready ## a worker on a GPU (docs/workers.md, Devices); BENCH_FLAGS="--model 1b --device cuda:1"
-	$(PY) benchmarks/gpu.py $(BENCH_FLAGS)
+	$(PY) -m benchmarks.workers.gpu $(BENCH_FLAGS)
 
 protos: $(VENV)/.ready ## regenerate the committed protobuf code
 	$(PY) protos/generate.py

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from peers.redis_directory import (
+from benchmarks.peers.redis_directory import (
     Connection,
     Server,
     Servers,
@@ -118,8 +118,8 @@ def lose_hosts(rounds: int) -> list[dict[str, Any]]:
     for _ in range(rounds):
         with Servers() as servers:
             primary, port = servers.loaded(), free_port()
-            code = f"from peers.redis_failover import relay; relay({port}, {primary.port})"
-            link = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[1])
+            code = f"from benchmarks.peers.redis_failover import relay; relay({port}, {primary.port})"
+            link = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
             try:
                 eventually(lambda port=port: _listens(port))  # type: ignore[misc]
                 replica = servers.start("--replicaof", f"127.0.0.1 {port}")

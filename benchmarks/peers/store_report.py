@@ -75,8 +75,8 @@ def summary() -> None:
         print(judge(target, kept[piece]["rows"] if piece in kept else []))
     started = kept.get("start", {"rows": []})["rows"]
     for row in started:
-        verdict = ("holds" if row["p50_us"] <= 1e6 else "MISSES") if row["who"] == "tanghulu" else ""
-        print(f"start-up of {row['who']:32} {row['p50_us'] / 1e6:10.2f} s {'':>17} {'1.00 s':>7} {verdict}")
+        outcome = ("holds" if row["p50_us"] <= 1e6 else "MISSES") if row["who"] == "tanghulu" else ""
+        print(f"start-up of {row['who']:32} {row['p50_us'] / 1e6:10.2f} s {'':>17} {'1.00 s':>7} {outcome}")
 
 
 def judge(target: Target, rows: Rows) -> str:
@@ -92,6 +92,6 @@ def judge(target: Target, rows: Rows) -> str:
     stream = find(rows, "stream" if target.op.startswith("get") else "stream_up", "limit")
     if target.who == OURS_TCP and stream is not None:
         share = stream["p50_us"] / ours["p50_us"]
-        verdict = "holds" if share >= 0.9 else "MISSES"
-        return f"{line} {verdict} ({share:.0%} of a plain stream, 90% would do)"
+        outcome = "holds" if share >= 0.9 else "MISSES"
+        return f"{line} {outcome} ({share:.0%} of a plain stream, 90% would do)"
     return f"{line} MISSES"

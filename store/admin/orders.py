@@ -16,7 +16,7 @@ _POLL_S = 0.25
 
 
 def _views(node: str) -> Order[list[NodeView]]:
-    """All nodes; raises NodeNotFound unless ``node`` is one of them, or ""."""
+    """List all nodes; raises NodeNotFound for a ``node`` that is not among them ("" is no node, and fine)."""
     views: list[NodeView] = yield asking("nodes")
     if node and all(view.id != node for view in views):
         known = ", ".join(view.id for view in views) or "none"

@@ -107,7 +107,7 @@ def _orders_to_all(api: APIRouter, gateway: Gateway, perform: Perform) -> None:
 
     @api.post("/v1/evict", summary="Let chunks go on every node", tags=["nodes"])
     async def evict_everywhere(request: Request, body: EvictBody) -> Row:
-        """The same on each node."""
+        """Evict on each node."""
         row: Row = await perform(request, orders.evict("", *body.wanted()))
         return row
 

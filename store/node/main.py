@@ -46,9 +46,8 @@ from tanghulu.store.node.rpc.sessions import Sessions
 from tanghulu.store.node.rpc.tenant_metrics import TenantCollector
 from tanghulu.store.node.ssd.admission import MODES, TierAdmission
 from tanghulu.store.node.ssd.metrics import TierCollector
-from tanghulu.store.node.ssd.opening import MIN_SSD_BYTES, SsdPlace, open_tier
 from tanghulu.store.node.ssd.promotion import Promoter
-from tanghulu.store.node.ssd.tier import QUEUE_BYTES, SsdTier
+from tanghulu.store.node.ssd.tier import MIN_SSD_BYTES, QUEUE_BYTES, SsdPlace, SsdTier, open_tier
 from tanghulu.store.node.state.chunk_table import Published
 from tanghulu.store.node.state.limits import Watermarks
 from tanghulu.store.node.state.node_state import NodeState, make_node_state
@@ -172,6 +171,7 @@ class Node:
         )
         self._tier: SsdTier | None = None
         self.state = self._make_state(access, tenants)
+        self._chunks = self.state.chunks
         self._segment_server = self._make_segment_server(access, tls)
         self._promoter = None if self._tier is None else Promoter(self.state, self._tier, self._segment.view)
         low, high = config.watermarks
@@ -236,7 +236,7 @@ class Node:
 
     def _register_metrics(self, registry: CollectorRegistry, tenants: TenantUsage | None) -> None:
         if self._tier is not None:
-            registry.register(TierCollector(self.state, self._tier))
+            registry.register(TierCollector(self.state.counters, self._tier))
         if tenants is not None:
             registry.register(TenantCollector(tenants.usage))
         registry.register(ServerCollector(self._segment_server))
@@ -340,11 +340,11 @@ class Node:
         self.state.drain_buffers()
         self._copier.order(orders)
         for key, version in orders.drops:
-            self.state.let_go(ChunkKey(key), version)
+            self._chunks.let_go(ChunkKey(key), version)
         self._room_changed()
 
     def _freed(self, freed: Sequence[Freed]) -> None:
-        self.state.freed(freed)
+        self.state.leases.freed(freed)
         self._room_changed()
 
     def _not_registered(self) -> None:
@@ -371,7 +371,7 @@ class Node:
             self._sessions.forget_ended()
             self._puts.fills.tick()
             self._drain_buffers()
-            self.state.trim_tenants()
+            self._chunks.trim_tenants()
             self._evict_ahead()
             self._room_changed()
             self._reporter.tick()
@@ -392,7 +392,7 @@ class Node:
             published.flush()
 
     def _drain_buffers(self) -> None:
-        """At every tick, and while clients put, much more often: it keeps what a get has to wait for short."""
+        """Make chunks of what clients have written: at every tick, and far more often while they put."""
         busy = self.state.tick_buffers(self._clock.now_s())
         if busy and self._polling is None:
             self._polling = asyncio.get_running_loop().call_later(_POLL_S, self._poll_buffers)
@@ -404,11 +404,11 @@ class Node:
 
     def _evict_ahead(self) -> None:
         budget = _EVICT_AHEAD_BYTES if self._tier is None else min(self._tier.free_queue_bytes, _SEND_AHEAD_BYTES)
-        self.state.evict_ahead(self._watermarks.wanted(self.state.used_bytes, budget))
+        self._chunks.evict_ahead(self._watermarks.wanted(self._chunks.used_bytes, budget))
 
 
 async def _until_stopping(stopping: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:
-    """Until the process is to stop, or one of its tasks fails: a node that announces nothing must not live on."""
+    """Wait until the process is to stop, or one of its tasks fails: a node that reports nothing must not live on."""
     waiting = asyncio.create_task(stopping.wait())
     done, _ = await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()

@@ -146,7 +146,7 @@ class RunningChecksums:
         self._digest, self._room = xxhash.xxh3_64(), self._step
 
     def end(self) -> Checksums:
-        """All was added."""
+        """End the computation, after the last byte was added."""
         if self._room < self._step or not self._parts:
             self._close_part()
         return Checksums(self._part_bytes, tuple(self._parts))

@@ -114,7 +114,7 @@ class Reservation(FastMessage, frozen=True, tag=0):
 
 
 class ReserveReply(FastMessage, frozen=True):
-    """For each value its range; None: its key exists."""
+    """The range reserved for each value; None: its key exists."""
 
     reservations: list[Reservation | Failure | None]
 

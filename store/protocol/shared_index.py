@@ -113,7 +113,7 @@ class IndexWriter:
         _TERM.pack_into(self._view, _TERM_OFFSET, *term)
 
     def publish(self, key: str, version: int, offset: int, size_bytes: int, checksum: int) -> None:
-        """From now on readers find the chunk; an older entry of the bucket may have to go."""
+        """Let readers find the chunk from now on; an older entry of the bucket may have to go."""
         digest = _xxh3_128(key.encode(), self._seed)
         body = _BODY.pack(digest, version, offset, size_bytes, checksum)
         start = self._bucket(digest)
@@ -127,7 +127,7 @@ class IndexWriter:
         self._view[place : place + ENTRY_BYTES] = body + _WORD.pack(_xxh3_64(body)) + bytes(8)
 
     def withdraw(self, key: str) -> None:
-        """From now on readers do not find the chunk; its range may be used again."""
+        """Let readers not find the chunk any more; its range may be used again."""
         digest = _xxh3_128(key.encode(), self._seed)
         start = self._bucket(digest)
         place = _find(self._view[start : start + BUCKET_BYTES].tobytes(), digest)
@@ -150,7 +150,7 @@ class IndexWriter:
         return found
 
     def digest(self, key: str) -> bytes:
-        """How the index names ``key``."""
+        """The hash by which the index names ``key``."""
         return _xxh3_128(key.encode(), self._seed)
 
     def _bucket(self, digest: bytes) -> int:
@@ -184,7 +184,7 @@ class IndexReader:
         return Term(*_TERM.unpack_from(self._published, self._begin + _TERM_OFFSET))
 
     def is_kept(self, now_s: float) -> bool:
-        """Whether the owner has given a sign of life of late; ``now_s`` as below."""
+        """Whether the owner's last sign of life is recent; ``now_s`` is of CLOCK_MONOTONIC."""
         magic, beat_s = _HEADER.unpack_from(self._published, self._begin)
         return bool(magic == MAGIC and now_s - beat_s <= MAX_SILENCE_S)
 

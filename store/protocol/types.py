@@ -27,7 +27,7 @@ _MAX_COMMIT_BYTES = (1 << 44) - 1
 
 
 class Pin(Enum):
-    """How a chunk stands towards eviction; the value is the public name."""
+    """How a chunk is protected from eviction; the value is the public name."""
 
     NONE = "none"
     SOFT = "soft"  # evicted only when nothing unpinned is left
@@ -74,7 +74,7 @@ class NewChunk(FastMessage, frozen=True):
     replicas: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
 
     def with_checksums(self, checksums: Checksums) -> NewChunk:
-        """The same with other checksums."""
+        """This chunk with other checksums."""
         return msgspec.structs.replace(self, checksums=checksums)
 
     def validate(self) -> None:

@@ -11,14 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.peers import environments, store_report, transfer_report
+from benchmarks.peers.environments import Missing, Peer
+from benchmarks.peers.jsonlines import Worker, WorkerFailed, cpu_s
+from benchmarks.peers.limits import Limits
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-
-from peers import environments, store_report, transfer_report  # noqa: E402 - benchmarks is no package of ours
-from peers.environments import Missing, Peer  # noqa: E402
-from peers.jsonlines import Worker, WorkerFailed, cpu_s  # noqa: E402
-from peers.limits import Limits  # noqa: E402
-
 MOVER = BENCHMARKS / "peers" / "mover_worker.py"
 
 

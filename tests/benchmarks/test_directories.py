@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import shutil
 import socket
-import sys
 import threading
-from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import directories
-from directory_cases import NUM_RANGES, Case, key_of, range_of
-from peers import redis_directory as redis
+from benchmarks.master import directories
+from benchmarks.master.directory_cases import NUM_RANGES, Case, key_of, range_of
+from benchmarks.peers import redis_directory as redis
 
 
 def test_a_row_has_the_medians_of_the_rounds_and_counts_operations():

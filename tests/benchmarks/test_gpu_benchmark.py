@@ -17,7 +17,7 @@ SIZES = "--batches 1,2 --context 20 --prefill 64 --long 256 --budget 64 --block-
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-4), ("bfloat16", 0.03)])
 def test_it_runs_on_a_cpu(dtype: str, error: float):
-    command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--model", "tiny", *SIZES.split()]
+    command = [sys.executable, "-m", "benchmarks.workers.gpu", "--device", "cpu", "--model", "tiny", *SIZES.split()]
     command += ["--ring-bytes", "40000", "--rounds", "1", "--dtype", dtype]
     kept = ROOT / "benchmarks/results/gpu.json"
     before = kept.read_bytes() if kept.exists() else None

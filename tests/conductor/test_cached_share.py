@@ -1,7 +1,7 @@
 """Prompts in groups that share nine tenths, two workers whose caches the shared parts fill to nine tenths.
 
-In virtual time with the real dispatcher, policy, index, scheduler and block pool; benchmarks/live_routing.py is the
-same with processes. Were every prefix computed once, 0.81 of the tokens would be cached here.
+In virtual time with the real dispatcher, policy, index, scheduler and block pool; the same with processes is
+benchmarks/conductor/live_routing.py. Were every prefix computed once, 0.81 of the tokens would be cached here.
 """
 
 from __future__ import annotations

@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
 from collections import OrderedDict
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from benchmarks.store import eviction
 from tanghulu.eviction import POLICIES, make_policy
 from tanghulu.eviction.reuse_times import NUM_BINS, ReuseTimes, bin_of, first_age
 from tanghulu.types import ChunkKey
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    """benchmarks/eviction.py, whose driver these tests use."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        spec = importlib.util.spec_from_file_location("eviction_benchmark", BENCHMARKS / "eviction.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return module
 
 
 def chain(name: str, length: int) -> list[ChunkKey]:
@@ -73,13 +52,13 @@ def chats(seed: int, num_chats: int = 2500) -> list[list[ChunkKey]]:
     return [chain(f"chat{number}", 4 * (turn + 1)) for _, number, turn in sorted(due)]
 
 
-def ratio(bench: ModuleType, requests: list[list[ChunkKey]], name: str, capacity: int) -> float:
-    return float(bench.replay(requests, make_policy(name), capacity).hit_ratio)
+def ratio(requests: list[list[ChunkKey]], name: str, capacity: int) -> float:
+    return float(eviction.replay(requests, make_policy(name), capacity).hit_ratio)
 
 
 @pytest.mark.parametrize("capacity", [7, 50, 300])
-def test_lru_behind_the_driver_is_a_plain_ordered_dictionary(bench: ModuleType, capacity: int) -> None:
-    driver = bench.CacheDriver(make_policy("lru"), capacity)
+def test_lru_behind_the_driver_is_a_plain_ordered_dictionary(capacity: int) -> None:
+    driver = eviction.CacheDriver(make_policy("lru"), capacity)
     model: OrderedDict[ChunkKey, None] = OrderedDict()
     for keys in zipf_chains(1):
         expected = next((i for i, key in enumerate(keys) if key not in model), len(keys))
@@ -93,51 +72,51 @@ def test_lru_behind_the_driver_is_a_plain_ordered_dictionary(bench: ModuleType, 
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_a_cache_that_holds_everything_makes_all_policies_equal(bench: ModuleType, name: str) -> None:
+def test_a_cache_that_holds_everything_makes_all_policies_equal(name: str) -> None:
     requests = zipf_chains(2, 500)
-    assert ratio(bench, requests, name, 10_000) == ratio(bench, requests, "lru", 10_000)
+    assert ratio(requests, name, 10_000) == ratio(requests, "lru", 10_000)
 
 
-def test_replays_are_deterministic(bench: ModuleType) -> None:
+def test_replays_are_deterministic() -> None:
     requests = zipf_chains(3, 1000)
     for name in POLICIES:
-        assert ratio(bench, requests, name, 60) == ratio(bench, requests, name, 60)
+        assert ratio(requests, name, 60) == ratio(requests, name, 60)
 
 
-def test_scans_flush_lru_and_fifo_but_not_the_others(bench: ModuleType) -> None:
-    hits = {name: ratio(bench, with_scans(4), name, 160) for name in POLICIES}
+def test_scans_flush_lru_and_fifo_but_not_the_others() -> None:
+    hits = {name: ratio(with_scans(4), name, 160) for name in POLICIES}
     best = 4 / 36  # the popular prompts' share of all blocks
     for name in ("sieve", "s3-fifo", "lfu", "reuse"):
         assert hits[name] > 0.7 * best, hits
         assert hits[name] > 1.3 * max(hits["lru"], hits["fifo"]), hits
 
 
-def test_reads_help_lru_over_fifo(bench: ModuleType) -> None:
+def test_reads_help_lru_over_fifo() -> None:
     requests = zipf_chains(5)
-    assert ratio(bench, requests, "lru", 100) > ratio(bench, requests, "fifo", 100)
+    assert ratio(requests, "lru", 100) > ratio(requests, "fifo", 100)
 
 
-def test_reuse_learns_which_chats_go_on(bench: ModuleType) -> None:
+def test_reuse_learns_which_chats_go_on() -> None:
     requests = chats(6)
-    assert ratio(bench, requests, "reuse", 300) > 1.25 * ratio(bench, requests, "lru", 300)
+    assert ratio(requests, "reuse", 300) > 1.25 * ratio(requests, "lru", 300)
 
 
 @pytest.mark.parametrize("capacity", [20, 80, 250, 600])
 @pytest.mark.parametrize("make", [zipf_chains, with_scans, chats])
-def test_reuse_is_hardly_anywhere_below_lru(bench: ModuleType, make: object, capacity: int) -> None:
+def test_reuse_is_hardly_anywhere_below_lru(make: object, capacity: int) -> None:
     assert callable(make)
     requests = make(7)
-    assert ratio(bench, requests, "reuse", capacity) > ratio(bench, requests, "lru", capacity) - 0.01
+    assert ratio(requests, "reuse", capacity) > ratio(requests, "lru", capacity) - 0.01
 
 
-def test_reuse_falls_back_to_lru_when_the_past_misleads(bench: ModuleType) -> None:
+def test_reuse_falls_back_to_lru_when_the_past_misleads() -> None:
     """What was read often is never read again, what is new comes back at once: the opposite of what was learned."""
     requests = [chain(f"hot{i % 30}", 4) for i in range(3000)]
     for i in range(12_000):
         requests.append(chain(f"new{i}", 4))
         if i >= 20:
             requests.append(chain(f"new{i - 20}", 4))
-    reuse, lru = (ratio(bench, requests, name, 130) for name in ("reuse", "lru"))
+    reuse, lru = (ratio(requests, name, 130) for name in ("reuse", "lru"))
     assert reuse > lru - 0.02
 
 

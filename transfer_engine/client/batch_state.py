@@ -112,7 +112,7 @@ class BatchState:
         return posts
 
     def arrived(self, slice_id: int, now_s: float) -> None:
-        """All bytes of the slice are where they belong."""
+        """Take note that all bytes of the slice are where they belong."""
         piece = self._slices[slice_id]
         load = self._unload(piece, now_s)
         if piece.notice is None:
@@ -125,7 +125,7 @@ class BatchState:
         self._go_on(piece.request_index)
 
     def corrupt(self, slice_id: int, error: TanghuluError, now_s: float) -> None:
-        """All bytes of the slice arrived, but not those that were sent."""
+        """Take note that the slice arrived with other bytes than were sent."""
         piece = self._slices[slice_id]
         load = self._unload(piece, now_s)
         load.table.corrupted(load.path)
@@ -242,7 +242,7 @@ class BatchState:
         return self._num_posted == 0 and self._num_waiting == 0 and self._num_checking == 0
 
     def errors(self) -> list[TanghuluError | None]:
-        """By request: None when all its bytes have arrived. Only of a finished batch."""
+        """The error of each request, None where all its bytes have arrived; of a finished batch only."""
         assert self.finished, "slices are still on their way"
         return [request.error for request in self._requests]
 
@@ -313,7 +313,7 @@ class BatchState:
         return _Request(request, pieces, len(pieces))
 
     def _go_on(self, index: int) -> None:
-        """All slices of a request may have arrived: have its checksum compared, then its owner notified."""
+        """Once all slices of a request have arrived, have its checksum compared and then its owner notified."""
         request = self._requests[index]
         given = request.given
         if request.num_open or request.error is not None or given is None:

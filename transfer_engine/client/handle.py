@@ -84,7 +84,7 @@ class TransferHandle:
         return self._wait_until(self._resources.clock.now_s() + deadline_s, deadline_s)
 
     async def wait_async(self, deadline_s: float) -> BatchResult:
-        """The same for asyncio: one of the engine's threads drives. Cancelling the coroutine cancels the batch."""
+        """Wait in asyncio: one of the engine's threads drives. Cancelling the coroutine cancels the batch."""
         admit_deadline(deadline_s)
         if self._batch.finished:
             return self._result()

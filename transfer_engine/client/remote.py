@@ -67,7 +67,7 @@ class RemoteSegment:
         return shm.view if shm is not None else None
 
     def map_writable(self) -> memoryview | None:
-        """The same bytes, mapped a second time to be written; None where this process may only read them."""
+        """The segment's bytes, mapped a second time for writing; None where this process may only read them."""
         shm = self.shm
         return shm.writable_view if shm is not None else None
 

@@ -61,7 +61,7 @@ class _Session:
 class AccessTable:
     """The leases on one segment, by session.
 
-    ``lease_ms`` is how long a lease lasts unless ``grant`` or ``renew`` says otherwise;
+    ``lease_ms`` is how long a lease lasts unless ``grant`` says otherwise;
     ``max_quarantined_bytes_per_session`` caps what one client can bring into quarantine, ``max_quarantined_bytes`` what
     all of them together can (None: no more than each).
     """
@@ -148,7 +148,7 @@ class AccessTable:
         self._open_session(session_id).num_one_sided += 1
 
     def end_one_sided(self, session_id: int) -> list[Freed]:
-        """One of the session's queue pairs is gone; with the last of them, what it was kept from is free."""
+        """Take note that one of the session's queue pairs is gone; with the last, the ranges it kept are free."""
         session = self._sessions.get(session_id)
         assert session is not None, f"session {session_id} is unknown"
         assert session.num_one_sided > 0, f"session {session_id} has no queue pair"
@@ -191,17 +191,6 @@ class AccessTable:
         self._insert(session, lease)
         return lease.lease_id
 
-    def renew(self, lease_id: LeaseId, lease_ms: int | None = None) -> float:
-        """Lengthen a lease, counted from now, up to its hard end; never shortens it.
-
-        Returns when it ends (clock seconds). Raises LeaseExpired if it has ended already, by time too.
-        """
-        now_s = self._clock.now_s()
-        lease = self._leases.get(lease_id)
-        if lease is None or not _is_active(lease, now_s):
-            raise LeaseExpired(f"lease {lease_id} has ended and cannot be renewed; reserve or pin again")
-        return self._renew(lease, now_s, lease_ms or self.lease_ms)
-
     def is_active(self, lease_id: LeaseId) -> bool:
         """Whether transfers may begin under the lease now; a commit of a reservation asks this."""
         lease = self._leases.get(lease_id)
@@ -228,16 +217,12 @@ class AccessTable:
             if lease is None or lease.state is not LeaseState.ACTIVE:
                 continue
             if lease.num_open:
-                self._renew(lease, now_s, self.lease_ms)
+                self._renew(lease, now_s)
             if lease.expires_at_s > now_s:  # renewed since
                 heapq.heappush(self._expiries, (lease.expires_at_s, lease_id))
             else:
                 due.append(lease)
         return self._lose(due)
-
-    def next_expiry_s(self) -> float | None:
-        """No lease ends by time before this moment; None when there is none."""
-        return self._expiries[0][0] if self._expiries else None
 
     # --- transfers that this process serves
 
@@ -264,7 +249,7 @@ class AccessTable:
         """A begun transfer cannot touch the range any more. ``moved``: it was moved whole, which renews the lease."""
         lease = self._leases[lease_id]
         if moved and lease.state is LeaseState.ACTIVE:
-            self._renew(lease, self._clock.now_s(), self.lease_ms)
+            self._renew(lease, self._clock.now_s())
         assert lease.num_open > 0, f"lease {lease_id} has no begun transfer"
         lease.num_open -= 1
         freed: list[Freed] = []
@@ -345,9 +330,9 @@ class AccessTable:
                 "copies"
             )
 
-    def _renew(self, lease: Lease, now_s: float, lease_ms: int) -> float:
-        lease.expires_at_s = max(lease.expires_at_s, min(now_s + lease_ms / 1000, lease.last_end_s))
-        return lease.expires_at_s
+    def _renew(self, lease: Lease, now_s: float) -> None:
+        """Lengthen a lease, counted from now, up to its hard end; never shorten it."""
+        lease.expires_at_s = max(lease.expires_at_s, min(now_s + self.lease_ms / 1000, lease.last_end_s))
 
     def _insert(self, session: _Session, lease: Lease) -> None:
         self._leases[lease.lease_id] = session.leases[lease.lease_id] = lease

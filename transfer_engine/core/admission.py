@@ -247,7 +247,7 @@ class PeerAdmission:
 
 
 def _moved_bytes(progress: tuple[int, int] | None, before: tuple[int, int] | None) -> int | None:
-    """How far the slice in work has come since; None if it is another one, or none."""
+    """How many bytes of the slice in work have moved since; None if another slice is in work, or none."""
     if progress is None or before is None or progress[0] != before[0]:
         return None
     return abs(progress[1] - before[1])

@@ -58,7 +58,7 @@ class Path:
 
     @property
     def label(self) -> str:
-        """For people: ``tcp 10.0.0.1:7411 #0``."""
+        """The path's name for people, such as ``tcp 10.0.0.1:7411 #0``."""
         device = f" via {self.local_device}" if self.local_device else ""
         return f"{self.endpoint.transport} {self.endpoint.address}{device} #{self.stream}"
 

@@ -37,7 +37,7 @@ class StagedSlots:
         return slot
 
     def put(self, slot: int, arrived: Slice | None = None) -> None:
-        """Nothing touches the slot any more; a READ that has ``arrived`` in it is copied to where it belongs."""
+        """Take back a slot that nothing touches; a READ that has ``arrived`` there is copied to where it belongs."""
         if arrived is not None and arrived.opcode is Opcode.READ:
             ctypes.memmove(arrived.buffer.address + arrived.local_offset, self.address(slot), arrived.length)
         self._free.append(slot)

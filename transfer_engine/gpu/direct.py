@@ -50,7 +50,7 @@ class GpuProbe:
 
     @property
     def note(self) -> str:
-        """For people: what works, or what is missing."""
+        """A sentence for people: what works, or what is missing."""
         return self.reason or "; ".join(f"{gpu.name}: {gpu.reason or 'registered by dmabuf'}" for gpu in self.gpus)
 
 

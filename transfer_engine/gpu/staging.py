@@ -31,7 +31,7 @@ class DeviceCopier(Protocol):
         ...
 
     def wait(self, half: int) -> None:
-        """Until the half's copies have ended."""
+        """Wait until the half's copies have ended."""
         ...
 
 
@@ -46,7 +46,7 @@ class HostCopier:
         to.copy_(source)
 
     def wait(self, half: int) -> None:
-        """Nothing is under way."""
+        """Return at once: nothing is under way."""
 
 
 class CudaCopier:
@@ -74,7 +74,7 @@ class CudaCopier:
             to.copy_(source, non_blocking=True)
 
     def wait(self, half: int) -> None:
-        """Until the half's streams are empty."""
+        """Wait until the half's streams are empty."""
         for stream in tuple(self._streams[half].values()):
             stream.synchronize()
 

@@ -54,7 +54,7 @@ def _device(folder: Path) -> NetworkDevice:
 
 
 def _gpus(pci: Path) -> list[Gpu]:
-    """By PCI address, as CUDA numbers them with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
+    """The GPUs by PCI address, numbered as CUDA does with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
     folders = sorted(pci.iterdir()) if pci.exists() else []
     return [
         Gpu(_pci_path(each), _number(each / "numa_node"))

@@ -85,7 +85,7 @@ class AsyncioDriver:
             refuse_closed(self._pid, "tanghulu.aio.connect")
         if asyncio.get_running_loop() is not self._loop:
             raise InvalidRequest("this client belongs to another event loop; call tanghulu.aio.connect() in this one")
-        if self.context.owes_notice:
+        if self.context.leases.dropped or self.context.reads.due:
             await self._give_back()
         try:
             effect = next(logic)

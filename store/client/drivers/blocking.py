@@ -100,7 +100,7 @@ class BlockingDriver:
             refuse_closed(self._pid, "tanghulu.connect")
         if self._owing:
             self._take_late()
-        if self.context.owes_notice:
+        if self.context.leases.dropped or self.context.reads.due:
             self.flush(deadline.remaining_s())
         try:
             effect = next(logic)

@@ -29,7 +29,7 @@ from tanghulu.store.client.logic.plan import Access, Committer, Route, joint_com
 from tanghulu.store.client.logic.write_buffers import MappedNode
 from tanghulu.store.client.model import PutOptions
 from tanghulu.store.protocol import checksums as sums
-from tanghulu.store.protocol.messages import Reservation
+from tanghulu.store.protocol.messages import PutReply, Reservation
 from tanghulu.store.protocol.terms import NO_TERM, Term
 from tanghulu.store.protocol.types import CommitResult, NewChunk
 from tanghulu.store.protocol.write_buffer import BufferWriter, Record
@@ -97,18 +97,17 @@ def _publish(
 ) -> None:
     """End the uses whose chunks the master accepted with a record for the node."""
     for use, result in zip(uses, results, strict=True):
-        op = use.op
+        op, new = use.op, use.op.new
         if result is CommitResult.ACCEPTED:
-            new = op.new
             ttl_ms = 0 if new.ttl_s is None else max(1, round(new.ttl_s * 1000))
             use.buffer.publish(Record(new.key, new.version, use.place, new.size_bytes, use.checksum, new.pin, ttl_ms))
             op.placed.append(node)
-            op.done = True
         elif result is CommitResult.EXISTS:
-            op.existed = op.done = True
-        elif mapped.index.find(op.new.key, context.clock.now_s()) is not None:
-            context.reads.note(node, op.new.key, 0)  # a hit counts for the order of evictions
-            op.existed = op.done = True
+            op.existed = True
+        elif mapped.index.find(new.key, context.clock.now_s()) is not None:
+            context.reads.note(node, new.key, 0)  # a hit counts for the order of evictions
+            op.existed = True
+        op.done = op.existed or bool(op.placed)
 
 
 def _open_buffer(
@@ -199,8 +198,9 @@ def put_by_stream(
     )
     if isinstance(answer, TanghuluError):
         return
-    context.fence.admits(answer.message.term, answer.message.term_of)
-    (result,) = messages.put_results(answer) or (True,)  # nothing was committed, because the key existed
+    message: PutReply = answer.message
+    context.fence.admits(message.term, message.term_of)
+    (result,) = message.results or (True,)  # nothing was committed, because the key existed
     if not isinstance(result, TanghuluError):
         op.take_result(node, result)
         op.done = True
@@ -245,7 +245,7 @@ class Filling:
             self._num_moved += request.length
 
     def checksums(self, part_bytes: int) -> sums.Checksums:
-        """Of the value, all of which has moved."""
+        """The checksums of a value that has moved completely."""
         if self.rest is not None and self.rest.running.complete:
             return self.rest.running.end()
         return self.op.checksums(part_bytes)

@@ -19,7 +19,7 @@ from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Log
 from tanghulu.store.client.model import Status
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol import methods
-from tanghulu.store.protocol.messages import CommitKeysRequest
+from tanghulu.store.protocol.messages import CommitKeysRequest, PutReply
 from tanghulu.store.protocol.terms import NO_TERM, Term
 from tanghulu.store.protocol.types import RELIED_S, ClientCommit, CommitResult, NewChunk
 
@@ -51,7 +51,7 @@ class PutOp:
             self.placed.append(node)
 
     def checksums(self, part_bytes: int) -> sums.Checksums:
-        """Those that were given, or computed now."""
+        """The value's checksums: those that the caller gave, or computed now."""
         given = self.new.checksums
         if given.parts:
             return given
@@ -73,7 +73,9 @@ class CommitCall:
     """
 
     def __init__(self, node: PeerId, generation: int, items: Sequence[NewChunk], term: Term = NO_TERM) -> None:
-        said = [ClientCommit(node, generation, new.key, new.version, new.size_bytes, *term) for new in items]
+        said: list[ClientCommit] = []
+        for new in items:
+            said.append(ClientCommit(node, generation, new.key, new.version, new.size_bytes, *term))
         self._num_items, self.term = len(said), NO_TERM
         self.call: messages.AnyCall
         if self._num_items == 1:
@@ -116,6 +118,7 @@ def take_results(
         for op in ops:
             op.error = answer
         return
-    context.fence.admits(answer.message.term, answer.message.term_of)
-    for op, result in zip(ops, messages.put_results(answer), strict=True):
+    message: PutReply = answer.message
+    context.fence.admits(message.term, message.term_of)
+    for op, result in zip(ops, message.results, strict=True):
         op.take_result(node, result)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -12,7 +14,6 @@ from tanghulu.errors import TanghuluError
 from tanghulu.runtime.backoff import Backoff
 from tanghulu.runtime.clock import Clock
 from tanghulu.store.client.logic import messages
-from tanghulu.store.client.logic.caches import LocationCache, Reads
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, NodeLink, Notify, PeerId, Sleep
 from tanghulu.store.client.logic.leases import Leases
 from tanghulu.store.client.logic.placement import NodeTable
@@ -30,6 +31,86 @@ _NODELESS_PAUSE_S, _NODELESS_MOST_S = 0.05, 0.25
 _REBUILDING_PAUSE_S, _REBUILDING_MOST_S = 0.05, 0.5
 #: Keys in one question to the master.
 KEYS_PER_LOCATE = 8192
+MAX_LOCATIONS = 1 << 20
+#: Nodes are told of that many reads at the latest.
+REPORT_READS = 64
+
+
+class LocationCache:
+    """Least recently used keys are forgotten first. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._nodes: OrderedDict[str, tuple[PeerId, ...]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> tuple[PeerId, ...]:
+        """The nodes that held ``key`` when it was last heard of, nearest first; none if unknown."""
+        with self._lock:
+            nodes = self._nodes.get(key)
+            if nodes is None:
+                return ()
+            self._nodes.move_to_end(key)
+            return nodes
+
+    def set(self, key: str, nodes: tuple[PeerId, ...]) -> None:
+        """The master, or a put, says where ``key`` is."""
+        with self._lock:
+            self._nodes[key] = nodes
+            self._nodes.move_to_end(key)
+            if len(self._nodes) > MAX_LOCATIONS:
+                self._nodes.popitem(last=False)
+
+    def discard(self, key: str, node: PeerId) -> None:
+        """``node`` turned out not to hold ``key``."""
+        with self._lock:
+            nodes = self._nodes.get(key, ())
+            if node in nodes:
+                rest = tuple(each for each in nodes if each != node)
+                if rest:
+                    self._nodes[key] = rest
+                else:
+                    del self._nodes[key]
+
+    def forget(self, key: str) -> None:
+        """``key`` was removed."""
+        with self._lock:
+            self._nodes.pop(key, None)
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+
+class Reads:
+    """What this client read without asking a node, so that the nodes hear of it: eviction goes by what is read.
+
+    A read by means of a node's shared index costs no message. The node is told of such reads a few at a time: with the
+    ``REPORT_READS``-th, or before the next call that is not a get. ``noted`` are (node, key, size); ``due`` says
+    that they should be told even if nothing else has to be. Every step is one operation of a deque: safe from any
+    thread.
+    """
+
+    def __init__(self) -> None:
+        self.noted: deque[tuple[PeerId, str, int]] = deque()
+        self.due = False
+
+    def note(self, node: PeerId, key: str, size_bytes: int) -> None:
+        """``key`` was read on ``node``."""
+        self.noted.append((node, key, size_bytes))
+        self.due = len(self.noted) >= REPORT_READS
+
+    def take(self) -> dict[PeerId, tuple[list[str], int]]:
+        """(keys in order, bytes) by node; counts as told."""
+        self.due = False
+        taken: dict[PeerId, tuple[list[str], int]] = {}
+        while self.noted:
+            try:
+                node, key, size = self.noted.popleft()
+            except IndexError:  # another thread was faster
+                break
+            keys, num_bytes = taken.get(node, ([], 0))
+            keys.append(key)
+            taken[node] = keys, num_bytes + size
+        return taken
 
 
 def _versions() -> Iterator[int]:
@@ -78,7 +159,7 @@ class Context:
         return Access.MESSAGES if self.streams else Access.ENGINE
 
     def inline_bytes(self, node: PeerId) -> int:
-        """Up to which size values of ``node`` should come inside its answers."""
+        """The largest value that ``node`` should send inside its answers."""
         maps = self.maps_memory and node in self.nodes.local_ids()
         return MAX_STREAMED_BYTES if self.streams and not maps else MAX_INLINE_BYTES
 
@@ -102,18 +183,13 @@ class Context:
         self.mapped.clear()
         self.write_buffers.close()
 
-    @property
-    def owes_notice(self) -> bool:
-        """Whether nodes should be told of leases or reads even if nothing else has to be said."""
-        return bool(self.leases.dropped) or (bool(self.reads.noted) and self.reads.due)
-
     def granted_late(self, node: PeerId, reply: messages.GrantingReply) -> None:
         """An answer that came when nobody waited for it any more: its leases, of reservations too, go back."""
         for lease_id in messages.leases_in(reply):
             self.leases.drop(node, lease_id)
 
     def untold(self, calls: Sequence[tuple[PeerId, messages.AnyCall]]) -> None:
-        """These calls were not sent: the leases that they give back are given back later."""
+        """Note that these calls were not sent: give back later the leases that they would have given back."""
         for node, call in calls:
             for lease_id in messages.given_back(call):
                 self.leases.drop(node, lease_id)

@@ -131,6 +131,10 @@ class Deadline:
         """What a peer is told: a little less than is left, so that its typed answer arrives in time."""
         return max(1, int(self.remaining_s() * 900))
 
+    def patience_ms(self, num_others: int) -> int:
+        """How long a node may have a put wait for room: less if there are ``num_others`` to try after it."""
+        return max(1, int(self.remaining_s() * 900) // (1 + min(num_others, 2)))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeLink:

@@ -196,7 +196,7 @@ def _take_located(context: Context, op: GetOp, nodes: Sequence[PeerId], *, incom
 
 
 def _still_wanted(context: Context, deadline: Deadline, ops: list[GetOp]) -> Logic[list[GetOp]]:
-    """Those to look up, after a pause if all had been looked up before; the others have their final error."""
+    """The items to look up, after a pause if all had been looked up before; the others have their final error."""
     unknown: list[GetOp] = []
     late: list[GetOp] = []
     for op in ops:
@@ -456,7 +456,7 @@ def _finish(
 
 
 def not_found(key: str) -> ChunkNotFound:
-    """Nobody who lives has it."""
+    """The error of a key that no live node holds."""
     return ChunkNotFound(f"no live node holds {key!r}")
 
 

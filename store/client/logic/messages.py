@@ -74,17 +74,6 @@ def welcome(reply: AnyReply) -> Welcome:
     return Welcome(*session, segment, index, message.key_scope, version)
 
 
-def put(items: Sequence[NewChunk], pieces: Sequence[memoryview], visible: bool, deadline_ms: int) -> AnyCall:
-    """Small values, inside the request: ``pieces`` are all of them, one behind the other."""
-    return methods.PUT.call(m.PutRequest(list(items), visible, deadline_ms), pieces)
-
-
-def put_results(reply: AnyReply) -> list[bool | TanghuluError]:
-    """For each value whether it existed, or why it failed; of PUT and COMMIT."""
-    message: m.PutReply = reply.message
-    return message.results
-
-
 def open_buffer(value_bytes: int) -> AnyCall:
     """Ask for a write buffer for values of about that size."""
     return methods.OPEN_BUFFER.call(m.OpenBufferRequest(value_bytes))
@@ -102,7 +91,7 @@ def reserve(items: Iterable[NewChunk], deadline_ms: int, fill: int = 0, pieces: 
 
 
 def reservations(reply: AnyReply) -> list[Reservation | TanghuluError | None]:
-    """For each value its range; None: the key exists."""
+    """The range reserved for each value; None: its key exists."""
     message: m.ReserveReply = reply.message
     return [each.error if isinstance(each, Failure) else each for each in message.reservations]
 
@@ -174,11 +163,6 @@ def given_back(call: AnyCall) -> Sequence[int]:
     return call.request.lease_ids if isinstance(call.request, m.UnpinRequest) else ()
 
 
-def node_exists(keys: Sequence[str]) -> AnyCall:
-    """Which keys the node itself has."""
-    return methods.EXISTS.call(store_pb2.ExistsRequest(keys=keys))
-
-
 def remove(keys: Sequence[str]) -> AnyCall:
     """Drop chunks."""
     return methods.REMOVE.call(store_pb2.RemoveRequest(keys=keys))
@@ -224,7 +208,7 @@ def chunk_info(key: str, nodes: tuple[str, ...], reply: AnyReply) -> ChunkInfo |
 
 
 def locate(keys: Sequence[str], *, count_only: bool = False) -> AnyCall:
-    """Who holds these keys."""
+    """Ask for the holders of these keys."""
     return methods.LOCATE.call(m.LocateRequest(keys, count_only))
 
 
@@ -249,12 +233,12 @@ class ListVersion(NamedTuple):
 
 
 def nodes() -> AnyCall:
-    """All nodes, with their figures of now."""
+    """Ask for all nodes, with their present figures."""
     return methods.NODES.call(directory_pb2.NodesRequest())
 
 
 def nodes_since(known: ListVersion) -> AnyCall:
-    """All nodes, if the list is another than the one that is known."""
+    """Ask for all nodes, unless the list is still the known one."""
     number, generation = known
     request = directory_pb2.NodesRequest(known_version=number, known_generation=generation, versioned=True)
     return methods.NODES.call(request)

@@ -194,11 +194,11 @@ class Operations:
         return found
 
     def exists_many(self, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
-        """The same for many."""
+        """Whether a live node holds each key."""
         return (yield from directory.exists(self._context, deadline, as_keys(keys)))
 
     def match_prefix(self, deadline: Deadline, keys: Sequence[str]) -> Logic[int]:
-        """How many leading keys exist."""
+        """How many keys exist, from the first to the first that does not."""
         return (yield from directory.match_prefix(self._context, deadline, as_keys(keys)))
 
     def wait_for(self, deadline: Deadline, key: str) -> Logic[bool]:
@@ -207,7 +207,7 @@ class Operations:
         return found
 
     def wait_for_many(self, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
-        """The same for many: until all are."""
+        """Wait until all keys are stored; for each whether it is."""
         return (yield from directory.wait_for(self._context, deadline, as_keys(keys)))
 
     def remove(self, deadline: Deadline, key: str) -> Logic[bool]:
@@ -221,7 +221,7 @@ class Operations:
     def remove_many(
         self, deadline: Deadline, keys: Sequence[str], raise_errors: bool = False
     ) -> Logic[list[bool | TanghuluError]]:
-        """The same for many, with an outcome each."""
+        """Drop many chunks, with an outcome for each."""
         yield from common.tell_reads(self._context)
         outcomes = yield from directory.remove(self._context, as_keys(keys))
         if raise_errors:

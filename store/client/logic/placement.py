@@ -61,7 +61,7 @@ class NodeTable:
         return now_s + NODES_TTL_S + self._rng.random() * NODES_SPREAD_S
 
     def learn(self, nodes: Iterable[NodeView]) -> None:
-        """Some nodes that came with another answer."""
+        """Add nodes that came with another answer."""
         with self._lock:
             self._nodes = {**self._nodes, **{PeerId(node.id): node for node in nodes}}
             self._largest_bytes = max((node.capacity_bytes for node in self._nodes.values()), default=0)
@@ -93,7 +93,7 @@ class NodeTable:
 
     @property
     def largest_capacity_bytes(self) -> int:
-        """Of all known nodes; 0 when none has said."""
+        """The largest capacity among the known nodes; 0 when none has told its own."""
         return self._largest_bytes
 
     def local_for(self, key: str, size_bytes: int) -> list[PeerId]:

@@ -35,6 +35,8 @@ from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, PeerId, Sleep
 from tanghulu.store.client.logic.plan import Carrier, Route, plan
 from tanghulu.store.client.model import PutOptions
+from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.messages import PutRequest
 from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import format_size
 
@@ -50,49 +52,41 @@ _ELSEWHERE = (NodeUnavailable, StoreFull, LeaseExpired, TransferFailed, Overload
 
 
 def put_one(context: Context, deadline: Deadline, op: PutOp, options: PutOptions) -> Logic[None]:
-    """Put one item, the commonest call by far."""
+    """Put one item, the commonest call by far: alone at its first candidate, and if that fails in rounds.
+
+    What a write buffer or a stream does not take goes to the node by another way, which tells what is wrong.
+    """
     nodes, new = context.nodes, op.new
     if not nodes.is_fresh(context.clock.now_s()):
         yield from common.refresh_nodes(context, deadline)
     op.candidates = nodes.local_for(new.key, new.size_bytes)
     if not op.candidates or options.replicas > 1 or options.prefer_node is not None:
         yield from _choose_nodes(context, (op,), options)
-    if op.candidates and options.replicas == 1 and not op.done:
-        yield from _put_alone(context, deadline, op, options)
+    tried = False
+    while op.candidates and options.replicas == 1 and not op.done:
+        node = op.candidates[0]
+        access = context.access(node, context.clock.now_s())
+        carrier, committer = plan(new, options, access, in_round=tried, in_pieces=bool(op.pieces))
+        tried = True
+        if carrier is Carrier.BUFFER:
+            yield from put_in_buffer(context, deadline, node, (op,))
+        elif carrier is Carrier.STREAM:
+            yield from put_by_stream(context, deadline, node, op, options, committer)
+        elif carrier is Carrier.INLINE:
+            del op.candidates[0]
+            call = _put_call((op,), options, deadline.patience_ms(len(op.candidates)))
+            (answer,) = yield CallPeers(((node, call),))
+            take_results(context, node, (op,), answer)
+            _conclude(op)
+            break
+        else:  # a transfer takes a round
+            break
     if not op.done:
         yield from _finish(context, deadline, (op,), options)
     if isinstance(op.error, NodeUnavailable) and not op.placed:
         yield from _try_newcomers(context, deadline, (op,), options)
     if op.placed:
         context.locations.set(new.key, tuple(op.placed))
-
-
-def _put_alone(context: Context, deadline: Deadline, op: PutOp, options: PutOptions) -> Logic[None]:
-    """Put a single item at its first candidate; it stays open if that fails, or if it needs a transfer.
-
-    What a write buffer or a stream does not take goes to the node by another way, which tells what is wrong.
-    """
-    node, tried = op.candidates[0], False
-    while not op.done:
-        access = context.access(node, context.clock.now_s())
-        carrier, committer = plan(op.new, options, access, in_round=tried, in_pieces=bool(op.pieces))
-        tried = True
-        if carrier is Carrier.BUFFER:
-            yield from put_in_buffer(context, deadline, node, (op,))
-        elif carrier is Carrier.STREAM:
-            yield from put_by_stream(context, deadline, node, op, options, committer)
-        else:
-            if carrier is Carrier.INLINE:
-                yield from _put_inline(context, deadline, op, options)
-            return
-
-
-def _put_inline(context: Context, deadline: Deadline, op: PutOp, options: PutOptions) -> Logic[None]:
-    node, *op.candidates = op.candidates
-    call = _put_call((op,), options, _patience_ms(deadline, len(op.candidates)))
-    (answer,) = yield CallPeers(((node, call),))
-    take_results(context, node, (op,), answer)
-    _conclude(op)
 
 
 def put_all(context: Context, deadline: Deadline, ops: Sequence[PutOp], options: PutOptions) -> Logic[None]:
@@ -161,11 +155,6 @@ def _ask_again(deadline: Deadline, ops: Sequence[PutOp]) -> Logic[None]:
     for op in waiting:
         op.done = deadline.remaining_s() <= QUOTA_PAUSE_S
         op.candidates, op.over_quota = op.over_quota, []
-
-
-def _patience_ms(deadline: Deadline, num_others: int) -> int:
-    """How long a node may make us wait for room: less if there are others to try after it."""
-    return max(1, deadline.remaining_ms() // (1 + min(num_others, 2)))
 
 
 def _slices(ops: Sequence[PutOp]) -> Iterator[Sequence[PutOp]]:
@@ -247,7 +236,7 @@ def _round(context: Context, deadline: Deadline, ops: list[PutOp], options: PutO
                 inline.setdefault(node, []).append(op)
             else:
                 large.setdefault(node, []).append((op, route))
-    deadline_ms = _patience_ms(deadline, num_others)
+    deadline_ms = deadline.patience_ms(num_others)
     puts = [(node, part) for node, own in inline.items() for part in _inline_calls(own)]
     calls = [(node, _put_call(part, options, deadline_ms)) for node, part in puts]
     calls += [(node, messages.reserve([op.new for op, _ in own], deadline_ms)) for node, own in large.items()]
@@ -269,11 +258,15 @@ def _round(context: Context, deadline: Deadline, ops: list[PutOp], options: PutO
 
 
 def _put_call(ops: Sequence[PutOp], options: PutOptions, deadline_ms: int) -> messages.AnyCall:
+    """PUT with the values of ``ops``, one behind the other."""
+    news: list[NewChunk] = []
+    pieces: list[memoryview] = []
     for op in ops:
         if not op.new.checksums.parts:
             op.new = op.new.with_checksums(op.checksums(options.part_bytes))
-    pieces = [piece for op in ops for piece in op.pieces or (op.value,)]
-    return messages.put([op.new for op in ops], pieces, options.visible, deadline_ms)
+        news.append(op.new)
+        pieces += op.pieces or (op.value,)
+    return methods.PUT.call(PutRequest(news, options.visible, deadline_ms), pieces)
 
 
 def _inline_calls(ops: list[PutOp]) -> Iterator[list[PutOp]]:

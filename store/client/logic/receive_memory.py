@@ -48,7 +48,7 @@ class ReceiveMemory:
         return np.asarray(_Lent(self, area, num_bytes))
 
     def give_back(self, area: _Area) -> None:
-        """Nobody refers to it any more. Beyond the bound, pieces of other sizes go first, then this one."""
+        """Take back memory that nobody refers to. Beyond the bound, pieces of other sizes go first, then this one."""
         size = len(area.mapping)
         others = [idle for other, idle in list(self._idle.items()) if other != size]
         while self.idle_bytes + size > self._max_idle_bytes:

@@ -56,7 +56,8 @@ class Reporter:
         on_unregistered: Callable[[], None],
         on_orders: Callable[[Orders], None],
     ) -> None:
-        self._state = state
+        self._state, self._chunks = state, state.chunks
+        self._tenants, self._tier, self._hot = state.chunks.tenants, state.chunks.tier, state.chunks.hot
         self._queue = state.reports
         self._masters = masters
         self._master: Address | None = None  # that is connected, or was last
@@ -83,7 +84,7 @@ class Reporter:
     # --- what the node's services ask
 
     def kick(self) -> None:
-        """There is something to tell; it leaves now, unless a message is under way."""
+        """Send what there is to tell now, unless a message is under way."""
         if self._free and (self._queue.urgent or self._flushes or self._flushing):
             self._tell()
 
@@ -222,12 +223,12 @@ class Reporter:
             deleted=[key for key, _ in message.deleted],
             deleted_versions=[version for _, version in message.deleted],
             report_id=message.report_id,
-            capacity_bytes=self._state.capacity_bytes,
-            used_bytes=self._state.used_bytes,
-            ssd_capacity_bytes=self._state.tier.capacity_bytes,
-            ssd_used_bytes=self._state.tier.used_bytes,
-            term=self._state.fence.newest.number,
-            term_of=self._state.fence.newest.cluster,
+            capacity_bytes=self._chunks.capacity_bytes,
+            used_bytes=self._chunks.used_bytes,
+            ssd_capacity_bytes=self._tier.capacity_bytes,
+            ssd_used_bytes=self._tier.used_bytes,
+            term=self._state.newest_term.number,
+            term_of=self._state.newest_term.cluster,
         )
         for key, version in message.retracted:
             request.withdrawn.add(key=key, version=version)
@@ -259,10 +260,10 @@ class Reporter:
             request.news.quiet = True
         if self._sent_s >= self._hot_told_s + HEARTBEAT_S:
             self._hot_told_s = self._sent_s
-            for key, num_gets in state.hot.take():
+            for key, num_gets in self._hot.take():
                 request.news.hot.add(key=key, num_gets=num_gets)
-            if state.tenants is not None:
-                for tenant, num_bytes in state.tenants.bounded():
+            if self._tenants is not None:
+                for tenant, num_bytes in self._tenants.bounded():
                     request.tenants.add(tenant=tenant, num_bytes=num_bytes)
 
     def _replied(self, outcome: Reply[directory_pb2.AnnounceReply] | TanghuluError) -> None:
@@ -279,8 +280,8 @@ class Reporter:
         self._free = True
         self._failures = 0
         reply = outcome.message
-        if reply.num_nodes and self._state.tenants is not None:
-            self._state.tenants.heard({each.tenant: each.num_bytes for each in reply.elsewhere}, reply.num_nodes)
+        if reply.num_nodes and self._tenants is not None:
+            self._tenants.heard({each.tenant: each.num_bytes for each in reply.elsewhere}, reply.num_nodes)
         self._answered(message, reply)
         orders = orders_from_wire(reply)
         if orders is not None:
@@ -317,7 +318,7 @@ class Reporter:
                     future.set_result(None)
             self._flushing.clear()
         if reply.report_wanted:
-            _log.info("reporter.full_report", num_chunks=self._state.num_chunks)
+            _log.info("reporter.full_report", num_chunks=len(self._chunks))
             self._state.report_all()
         if message.added:  # the puts' clients are answered first
             asyncio.get_running_loop().call_soon(self._on_change)

@@ -40,7 +40,7 @@ class AdminService:
     """Registers its handlers by ``serve``. ``drain`` is awaited with whether the node shall be draining."""
 
     def __init__(self, state: NodeState, puts: PutService, drain: Callable[[bool], Coroutine[Any, Any, None]]) -> None:
-        self._state = state
+        self._state, self._chunks = state, state.chunks
         self._puts = puts
         self._drain = drain
         self._listings: dict[int, SortedKeys] = {}  # by session
@@ -71,13 +71,13 @@ class AdminService:
     async def _evicted(self, request: store_pb2.EvictRequest) -> Answer:
         gone = []
         for key in request.keys:
-            chunk = self._state.find(ChunkKey(key))
+            chunk = self._chunks.find(ChunkKey(key))
             if chunk is not None and chunk.evictable:
-                self._state.evict(chunk, EvictionReason.OPERATOR)
+                self._chunks.evict(chunk, EvictionReason.OPERATOR)
                 gone.append(chunk)
         wanted = request.num_bytes
         while wanted > 0:
-            some = self._state.evict_oldest(min(wanted, _EVICTED_AT_ONCE), EvictionReason.OPERATOR)
+            some = self._chunks.evict_oldest(min(wanted, _EVICTED_AT_ONCE), EvictionReason.OPERATOR)
             if not some:
                 break
             gone += some
@@ -90,7 +90,7 @@ class AdminService:
     def tenants(self, peer: Peer, request: store_pb2.TenantsRequest, attachment: memoryview) -> Answer:
         """What each tenant holds and does here."""
         session_of(peer)
-        tenants = self._state.tenants
+        tenants = self._chunks.tenants
         if tenants is None:
             raise InvalidRequest("this node knows no tenants; start it with --tokens")
         return store_pb2.TenantsReply(tenants=[store_pb2.TenantUsage(**asdict(usage)) for usage in tenants.usage()])
@@ -118,16 +118,16 @@ class AdminService:
         limit = min(request.limit or MAX_VERIFIED, MAX_VERIFIED)
         reply = store_pb2.VerifyReply()
         num_bytes = 0
-        verifier = Verifier(self._state, self._puts)
+        verifier = Verifier(self._chunks, self._puts)
         while keys.more and len(reply.chunks) < limit and num_bytes < MAX_VERIFIED_BYTES:
             key = keys.take()
-            chunk = self._state.find(key)
+            chunk = self._chunks.find(key)
             if chunk is None:
                 self._add_below(reply, key)
                 continue
             corrupt = not await verifier.is_intact(chunk)
             reply.chunks.add(key=key, version=chunk.version, size_bytes=chunk.size_bytes, corrupt=corrupt)
-            if corrupt and request.drop_corrupt and self._state.find(key) is chunk:
+            if corrupt and request.drop_corrupt and self._chunks.find(key) is chunk:
                 self._puts.verify(chunk)
             num_bytes += chunk.size_bytes
         reply.more = keys.more
@@ -145,10 +145,10 @@ class AdminService:
             return keys
         while len(self._listings) >= MAX_LISTINGS:
             del self._listings[next(iter(self._listings))]
-        return await SortedKeys.of(self._state.all_keys(), after)
+        return await SortedKeys.of(self._chunks.all_keys(), after)
 
     def _add_below(self, reply: store_pb2.VerifyReply, key: ChunkKey) -> None:
         """A chunk on the SSD is named only: its bytes are verified whenever they are read."""
-        entry = self._state.find_below(key)
+        entry = self._chunks.find_below(key)
         if entry is not None:
             reply.chunks.add(key=key, version=entry.version, size_bytes=entry.size_bytes)

@@ -38,7 +38,7 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
         self, state: NodeState, puts: PutService, traffic: TrafficCounters, promoter: Promoter | None = None
     ) -> None:
         self._promoter = promoter
-        self._state = state
+        self._state, self._chunks = state, state.chunks
         self._puts = puts
         self._traffic = traffic
         self._value_bytes = 0
@@ -63,7 +63,7 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
         await _bounded(request.keys, context)
         self._state.drain_buffers()
         reply = store_pb2.GetReply()
-        verifier = Verifier(self._state, self._puts)
+        verifier = Verifier(self._chunks, self._puts)
         values: list[bytes] = []
         touched: list[Chunk] = []
         size = 0
@@ -72,9 +72,9 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
             if error is not None:
                 set_error(item.status, error)
                 continue
-            if request.verify and (found := self._state.find(ChunkKey(key))) is not None:
+            if request.verify and (found := self._chunks.find(ChunkKey(key))) is not None:
                 await verifier.drop_if_corrupt(found)
-            chunk = self._state.look_up(ChunkKey(key))
+            chunk = self._chunks.look_up(ChunkKey(key))
             if chunk is None:
                 set_error(item.status, ChunkNotFound(f"{key!r} is not on this node"))
                 continue
@@ -93,7 +93,7 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
             item.checksums.CopyFrom(checksums_to_wire(chunk.checksums))
             values.append(bytes(self._puts.bytes_of(chunk)))
             touched.append(chunk)
-        self._state.touch(touched)
+        self._chunks.touch(touched)
         reply.inline_data = b"".join(values)
         self._traffic.bytes_read["grpc"] += len(reply.inline_data)
         return reply
@@ -112,14 +112,14 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
         """One byte a key."""
         await _bounded(request.keys, context)
         self._state.drain_buffers()
-        found = (self._state.holds(ChunkKey(key)) for key in request.keys)
+        found = (self._chunks.holds(ChunkKey(key)) for key in request.keys)
         return store_pb2.ExistsReply(found=bytes(found))
 
     async def Remove(self, request: store_pb2.RemoveRequest, context: _Context) -> store_pb2.RemoveReply:
         """Drop chunks; one byte a key."""
         await _bounded(request.keys, context)
         self._state.drain_buffers()
-        removed = bytes(self._state.remove(ChunkKey(key)) for key in request.keys)
+        removed = bytes(self._chunks.remove(ChunkKey(key)) for key in request.keys)
         self._puts.room_changed()
         try:
             until_s = asyncio.get_running_loop().time() + DEFAULT_DEADLINE_S
@@ -134,7 +134,7 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
         """What the node knows of each chunk."""
         await _bounded(request.keys, context)
         self._state.drain_buffers()
-        return stat_reply(self._state, request)
+        return stat_reply(self._chunks, request)
 
     def _hold(self, context: _Context, num_bytes: int) -> None:
         """Count ``num_bytes`` of values until the call is over; raises Overloaded if there are too many."""

@@ -46,31 +46,31 @@ class NodeCollector(Collector):
     def __init__(
         self, state: NodeState, traffic: Callable[[], TrafficCounters], num_sessions: Callable[[], int]
     ) -> None:
-        self._state = state
+        self._state, self._chunks, self._space = state, state.chunks, state.chunks.space
         self._traffic = traffic
         self._num_sessions = num_sessions
 
     def collect(self) -> Iterator[Metric]:
         """All metrics of the node."""
-        state, buffers = self._state, self._state.buffers
+        state, buffers, chunks, counters = self._state, self._state.buffers, self._chunks, self._state.counters
         for name, (metric, text) in _COUNTERS.items():
-            yield CounterMetricFamily(metric, text, value=getattr(state.counters, name))
+            yield CounterMetricFamily(metric, text, value=getattr(counters, name))
         evictions = CounterMetricFamily(
             "tanghulu_node_evictions_by_reason", "the evictions, by reason", labels=["reason"]
         )
-        for reason, number in state.counters.evictions_by.items():
+        for reason, number in counters.evictions_by.items():
             evictions.add_metric([reason.value], number)
         yield evictions
-        yield GaugeMetricFamily("tanghulu_node_capacity_bytes", "bytes the node can hold", state.capacity_bytes)
-        yield GaugeMetricFamily("tanghulu_node_used_bytes", "bytes that are not free", state.used_bytes)
+        yield GaugeMetricFamily("tanghulu_node_capacity_bytes", "bytes the node can hold", chunks.capacity_bytes)
+        yield GaugeMetricFamily("tanghulu_node_used_bytes", "bytes that are not free", chunks.used_bytes)
         yield GaugeMetricFamily(
-            "tanghulu_node_largest_free_bytes", "the longest range that is free", state.counters.largest_free_bytes
+            "tanghulu_node_largest_free_bytes", "the longest range that is free", counters.largest_free_bytes
         )
-        moved, moved_bytes = state.space.num_moved, state.space.moved_bytes
+        moved, moved_bytes = self._space.num_moved, self._space.moved_bytes
         yield CounterMetricFamily("tanghulu_node_moves", "chunks moved to make room in one piece", value=moved)
         yield CounterMetricFamily("tanghulu_node_moved_bytes", "bytes of the chunks moved", value=moved_bytes)
-        yield GaugeMetricFamily("tanghulu_node_chunks", "chunks that can be found", state.num_chunks)
-        yield GaugeMetricFamily("tanghulu_node_leases", "leases that are not over", state.access.num_leases)
+        yield GaugeMetricFamily("tanghulu_node_chunks", "chunks that can be found", len(chunks))
+        yield GaugeMetricFamily("tanghulu_node_leases", "leases that are not over", len(state.leases))
         yield GaugeMetricFamily("tanghulu_node_waiting_puts", "puts that wait for room", len(state.waiters))
         yield GaugeMetricFamily("tanghulu_node_sessions", "connected clients", self._num_sessions())
         yield GaugeMetricFamily("tanghulu_node_write_buffers", "ranges that clients write into", buffers.num_open)

@@ -97,7 +97,7 @@ class NodeService:
     ) -> None:
         self._policies = policies
         self._identity = identity
-        self._state = state
+        self._state, self._chunks, self._leases = state, state.chunks, state.leases
         self._puts = puts
         self._sessions = sessions
         self._traffic = traffic
@@ -189,9 +189,7 @@ class NodeService:
             written += more
             goes_on = len(more) == len(some)
         written = await self._puts.write_rest(items, written, visible=visible, until_s=until_s)
-        return PutReply.of(
-            await self._puts.settled(written, visible=visible, until_s=until_s), self._state.fence.newest
-        )
+        return PutReply.of(await self._puts.settled(written, visible=visible, until_s=until_s), self._state.newest_term)
 
     def reserve(self, peer: Peer, request: ReserveRequest, attachment: memoryview) -> Answer | Pending:
         """Reserve ranges that the client will write, or that the value behind the request goes to."""
@@ -263,7 +261,7 @@ class NodeService:
                 taken = [self._puts.fills.take(peer, number) for number in request.aborted]
                 self._puts.abort([each for each in taken if isinstance(each, Chunk)])
             else:
-                self._state.unpin(request.aborted, session.owned)
+                self._leases.unpin(request.aborted, session.owned)
         if len(request.items) <= STEP_ITEMS and all(item.checksums.parts for item in request.items):
             return self._commit(request, self._end_writing(peer, request, request.items))
         return self._commit_in_steps(peer, request)
@@ -287,7 +285,7 @@ class NodeService:
         return await answered
 
     def _end_writing(self, peer: Peer, request: CommitRequest, items: Sequence[CommitItem]) -> list[_Ended]:
-        """Of each item the reservation, which nobody writes any more, and the checksums that somebody has said."""
+        """For each item its reservation, which nobody writes now, and the checksums that the client has told."""
         ended: list[_Ended] = []
         session_id = session_of(peer).session_id
         for item in items:
@@ -295,7 +293,7 @@ class NodeService:
             if request.filled:
                 ended.append((self._puts.fills.take(peer, lease_id), checksums))
                 continue
-            lease = self._state.access.lease(lease_id)
+            lease = self._leases.lease(lease_id)
             try:
                 chunk = self._puts.end_writing(lease_id, session_id)
             except TanghuluError as error:
@@ -327,7 +325,7 @@ class NodeService:
         later = Later()
 
         def done(outcomes: list[PutOutcome]) -> None:
-            later.set(PutReply.of(outcomes, self._state.fence.newest))
+            later.set(PutReply.of(outcomes, self._state.newest_term))
 
         self._puts.settle(written, visible=visible, until_s=until_s, done=done, num_told=num_told)
         return later
@@ -343,7 +341,7 @@ class NodeService:
         if len(request.keys) > STEP_ITEMS:
             return self._get_in_steps(session, request)
         items, values = self._get(session, request.keys, request.max_inline_bytes, MAX_INLINE_ANSWER_BYTES)
-        return GetReply(items, self._state.access.lease_ms, *self._state.fence.newest), values
+        return GetReply(items, self._leases.lease_ms, *self._state.newest_term), values
 
     async def _get_in_steps(self, session: Session, request: GetRequest) -> Answer:
         """Many keys."""
@@ -366,14 +364,14 @@ class NodeService:
             await self._touch_again(request.keys)
         finally:
             self._unsent.note(answer, 0)
-        return GetReply(items, self._state.access.lease_ms, *self._state.fence.newest), values
+        return GetReply(items, self._leases.lease_ms, *self._state.newest_term), values
 
     async def _touch_again(self, keys: Sequence[str]) -> None:
         """Touch ``keys`` in the order of the prompt, the last ones first, as one step of a smaller call would."""
         for at in reversed(range(0, len(keys), STEP_ITEMS)):
-            found = (self._state.find(ChunkKey(key)) for key in keys[at : at + STEP_ITEMS])
-            self._state.touch([chunk for chunk in found if chunk is not None])
-            self._state.end_call()
+            found = (self._chunks.find(ChunkKey(key)) for key in keys[at : at + STEP_ITEMS])
+            self._chunks.touch([chunk for chunk in found if chunk is not None])
+            self._chunks.end_call()
             await asyncio.sleep(0)
 
     async def _get_key_by_key(self, session: Session, request: GetRequest) -> Answer:
@@ -384,7 +382,7 @@ class NodeService:
         items: list[Found | Failure] = []
         values: list[bytes | memoryview] = []
         num_bytes, pinned_bytes, answer = 0, 0, object()
-        verifier = Verifier(self._state, self._puts) if request.verify else None
+        verifier = Verifier(self._chunks, self._puts) if request.verify else None
         try:
             num_looked = 0
             async for key, error in self._in_memory(request):
@@ -402,12 +400,12 @@ class NodeService:
                 num_bytes += sum(map(len, more))
                 self._unsent.note(answer, num_bytes)
                 pinned_bytes += sum(each.size_bytes for each in one if isinstance(each, Found) and each.lease_id)
-                if pinned_bytes >= self._state.capacity_bytes * MAX_PINNED_FRACTION:
+                if pinned_bytes >= self._chunks.capacity_bytes * MAX_PINNED_FRACTION:
                     break
             await self._touch_again(request.keys)
         finally:
             self._unsent.note(answer, 0)
-        return GetReply(items, self._state.access.lease_ms, *self._state.fence.newest), values
+        return GetReply(items, self._leases.lease_ms, *self._state.newest_term), values
 
     async def _in_memory(self, request: GetRequest) -> AsyncIterator[tuple[str, TanghuluError | None]]:
         if self._promoter is None:
@@ -419,7 +417,7 @@ class NodeService:
 
     async def _corrupt(self, key: ChunkKey, verifier: Verifier) -> ChecksumMismatch | None:
         """What to answer for a chunk that was corrupt."""
-        chunk = self._state.find(key)
+        chunk = self._chunks.find(key)
         if chunk is None or not await verifier.drop_if_corrupt(chunk):
             return None
         return ChecksumMismatch(f"the bytes of {key!r} on {self._identity.instance_id} were corrupt and are dropped")
@@ -437,7 +435,7 @@ class NodeService:
             try:
                 chunk = self._look_up(key)
                 is_inline = chunk.size_bytes <= max_inline_bytes and chunk.size_bytes <= left_bytes
-                pinned = None if is_inline else self._state.pin(chunk, session.holder)
+                pinned = None if is_inline else self._leases.pin(chunk, session.holder)
             except TanghuluError as error:
                 items.append(Failure.of(error))
                 continue
@@ -457,12 +455,12 @@ class NodeService:
                         pinned.copies_only,
                     )
                 )
-        self._state.touch(touched)
+        self._chunks.touch(touched)
         self._traffic.bytes_read["inline"] += budget - left_bytes
         return items, values
 
     def _look_up(self, key: str) -> Chunk:
-        chunk = self._state.look_up(ChunkKey(key))
+        chunk = self._chunks.look_up(ChunkKey(key))
         if chunk is None:
             raise ChunkNotFound(f"{key!r} is not on {self._identity.instance_id}")
         return chunk
@@ -473,17 +471,17 @@ class NodeService:
         check_count(len(request.read))
         session = session_of(peer)
         if request.read:
-            found = (self._state.look_up(ChunkKey(key)) for key in request.read)
-            self._state.touch([chunk for chunk in found if chunk is not None])
-        self._state.unpin(request.lease_ids, session.owned)
+            found = (self._chunks.look_up(ChunkKey(key)) for key in request.read)
+            self._chunks.touch([chunk for chunk in found if chunk is not None])
+        self._leases.unpin(request.lease_ids, session.owned)
         self._traffic.bytes_read["shm"] += request.bytes_read
         self._puts.room_changed()
         return self._look_at(request.corrupt) if request.corrupt else Done()
 
     async def _look_at(self, keys: Sequence[str]) -> Answer:
-        verifier = Verifier(self._state, self._puts)
+        verifier = Verifier(self._chunks, self._puts)
         for key in keys:
-            chunk = self._state.find(ChunkKey(key))
+            chunk = self._chunks.find(ChunkKey(key))
             if chunk is not None:
                 await verifier.drop_if_corrupt(chunk)
         return Done()
@@ -493,7 +491,7 @@ class NodeService:
     def exists(self, peer: Peer, request: store_pb2.ExistsRequest, attachment: memoryview) -> Answer:
         """One byte a key; neither pins nor touches."""
         check_count(len(request.keys))
-        holds = self._state.holds
+        holds = self._chunks.holds
         return store_pb2.ExistsReply(found=bytes(holds(ChunkKey(key)) for key in request.keys))
 
     def remove(
@@ -505,7 +503,7 @@ class NodeService:
         return self._removed(request.keys, removed)
 
     def _remove(self, keys: Sequence[str]) -> bytes:
-        removed = bytes(self._state.remove(ChunkKey(key)) for key in keys)
+        removed = bytes(self._chunks.remove(ChunkKey(key)) for key in keys)
         self._puts.room_changed()
         return removed
 
@@ -521,17 +519,17 @@ class NodeService:
 
     def stat(self, peer: Peer, request: store_pb2.StatRequest, attachment: memoryview) -> Answer:
         """What the node knows of each chunk."""
-        return stat_reply(self._state, request)
+        return stat_reply(self._chunks, request)
 
     def eviction(self, peer: Peer, request: store_pb2.EvictionRequest, attachment: memoryview) -> Answer:
         """Name the eviction policy, after switching to another if one is named."""
         session_of(peer)
         wanted = request.policy
-        if wanted and wanted != self._state.eviction_policy:
+        if wanted and wanted != self._chunks.eviction_policy:
             self._policies.memory(wanted)  # raises for an unknown name before anything changes
-            self._state.switch_policies(lambda: self._policies.memory(wanted), lambda: self._policies.tier(wanted))
+            self._chunks.switch_policies(lambda: self._policies.memory(wanted), lambda: self._policies.tier(wanted))
             _log.info("node.eviction_policy", policy=wanted)
-        return store_pb2.EvictionReply(policy=self._state.eviction_policy)
+        return store_pb2.EvictionReply(policy=self._chunks.eviction_policy)
 
     def _until(self, deadline_ms: int) -> float:
         return asyncio.get_running_loop().time() + remaining_s(deadline_ms, DEFAULT_DEADLINE_S)

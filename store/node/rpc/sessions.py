@@ -51,7 +51,7 @@ class Sessions:
     """Opens, joins and ends sessions. ``on_freed`` is called after leases of a vanished client ended."""
 
     def __init__(self, state: NodeState, on_freed: Callable[[], None]) -> None:
-        self._state = state
+        self._state, self._leases = state, state.leases
         self._on_freed = on_freed
         self._watch = ProcessWatch(self._exited)
         self._by_client: dict[tuple[str, int | None], Session] = {}
@@ -74,11 +74,11 @@ class Sessions:
             raise Overloaded(f"{MAX_SESSIONS} clients are connected to this node")
         lost = self._lost.pop(client, ())
         if lost:
-            self._state.release_unheld(lost, greeting.held_lease_ids)
+            self._leases.release_unheld(lost, greeting.held_lease_ids)
             self._on_freed()
-            lost = tuple(each for each in lost if self._state.access.has_session(each))
+            lost = tuple(each for each in lost if self._leases.has_session(each))
         session_id = secrets.randbits(62) + 1
-        self._state.open_session(session_id, greeting.pid, may_write=greeting.may_write)
+        self._leases.open_session(session_id, greeting.pid, may_write=greeting.may_write)
         maps = greeting.wants_shm and greeting.pid is not None and self._watch_process(session_id, greeting.pid)
         session = Session(session_id, greeting.client_id, greeting.pid, Holder(session_id, maps), (session_id, *lost))
         self._by_client[client] = session
@@ -138,7 +138,7 @@ class Sessions:
         for (client_id, pid), session in self._by_client.items():
             assert (session.client_id, session.pid) == (client_id, pid)
             assert session.num_connections > 0
-            assert self._state.access.has_session(session.session_id)
+            assert self._leases.has_session(session.session_id)
 
 
 def after_drain(state: NodeState, handler: Handler) -> Handler:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tanghulu.errors import InvalidRequest
 from tanghulu.protos import store_pb2
-from tanghulu.store.node.state.node_state import NodeState
+from tanghulu.store.node.state.node_chunks import NodeChunks
 from tanghulu.store.node.state.ssd_chunk import SsdChunk
 from tanghulu.store.protocol.wire import checksums_to_wire, fill_checksums, pin_to_wire, tier_to_wire
 from tanghulu.types import ChunkKey
@@ -18,15 +18,15 @@ def check_count(num_keys: int) -> None:
         raise InvalidRequest(f"{num_keys} keys in one call are more than {MAX_KEYS_PER_CALL}; send them in several")
 
 
-def stat_reply(state: NodeState, request: store_pb2.StatRequest) -> store_pb2.StatReply:
+def stat_reply(chunks: NodeChunks, request: store_pb2.StatRequest) -> store_pb2.StatReply:
     """The answer to CHUNK_STAT, for both carriers."""
     check_count(len(request.keys))
     reply = store_pb2.StatReply()
     for key in request.keys:
-        chunk = state.find(ChunkKey(key))
+        chunk = chunks.find(ChunkKey(key))
         if chunk is None:
-            entry = state.find_below(ChunkKey(key))
-            _add_below(reply, entry, None if entry is None else state.left_s(entry))
+            entry = chunks.find_below(ChunkKey(key))
+            _add_below(reply, entry, None if entry is None else chunks.left_s(entry))
             continue
         reply.chunks.add(
             found=True,
@@ -35,10 +35,10 @@ def stat_reply(state: NodeState, request: store_pb2.StatRequest) -> store_pb2.St
             checksums=checksums_to_wire(chunk.checksums),
             pin=pin_to_wire(chunk.pin),
             num_leases=chunk.num_leases,
-            age_s=state.age_s(chunk),
+            age_s=chunks.age_s(chunk),
             num_hits=chunk.num_hits,
             replicas=chunk.replicas,
-            ttl_ms=chunk.left_ms(state.age_s(chunk)),
+            ttl_ms=chunk.left_ms(chunks.age_s(chunk)),
         )
     return reply
 

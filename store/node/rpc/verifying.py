@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from tanghulu.store.node.state.chunk import Chunk
-from tanghulu.store.node.state.node_state import NodeState
+from tanghulu.store.node.state.node_chunks import NodeChunks
 from tanghulu.store.node.writes.puts import PutService
 from tanghulu.store.protocol.checksums import RunningChecksums
 
@@ -16,14 +16,14 @@ SLICE_BYTES = 4 << 20
 class Verifier:
     """The comparisons of one call."""
 
-    def __init__(self, state: NodeState, puts: PutService) -> None:
-        self._state = state
+    def __init__(self, chunks: NodeChunks, puts: PutService) -> None:
+        self._chunks = chunks
         self._puts = puts
         self._left_bytes = SLICE_BYTES  # of this turn
 
     async def drop_if_corrupt(self, chunk: Chunk) -> bool:
         """Whether the chunk was dropped, because its bytes are not what was put."""
-        if await self.is_intact(chunk) or self._state.find(chunk.key) is not chunk:
+        if await self.is_intact(chunk) or self._chunks.find(chunk.key) is not chunk:
             return False
         return not self._puts.verify(chunk)
 
@@ -37,7 +37,7 @@ class Verifier:
             if self._left_bytes <= 0:
                 self._left_bytes = SLICE_BYTES
                 await asyncio.sleep(0)
-                if self._state.find(chunk.key) is not chunk:
+                if self._chunks.find(chunk.key) is not chunk:
                     return True
             end = min(position + self._left_bytes, chunk.size_bytes)
             running.add(self._puts.bytes_of(chunk)[position:end])

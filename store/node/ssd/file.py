@@ -19,7 +19,7 @@ from pathlib import Path
 import structlog
 
 from tanghulu.errors import ConfigError
-from tanghulu.store.node.state.allocator import OffsetAllocator
+from tanghulu.store.node.space.allocator import OffsetAllocator
 from tanghulu.store.node.state.ssd_record import (
     FILE_ID_BYTES,
     FORMAT,
@@ -63,7 +63,7 @@ class Arena:
 
     @property
     def capacity_bytes(self) -> int:
-        """All of it."""
+        """The length of the file."""
         return self._allocator.capacity_bytes
 
     @property

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tanghulu.store.node.ssd.tier import SsdTier
-from tanghulu.store.node.state.node_state import NodeState
+from tanghulu.store.node.state.counters import NodeCounters
 
 _COUNTERS = {
     "already_there": ("tanghulu_node_ssd_clean_evictions", "chunks evicted from memory that were on the SSD already"),
@@ -28,8 +28,8 @@ _COUNTERS = {
 class TierCollector(Collector):
     """Reads the figures when Prometheus asks (from the metrics thread: plain attribute reads only)."""
 
-    def __init__(self, state: NodeState, tier: SsdTier) -> None:
-        self._state = state
+    def __init__(self, in_memory: NodeCounters, tier: SsdTier) -> None:
+        self._in_memory = in_memory
         self._tier = tier
 
     def collect(self) -> Iterator[Metric]:
@@ -38,7 +38,7 @@ class TierCollector(Collector):
         for name, (metric, text) in _COUNTERS.items():
             yield CounterMetricFamily(metric, text, value=getattr(counters, name))
         hits = CounterMetricFamily("tanghulu_node_tier_hits", "chunks that a get found, by tier", labels=["tier"])
-        hits.add_metric(["memory"], max(self._state.counters.hits - counters.hits, 0))
+        hits.add_metric(["memory"], max(self._in_memory.hits - counters.hits, 0))
         hits.add_metric(["ssd"], counters.hits)
         yield hits
         admissions = CounterMetricFamily(

@@ -24,7 +24,7 @@ from tanghulu.types import ChunkKey, format_size
 MAX_PROMOTIONS = 32
 #: Keys of one get that are on their way up together.
 LOOK_AHEAD = 8
-#: How long one may take, whoever waits for it.
+#: How long one promotion may take.
 PROMOTION_DEADLINE_S = 5.0
 #: How long a node that ends in order writes what it has in memory.
 SEND_DOWN_S = 3.0
@@ -36,7 +36,7 @@ class Promoter:
     """See the module. ``view`` is the node's memory."""
 
     def __init__(self, state: NodeState, tier: SsdTier, view: memoryview) -> None:
-        self._state = state
+        self._state, self._chunks = state, state.chunks
         self._tier = tier
         self._view = view
         self._under_way: dict[ChunkKey, asyncio.Task[Chunk]] = {}
@@ -50,7 +50,7 @@ class Promoter:
 
     def is_cold(self, keys: Iterable[str]) -> bool:
         """Whether any of ``keys`` would have to come up first."""
-        find, below = self._state.find, self._tier.find
+        find, below = self._chunks.find, self._tier.find
         return any(find(ChunkKey(key)) is None and below(ChunkKey(key)) is not None for key in keys)
 
     async def each(self, keys: Sequence[str], until_s: float) -> AsyncIterator[tuple[str, TanghuluError | None]]:
@@ -76,7 +76,7 @@ class Promoter:
 
     def begin(self, key: ChunkKey) -> None:
         """Start bringing ``key`` up, if it is in the tier and not on its way yet."""
-        if key in self._under_way or self._state.find(key) is not None:
+        if key in self._under_way or self._chunks.find(key) is not None:
             return
         entry = self._tier.find(key)
         if entry is not None:
@@ -90,7 +90,7 @@ class Promoter:
         Raises ChunkNotFound, StoreFull if leases leave no room for it, DeadlineExceeded.
         """
         for _ in range(3):  # it may be evicted again before this coroutine has its turn
-            chunk = self._state.find(key)
+            chunk = self._chunks.find(key)
             if chunk is not None:
                 return chunk
             self.begin(key)
@@ -101,7 +101,7 @@ class Promoter:
             if not done:
                 raise DeadlineExceeded(f"{key!r} is on its way up from the SSD tier; ask again")
             task.result()
-        chunk = self._state.find(key)
+        chunk = self._chunks.find(key)
         if chunk is None:
             raise ChunkNotFound(f"{key!r} is not on this node")
         return chunk
@@ -130,7 +130,7 @@ class Promoter:
         """Send down what memory holds for the node's next start, as far as ``SEND_DOWN_S`` goes; the warmest first."""
         until_s = asyncio.get_running_loop().time() + SEND_DOWN_S
         step_bytes = 0
-        for chunk in self._state.warmest():
+        for chunk in self._chunks.warmest():
             try:
                 if self._tier.free_queue_bytes < chunk.size_bytes + MAX_HEAD_BYTES + UNIT:
                     await self._tier.performed(until_s)
@@ -139,7 +139,7 @@ class Promoter:
                     step_bytes = 0
             except DeadlineExceeded:
                 return
-            self._state.evict(chunk, EvictionReason.STOPPING)
+            self._chunks.evict(chunk, EvictionReason.STOPPING)
             step_bytes += chunk.size_bytes
 
     # --- inside
@@ -167,7 +167,7 @@ class Promoter:
     async def _room_for(self, entry: SsdChunk, until_s: float) -> Chunk:
         loop = asyncio.get_running_loop()
         while (chunk := self._state.reserve_promotion(entry)) is None:
-            if self._state.promotion_has_more_to_do and loop.time() < until_s:
+            if self._chunks.has_more_to_evict and loop.time() < until_s:
                 await asyncio.sleep(0)
                 continue
             future: asyncio.Future[None] = loop.create_future()

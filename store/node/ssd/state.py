@@ -18,9 +18,9 @@ from sortedcontainers import SortedList
 
 from tanghulu.eviction.base import Policy
 from tanghulu.runtime.clock import Clock
+from tanghulu.store.node.space.allocator import OffsetAllocator
+from tanghulu.store.node.space.space import Space
 from tanghulu.store.node.ssd.admission import Demotion, EvictedChunk, TierAdmission
-from tanghulu.store.node.state.allocator import OffsetAllocator
-from tanghulu.store.node.state.space import Space
 from tanghulu.store.node.state.ssd_chunk import SsdChunk, SsdChunkEvent, SsdChunkState
 from tanghulu.store.node.state.ssd_record import UNIT, SsdRecord
 from tanghulu.store.protocol.types import Pin
@@ -118,7 +118,7 @@ class TierState:
         return iter(self._residents)
 
     def entries(self) -> list[SsdChunk]:
-        """All that can be had, as it is now."""
+        """The entries that can be read, as they are now."""
         return list(self._entries.values())
 
     def find(self, key: ChunkKey) -> SsdChunk | None:
@@ -209,7 +209,7 @@ class TierState:
     # --- up
 
     def begin_read(self, entry: SsdChunk) -> None:
-        """Its range stays what it is until ``end_read``; asserts that it is STORED."""
+        """Keep the entry's range as it is until ``end_read``; asserts that it is STORED."""
         assert entry.state is SsdChunkState.STORED, f"{entry.key!r} is {entry.state.value}"
         entry.num_readers += 1
         self._space.refresh(entry)
@@ -230,7 +230,7 @@ class TierState:
             self._space.end_batch()
 
     def not_read(self, entry: SsdChunk, *, corrupt: bool) -> list[Instruction]:
-        """Its bytes could not be read, or are not what was put: it is lost."""
+        """Drop an entry whose bytes could not be read, or are not what was put."""
         if not entry.held:
             return []  # it was dropped during the read, so what was read means nothing
         if corrupt:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from time import time as unix_time_s
 from typing import TypeAlias
 
@@ -22,6 +23,8 @@ import structlog
 
 from tanghulu.errors import ChunkNotFound, DeadlineExceeded, NodeUnavailable
 from tanghulu.eviction.base import Policy
+from tanghulu.runtime.clock import Clock
+from tanghulu.store.node.ssd.admission import TierAdmission
 from tanghulu.store.node.ssd.file import Arena, IoBuffer, TierFile
 from tanghulu.store.node.ssd.state import Instruction, LostChunk, TierCounters, TierState, Wipe, Write
 from tanghulu.store.node.state.chunk import Chunk
@@ -32,6 +35,7 @@ from tanghulu.types import ChunkKey
 
 _log = structlog.get_logger(__name__)
 
+MIN_SSD_BYTES = 1 << 20
 #: Bytes on their way down, and on their way up; also the largest record of each.
 QUEUE_BYTES = 64 << 20
 NUM_READ_THREADS = 4
@@ -52,6 +56,20 @@ class _Pending:
 
 
 _Outcome: TypeAlias = OSError | None
+
+
+@dataclass(frozen=True, slots=True)
+class SsdPlace:
+    """What the operator said: a file, or a directory in which a node is known by its port."""
+
+    path: Path
+    size_bytes: int
+    port: int
+
+    @property
+    def file(self) -> Path:
+        """The file."""
+        return self.path / f"node-{self.port}.tier" if self.path.is_dir() else self.path
 
 
 class SsdTier:
@@ -105,7 +123,7 @@ class SsdTier:
         return self.state.find(key)
 
     def entries(self) -> list[SsdChunk]:
-        """All that can be had."""
+        """The entries that can be read."""
         return self.state.entries()
 
     def touch(self, entry: SsdChunk) -> None:
@@ -279,7 +297,7 @@ class SsdTier:
                 future.set_result(None)
 
     async def _read(self, entry: SsdChunk, buffer: IoBuffer) -> memoryview:
-        """Not cancelled with its caller: the thread fills the buffer until it is done."""
+        """Read without being cancelled with the caller: the thread fills the buffer until it is done."""
         read = asyncio.get_running_loop().run_in_executor(
             self._readers, partial(_read_one, self.file, entry.record, entry.offset, buffer.view)
         )
@@ -304,7 +322,7 @@ class SsdTier:
 
     @property
     def free_queue_bytes(self) -> int:
-        """How much more may go down now."""
+        """How many more bytes may go down now."""
         return self._down.largest_free_bytes
 
     async def close(self) -> None:
@@ -340,8 +358,21 @@ async def _uninterrupted(future: asyncio.Future[bool]) -> bool:
         raise
 
 
+def open_tier(
+    place: SsdPlace,
+    view: memoryview,
+    admission: TierAdmission,
+    make_policy: Callable[[], Policy],
+    clock: Clock,
+    on_lost: Callable[[SsdChunk], None],
+) -> SsdTier:
+    """A tier below ``view``, still without what its file holds: ``recover`` it. Raises ConfigError."""
+    file = TierFile(place.file, place.size_bytes)
+    return SsdTier(file, TierState(file.capacity_bytes, make_policy, admission, clock), view, on_lost)
+
+
 def _write_all(file: TierFile, batch: Sequence[_Pending], sync: bool) -> list[_Outcome]:
-    """In the thread: perform ``batch`` in its order."""
+    """Perform ``batch`` in its order; runs in the writing thread."""
     outcomes: list[_Outcome] = []
     for pending in batch:
         try:
@@ -363,7 +394,7 @@ def _write_all(file: TierFile, batch: Sequence[_Pending], sync: bool) -> list[_O
 
 
 def _read_one(file: TierFile, record: SsdRecord, offset: int, view: memoryview) -> bool:
-    """In a thread: read the record and tell whether head and value are what was put."""
+    """Read the record and tell whether head and value are what was put; runs in a thread."""
     file.read(offset, view)
     found = decode_head(view[: record.head_bytes], offset, file.file_id)
     if found is None or (found.key, found.version, found.size_bytes) != (record.key, record.version, record.size_bytes):

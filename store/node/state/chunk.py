@@ -129,18 +129,18 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
 
     @property
     def version(self) -> int:
-        """Of the put that made it."""
+        """The version of the put that made the chunk."""
         facts = self._facts
         return facts & _WORD if isinstance(facts, int) else facts[0]
 
     @property
     def pin(self) -> Pin:
-        """How it stands towards eviction."""
+        """How the chunk is protected from eviction."""
         return _PINS[self._rest & 3]
 
     @property
     def replicas(self) -> int:
-        """How many nodes shall hold it."""
+        """How many nodes shall hold the chunk."""
         return self._rest >> _REPLICAS_SHIFT & _MAX_REPLICAS
 
     @property
@@ -165,7 +165,7 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
 
     @property
     def checksums(self) -> Checksums:
-        """Of the bytes; nothing to verify until they are written."""
+        """The checksums of the value; empty until it is written."""
         compact_form = self.compact_checksums
         return Checksums(0, (compact_form,)) if isinstance(compact_form, int) else compact_form
 

@@ -1,4 +1,4 @@
-"""Every chunk of a node, found by key and by lease, and the part of them that clients find by themselves.
+"""Every chunk of a node, found by key, and the part of them that clients find by themselves.
 
 Owns the indexes; decides nothing.
 """
@@ -15,7 +15,7 @@ from tanghulu.store.node.state.chunk import Chunk, ChunkEvent, ChunkState
 from tanghulu.store.protocol.shared_index import IndexWriter
 from tanghulu.store.protocol.terms import Term
 from tanghulu.store.protocol.types import Pin
-from tanghulu.types import ChunkKey, LeaseId
+from tanghulu.types import ChunkKey
 
 _INDEXED = (ChunkState.ANNOUNCING, ChunkState.LIVE)
 
@@ -93,7 +93,6 @@ class ChunkTable:
     def __init__(self, published: Published | None = None) -> None:
         self._by_key = PartedDict[ChunkKey, Chunk]()
         self._nameless: dict[int, Chunk] = {}  # RESERVED and CONDEMNED chunks by offset
-        self._by_lease: dict[LeaseId, Chunk] = {}
         self._ends = SortedList()  # (expires_s, id, chunk) of those in _by_key that end by time
         self._published = published or Published()
         self.hard_pinned_bytes = 0
@@ -151,7 +150,7 @@ class ChunkTable:
         self._published.add(chunk)
 
     def condemn(self, chunk: Chunk) -> None:
-        """Nobody shall find the chunk any more."""
+        """Let nobody find the chunk any more."""
         if chunk.state is ChunkState.LIVE:
             self._published.remove(chunk)
         if self._by_key.get(chunk.key) is chunk:
@@ -169,26 +168,6 @@ class ChunkTable:
         if chunk.pin is Pin.HARD:
             self.hard_pinned_bytes -= chunk.size_bytes
 
-    def lease(self, lease_id: LeaseId, chunk: Chunk) -> None:
-        """``lease_id`` was granted on the chunk's range."""
-        self._by_lease[lease_id] = chunk
-        chunk.num_leases += 1
-
-    def leased(self, lease_id: LeaseId) -> Chunk | None:
-        """The chunk that ``lease_id`` stands on."""
-        return self._by_lease.get(lease_id)
-
-    def leases(self) -> list[tuple[LeaseId, Chunk]]:
-        """All leases as they are now, with their chunks."""
-        return list(self._by_lease.items())
-
-    def unlease(self, lease_id: LeaseId) -> Chunk | None:
-        """The lease is over; its chunk, or None if the lease is none of ours."""
-        chunk = self._by_lease.pop(lease_id, None)
-        if chunk is not None:
-            chunk.num_leases -= 1
-        return chunk
-
     def expired(self, now_s: float, max_num: int) -> list[Chunk]:
         """At most ``max_num`` of the chunks whose time has come, each once."""
         due: list[Chunk] = []
@@ -200,12 +179,8 @@ class ChunkTable:
         """Let clients find what became LIVE."""
         self._published.flush()
 
-    def tell_term(self, term: Term) -> None:
-        """Let clients know the newest master that the node obeys."""
-        self._published.tell_term(term)
-
     def check(self) -> None:
-        """Assert that the three indexes agree with the chunks' states and counts."""
+        """Assert that the indexes agree with the chunks' states and counts."""
         self._by_key.check()
         for key, chunk in self._by_key.items():
             assert chunk.key == key
@@ -215,19 +190,14 @@ class ChunkTable:
             assert chunk.state in (ChunkState.RESERVED, ChunkState.CONDEMNED), f"{chunk!r} has no name"
         assert len(self._ends) == sum(chunk.expires_s is not None for chunk in self._by_key.values())
         assert all(self._by_key.get(chunk.key) is chunk for _, _, chunk in self._ends)
-        leases: dict[Chunk, int] = {}
-        for chunk in self._by_lease.values():
-            leases[chunk] = leases.get(chunk, 0) + 1
         for chunk in self:
-            assert chunk.num_leases == leases.pop(chunk, 0), f"{chunk!r} has another number of leases"
             assert chunk.state is not ChunkState.CONDEMNED or chunk.num_leases, f"{chunk!r} should be gone"
-        assert not leases, f"{leases!r} are leased and not in the table"
         hard = sum(c.size_bytes for c in self if c.pin is Pin.HARD)
         assert hard == self.hard_pinned_bytes
         self._published.check(self._by_key)
 
     def __repr__(self) -> str:
-        return f"ChunkTable({len(self._by_key)} keys, {len(self._by_lease)} leases)"
+        return f"ChunkTable({len(self._by_key)} keys)"
 
 
 class ChunkMover:

@@ -37,7 +37,7 @@ class LowerTier(Protocol):
         ...
 
     def entries(self) -> list[SsdChunk]:
-        """All of them."""
+        """All entries."""
         ...
 
     def demote(self, chunk: Chunk, left_s: float | None) -> SsdChunk | None:

@@ -56,7 +56,7 @@ class WaitQueue:
         self._queue.append(waiter)
 
     def first(self) -> Waiter:
-        """Whose turn it is."""
+        """The waiter whose turn it is."""
         return self._queue[0]
 
     @property
@@ -67,11 +67,11 @@ class WaitQueue:
         return self._freed_bytes * _RETRY_SHARE >= self._queue[0].new.size_bytes
 
     def tried_in_vain(self) -> None:
-        """The first found no room, and nothing is left to be done for it."""
+        """Take note that the first found no room, and that nothing more can be done for it now."""
         self._freed_bytes = 0
 
     def freed(self, num_bytes: int) -> None:
-        """So many bytes are free, or nobody uses them any more, or they can be evicted from now on."""
+        """Take note that ``num_bytes`` came free, are not used any more, or can be evicted from now on."""
         if self._freed_bytes is not None:
             self._freed_bytes += num_bytes
 

@@ -224,7 +224,7 @@ class ReportQueue:
             self._report.sort(num_chunks)
 
     def granted(self, num_keys: int, num_known_slots: int) -> None:
-        """The master takes ``num_keys`` keys in the next piece of the report, and knows so many slots."""
+        """The master takes ``num_keys`` keys in the next piece of the report, and knows ``num_known_slots``."""
         self._granted_keys = num_keys
         if num_known_slots == self._num_known_slots:
             return

@@ -80,7 +80,7 @@ class SsdChunk(msgspec.Struct, eq=False, gc=False):
 
     @property
     def version(self) -> int:
-        """Of its put."""
+        """The version of the put that made the chunk."""
         return self.record.version
 
     @property
@@ -95,7 +95,7 @@ class SsdChunk(msgspec.Struct, eq=False, gc=False):
 
     @property
     def pin(self) -> Pin:
-        """How it stands towards eviction."""
+        """How the chunk is protected from eviction."""
         return self.record.pin
 
     @property

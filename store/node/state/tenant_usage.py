@@ -66,7 +66,7 @@ class Ranged(Protocol):
 
     @property
     def pin(self) -> Pin:
-        """How it stands towards eviction."""
+        """How the range is protected from eviction."""
         ...
 
 
@@ -119,11 +119,11 @@ class TenantUsage:
         return [(name, num_bytes) for name, num_bytes in excess if num_bytes > 0]
 
     def weight_of(self, tenant: str) -> float:
-        """Its share: its quota, or else as much as anybody's if all shared the memory equally."""
+        """The tenant's share: its quota, or else an equal part of the memory."""
         return self.quota_of(tenant) or self._capacity_bytes / max(len(self._tenants()), 1)
 
     def share_of(self, tenant: str, total_bytes: int) -> int:
-        """Its part of ``total_bytes`` that all known tenants divide by their weights; 0 for a tenant not known."""
+        """The tenant's part of ``total_bytes``, which known tenants divide by their weights; 0 if unknown."""
         known = self._tenants()
         if tenant not in known:
             return 0
@@ -179,7 +179,7 @@ class TenantUsage:
         )
 
     def excess_bytes(self, new: NewChunk) -> int:
-        """How much of its own the tenant has to give up for ``new``; raises InvalidRequest if that is no use."""
+        """How many bytes the tenant has to give up for ``new``; raises InvalidRequest if it could never hold it."""
         tenant = tenant_of(new.key)
         known, limit = self._tenants().get(tenant), self.limit_of(tenant)
         if known is None or not limit:

@@ -26,7 +26,7 @@ import structlog
 
 from tanghulu.errors import InvalidRequest
 from tanghulu.runtime.clock import Clock
-from tanghulu.store.node.state.allocator import OffsetAllocator
+from tanghulu.store.node.space.allocator import OffsetAllocator
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.protocol.types import validate_key
 from tanghulu.store.protocol.write_buffer import (

@@ -43,10 +43,10 @@ Begun: TypeAlias = Fill | Existed | TanghuluError
 
 
 class Fills:
-    """Those of all connections. ``on_freed`` is called when ranges of a connection that has ended may be free."""
+    """The reservations of all connections. ``on_freed`` is called when ranges of an ended connection may be free."""
 
     def __init__(self, state: NodeState, on_freed: Callable[[], None]) -> None:
-        self._state = state
+        self._state, self._chunks = state, state.chunks
         self._on_freed = on_freed
         self._by_peer: dict[Peer, dict[int, Begun]] = {}
         self._bytes = 0  # that are coming
@@ -71,10 +71,9 @@ class Fills:
         return begun
 
     def _reserve(self, new: NewChunk) -> Begun:
-        state = self._state
-        reserved = None
-        if self._bytes + new.size_bytes <= state.capacity_bytes * MAX_FRACTION or state.current_anywhere(new.key):
-            reserved = state.reserve_at_once(new, None)
+        chunks, reserved = self._chunks, None
+        if self._bytes + new.size_bytes <= chunks.capacity_bytes * MAX_FRACTION or chunks.current_anywhere(new.key):
+            reserved = self._state.reserve_at_once(new, None)
         if isinstance(reserved, Reserved):
             return Fill(reserved.chunk)
         size = format_size(new.size_bytes)
@@ -111,20 +110,20 @@ class Fills:
             if isinstance(fill, Fill):
                 if fill.coming:
                     self.filled(fill)
-                self._state.abort_reservation(fill.chunk)
+                self._chunks.abort_reservation(fill.chunk)
         self._on_freed()
 
     def tick(self) -> None:
         """Hang up on those who have begun a put and do not end it."""
         for peer, own in list(self._by_peer.items()):
-            if any(isinstance(each, Fill) and self._state.age_s(each.chunk) >= MAX_FILL_S for each in own.values()):
+            if any(isinstance(each, Fill) and self._chunks.age_s(each.chunk) >= MAX_FILL_S for each in own.values()):
                 peer.hang_up()
 
     def check(self) -> None:
         """Assert that bytes are counted, and that what is coming has a reservation of its own."""
         fills = [each for own in self._by_peer.values() for each in own.values() if isinstance(each, Fill)]
         assert self._bytes == sum(fill.chunk.size_bytes for fill in fills if fill.coming)
-        assert self._bytes <= self._state.capacity_bytes * MAX_FRACTION
+        assert self._bytes <= self._chunks.capacity_bytes * MAX_FRACTION
         for fill in fills:
             assert fill.chunk.state is ChunkState.RESERVED, f"{fill.chunk!r} was not committed yet"
 

@@ -72,7 +72,7 @@ class PutService:
     """Reserves, writes, commits and waits for the master, each bounded by a time of the event loop (``until_s``)."""
 
     def __init__(self, state: NodeState, view: memoryview, reporter: Reporter) -> None:
-        self._state = state
+        self._state, self._chunks, self._leases = state, state.chunks, state.leases
         self._view = view
         self._reporter = reporter
         self._waiting: dict[Waiter, asyncio.Future[Reserved | Existed]] = {}
@@ -84,7 +84,7 @@ class PutService:
 
     def room_changed(self) -> None:
         """Ranges were freed or chunks became evictable: serve those who wait."""
-        self._state.end_call()
+        self._chunks.end_call()
         for waiter, outcome in self._state.admit_waiters():
             future = self._waiting.pop(waiter, None)
             if future is None or future.done():
@@ -199,10 +199,10 @@ class PutService:
 
     def end_writing(self, lease_id: int, session_id: int) -> Chunk:
         """The client has written under ``lease_id``; ``commit`` what it wrote. Raises LeaseExpired."""
-        chunk = self._state.leased(lease_id)
+        chunk = self._leases.chunk(lease_id)
         if chunk in self._unwiped:
             raise LeaseExpired(f"reservation {lease_id} was not given to anybody yet")
-        return self._state.end_writing(LeaseId(lease_id), session_id)
+        return self._leases.end_writing(LeaseId(lease_id), session_id)
 
     async def compute_checksums(self, chunk: Chunk) -> Checksums:
         """Checksums of what a client wrote without sending any; the chunk stays a reservation meanwhile."""
@@ -262,7 +262,7 @@ class PutService:
         if sums.matches(self.bytes_of(chunk), chunk.checksums):
             return True
         _log.error("chunk.corrupt", key=chunk.key, size_bytes=chunk.size_bytes, offset=chunk.offset)
-        self._state.drop_corrupt(chunk)
+        self._chunks.drop_corrupt(chunk)
         self.room_changed()
         return False
 
@@ -290,7 +290,7 @@ class PutService:
     def abort(self, chunks: Sequence[Chunk]) -> None:
         """Let go reservations that nobody writes and that will not be committed."""
         for chunk in chunks:
-            self._state.abort_reservation(chunk)
+            self._chunks.abort_reservation(chunk)
         self.room_changed()
 
     def bytes_of(self, chunk: Chunk) -> memoryview:

@@ -58,8 +58,8 @@ def finished(state: NodeState, outcome: Outcome) -> Outcome:
 def commit(
     state: NodeState, lease_id: LeaseId, session_id: int, sums: Checksums, *, visible: bool
 ) -> Reserved | Existed:
-    return state.commit(state.end_writing(lease_id, session_id), sums, CommittedBy.node(visible=visible))
+    return state.commit(state.leases.end_writing(lease_id, session_id), sums, CommittedBy.node(visible=visible))
 
 
 def keys(state: NodeState) -> list[str]:
-    return sorted(state.table.keys())
+    return sorted(state.chunks.table.keys())

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tanghulu.errors import InvalidRequest
-from tanghulu.store.node.state.allocator import OffsetAllocator
-from tanghulu.store.node.state.frames import Frames
+from tanghulu.store.node.space.allocator import OffsetAllocator
+from tanghulu.store.node.space.frames import Frames
 
 
 def test_the_worked_example_of_the_module() -> None:

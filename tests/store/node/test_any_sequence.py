@@ -62,25 +62,25 @@ class AnyNode(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from("abcdefgh"))
     def give_up(self, key: str) -> None:
-        chunk = self.state.table.find(ChunkKey(key))
+        chunk = self.state.chunks.table.find(ChunkKey(key))
         if chunk is not None:
             self.state.gave_up(chunk)
 
     @rule(target=pins, key=st.sampled_from("abcdefgh"), maps=st.booleans())
     def pin(self, key: str, maps: bool) -> LeaseId:
-        chunk = self.state.look_up(ChunkKey(key))
+        chunk = self.state.chunks.look_up(ChunkKey(key))
         if chunk is None:
             return LeaseId(0)
-        self.state.touch([chunk])
-        return self.state.pin(chunk, MAPS if maps else COPIES).lease_id
+        self.state.chunks.touch([chunk])
+        return self.state.leases.pin(chunk, MAPS if maps else COPIES).lease_id
 
     @rule(lease=consumes(pins))
     def unpin(self, lease: LeaseId) -> None:
-        self.state.unpin([lease], {1, 2})
+        self.state.leases.unpin([lease], {1, 2})
 
     @rule(key=st.sampled_from("abcdefgh"))
     def remove(self, key: str) -> None:
-        self.state.remove(ChunkKey(key))
+        self.state.chunks.remove(ChunkKey(key))
 
     @rule(seconds=st.floats(0, 2))
     def wait(self, seconds: float) -> None:
@@ -91,7 +91,7 @@ class AnyNode(RuleBasedStateMachine):
     def lose_session(self, session: int, exits: bool) -> None:
         self.state.close_session(session)
         self.state.session_exited(session)
-        self.state.access.open_session(session, 4242 if session == 2 else None)
+        self.state.leases.access.open_session(session, 4242 if session == 2 else None)
 
     @rule()
     def admit(self) -> None:
@@ -101,8 +101,8 @@ class AnyNode(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         self.state.check()
-        for lease_id, chunk in self.state.table.leases():
-            lease = self.state.access.lease(lease_id)
+        for lease_id, chunk in self.state.leases.leases():
+            lease = self.state.leases.lease(lease_id)
             assert lease is not None
             assert lease.offset == chunk.offset
 

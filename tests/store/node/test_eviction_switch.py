@@ -7,10 +7,10 @@ import pytest
 import tanghulu
 from tanghulu.errors import InvalidRequest
 from tanghulu.eviction import POLICIES, make_policy
-from tanghulu.store.node.state.allocator import OffsetAllocator
+from tanghulu.store.node.space.allocator import OffsetAllocator
+from tanghulu.store.node.space.space import Space
 from tanghulu.store.node.state.chunk import Chunk, ChunkEvent
 from tanghulu.store.node.state.chunk_table import ChunkTable
-from tanghulu.store.node.state.space import Space
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey

@@ -82,7 +82,7 @@ def rig() -> FillRig:
 
 async def test_a_committed_value_is_live_at_once_and_announced_with_the_next_message(rig: FillRig) -> None:
     fill = rig.here("k")
-    assert rig.state.find(fill.chunk.key) is None
+    assert rig.state.chunks.find(fill.chunk.key) is None
     assert await rig.say() == [False]
     assert fill.chunk.state is ChunkState.LIVE
     assert fill.chunk.checksums == SUM
@@ -116,7 +116,7 @@ async def test_an_aborted_value_leaves_nothing(rig: FillRig) -> None:
     rig.here("k")
     request = CommitRequest([], [1], True, 1000, filled=True)
     assert await results(rig.service.commit(rig.mine, request, NOTHING)) == []
-    assert rig.state.used_bytes == 0
+    assert rig.state.chunks.used_bytes == 0
     rig.check()
 
 
@@ -127,7 +127,7 @@ async def test_checksums_are_computed_where_none_are_said_and_refused_where_they
     rig.here("m", 2)
     (refused,) = await rig.say(2, sums=Checksums(7, (1, 2)))
     assert isinstance(refused, InvalidRequest)
-    assert rig.state.current(ChunkKey("m")) is None
+    assert rig.state.chunks.current(ChunkKey("m")) is None
 
 
 async def test_a_connection_that_ends_leaves_nothing_wherever_its_values_stand(rig: FillRig) -> None:
@@ -135,7 +135,7 @@ async def test_a_connection_that_ends_leaves_nothing_wherever_its_values_stand(r
     assert isinstance(rig.begin("b", 2), Fill)
     kept = rig.begin("c", 1, peer=rig.other)
     rig.lose(rig.mine)
-    assert rig.state.used_bytes == kept.chunk.size_bytes
+    assert rig.state.chunks.used_bytes == kept.chunk.size_bytes
     (nothing,) = await rig.say()  # nobody knows that number any more
     assert isinstance(nothing, LeaseExpired)
 
@@ -151,7 +151,7 @@ def test_a_range_that_is_being_filled_is_nobody_elses_even_when_its_time_is_up(r
     for number in range(200):
         put(rig.state, new(f"other-{number}"))
     taken = (fill.chunk.offset, fill.chunk.size_bytes)
-    assert taken not in [(c.offset, c.size_bytes) for c in rig.state.table if c is not fill.chunk]
+    assert taken not in [(c.offset, c.size_bytes) for c in rig.state.chunks.table if c is not fill.chunk]
     rig.lose(rig.mine)
     assert fill.chunk.state is ChunkState.GONE
 
@@ -162,7 +162,7 @@ def test_a_connection_that_does_not_commit_what_has_come_is_cut(rig: FillRig) ->
     rig.fills.tick()
     assert rig.hung_up == [rig.mine]
     rig.lose(rig.mine)
-    assert rig.state.used_bytes == 0
+    assert rig.state.chunks.used_bytes == 0
 
 
 async def test_what_exists_is_not_received_and_commit_says_so(rig: FillRig) -> None:
@@ -190,7 +190,7 @@ async def test_a_value_of_another_size_than_was_said_is_refused(rig: FillRig) ->
     request = ReserveRequest([new("k", 65)], 1000, 1)
     with pytest.raises(InvalidRequest):
         rig.service.reserve(rig.mine, request, memoryview(bytes(64)))
-    assert rig.state.used_bytes == 0
+    assert rig.state.chunks.used_bytes == 0
 
 
 async def test_all_that_is_coming_together_is_bounded(rig: FillRig) -> None:
@@ -210,7 +210,7 @@ async def test_a_second_put_of_the_key_that_ends_first_wins_unless_the_master_ha
     rig.state.reports.confirm([theirs.chunk], 9.0, rig.words.append)
     assert await rig.say() == [False]
     assert rig.words == [[False]]
-    assert rig.state.find(mine.chunk.key) is mine.chunk
+    assert rig.state.chunks.find(mine.chunk.key) is mine.chunk
 
 
 async def test_a_committed_value_whose_key_the_master_has_confirmed_otherwise_is_a_hit(rig: FillRig) -> None:

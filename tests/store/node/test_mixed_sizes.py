@@ -11,7 +11,7 @@ from tanghulu.auth.tenants import Tenant
 from tanghulu.errors import Overloaded, StoreFull, TanghuluError
 from tanghulu.eviction import Policy, make_policy
 from tanghulu.runtime.clock import ManualClock
-from tanghulu.store.node.state import space
+from tanghulu.store.node.space import space
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.chunk_table import Published
 from tanghulu.store.node.state.node_state import make_node_state
@@ -73,27 +73,27 @@ class Node:
         chunk = reserved.chunk
         self.memory[chunk.offset : chunk.offset + chunk.size_bytes] = self.bytes[chunk.version]
         if reserved.lease_id:
-            self.state.end_writing(reserved.lease_id, 1)
+            self.state.leases.end_writing(reserved.lease_id, 1)
         self.state.commit(chunk, SUM, CommittedBy.NODE_UNAWAITED)
-        self.state.end_call()
+        self.state.chunks.end_call()
 
     def check(self) -> None:
-        for chunk in [each for each in self.state.table if each.held]:
+        for chunk in [each for each in self.state.chunks.table if each.held]:
             entry = self.index.find(chunk.key, 0.0)
             assert entry is None or (entry.version, entry.offset) == (chunk.version, chunk.offset), "a stale entry"
         self.state.check()
-        for chunk in self.state.table:
+        for chunk in self.state.chunks.table:
             if chunk.held:
                 bytes_there = self.memory[chunk.offset : chunk.offset + chunk.size_bytes]
                 assert bytes_there == self.bytes[chunk.version], f"{chunk!r} holds other bytes"
 
     def found(self, key: str) -> Chunk:
-        chunk = self.state.find(ChunkKey(key))
+        chunk = self.state.chunks.find(ChunkKey(key))
         assert chunk is not None, key
         return chunk
 
     def names(self) -> set[str]:
-        return set(self.state.table.keys())
+        return set(self.state.chunks.table.keys())
 
 
 def scattered(node: Node, name: Callable[[int], str] = "k{}".format, seed: int = 1) -> list[str]:
@@ -103,7 +103,7 @@ def scattered(node: Node, name: Callable[[int], str] = "k{}".format, seed: int =
         node.put(key, SMALL)
     random.Random(seed).shuffle(order)
     for key in order:
-        node.state.touch([node.found(key)])
+        node.state.chunks.touch([node.found(key)])
     node.check()
     return order
 
@@ -123,8 +123,8 @@ def test_exactly_the_oldest_go_and_readers_find_what_was_moved() -> None:
     node.put("large", CAPACITY // 4)
     gone = order[: NUM_SMALL // 4]
     assert node.names() == {"large", *order[len(gone) :]}
-    assert node.state.counters.evicted_bytes == CAPACITY // 4
-    assert node.state.space.num_moved > 0
+    assert node.state.chunks.counters.evicted_bytes == CAPACITY // 4
+    assert node.state.chunks.space.num_moved > 0
     node.check()
     for key in order[len(gone) :]:
         entry = node.index.find(key, 0.0)
@@ -138,7 +138,7 @@ def test_pins_stand_with_every_size() -> None:
     hard, soft = order[:20], order[20:40]
     for pin, keys in ((Pin.HARD, hard), (Pin.SOFT, soft)):
         for key in keys:
-            node.state.remove(ChunkKey(key))
+            node.state.chunks.remove(ChunkKey(key))
             node.put(key, SMALL, pin)
     for number, share in enumerate((8, 4, 2)):
         node.put(f"large{number}", CAPACITY // share)
@@ -186,11 +186,11 @@ def test_what_is_leased_is_neither_moved_nor_evicted() -> None:
     held = [node.found(key) for key in order[::32]]
     places = [chunk.offset for chunk in held]
     for number, chunk in enumerate(held):
-        node.state.pin(chunk, MAPS if number % 2 else COPIES)
+        node.state.leases.pin(chunk, MAPS if number % 2 else COPIES)
     outcome = finished(node.state, node.state.reserve(node.new("large", CAPACITY // 16), None))
     while not isinstance(outcome, Reserved):  # perhaps no window is without a lease
-        lease_id, _ = node.state.table.leases()[0]
-        node.state.unpin([lease_id], {1, 2})
+        lease_id, _ = node.state.leases.leases()[0]
+        node.state.leases.unpin([lease_id], {1, 2})
         for _, late in node.state.admit_waiters():
             assert isinstance(late, Reserved)
             outcome = late
@@ -206,7 +206,7 @@ def test_nothing_goes_in_vain_while_leases_cut_every_window_short(small_steps: N
     node = Node()
     order = scattered(node)
     for number in range(0, NUM_SMALL, 8):
-        node.state.pin(node.found(f"k{number}"), COPIES)
+        node.state.leases.pin(node.found(f"k{number}"), COPIES)
     waiter = finished(node.state, node.state.reserve(node.new("large", CAPACITY // 4), None))
     assert isinstance(waiter, Waiter)
     assert node.names() >= set(order[space.STEP_RESIDENTS :]), "no more than a step's"
@@ -217,7 +217,7 @@ def test_nothing_goes_in_vain_while_leases_cut_every_window_short(small_steps: N
         assert not node.state.has_more_to_do
     assert node.names() == left
     node.check()
-    node.state.unpin([lease_id for lease_id, _ in node.state.table.leases()], {1})
+    node.state.leases.unpin([lease_id for lease_id, _ in node.state.leases.leases()], {1})
     served: list[Waiter] = []
     while not served:
         served = [each for each, _ in node.state.admit_waiters()]
@@ -234,12 +234,12 @@ def test_who_begins_to_read_between_two_steps_is_spared(small_steps: None) -> No
     rng = random.Random(5)
     while isinstance(outcome, Waiter):
         assert node.state.has_more_to_do
-        start, end = node.state.space.allocator.fence
-        inside = [key for key in order if (c := node.state.find(ChunkKey(key))) and start <= c.offset < end]
+        start, end = node.state.chunks.space.allocator.fence
+        inside = [key for key in order if (c := node.state.chunks.find(ChunkKey(key))) and start <= c.offset < end]
         if inside and len(pinned) < 3:
             key = rng.choice(inside)
             pinned[key] = node.found(key).offset
-            node.state.pin(node.found(key), MAPS)
+            node.state.leases.pin(node.found(key), MAPS)
         for _, late in node.state.admit_waiters():
             assert isinstance(late, Reserved)
             outcome = late
@@ -248,7 +248,7 @@ def test_who_begins_to_read_between_two_steps_is_spared(small_steps: None) -> No
     node.fill(outcome)
     node.check()
     assert len(pinned) == 3
-    assert node.state.space.num_moved > 0
+    assert node.state.chunks.space.num_moved > 0
     assert {key: node.found(key).offset for key in pinned} == pinned
 
 
@@ -256,21 +256,21 @@ def test_a_large_chunk_that_is_removed_while_it_is_copied_leaves_nothing(small_s
     node = Node()
     for i in range(8):
         node.put(f"k{i}", CAPACITY // 8)
-    node.state.remove(ChunkKey("k1"))
-    node.state.remove(ChunkKey("k5"))
+    node.state.chunks.remove(ChunkKey("k1"))
+    node.state.chunks.remove(ChunkKey("k5"))
     outcome = node.state.reserve(node.new("large", CAPACITY // 4), None)
     assert isinstance(outcome, Waiter)
-    while not node.state.space.in_between:
+    while not node.state.chunks.space.in_between:
         node.state.admit_waiters()
-    fence = node.state.space.allocator.fence
-    (moving,) = (c for c in node.state.table if fence[0] <= c.offset < fence[1])
-    node.state.remove(moving.key)
+    fence = node.state.chunks.space.allocator.fence
+    (moving,) = (c for c in node.state.chunks.table if fence[0] <= c.offset < fence[1])
+    node.state.chunks.remove(moving.key)
     outcome = finished(node.state, outcome)
     assert isinstance(outcome, Reserved)
     node.fill(outcome)
     node.check()
     assert moving.key not in node.names()
-    assert node.state.counters.evictions == 0
+    assert node.state.chunks.counters.evictions == 0
 
 
 def test_who_gives_up_leaves_no_fence(small_steps: None) -> None:
@@ -278,10 +278,10 @@ def test_who_gives_up_leaves_no_fence(small_steps: None) -> None:
     scattered(node)
     waiter = node.state.reserve(node.new("large", CAPACITY // 4), None)
     assert isinstance(waiter, Waiter)
-    while node.state.space.allocator.fence == (0, 0):
+    while node.state.chunks.space.allocator.fence == (0, 0):
         node.state.admit_waiters()
     assert isinstance(node.state.give_up_waiting(waiter), StoreFull)
-    assert node.state.space.allocator.fence == (0, 0)
+    assert node.state.chunks.space.allocator.fence == (0, 0)
     assert not node.state.has_more_to_do
     node.check()
     node.put("next", SMALL)
@@ -352,18 +352,18 @@ def test_a_seeded_life(seed: int, small_steps: None) -> None:
                 took(error)
         elif reserved and (roll < 0.65 or len(reserved) > 3):
             each = reserved.pop(rng.randrange(len(reserved)))
-            if each.lease_id and state.access.lease(each.lease_id) is None:
+            if each.lease_id and state.leases.lease(each.lease_id) is None:
                 continue  # it ended by time
             node.fill(each)
         elif roll < 0.75:
-            chunk = state.look_up(ChunkKey(key))
+            chunk = state.chunks.look_up(ChunkKey(key))
             if chunk is not None:
-                state.touch([chunk])
-                leases.append(state.pin(chunk, rng.choice([COPIES, MAPS])).lease_id)
+                state.chunks.touch([chunk])
+                leases.append(state.leases.pin(chunk, rng.choice([COPIES, MAPS])).lease_id)
         elif leases and (roll < 0.85 or len(leases) > 5):
-            state.unpin([leases.pop(rng.randrange(len(leases)))], {1, 2})
+            state.leases.unpin([leases.pop(rng.randrange(len(leases)))], {1, 2})
         elif roll < 0.9:
-            state.remove(ChunkKey(key))
+            state.chunks.remove(ChunkKey(key))
         elif roll < 0.95 and waiting:
             state.give_up_waiting(waiting.pop(rng.randrange(len(waiting))))
         else:
@@ -372,8 +372,8 @@ def test_a_seeded_life(seed: int, small_steps: None) -> None:
         for waiter, outcome in state.admit_waiters():
             waiting.remove(waiter)
             took(outcome)
-        state.end_call()
+        state.chunks.end_call()
         state.reports.take()
         state.reports.done()
         node.check()
-    assert state.space.num_moved > 0
+    assert state.chunks.space.num_moved > 0

@@ -147,7 +147,7 @@ async def test_checksums_are_computed_step_by_step_and_once_each(rig: Rig) -> No
     assert isinstance(outcomes[1], LeaseExpired)
     assert rig.hashed_bytes == SIZE
     assert num_turns >= SIZE // STEP_BYTES
-    chunk = rig.state.current(ChunkKey("k0"))
+    chunk = rig.state.chunks.current(ChunkKey("k0"))
     assert chunk is not None
     assert chunk.checksums == checksums.compute(rig.puts.bytes_of(chunk))
 
@@ -165,7 +165,7 @@ async def test_a_connection_that_ends_while_checksums_are_computed_leaves_nothin
     await until(lambda: rig.hashed_bytes > 0)
     task.cancel()
     await asyncio.wait({task})
-    assert rig.state.used_bytes == 0
+    assert rig.state.chunks.used_bytes == 0
     rig.state.check()
 
 
@@ -181,7 +181,7 @@ async def test_ranges_of_an_untrusted_tenant_are_wiped_step_by_step_before_they_
     new = [NewChunk(ChunkKey("k"), 1, SIZE)]
     task = asyncio.ensure_future(rig.service.reserve(rig.mine, ReserveRequest(new, 1000), NOTHING))  # type: ignore[arg-type]
     await until(lambda: 0 in rig.memory)
-    (guessed,) = (lease_id for lease_id, _ in rig.state.table.leases())
+    (guessed,) = (lease_id for lease_id, _ in rig.state.leases.leases())
     (refused,) = await results(rig.commit(rig.mine, guessed))
     assert isinstance(refused, LeaseExpired)
     assert not task.done()
@@ -209,7 +209,7 @@ async def test_a_range_that_ended_while_it_was_wiped_is_let_alone(rig: Rig) -> N
     assert wiped < SIZE
     await task
     assert rig.memory.count(0) == wiped
-    assert rig.state.used_bytes == 0
+    assert rig.state.chunks.used_bytes == 0
 
 
 async def test_a_connection_that_ends_before_it_hears_of_its_ranges_leaves_nothing(rig: Rig) -> None:
@@ -218,15 +218,15 @@ async def test_a_connection_that_ends_before_it_hears_of_its_ranges_leaves_nothi
     request = ReserveRequest(new, 60_000)
     task = asyncio.ensure_future(rig.service.reserve(rig.other, request, NOTHING))  # type: ignore[arg-type]
     await asyncio.sleep(0)
-    rig.state.unpin(held[:1], (1,))
+    rig.state.leases.unpin(held[:1], (1,))
     rig.puts.room_changed()
     await asyncio.sleep(0)  # the first has its range, the second waits
-    rig.state.unpin(held[1:2], (1,))
+    rig.state.leases.unpin(held[1:2], (1,))
     rig.puts.room_changed()  # and has it in the very step in which nobody wants it any more
     task.cancel()
     await asyncio.wait({task})
-    assert rig.state.used_bytes == SIZE * (CAPACITY // SIZE - 2)
+    assert rig.state.chunks.used_bytes == SIZE * (CAPACITY // SIZE - 2)
     assert not [
-        chunk for chunk in rig.state.table if chunk.key.startswith("late") and chunk.state is ChunkState.RESERVED
+        chunk for chunk in rig.state.chunks.table if chunk.key.startswith("late") and chunk.state is ChunkState.RESERVED
     ]
     rig.state.check()

@@ -12,19 +12,19 @@ from tests.store.node.rig import make_state, new, put
 async def test_leases_of_all_lost_sessions_can_be_given_back() -> None:
     state = make_state()
     put(state, new("k"))
-    chunk = state.find(ChunkKey("k"))
+    chunk = state.chunks.find(ChunkKey("k"))
     assert chunk is not None
     sessions = Sessions(state, lambda: None)
     held: list[int] = []
     for _ in range(20):
         session = sessions.open(Greeting("client", os.getpid(), True, frozenset(held)))
-        held.append(state.pin(chunk, session.holder).lease_id)
+        held.append(state.leases.pin(chunk, session.holder).lease_id)
         sessions.leave(session)
     session = sessions.open(Greeting("client", os.getpid(), True, frozenset(held)))
     sessions.check()
     assert chunk.num_leases == 20
     assert len(session.owned) == 21
-    state.unpin(held, session.owned)
+    state.leases.unpin(held, session.owned)
     assert chunk.num_leases == 0
     sessions.leave(session)
     session = sessions.open(Greeting("client", os.getpid(), True))

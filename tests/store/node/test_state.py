@@ -37,14 +37,14 @@ def test_a_chunk_is_served_once_the_master_took_it() -> None:
     state = make_state()
     outcome = state.reserve(new("a"), COPIES)
     assert isinstance(outcome, Reserved)
-    assert state.find(ChunkKey("a")) is None
+    assert state.chunks.find(ChunkKey("a")) is None
     commit(state, outcome.lease_id, 1, SUM, visible=True)
-    assert state.find(ChunkKey("a")) is None, "announcing"
+    assert state.chunks.find(ChunkKey("a")) is None, "announcing"
     message = state.reports.take()
     assert [c.key for c in message.added] == ["a"]
     state.reported(message.added[0], accepted=True)
     state.reports.done()
-    assert state.find(ChunkKey("a")) is not None
+    assert state.chunks.find(ChunkKey("a")) is not None
     state.check()
 
 
@@ -54,7 +54,7 @@ def test_the_loser_of_concurrent_puts_drops_its_copy() -> None:
     assert isinstance(outcome, Reserved)
     commit(state, outcome.lease_id, 1, SUM, visible=True)
     state.reported(outcome.chunk, accepted=False)
-    assert state.used_bytes == 0
+    assert state.chunks.used_bytes == 0
     assert outcome.chunk.state is ChunkState.GONE
     state.check()
 
@@ -66,10 +66,10 @@ def test_two_reservations_of_one_key_end_as_one_chunk() -> None:
     assert isinstance(second, Reserved)
     assert isinstance(commit(state, second.lease_id, 2, SUM, visible=False), Reserved)
     assert isinstance(commit(state, first.lease_id, 1, SUM, visible=False), Existed)
-    found = state.find(ChunkKey("a"))
+    found = state.chunks.find(ChunkKey("a"))
     assert found is not None
     assert found.version == 2
-    assert state.used_bytes == 64
+    assert state.chunks.used_bytes == 64
     state.check()
 
 
@@ -80,8 +80,8 @@ def test_the_oldest_go_and_a_touched_prefix_stays_longest() -> None:
     state = make_state()
     for i in range(64):
         put(state, new(f"k{i:02}"))
-    chunks = [state.find(ChunkKey(f"k{i:02}")) for i in range(4)]
-    state.touch([c for c in chunks if c is not None])
+    chunks = [state.chunks.find(ChunkKey(f"k{i:02}")) for i in range(4)]
+    state.chunks.touch([c for c in chunks if c is not None])
     for i in range(61):
         put(state, new(f"n{i:02}"))
     assert [k for k in keys(state) if k.startswith("k")] == ["k00", "k01", "k02"], "k03 is the tail: it goes first"
@@ -108,10 +108,10 @@ def test_hard_pins_that_waited_stay_within_their_bound() -> None:
     assert isinstance(writing, Reserved)
     waiting = [state.reserve(new(f"hard{i}", CAPACITY // 4, pin=Pin.HARD), None) for i in range(3)]
     assert all(isinstance(each, Waiter) for each in waiting)
-    state.freed(state.access.release(writing.lease_id))
+    state.leases.freed(state.leases.access.release(writing.lease_id))
     outcomes = [type(outcome) for _, outcome in state.admit_waiters()]
     assert outcomes == [Reserved, StoreFull, StoreFull]
-    assert state.table.hard_pinned_bytes == CAPACITY // 4
+    assert state.chunks.table.hard_pinned_bytes == CAPACITY // 4
     state.check()
 
 
@@ -121,12 +121,12 @@ def test_a_large_value_evicts_the_oldest_and_moves_the_rest_out_of_its_way() -> 
     for i in range(64):
         put(state, new(f"k{i}"))
     for i in order:
-        chunk = state.find(ChunkKey(f"k{i}"))
+        chunk = state.chunks.find(ChunkKey(f"k{i}"))
         assert chunk is not None
-        state.touch([chunk])
+        state.chunks.touch([chunk])
     put(state, new("large", 16 * 64))
     assert keys(state) == sorted(["large", *(f"k{i}" for i in order[16:])])
-    assert state.space.num_moved > 0
+    assert state.chunks.space.num_moved > 0
     state.check()
 
 
@@ -134,7 +134,9 @@ def test_leases_stand_in_the_way_and_nothing_is_dropped_in_vain() -> None:
     state = make_state()
     for i in range(4):
         put(state, new(f"k{i}", CAPACITY // 4))
-    pins = [state.pin(chunk, COPIES) for i in (1, 3) if (chunk := state.find(ChunkKey(f"k{i}"))) is not None]
+    pins = [
+        state.leases.pin(chunk, COPIES) for i in (1, 3) if (chunk := state.chunks.find(ChunkKey(f"k{i}"))) is not None
+    ]
     waiter = state.reserve(new("large", CAPACITY // 2), None)
     assert isinstance(waiter, Waiter)
     survivors = keys(state)
@@ -143,7 +145,7 @@ def test_leases_stand_in_the_way_and_nothing_is_dropped_in_vain() -> None:
     assert keys(state) == survivors
     small = state.reserve(new("small"), None)
     assert isinstance(small, Waiter), "no overtaking"
-    state.unpin([pins[0].lease_id], {1})
+    state.leases.unpin([pins[0].lease_id], {1})
     served = state.admit_waiters()
     assert [w for w, _ in served] == [waiter, small]
     state.check()
@@ -152,9 +154,9 @@ def test_leases_stand_in_the_way_and_nothing_is_dropped_in_vain() -> None:
 def test_a_waiter_that_gives_up_lets_the_next_one_in() -> None:
     state = make_state()
     put(state, new("k", CAPACITY // 2))
-    chunk = state.find(ChunkKey("k"))
+    chunk = state.chunks.find(ChunkKey("k"))
     assert chunk is not None
-    state.pin(chunk, COPIES)
+    state.leases.pin(chunk, COPIES)
     large = state.reserve(new("large", CAPACITY), None)
     assert isinstance(large, Waiter)
     small = state.reserve(new("small"), None)
@@ -181,12 +183,12 @@ def test_a_mapped_reservation_outlives_its_time_until_the_process_exits() -> Non
     assert isinstance(mapped, Reserved)
     clock.advance(LEASE_MS / 1000 + 1)
     state.expire(clock.now_s())
-    assert state.used_bytes == 64, "the peer of b may still write"
+    assert state.chunks.used_bytes == 64, "the peer of b may still write"
     for lease, session in ((copied.lease_id, 1), (mapped.lease_id, 2)):
         with pytest.raises(LeaseExpired):
             commit(state, lease, session, SUM, visible=False)
     state.session_exited(2)
-    assert state.used_bytes == 0
+    assert state.chunks.used_bytes == 0
     state.check()
 
 
@@ -201,18 +203,18 @@ def test_beyond_its_cap_a_mapping_client_gets_copies() -> None:
 def test_removed_chunks_keep_their_range_while_somebody_reads() -> None:
     state = make_state()
     put(state, new("a"))
-    chunk = state.find(ChunkKey("a"))
+    chunk = state.chunks.find(ChunkKey("a"))
     assert chunk is not None
-    one, two = state.pin(chunk, COPIES), state.pin(chunk, MAPS)
-    assert state.remove(ChunkKey("a"))
-    assert not state.remove(ChunkKey("a"))
-    assert state.find(ChunkKey("a")) is None
-    state.unpin([one.lease_id, 999], {1})
-    assert state.used_bytes == 64
-    state.unpin([two.lease_id], {1})
-    assert state.used_bytes == 64, "not this session's"
-    state.unpin([two.lease_id], {2})
-    assert state.used_bytes == 0
+    one, two = state.leases.pin(chunk, COPIES), state.leases.pin(chunk, MAPS)
+    assert state.chunks.remove(ChunkKey("a"))
+    assert not state.chunks.remove(ChunkKey("a"))
+    assert state.chunks.find(ChunkKey("a")) is None
+    state.leases.unpin([one.lease_id, 999], {1})
+    assert state.chunks.used_bytes == 64
+    state.leases.unpin([two.lease_id], {1})
+    assert state.chunks.used_bytes == 64, "not this session's"
+    state.leases.unpin([two.lease_id], {2})
+    assert state.chunks.used_bytes == 0
     state.check()
 
 
@@ -220,13 +222,17 @@ def test_a_client_that_came_back_keeps_what_it_says_it_holds() -> None:
     state = make_state()
     put(state, new("a"))
     put(state, new("b"))
-    leases = [state.pin(chunk, MAPS).lease_id for key in "ab" if (chunk := state.find(ChunkKey(key))) is not None]
+    leases = [
+        state.leases.pin(chunk, MAPS).lease_id
+        for key in "ab"
+        if (chunk := state.chunks.find(ChunkKey(key))) is not None
+    ]
     state.close_session(2)
-    assert state.access.num_leases == 2, "quarantined"
-    state.release_unheld({2}, {leases[1]})
-    assert state.access.num_leases == 1
-    state.unpin([leases[1]], {2})
-    assert state.access.num_leases == 0
+    assert len(state.leases) == 2, "quarantined"
+    state.leases.release_unheld({2}, {leases[1]})
+    assert len(state.leases) == 1
+    state.leases.unpin([leases[1]], {2})
+    assert len(state.leases) == 0
     state.check()
 
 
@@ -235,7 +241,7 @@ def test_time_to_live() -> None:
     state = make_state(clock)
     put(state, new("a", ttl_s=1.0))
     clock.advance(1.0)
-    assert state.find(ChunkKey("a")) is None
+    assert state.chunks.find(ChunkKey("a")) is None
     assert isinstance(put(state, new("a", version=2)), Reserved), "an expired key can be put again at once"
     put(state, new("b", ttl_s=1.0))
     clock.advance(2.0)
@@ -250,16 +256,16 @@ def test_chunks_that_go_before_their_end_leave_nothing_behind() -> None:
     for i in range(1000):
         put(state, new(f"k{i}", ttl_s=86400.0 + i % 7))
     assert len(keys(state)) == CAPACITY // 64
-    assert len(state.table._ends) == CAPACITY // 64
+    assert len(state.chunks.table._ends) == CAPACITY // 64
     state.check()
     clock.advance(86400.0 + 3)
     state.expire(clock.now_s())
-    assert all(chunk.expires_s is not None and chunk.expires_s > clock.now_s() for chunk in state.table)
+    assert all(chunk.expires_s is not None and chunk.expires_s > clock.now_s() for chunk in state.chunks.table)
     state.check()
     clock.advance(4.0)
     state.expire(clock.now_s())
     assert keys(state) == []
-    assert not state.table._ends
+    assert not state.chunks.table._ends
     state.check()
 
 
@@ -272,7 +278,7 @@ def test_a_failed_message_is_told_again_unless_it_is_outdated() -> None:
     put(state, new("b"))
     queue = state.reports
     assert {c.key for c in queue.take().added} == {"a", "b"}
-    state.remove(ChunkKey("a"))
+    state.chunks.remove(ChunkKey("a"))
     put(state, new("c"))
     queue.requeue()
     message = queue.take()
@@ -291,12 +297,12 @@ def test_puts_that_came_to_nothing_are_retracted_once() -> None:
     assert isinstance(ended, Reserved)
     assert isinstance(wrong, Reserved)
     assert isinstance(late, Reserved)
-    state.unpin([back.lease_id], {1})
+    state.leases.unpin([back.lease_id], {1})
     with pytest.raises(InvalidRequest):
         commit(state, wrong.lease_id, 1, Checksums(32, (1, 2, 3)), visible=True)
     put(state, new("d", version=9))
     assert isinstance(commit(state, late.lease_id, 1, SUM, visible=True), Existed)
-    state.freed(state.access.release(ended.lease_id))
+    state.leases.freed(state.leases.access.release(ended.lease_id))
     message = queue.take()
     assert sorted(message.retracted) == [("a", 1), ("b", 1), ("c", 1), ("d", 1)]
     queue.requeue()
@@ -312,7 +318,7 @@ def test_puts_that_came_to_nothing_are_retracted_once() -> None:
     assert isinstance(first, Reserved)
     assert isinstance(second, Reserved)
     commit(state, second.lease_id, 1, SUM, visible=True)
-    state.unpin([first.lease_id], {1})
+    state.leases.unpin([first.lease_id], {1})
     assert queue.take().retracted == []
     state.check()
 
@@ -335,7 +341,7 @@ def test_a_report_comes_in_pieces() -> None:
     queue = state.reports
     queue.take()
     queue.done()
-    state.reported(next(iter(state.table)), accepted=True)
+    state.reported(next(iter(state.chunks.table)), accepted=True)
     put(state, new("b"))  # which no master has confirmed
     state.report_all()
     queue.sort_report(100)
@@ -383,7 +389,7 @@ def test_removals_that_no_master_takes_are_bounded_and_end_in_a_report(monkeypat
     queue = state.reports
     for number in range(30):
         put(state, new(f"k{number}"))
-        state.evict(next(iter(state.table)))
+        state.chunks.evict(next(iter(state.chunks.table)))
         queue.check()
     put(state, new("stays"))
     message = queue.take()

@@ -86,12 +86,12 @@ def make_node(**quotas: int) -> tuple[NodeState, TenantUsage]:
     tenants = {name: Tenant(name, quota) for name, quota in quotas.items()}
     book = TenantUsage(lambda: tenants, CAPACITY)
     state = make_state(tenants=book)
-    state.space.switch_policy(lambda: Policies.fair(book).memory("lru"))
+    state.chunks.space.switch_policy(lambda: Policies.fair(book).memory("lru"))
     return state, book
 
 
 def held(state: NodeState, tenant: str) -> int:
-    return sum(chunk.key.startswith(f"@{tenant}/") for chunk in state.table)
+    return sum(chunk.key.startswith(f"@{tenant}/") for chunk in state.chunks.table)
 
 
 def usage(book: TenantUsage, tenant: str) -> TenantFigures:
@@ -108,11 +108,11 @@ def test_a_put_beyond_the_quota_evicts_the_tenants_own() -> None:
         assert usage(book, "a").used_bytes <= 4 * SIZE
     assert held(state, "a") == 4
     assert held(state, "b") == 1
-    assert state.find(ChunkKey("@a/9")) is not None
+    assert state.chunks.find(ChunkKey("@a/9")) is not None
     assert (usage(book, "a").evictions, usage(book, "b").evictions) == (6, 0)
     assert usage(book, "a").evicted_bytes == 6 * SIZE
-    state.look_up(ChunkKey("@a/9"))
-    state.look_up(ChunkKey("@a/0"))
+    state.chunks.look_up(ChunkKey("@a/9"))
+    state.chunks.look_up(ChunkKey("@a/0"))
     assert (usage(book, "a").hits, usage(book, "a").hit_bytes, usage(book, "a").misses) == (1, SIZE, 1)
     with pytest.raises(InvalidRequest, match="more than tenant 'a' may hold"):
         state.reserve(new("@a/large", 5 * SIZE), None)
@@ -130,13 +130,13 @@ def test_a_quota_for_all_nodes_is_kept_in_parts() -> None:
     put(state, new("@free/1"))
     book.heard({"a": 2 * SIZE}, 3)
     assert book.overdrawn() == [("a", 2 * SIZE)]
-    state.trim_tenants()
+    state.chunks.trim_tenants()
     state.check()
     assert (held(state, "a"), held(state, "free")) == (7, 1)
-    assert state.find(ChunkKey("@a/11")) is not None
+    assert state.chunks.find(ChunkKey("@a/11")) is not None
     assert book.overdrawn() == []
     book.heard({"a": 100 * SIZE}, 3)  # B: others hold everything, and it has a third of it nevertheless
-    state.trim_tenants()
+    state.chunks.trim_tenants()
     assert held(state, "a") == 3
     put(state, new("@a/more"))
     assert held(state, "a") == 3
@@ -160,15 +160,15 @@ def test_the_master_adds_up_what_nodes_say() -> None:
 def test_what_is_leased_counts_and_is_not_evicted() -> None:
     state, book = make_node(a=2 * SIZE)
     put(state, new("@a/1"))
-    chunk = state.find(ChunkKey("@a/1"))
+    chunk = state.chunks.find(ChunkKey("@a/1"))
     assert chunk is not None
-    pinned = state.pin(chunk, COPIES)
+    pinned = state.leases.pin(chunk, COPIES)
     put(state, new("@a/2", pin=Pin.SOFT))
     put(state, new("@a/3"))
-    assert sorted(state.table.keys()) == ["@a/1", "@a/3"]
-    state.remove(ChunkKey("@a/1"))
+    assert sorted(state.chunks.table.keys()) == ["@a/1", "@a/3"]
+    state.chunks.remove(ChunkKey("@a/1"))
     assert usage(book, "a").used_bytes == 2 * SIZE, "somebody still reads it"
-    state.unpin([pinned.lease_id], [COPIES.session_id])
+    state.leases.unpin([pinned.lease_id], [COPIES.session_id])
     assert usage(book, "a").used_bytes == SIZE
     reserved = [state.reserve(new(f"@a/r{number}"), COPIES) for number in range(2)]
     with pytest.raises(QuotaExceeded, match="tenant 'a' may hold"):
@@ -207,11 +207,11 @@ def test_each_tenant_has_its_share_of_what_may_be_pinned_hard() -> None:
     state.check()
     with pytest.raises(StoreFull, match="tenant 'b'"):
         put(state, new("@b/more", pin=Pin.HARD))
-    state.remove(ChunkKey("@a/0"))
+    state.chunks.remove(ChunkKey("@a/0"))
     put(state, new("operators", pin=Pin.HARD))
     with pytest.raises(StoreFull, match=r"hard pins hold 1\.0 KiB of at most 1\.0 KiB"):
         put(state, new("@a/again", pin=Pin.HARD))
-    state.remove(ChunkKey("operators"))
+    state.chunks.remove(ChunkKey("operators"))
     put(state, new("@a/again", pin=Pin.HARD))
     assert (book.hard_pinned_bytes("a"), book.hard_pinned_bytes("b")) == (12 * SIZE, 4 * SIZE)
     assert book.share_of("gone", 1000) == 0
@@ -222,7 +222,7 @@ def test_hits_and_misses_are_counted_for_known_tenants() -> None:
     state, book = make_node(a=0)
     put(state, new("@a/1"))
     for key in ("@a/1", "@a/2", "@guess/1", "plain"):
-        state.look_up(ChunkKey(key))
+        state.chunks.look_up(ChunkKey(key))
     assert (usage(book, "a").hits, usage(book, "a").misses) == (1, 1)
     assert [each.tenant for each in book.usage()] == ["", "a"]
 

@@ -24,11 +24,11 @@ def test_what_is_published_becomes_a_chunk_where_it_lies() -> None:
     writer = rig.open()
     rig.put(writer, "a", b"abc" * 20)
     rig.put(writer, "b", b"d" * 100, pin=Pin.SOFT)
-    assert rig.state.find(ChunkKey("a")) is None
+    assert rig.state.chunks.find(ChunkKey("a")) is None
     assert rig.state.drain_buffers() == 2
     assert rig.state.drain_buffers() == 0
     assert rig.held("a") == b"abc" * 20
-    found = rig.state.find(ChunkKey("b"))
+    found = rig.state.chunks.find(ChunkKey("b"))
     assert found is not None
     assert found.pin is Pin.SOFT
     assert [chunk.key for chunk in rig.state.reports.take().added] == ["a", "b"]
@@ -42,11 +42,11 @@ def test_a_message_does_not_leave_for_them_alone() -> None:
     queue = rig.state.reports
     assert not queue.urgent
     assert not queue.empty
-    chunk = rig.state.find(ChunkKey("a"))
+    chunk = rig.state.chunks.find(ChunkKey("a"))
     assert chunk is not None
     queue.confirm([chunk], 9.0, lambda words: None)
     assert queue.urgent
-    rig.state.remove(ChunkKey("a"))
+    rig.state.chunks.remove(ChunkKey("a"))
     assert not queue.urgent
 
 
@@ -55,13 +55,13 @@ def test_an_idle_buffer_is_closed_and_its_rest_is_free_while_its_head_is_not() -
     writer = rig.open()
     rig.put(writer, "a", b"a" * 64)
     rig.later(0.1)
-    used = rig.state.used_bytes
+    used = rig.state.chunks.used_bytes
     assert used == CAPACITY * buffers.ONE_FRACTION
     rig.later(buffers.IDLE_S + 0.1)
     assert writer.closed
-    assert rig.state.used_bytes == used, "a use may have begun in this moment"
+    assert rig.state.chunks.used_bytes == used, "a use may have begun in this moment"
     rig.later(0.01)
-    assert rig.state.used_bytes == 64
+    assert rig.state.chunks.used_bytes == 64
     assert rig.held("a") == b"a" * 64
     assert rig.buffers.knows(SESSION), "the client may still look at the head"
     assert writer.begin(64) is None
@@ -98,13 +98,13 @@ def test_memory_is_not_free_while_a_use_is_open() -> None:
     assert place is not None
     rig.later(10)
     rig.later(10)
-    assert rig.state.used_bytes > 64, "the client was stopped while it wrote"
+    assert rig.state.chunks.used_bytes > 64, "the client was stopped while it wrote"
     writer.fill(place, memoryview(b"z" * 64))
     writer.publish(Record("late", 1, place, 64, xxhash.xxh3_64_intdigest(b"z" * 64)))
     rig.later(0.01)
     assert rig.held("late") == b"z" * 64
     rig.later(0.01)
-    assert rig.state.used_bytes == 64
+    assert rig.state.chunks.used_bytes == 64
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -152,7 +152,7 @@ def test_a_process_that_has_ended_leaves_what_it_published(closed: bool) -> None
     rig.state.session_exited(SESSION)
     rig.check()
     assert rig.held("a") == b"a" * 64
-    assert rig.state.used_bytes == 64
+    assert rig.state.chunks.used_bytes == 64
     assert not rig.buffers.knows(SESSION)
 
 
@@ -162,11 +162,11 @@ def test_a_lost_session_keeps_its_memory_until_it_is_quiet() -> None:
     place = writer.begin(64)
     rig.state.close_session(SESSION)
     rig.later(1)
-    assert rig.state.used_bytes > 64
+    assert rig.state.chunks.used_bytes > 64
     writer.abandon(place or 0, 64)
     rig.later(0.01)
     rig.later(0.01)
-    assert rig.state.used_bytes == 0
+    assert rig.state.chunks.used_bytes == 0
 
 
 def test_no_buffer_while_others_wait_for_room_or_the_node_drains() -> None:
@@ -194,7 +194,7 @@ def test_buffers_take_a_bounded_part_and_evict_for_it() -> None:
         reserved = rig.state.reserve_at_once(new(key, CAPACITY // 64, version=i), None)
         assert reserved is not None
         rig.state.commit(reserved.chunk, new(key).checksums, CommittedBy.NODE_UNAWAITED)  # type: ignore[arg-type]
-        rig.state.space.end_batch()
+        rig.state.chunks.space.end_batch()
     given = []
     for session in range(100):
         place = rig.state.grant_buffer(session, 64)
@@ -203,7 +203,7 @@ def test_buffers_take_a_bounded_part_and_evict_for_it() -> None:
         given.append(place)
     rig.check()
     assert sum(place.length for place in given) == CAPACITY * buffers.ALL_FRACTION
-    gone = [key for key in fill if rig.state.find(ChunkKey(key)) is None]
+    gone = [key for key in fill if rig.state.chunks.find(ChunkKey(key)) is None]
     assert gone == fill[: len(gone)], "the oldest"
     assert len(gone) == 8
     assert Rig(64 * 64).state.grant_buffer(SESSION, 4096) is None, "too little memory for any"
@@ -229,7 +229,7 @@ def test_a_record_that_no_client_writes_closes_the_buffer(record: Record) -> Non
     assert writer.closed
     assert rig.held("before") is not None
     rig.later(0.1)
-    assert rig.state.used_bytes == 64
+    assert rig.state.chunks.used_bytes == 64
 
 
 def test_a_part_of_a_buffer_becomes_one_chunk_only() -> None:
@@ -271,7 +271,7 @@ def test_it_displaces_what_the_master_has_not_confirmed() -> None:
         rig.put(writer, key, version=2)
         rig.state.drain_buffers()
         rig.check()
-        found = rig.state.table.find(ChunkKey(key))
+        found = rig.state.chunks.table.find(ChunkKey(key))
         assert found is not None
         assert found.version == (1 if confirmed else 2)
         assert found.state is ChunkState.LIVE
@@ -287,7 +287,7 @@ def test_a_record_of_a_chunk_that_stands_already_frees_its_part() -> None:
     writer.leave()
     rig.later(0.1)
     rig.later(0.1)
-    assert rig.state.used_bytes == 64
+    assert rig.state.chunks.used_bytes == 64
 
 
 class AnyWriteBuffers(RuleBasedStateMachine):
@@ -353,7 +353,7 @@ class AnyWriteBuffers(RuleBasedStateMachine):
     @rule(key=st.sampled_from("abcdefgh"))
     def remove(self, key: str) -> None:
         self.rig.state.drain_buffers()
-        self.rig.state.remove(ChunkKey(key))
+        self.rig.state.chunks.remove(ChunkKey(key))
 
     @rule(seconds=st.sampled_from([0.001, 0.01, 3.0]))
     def wait(self, seconds: float) -> None:
@@ -362,7 +362,7 @@ class AnyWriteBuffers(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         self.rig.check()
-        for key in self.rig.state.table.keys():  # noqa: SIM118 - a table is no dict
+        for key in self.rig.state.chunks.table.keys():  # noqa: SIM118 - a table is no dict
             value = self.rig.held(key)
             assert value is None or set(value) == {ord(key)}, f"{key} was overwritten"
 

@@ -53,7 +53,7 @@ class Rig:
         writer.publish(Record(key, version, place, len(value), xxhash.xxh3_64_intdigest(value), pin))
 
     def held(self, key: str) -> bytes | None:
-        chunk = self.state.find(ChunkKey(key))
+        chunk = self.state.chunks.find(ChunkKey(key))
         return None if chunk is None else bytes(self.memory[chunk.offset : chunk.offset + chunk.size_bytes])
 
     def later(self, seconds: float) -> None:

@@ -1,7 +1,7 @@
 """A cluster that is upgraded process by process: peers of the version before, from recorded bytes, outlive restarts.
 
 Real processes of today are restarted, as an operator would, under a node and a client of version 4 (see
-``test_versions``). Real processes of another version under load: ``benchmarks/upgrade.py``.
+``test_versions``). Real processes of another version under load: ``benchmarks/store/upgrade.py``.
 """
 
 from __future__ import annotations

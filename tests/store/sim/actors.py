@@ -189,7 +189,7 @@ class SimNode(SimProcess):
         for copy in orders.copies:
             self.reporter.copy_failed(copy.key)
         for key, version in orders.drops:
-            self.state.let_go(ChunkKey(key), version)
+            self.state.chunks.let_go(ChunkKey(key), version)
 
     async def _stay_registered(self) -> None:
         """What MasterDiscovery does by gRPC."""
@@ -341,7 +341,7 @@ class SimEngine:
             raise TransferFailed(f"{remote.node} does not answer")
         if node is None or not node.alive or node.generation != remote.generation:
             raise TransferFailed(f"{remote.node} is gone")
-        node.state.freed(node.take(request, remote.session_id))
+        node.state.leases.freed(node.take(request, remote.session_id))
         node._changed()
         await asyncio.sleep(network.latency_s(self._host, remote.node))
 

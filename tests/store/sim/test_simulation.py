@@ -20,8 +20,8 @@ from tanghulu.store.master.directory.pending_commits import PendingCommits
 from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.directory.rebuild import Rebuild
 from tanghulu.store.node.rpc import service
-from tanghulu.store.node.state.allocator import OffsetAllocator
-from tanghulu.store.node.state.node_state import NodeState
+from tanghulu.store.node.space.allocator import OffsetAllocator
+from tanghulu.store.node.state.node_chunks import NodeChunks
 from tanghulu.store.node.state.report_queue import ReportQueue
 from tanghulu.store.node.state.slot_report import SlotReport
 from tanghulu.store.node.state.write_buffers import WriteBuffers
@@ -75,7 +75,7 @@ def test_values_of_mixed_sizes_make_others_move() -> None:
     for seed in range(4):
         world = World(seed, _MIXED)
         world.run()
-        assert sum(node.state.space.num_moved for node in world.nodes.values()) > 0
+        assert sum(node.state.chunks.space.num_moved for node in world.nodes.values()) > 0
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def _forgets_to_announce(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _frees_what_is_leased(original: Callable[..., Any]) -> Callable[..., Any]:
-    def drop(self: NodeState, chunk: Any, *, evicted: bool = False) -> None:
+    def drop(self: NodeChunks, chunk: Any, *, evicted: bool = False) -> None:
         leases, chunk.num_leases = chunk.num_leases, 0
         original(self, chunk, evicted=evicted)
         chunk.num_leases = leases
@@ -208,7 +208,7 @@ def _frees_what_is_still_coming(original: Any) -> Any:
     def begin(self: Fills, *arguments: Any) -> Any:
         begun = original(self, *arguments)
         if isinstance(begun, Fill):  # as if time alone freed a range
-            chunk, allocator = begun.chunk, self._state.space.allocator
+            chunk, allocator = begun.chunk, self._state.chunks.space.allocator
             allocator.free(chunk.offset, chunk.size_bytes)
         return begun
 
@@ -233,7 +233,7 @@ def _does_not_ask_again(original: Any) -> Any:
 
 MUTATIONS = [
     (ReportQueue, "requeue", _forgets_to_announce, _STORMY),
-    (NodeState, "_drop", _frees_what_is_leased, _CROWDED),
+    (NodeChunks, "_drop", _frees_what_is_leased, _CROWDED),
     (OffsetAllocator, "free", _hands_out_too_much, _CROWDED),
     (Directory, "bury", _lets_removed_chunks_return, _LONELY),
     (Rebuild, "knows", _is_never_incomplete, _REBORN),

@@ -352,7 +352,7 @@ class World:
                 self.fail(AssertionError(f"{key} was put at {life.acked_s:.2f}, {host} has it, and it was not found"))
 
     def _has_held(self, node: SimNode, key: str, since_s: float) -> bool:
-        chunk = node.state.table.find(key)  # type: ignore[arg-type]
+        chunk = node.state.chunks.table.find(key)  # type: ignore[arg-type]
         if chunk is None or node.state.reports.is_unconfirmed(chunk):  # of a put that nobody was told of
             return False
         return chunk.state is ChunkState.LIVE and chunk.created_s < since_s - DEADLINE_S
@@ -372,7 +372,8 @@ class World:
         directory = self.master.core.directory
         assert directory.is_ready, "the directory is not complete"
         for host, node in self.nodes.items():
-            held = {chunk.key for chunk in node.state.live_chunks()}
+            node.state.drain_buffers()
+            held = {chunk.key for chunk in node.state.chunks.table if chunk.is_live}
             page, rest = directory.snapshot(directory.walk(), "", 1 << 20)
             assert not rest
             listed = set(page.get(host, ()))
@@ -383,7 +384,7 @@ class World:
         client = open_client(self, "client-0", "", "the last one")
         try:
             for key, life in self.keys.items():
-                holders = [n for n in self.nodes.values() if n.state.find(key) is not None]  # type: ignore[arg-type]
+                holders = [n for n in self.nodes.values() if n.state.chunks.find(key) is not None]  # type: ignore[arg-type]
                 try:
                     with await client.get(key, deadline_s=DEADLINE_S) as chunk:
                         self._require_put(key, chunk.bytes())

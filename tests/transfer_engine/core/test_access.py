@@ -58,8 +58,6 @@ def test_begin_refuses_after_the_end_even_before_expire_was_called(table: Access
     clock.advance(1.0)
     with pytest.raises(LeaseExpired):
         table.begin(REMOTE, lease, READ, 0, 10)
-    with pytest.raises(LeaseExpired):
-        table.renew(lease)
 
 
 def test_an_open_transfer_holds_an_ended_lease(table: AccessTable, clock: ManualClock):
@@ -116,14 +114,12 @@ def test_the_cap_counts_what_could_come_into_quarantine(table: AccessTable):
 def test_renewing_lengthens_and_never_shortens(table: AccessTable, clock: ManualClock):
     lease = table.grant(REMOTE, 0, 100 * LEAST_BYTES_S, READ)
     clock.advance(0.5)
-    assert table.renew(lease) == 101.5
-    assert table.renew(lease, 10) == 101.5
+    table.begin(REMOTE, lease, READ, 0, 10)
+    table.end(lease, moved=True)
     clock.advance(0.6)
     assert table.expire(clock.now_s()) == []
-    assert table.next_expiry_s() == 101.5
     clock.advance(0.4)
     assert [each.lease_id for each in table.expire(clock.now_s())] == [lease]
-    assert table.next_expiry_s() is None
 
 
 def test_a_lease_lasts_while_bytes_flow_under_it_up_to_its_hard_end(table: AccessTable, clock: ManualClock):
@@ -322,17 +318,6 @@ class AccessMachine(RuleBasedStateMachine):
 
     def prolong(self, each) -> None:
         each["until"] = max(each["until"], min(self.clock.now_s() + 1, each["last"]))
-
-    @rule(lease=leases)
-    def renew(self, lease):
-        each = self.model.get(lease)
-        try:
-            until_s = self.table.renew(lease)
-        except LeaseExpired:
-            over = each is None or each["state"] != "active"
-            assert over or self.clock.now_s() >= each["last" if each["open"] else "until"]
-        else:
-            each["until"] = until_s
 
     @rule(lease=consumes(leases))
     def release(self, lease):

@@ -78,7 +78,7 @@ class Mover(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing lands here and nothing is sent any more; what was posted is forgotten. May wait a bounded time."""
+        """Let nothing land here and nothing be sent any more; forget what was posted. May wait a bounded time."""
         ...
 
 

@@ -36,7 +36,7 @@ class RdmaEnds:
 
     @property
     def devices(self) -> list[str]:
-        """Those that the segment is registered with."""
+        """The devices that the segment is registered with."""
         return list(self._regions)
 
     async def start(self) -> None:

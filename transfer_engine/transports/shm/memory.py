@@ -95,7 +95,7 @@ class MappedMemory:
 
     @property
     def writable_view(self) -> memoryview | None:
-        """The same bytes to be written; None where this process may not."""
+        """The segment's bytes for writing; None where this process may not write."""
         try:
             return self._writable().view
         except NodeUnavailable:
@@ -182,7 +182,7 @@ class ProcessMemory:
         """Do nothing: no pages are mapped."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
     def digest(self, offset: int, length: int) -> int:
         """The xxh3_64 of a range, which is copied for it."""

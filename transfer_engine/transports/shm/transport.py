@@ -266,7 +266,7 @@ class ShmLink:
         return -1
 
     def wake(self) -> None:
-        """Nothing waits."""
+        """Do nothing: nobody waits."""
 
     def close(self) -> None:
         """The mapping belongs to the peer."""

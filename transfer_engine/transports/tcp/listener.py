@@ -430,7 +430,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._keep(self._send_now((data,)), (data,))
 
     def _send_now(self, pieces: Sequence[bytes | memoryview]) -> int:
-        """How many bytes the socket took; 0 while the transport keeps some that come before them."""
+        """Send now, and say how many bytes the socket took; 0 while the transport keeps some that come before."""
         if not self._writable or self._fd < 0:
             return 0
         try:

@@ -52,7 +52,7 @@ _MAX_PIECES = 64
 
 
 class _Interrupted(NamedTuple):
-    """How far an exchange went: bytes that were sent, bytes that came (-1: none in time), what broke the connection."""
+    """Where an exchange stopped: bytes sent, bytes received (-1: none in time), and what broke the connection."""
 
     pieces: Sequence[memoryview | bytes]
     sent: int
@@ -336,7 +336,7 @@ class TcpStream:
         self._timeout_s = timeout_s
 
     def _sort(self, piece: Slice, num_bytes: int, ended: list[Completion]) -> None:
-        """So many bytes came into the head and, of a READ, behind it into the payload's place."""
+        """Sort bytes that came into the head and, of a READ, behind it into the payload's place."""
         rest = max(0, num_bytes - REPLY_BYTES)
         self._took(num_bytes - rest, ended)
         if rest:
@@ -352,7 +352,7 @@ class TcpStream:
         self._expected.append(piece)
 
     def _took(self, num_bytes: int, ended: list[Completion]) -> bool:
-        """So many more bytes are where they belong; whether to ask the socket again."""
+        """Count more bytes that are where they belong; whether to ask the socket again."""
         if num_bytes == 0:
             raise ConnectionBroken(NodeUnavailable(f"{self.path.label}: the peer closed the connection"))
         self._got += num_bytes

@@ -65,7 +65,7 @@ class TlsStreamSocket:
         """The descriptor never blocks; calls that wait use poll."""
 
     def setsockopt(self, level: int, option: int, value: bytes, /) -> None:
-        """How long calls that wait do so at most."""
+        """Bound how long calls of the socket wait."""
         assert (level, option) == (socket.SOL_SOCKET, socket.SO_RCVTIMEO), "nothing else is asked of a stream's socket"
         seconds, microseconds = _TIMEVAL.unpack(value)
         self._timeout_s = seconds + microseconds / 1e6
@@ -87,7 +87,7 @@ class TlsStreamSocket:
         return sent
 
     def send(self, data: bytes, flags: int, /) -> int:
-        """The same for one buffer."""
+        """Send one buffer."""
         return self.sendmsg((data,), (), flags)
 
     def recv_into(self, buffer: memoryview, num_bytes: int, flags: int, /) -> int:

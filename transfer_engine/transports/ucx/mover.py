@@ -92,14 +92,14 @@ class UcxMover:
         self._posted = still
 
     def fileno(self) -> int:
-        """Nothing tells without being asked that UCX has moved its bytes."""
+        """No descriptor: UCX tells that bytes have moved only when it is asked."""
         return -1
 
     def arm(self) -> None:
-        """There is nothing to be told by."""
+        """Do nothing: there is no descriptor."""
 
     def woken(self) -> None:
-        """There is nothing to be told by."""
+        """Do nothing: there is no descriptor."""
 
     def close(self) -> None:
         """Close the agent; slots in use go with it."""

@@ -63,4 +63,4 @@ class UcxMovers:
         return UcxMover(token)
 
     def close(self) -> None:
-        """Nothing is shared."""
+        """Do nothing: links share nothing."""

@@ -15,10 +15,10 @@ import pytest
 from tanghulu.errors import ConfigError
 from tanghulu.eviction import POLICIES, make_policy
 from tanghulu.runtime.clock import ManualClock
+from tanghulu.store.node.space.frames import MAX_FRAMES
 from tanghulu.store.node.ssd.admission import Demotion, TierAdmission
 from tanghulu.store.node.ssd.file import TierFile
 from tanghulu.store.node.ssd.state import Instruction, LostChunk, TierState, Wipe, Write
-from tanghulu.store.node.state.frames import MAX_FRAMES
 from tanghulu.store.node.state.ssd_chunk import TRANSITIONS, SsdChunk, SsdChunkEvent, SsdChunkState
 from tanghulu.store.node.state.ssd_record import (
     HEADER_BYTES,

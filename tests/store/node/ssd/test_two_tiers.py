@@ -97,7 +97,7 @@ def told(node: NodeState) -> tuple[dict[str, Tier], set[str], set[str]]:
 
 
 def below(node: NodeState, key: str) -> SsdChunk:
-    entry = node.tier.find(ChunkKey(key))
+    entry = node.chunks.tier.find(ChunkKey(key))
     assert entry is not None
     return entry
 
@@ -116,14 +116,14 @@ def test_an_evicted_chunk_is_held_below_and_lost_only_when_it_leaves_there_too(n
     told(node)
     put(node, "more")
     assert told(node) == ({"k0": Tier.SSD, "more": Tier.MEMORY}, set(), set())
-    assert node.holds(ChunkKey("k0"))
-    assert node.find(ChunkKey("k0")) is None
+    assert node.chunks.holds(ChunkKey("k0"))
+    assert node.chunks.find(ChunkKey("k0")) is None
     for i in range(NUM_BELOW):
         put(node, f"n{i}")
     added, removed, _ = told(node)
     assert removed == {"k0"}, "the first to go down is the first to go"
     assert added["k1"] is Tier.SSD
-    assert {str(c.key) for c in node.live_chunks()} == {*added, "more"} | {f"k{i}" for i in range(1, 8)}
+    assert set(node.chunks.all_keys()) == {*added, "more"} | {f"k{i}" for i in range(1, 8)}
 
 
 def test_a_put_of_a_key_that_is_below_is_a_hit(node: NodeState) -> None:
@@ -139,11 +139,11 @@ def test_a_chunk_comes_up_and_goes_down_again_without_a_write(node: NodeState) -
         put(node, f"k{i}")
     told(node)
     chunk = promote(node, below(node, "k0"))
-    assert node.find(ChunkKey("k0")) is chunk
+    assert node.chunks.find(ChunkKey("k0")) is chunk
     added, removed, _ = told(node)
     assert added["k0"] is Tier.MEMORY
     assert not removed
-    node.evict(chunk)
+    node.chunks.evict(chunk)
     node.check()
     assert told(node)[0]["k0"] is Tier.SSD
 
@@ -153,19 +153,19 @@ def test_what_is_pinned_hard_comes_up_as_that_within_the_limit_and_stays_below_b
     for i in range(2):
         put(node, f"hard{i}", pin=Pin.HARD)
     for i in range(2):
-        chunk = node.find(ChunkKey(f"hard{i}"))
+        chunk = node.chunks.find(ChunkKey(f"hard{i}"))
         assert chunk is not None
-        node.evict(chunk)
+        node.chunks.evict(chunk)
     put(node, "other", pin=Pin.HARD)
     first, second = promote(node, below(node, "hard0")), promote(node, below(node, "hard1"))
     assert (first.pin, second.pin) == (Pin.HARD, Pin.SOFT)
     for i in range(3 * NUM_IN_MEMORY + NUM_BELOW):
         put(node, f"k{i}")
-    assert node.find(ChunkKey("hard0")) is first
-    node.evict(second)
+    assert node.chunks.find(ChunkKey("hard0")) is first
+    node.chunks.evict(second)
     assert promote(node, below(node, "hard1")).pin is Pin.SOFT
-    assert node.remove(ChunkKey("hard1"))
-    assert not node.holds(ChunkKey("hard1"))
+    assert node.chunks.remove(ChunkKey("hard1"))
+    assert not node.chunks.holds(ChunkKey("hard1"))
     node.check()
 
 
@@ -175,13 +175,13 @@ def test_what_is_removed_on_its_way_up_stays_away(node: NodeState) -> None:
     entry = below(node, "k0")
     chunk = node.reserve_promotion(entry)
     assert chunk is not None
-    assert node.remove(ChunkKey("k0"))
+    assert node.chunks.remove(ChunkKey("k0"))
     with pytest.raises(ChunkNotFound):
         node.promote(chunk, entry)
     node.check()
-    assert not node.holds(ChunkKey("k0"))
+    assert not node.chunks.holds(ChunkKey("k0"))
     assert "k0" in told(node)[2]
-    assert not node.remove(ChunkKey("k0"))
+    assert not node.chunks.remove(ChunkKey("k0"))
 
 
 def test_removal_refusal_and_time_end_both_copies(node: NodeState, clock: ManualClock) -> None:
@@ -190,14 +190,14 @@ def test_removal_refusal_and_time_end_both_copies(node: NodeState, clock: Manual
     for key in ("k0", "k1"):
         promote(node, below(node, key))
     told(node)
-    assert node.remove(ChunkKey("k0"))
-    refused = node.find(ChunkKey("k1"))
+    assert node.chunks.remove(ChunkKey("k0"))
+    refused = node.chunks.find(ChunkKey("k1"))
     assert refused is not None
     node.reported(refused, accepted=False)
     clock.advance(10.0)
     node.expire(clock.now_s())
     node.check()
-    assert not any(node.holds(ChunkKey(key)) for key in ("k0", "k1", "k2"))
+    assert not any(node.chunks.holds(ChunkKey(key)) for key in ("k0", "k1", "k2"))
     assert "k2" in told(node)[1]
 
 
@@ -206,7 +206,7 @@ def test_a_corrupt_chunk_leaves_its_copy_below(node: NodeState) -> None:
         put(node, f"k{i}")
     chunk = promote(node, below(node, "k0"))
     told(node)
-    node.drop_corrupt(chunk)
+    node.chunks.drop_corrupt(chunk)
     node.check()
-    assert node.holds(ChunkKey("k0"))
+    assert node.chunks.holds(ChunkKey("k0"))
     assert told(node) == ({"k0": Tier.SSD}, set(), set())

@@ -1,0 +1,1 @@
+"""Benchmarks of the transfer engine, beside peers and the plain limits of the machine."""

@@ -1,0 +1,376 @@
+"""What a node holds of each key, in memory and in the tier below: finding, entering, evicting and dropping chunks.
+
+Owns the chunk table, the space, the lower tier, the tenants' shares and what is counted; keeps them in step with each
+other and with what the master has to be told. Knows no puts, no sessions and no queue: whoever fills a range, or
+leases one, tells it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tanghulu.auth.tenants import tenant_of
+from tanghulu.errors import StoreFull
+from tanghulu.eviction.base import Policy
+from tanghulu.runtime.clock import Clock
+from tanghulu.store.node.space.space import STEP_RESIDENTS, Space
+from tanghulu.store.node.state.chunk import Chunk, ChunkEvent, ChunkState
+from tanghulu.store.node.state.chunk_table import ChunkTable
+from tanghulu.store.node.state.counters import EvictionReason, HotKeys, NodeCounters
+from tanghulu.store.node.state.holdings import Holding, LowerTier
+from tanghulu.store.node.state.limits import HardPins
+from tanghulu.store.node.state.report_queue import ReportQueue
+from tanghulu.store.node.state.ssd_chunk import SsdChunk
+from tanghulu.store.node.state.tenant_usage import TenantUsage
+from tanghulu.store.protocol.types import NewChunk, Pin
+from tanghulu.types import ChunkKey
+
+#: Chunks that one tick evicts ahead of need, for the sake of a quota, or because their time is over: some 10 ms.
+MAX_AHEAD = 512
+
+
+class NodeChunks:
+    """See the module. ``on_freed`` is told how many bytes came free, or became evictable, each time that happens."""
+
+    def __init__(
+        self,
+        table: ChunkTable,
+        space: Space[Chunk],
+        tier: LowerTier,
+        reports: ReportQueue,
+        tenants: TenantUsage | None,
+        *,
+        clock: Clock,
+        on_freed: Callable[[int], None],
+    ) -> None:
+        self.table = table
+        self.space = space
+        self.tier = tier
+        self.tenants = tenants
+        self.counters, self.hot = NodeCounters(), HotKeys()
+        self._reports = reports
+        self._hard_pins = HardPins(space.allocator.capacity_bytes, tenants)
+        self._clock = clock
+        self._on_freed = on_freed
+        self._exceeds_quota = False  # the last range that was asked for has to wait for more evictions by its quota
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What the segment can hold."""
+        return self.space.allocator.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the segment that are not free, reservations and condemned chunks included."""
+        return self.space.allocator.used_bytes
+
+    def __len__(self) -> int:
+        """Chunks in memory that have their keys."""
+        return len(self.table)
+
+    # --- what is there
+
+    def find(self, key: ChunkKey) -> Chunk | None:
+        """The LIVE chunk of ``key``; neither touches nor pins it."""
+        chunk = self.table.find(key)
+        return chunk if chunk is not None and chunk.state is ChunkState.LIVE and not self._is_over(chunk) else None
+
+    def find_below(self, key: ChunkKey) -> SsdChunk | None:
+        """The chunk of ``key`` in the tier below."""
+        return self.tier.find(key)
+
+    def holds(self, key: ChunkKey) -> bool:
+        """Whether a get would find ``key`` here, in memory or below."""
+        return self.find(key) is not None or self.tier.find(key) is not None
+
+    def current(self, key: ChunkKey) -> Chunk | None:
+        """The ANNOUNCING or LIVE chunk of ``key``; one whose time is over is dropped here."""
+        chunk = self.table.find(key)
+        if chunk is not None and self._is_over(chunk):
+            self._end_of_time(chunk)
+            return None
+        return chunk
+
+    def current_anywhere(self, key: ChunkKey) -> Holding | None:
+        """The current chunk of ``key`` in memory, or else below."""
+        return self.current(key) or self.tier.find(key)
+
+    def all_keys(self) -> list[ChunkKey]:
+        """All keys of ANNOUNCING and LIVE chunks in memory, and of chunks below; some twice."""
+        return [*self.table.keys(), *(entry.key for entry in self.tier.entries())]
+
+    def look_up(self, key: ChunkKey) -> Chunk | None:
+        """As ``find``, and counted as a hit or a miss; a reader calls ``touch`` when it has all its keys."""
+        chunk = self.find(key)
+        if self.tenants is not None:
+            self.tenants.asked(key, chunk)
+        if chunk is None:
+            self.counters.misses += 1
+            return None
+        self.counters.hit(chunk.size_bytes)
+        self.hot.read(chunk)
+        return chunk
+
+    def touch(self, chunks: list[Chunk]) -> None:
+        """One call read ``chunks``, in the order of its prompt."""
+        self.space.end_batch()
+        for chunk in chunks:
+            self.space.touch(chunk)
+        self.space.end_batch()
+
+    def put_again(self, holding: Holding) -> None:
+        """Count a put of a key that is here, and keep its chunk longer for it."""
+        self.counters.puts_existed += 1
+        if isinstance(holding, Chunk):
+            self.space.touch(holding)
+        else:
+            self.tier.touch(holding)
+
+    def left_s(self, holding: Holding) -> float | None:
+        """How long ``holding`` has to live; None: without end."""
+        return None if holding.expires_s is None else holding.expires_s - self._clock.now_s()
+
+    def age_s(self, chunk: Chunk) -> float:
+        """How long ago the chunk was reserved."""
+        return self._clock.now_s() - chunk.created_s
+
+    # --- room for a chunk, and the chunk there
+
+    def refuse_hard_pin(self, key: ChunkKey, size_bytes: int) -> StoreFull | None:
+        """The error of a put of ``key`` that would pin too much hard."""
+        return self._hard_pins.refusal(key, size_bytes, self.table.hard_pinned_bytes)
+
+    @property
+    def has_more_to_evict(self) -> bool:
+        """Whether the last range that was asked for may be there if it is asked for again: room is made in steps."""
+        return self._exceeds_quota or self.space.has_more_to_do
+
+    def take_range(self, new: NewChunk) -> int | None:
+        """A range for ``new`` within its tenant's quota; None if there is none yet, see Space.take.
+
+        Raises InvalidRequest for a value above the quota, QuotaExceeded if what the tenant holds cannot be evicted now.
+        """
+        tenants = self.tenants
+        self._exceeds_quota = False
+        if tenants is not None and (excess_bytes := tenants.excess_bytes(new)):
+            tenant = tenant_of(new.key)
+            chosen, missing_bytes = self.space.oldest_of(tenant, excess_bytes)
+            if missing_bytes > 0:
+                raise tenants.no_room(tenant)
+            self._exceeds_quota = len(chosen) > STEP_RESIDENTS
+            for chunk in chosen[:STEP_RESIDENTS]:
+                self.evict(chunk, EvictionReason.QUOTA)
+            if self._exceeds_quota:
+                return None
+        return self.space.take(new.size_bytes, self.evict)
+
+    def carve(self, wanted_bytes: int, least_bytes: int) -> tuple[int, int] | None:
+        """A range for a write buffer: (offset, length), see Space.carve."""
+        return self.space.carve(
+            wanted_bytes,
+            least_bytes,
+            self.tier.free_queue_bytes,  # beyond it chunks would be dropped; watermarks make room at the disk's pace
+            lambda chunk: self.evict(chunk, EvictionReason.WRITE_BUFFER),
+        )
+
+    def stop_making_room(self) -> None:
+        """End what was begun to make room: nobody waits for a range any more."""
+        self.space.stop_vacating()
+
+    def has_quota(self, key_scope: str) -> bool:
+        """Whether a quota bounds what the tenant of that scope holds."""
+        return self.tenants is not None and self.tenants.limit_of(tenant_of(key_scope)) > 0
+
+    def enter(self, chunk: Chunk) -> None:
+        """A reservation stands on a range that was taken for it."""
+        self.table.enter(chunk)
+        if self.tenants is not None:
+            self.tenants.entered(chunk)
+
+    def publish(self, chunk: Chunk, event: ChunkEvent) -> None:
+        """The bytes of a reservation are in place: its key names it."""
+        self.table.publish(chunk, event)
+        if chunk.state is ChunkState.LIVE:
+            self._settle(chunk)
+
+    def go_live(self, chunk: Chunk, event: ChunkEvent) -> None:
+        """The master's word on an announced chunk has come, or nobody waits for it any more."""
+        was_live = chunk.state is ChunkState.LIVE
+        self.table.go_live(chunk, event)
+        if not was_live:
+            self._settle(chunk)
+
+    def _settle(self, chunk: Chunk) -> None:
+        self.space.settle(chunk)
+        self._on_freed(chunk.size_bytes)
+
+    def abort_reservation(self, chunk: Chunk) -> None:
+        """Let go a reservation whose put failed; its range is free when it has no lease.
+
+        What its client may have told the master of it is retracted, unless the same put has its chunk here.
+        """
+        self.table.condemn(chunk)
+        current = self.table.find(chunk.key) or self.tier.find(chunk.key)
+        if current is None or current.version != chunk.version:
+            self._reports.retract(chunk.key, chunk.version)
+        if chunk.num_leases == 0:
+            self._free(chunk)
+
+    def leases_changed(self, chunk: Chunk) -> None:
+        """A lease on the chunk was granted, or its last one is over: then it can be evicted, or its range is free."""
+        if chunk.is_live:
+            self.space.refresh(chunk)
+            if chunk.num_leases == 0:
+                self._on_freed(chunk.size_bytes)
+        elif chunk.state is ChunkState.CONDEMNED and chunk.num_leases == 0:
+            self._free(chunk)
+
+    # --- the end of chunks
+
+    def remove(self, key: ChunkKey) -> bool:
+        """Drop the chunk on a client's order, here and below; whether there was one."""
+        holding = self.current_anywhere(key)
+        if holding is None:
+            return False
+        self.counters.removed += 1
+        self.drop_both(key)
+        self._reports.remove(holding, deleted=True)
+        return True
+
+    def let_go(self, key: ChunkKey, version: int) -> None:
+        """Another node has a copy now: drop the one here and below, unless it is pinned hard or another version."""
+        holding = self.current_anywhere(key)
+        if holding is not None and holding.version == version and holding.pin is not Pin.HARD:
+            self.drop_both(key)
+            self._reports.remove(holding)
+
+    def drop_corrupt(self, chunk: Chunk) -> None:
+        """Drop a chunk whose bytes are not what its checksums say; a copy below stays."""
+        self.counters.corrupt += 1
+        self._left_memory(chunk, self.tier.find(chunk.key))
+        self._drop(chunk)
+
+    def drop_both(self, key: ChunkKey) -> None:
+        """Let go what is here and below of ``key``; what the master is told is the caller's business."""
+        entry, chunk = self.tier.find(key), self.table.find(key)
+        if entry is not None:
+            self.tier.drop(entry)
+        if chunk is not None:
+            self._drop(chunk)
+
+    def expire(self, now_s: float) -> None:
+        """End chunks whose time has come; to be called at every tick."""
+        self.counters.largest_free_bytes = self.space.allocator.largest_free_bytes
+        self.tier.expire(now_s)
+        for chunk in self.table.expired(now_s, MAX_AHEAD):
+            self._end_of_time(chunk)
+
+    def _end_of_time(self, chunk: Chunk) -> None:
+        self.counters.expired += 1
+        self._reports.remove(chunk)
+        self._drop(chunk)
+
+    def _is_over(self, chunk: Chunk) -> bool:
+        return chunk.expires_s is not None and chunk.expires_s <= self._clock.now_s()
+
+    def _drop(self, chunk: Chunk, *, evicted: bool = False) -> None:
+        if chunk.state is ChunkState.LIVE:
+            self.space.leave(chunk, evicted=evicted)
+        self.table.condemn(chunk)
+        if chunk.num_leases == 0:
+            self._free(chunk)
+
+    def _free(self, chunk: Chunk) -> None:
+        self.table.forget(chunk)
+        if self.tenants is not None:
+            self.tenants.left(chunk)
+        self.space.allocator.free(chunk.offset, chunk.size_bytes)
+        self._on_freed(chunk.size_bytes)
+
+    # --- eviction
+
+    def evict(self, chunk: Chunk, reason: EvictionReason = EvictionReason.ROOM) -> None:
+        """Let a LIVE chunk go from memory; its range is free when nobody reads it."""
+        self.counters.evicted(chunk.size_bytes, reason)
+        self._left_memory(chunk, self.tier.demote(chunk, self.left_s(chunk)))
+        self._drop(chunk, evicted=True)
+
+    def evict_ahead(self, num_bytes: int) -> None:
+        """Evict the first to go before a put needs their room: what holds ``num_bytes``, or as many as a tick may."""
+        for chunk in self.space.oldest(num_bytes, MAX_AHEAD):
+            self.evict(chunk, EvictionReason.WATERMARK)
+
+    def evict_oldest(self, num_bytes: int, reason: EvictionReason) -> list[Chunk]:
+        """Evict the first to go, as many as hold ``num_bytes``, and say which."""
+        chosen = self.space.oldest(num_bytes)
+        for chunk in chosen:
+            self.evict(chunk, reason)
+        return chosen
+
+    def trim_tenants(self) -> None:
+        """Evict what tenants hold too much because they hold more on other nodes; to be called now and then."""
+        for tenant, excess_bytes in () if self.tenants is None else self.tenants.overdrawn():
+            for chunk in self.space.oldest_of(tenant, excess_bytes)[0][:MAX_AHEAD]:
+                self.evict(chunk, EvictionReason.QUOTA)
+
+    def warmest(self) -> list[Chunk]:
+        """Everything that could be kept for the node's next start: what is pinned hard, then the last to be evicted."""
+        pinned = [chunk for chunk in self.table if chunk.is_live and chunk.pin is Pin.HARD]
+        return [*pinned, *reversed(list(self.space.victims()))]
+
+    @property
+    def eviction_policy(self) -> str:
+        """The policy that orders the evictions from memory."""
+        return self.space.policy_name
+
+    def switch_policies(self, memory: Callable[[], Policy], tier: Callable[[], Policy]) -> None:
+        """Let other policies order the evictions from memory and from the tier below."""
+        self.space.switch_policy(memory)
+        self.tier.switch_policy(tier)
+
+    def _left_memory(self, chunk: Chunk, entry: SsdChunk | None) -> None:
+        """Tell the master that the node has no copy any more, or where it has one now."""
+        if entry is None:
+            self._reports.remove(chunk)
+        else:
+            self._reports.add(entry)
+
+    # --- the master, and the end of a call
+
+    def report_all(self) -> None:
+        """Tell the master everything that is here, each key once; the next messages carry it, as it allows."""
+        self._reports.begin_report([*self.table, *self.tier.entries()], self._is_reported)
+
+    def _is_reported(self, holding: Holding) -> bool:
+        if isinstance(holding, Chunk):
+            return holding.state is ChunkState.LIVE
+        return holding.held and self.table.find(holding.key) is None
+
+    @property
+    def writing(self) -> bool:
+        """Whether a reservation may become a chunk yet."""
+        return self.table.writing
+
+    def end_batch(self) -> None:
+        """What was put or read until now was one call, for the order of evictions."""
+        self.space.end_batch()
+
+    def end_call(self) -> None:
+        """A client's call has been served: its chunks enter the order of evictions, and the index that clients read."""
+        self.space.end_batch()
+        self.table.flush()
+
+    def check(self, others: list[tuple[int, int]]) -> None:
+        """Assert the invariants of all parts, and that chunks, what is free and ``others`` are the whole memory."""
+        self.table.check()
+        self.space.check()
+        self.hot.check()
+        if self.tenants is not None:
+            self.tenants.check(self.table)
+        chunks = ((c.offset, c.size_bytes) for c in self.table)
+        self.space.allocator.check_tiles([*chunks, *others, *self.space.in_between])
+        for chunk in filter(None, map(self.table.find, self.table.keys())):
+            assert (chunk in self.space) == (chunk.state is ChunkState.LIVE and chunk.pin is not Pin.HARD)
+
+    def __repr__(self) -> str:
+        return f"NodeChunks({len(self.table)}, {self.used_bytes}/{self.capacity_bytes} B)"
