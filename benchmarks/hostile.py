@@ -14,6 +14,7 @@ The attackers run at a low priority, as if they were on another machine: what co
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
 import random
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -33,8 +35,10 @@ import tanghulu
 from report import keep
 from soak import Server
 from tanghulu.auth.credentials import Credentials
+from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import PREAMBLE, encode_head
+from tanghulu.rpc.grpc_edge import channel
 from tanghulu.rpc.wire import encode
 from tanghulu.store.client import Client
 from tanghulu.store.client.logic import messages
@@ -129,8 +133,27 @@ def dripping(address: str) -> None:
                 time.sleep(0.05)
 
 
+def grpc_puts(address: str) -> None:
+    """Sixteen callers that put over gRPC, in messages as large as they may be, one behind the other."""
+    size = 60 * MIB
+    item = store_pb2.PutItem(key="by-grpc", version=1, size_bytes=size)
+    request = store_pb2.PutRequest(items=[item], inline_data=bytes(size)).SerializeToString()
+
+    async def caller() -> None:
+        async with channel(address) as link:
+            put = link.unary_unary("/tanghulu.v1.StoreNode/Put")
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await put(request, timeout=60)
+
+    async def callers() -> None:
+        await asyncio.gather(*(caller() for _ in range(16)))
+
+    asyncio.run(callers())
+
+
 ATTACKS: dict[str, Callable[[str], None]] = {
-    each.__name__: each for each in (gluttony, silence, huge_lists, verification, foreign_commits, dripping)
+    each.__name__: each for each in (gluttony, silence, huge_lists, verification, foreign_commits, dripping, grpc_puts)
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import socket
@@ -23,6 +24,7 @@ from tanghulu.rpc.wire import encode
 from tanghulu.store.client import Client
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.effects import PeerId
+from tanghulu.store.node.rpc.grpc_requests import MAX_REQUEST_BYTES
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS
 from tanghulu.store.protocol.messages import CommitItem, CommitRequest, GetRequest, ReserveRequest, UnpinRequest
@@ -35,6 +37,7 @@ from tests.store.guarded_cluster import TOKENS, Encrypted, Secured, write_tokens
 pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
+PUT = "/tanghulu.v1.StoreNode/Put"
 #: What a node's own memory, without its segment, may grow by: the bound on what waits for all peers, one answer for
 #: each connection of a test, and what the interpreter and the kernel's pages make of that.
 GROWTH_BYTES = 2 * MAX_UNSENT_BYTES
@@ -202,6 +205,29 @@ def test_bodies_that_are_declared_and_drip(cluster: Cluster) -> None:
             for wire in slow:
                 eventually(lambda wire=wire: dripped_out(wire))  # type: ignore[misc]
         eventually(lambda: gateway.metric("tanghulu_gateway_values_in_flight_bytes") == 0)
+
+
+async def test_large_puts_over_grpc_of_many_callers(cluster: Cluster) -> None:
+    """Their messages come a few at a time."""
+    node = cluster.nodes[0]
+    size = 60 * MIB
+    item = store_pb2.PutItem(key="by-grpc", version=1, size_bytes=size)
+    request = store_pb2.PutRequest(items=[item], inline_data=bytes(size)).SerializeToString()
+    before, most = private_bytes(node), 0
+
+    async def caller() -> None:
+        async with channel(node.address) as link:
+            answer = await link.unary_unary(PUT)(request, timeout=200)
+            assert not store_pb2.PutReply.FromString(answer).results[0].status.code
+
+    callers = asyncio.gather(*(caller() for _ in range(24)))
+    while not callers.done():
+        most = max(most, private_bytes(node))
+        await asyncio.sleep(0.01)
+    await callers
+    assert most - before < 4 * MAX_REQUEST_BYTES, "each is held as gRPC's pieces, as bytes and as values, one by one"
+    with tanghulu.connect(cluster.address) as client:
+        others_are_served(client)
 
 
 def dripped_out(wire: socket.socket) -> bool:
