@@ -1,6 +1,6 @@
 """What peers that mean harm cost others: p99 of a get and a put of 64 KiB with and without each attack, in one run.
 
-    PYTHONPATH=src python benchmarks/hostile.py [--rounds 6] [--calls 150] [--seed 1] [--only NAME] [--no-keep]
+    PYTHONPATH=src:. python benchmarks/hostile.py [--rounds 6] [--calls 150] [--seed 1] [--only NAME] [--no-keep]
 
 The attacks are those of tests/store/hostile, each kept up for a whole round by processes of its own at a node that has
 nothing else to do. Rounds with and without it take turns, in an order that the seed shuffles, so that what else the
@@ -34,19 +34,17 @@ from rich.table import Table
 import tanghulu
 from report import keep
 from soak import Server
-from tanghulu.auth.credentials import Credentials
 from tanghulu.protos import store_pb2
-from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import PREAMBLE, encode_head
 from tanghulu.rpc.grpc_edge import channel
 from tanghulu.rpc.wire import encode
 from tanghulu.store.client import Client
-from tanghulu.store.client.logic import messages
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS
 from tanghulu.store.protocol.messages import CommitItem, CommitRequest, GetRequest, ReserveRequest
 from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import Address, ChunkKey
+from tests.store.hostile.peers import Dripper, Forger, greeted
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZE = 64 * KIB
@@ -54,13 +52,6 @@ NICE = 10
 #: Between two beginnings of an attack whose connection was ended.
 PAUSE_S = 0.01
 MAX_ANSWERS = 1 << 16
-
-
-def greeted(address: str, name: str) -> tuple[FastConnection, messages.Welcome]:
-    """A connection with a session at a node, and what it was told."""
-    connection = FastConnection(Address.parse(address))
-    call = messages.hello(name, Credentials("", ""), "elsewhere", False, ())
-    return connection, messages.welcome(connection.call(call.method, call.request, call.reply_type))
 
 
 # --- the attacks; each goes on until its process is ended
@@ -133,6 +124,23 @@ def dripping(address: str) -> None:
                 time.sleep(0.05)
 
 
+def slow_transfers(address: str) -> None:
+    """Ninety-six slices and heads on the port of transfers, of which a byte comes now and then, or is taken."""
+    while True:
+        with contextlib.suppress(OSError, tanghulu.errors.TanghuluError):
+            dripper = Dripper.begin(address, f"drip-{os.getpid()}-{time.monotonic_ns()}", 96, "big")
+            while dripper.drip():
+                time.sleep(0.05)
+            dripper.close()
+
+
+def forged_entries(address: str) -> None:
+    """A process of the node's user that tries every way of writing into the index that it maps, again and again."""
+    forger = Forger(address, "forger")
+    while True:
+        assert not list(forger.attempts())
+
+
 def grpc_puts(address: str) -> None:
     """Sixteen callers that put over gRPC, in messages as large as they may be, one behind the other."""
     size = 60 * MIB
@@ -153,7 +161,18 @@ def grpc_puts(address: str) -> None:
 
 
 ATTACKS: dict[str, Callable[[str], None]] = {
-    each.__name__: each for each in (gluttony, silence, huge_lists, verification, foreign_commits, dripping, grpc_puts)
+    each.__name__: each
+    for each in (
+        gluttony,
+        silence,
+        huge_lists,
+        verification,
+        foreign_commits,
+        dripping,
+        slow_transfers,
+        forged_entries,
+        grpc_puts,
+    )
 }
 
 
