@@ -392,14 +392,14 @@ class AccessTable:
         return freed, most
 
     def _end_with_session(self, session: _Session, lease: Lease, freed: list[Freed]) -> None:
-        if lease.state is LeaseState.FREE:  # given back meanwhile
+        if lease.lease_id not in self._leases:  # given back meanwhile
             return
         if not session.exited:
             freed += self._lose([lease])
             return
         if session.num_one_sided and not lease.mapped:  # what it had sent may still be on the wire to our queue pairs
             freed += self._lose([lease])
-        if lease.state is not LeaseState.FREE:
+        if lease.lease_id in self._leases:
             self._step(lease, LeaseEvent.GIVEN_BACK, freed)
 
     def _lose(self, leases: Iterable[Lease]) -> list[Freed]:

@@ -282,11 +282,12 @@ class NodeService:
         try:
             for at in range(0, len(request.items), STEP_ITEMS):
                 some = self._end_writing(peer, request, request.items[at : at + STEP_ITEMS])
-                for place, each in enumerate(some, at):
-                    refused = isinstance(each[0], TanghuluError)
-                    outcomes.append(Failure.of(each[0]) if refused else False)  # type: ignore[arg-type]
-                    if not refused:
-                        ended[place] = each
+                for place, (chunk, checksums) in enumerate(some, at):
+                    if isinstance(chunk, TanghuluError):
+                        outcomes.append(Failure.of(chunk))
+                    else:
+                        outcomes.append(False)
+                        ended[place] = chunk, checksums
                 await asyncio.sleep(0)
             for place, (chunk, checksums) in ended.items():
                 if isinstance(chunk, Chunk) and not checksums.parts:
@@ -296,8 +297,8 @@ class NodeService:
             num_told = 0
             for at in range(0, len(places), STEP_ITEMS):
                 step = [ended.pop(place) for place in places[at : at + STEP_ITEMS]]
-                some, num_more = self._commit_written(request, step, num_committed - at if num_told == at else 0)
-                written += some
+                more, num_more = self._commit_written(request, step, num_committed - at if num_told == at else 0)
+                written += more
                 num_told += num_more
                 await asyncio.sleep(0)
         except BaseException:  # its connection has ended
