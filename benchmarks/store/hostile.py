@@ -14,6 +14,7 @@ The attackers run at a low priority, as if they were on another machine: what co
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
 import random
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -32,17 +34,17 @@ from rich.table import Table
 import tanghulu
 from benchmarks.common.report import keep
 from benchmarks.store.soak import Server
-from tanghulu.auth.credentials import Credentials
-from tanghulu.rpc.fast_client import FastConnection
+from tanghulu.protos import store_pb2
 from tanghulu.rpc.frames import PREAMBLE, encode_head
+from tanghulu.rpc.grpc_edge import channel
 from tanghulu.rpc.wire import encode
 from tanghulu.store.client import Client
-from tanghulu.store.client.logic import messages
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS
 from tanghulu.store.protocol.messages import CommitItem, CommitRequest, GetRequest, ReserveRequest
 from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import Address, ChunkKey
+from tests.store.hostile.peers import Dripper, Forger, greeted
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZE = 64 * KIB
@@ -50,13 +52,6 @@ NICE = 10
 #: Between two beginnings of an attack whose connection was ended.
 PAUSE_S = 0.01
 MAX_ANSWERS = 1 << 16
-
-
-def greeted(address: str, name: str) -> tuple[FastConnection, messages.Welcome]:
-    """A connection with a session at a node, and what it was told."""
-    connection = FastConnection(Address.parse(address))
-    call = messages.hello(name, Credentials("", ""), "elsewhere", False, ())
-    return connection, messages.welcome(connection.call(call.method, call.request, call.reply_type))
 
 
 # --- the attacks; each goes on until its process is ended
@@ -129,8 +124,55 @@ def dripping(address: str) -> None:
                 time.sleep(0.05)
 
 
+def slow_transfers(address: str) -> None:
+    """Ninety-six slices and heads on the port of transfers, of which a byte comes now and then, or is taken."""
+    while True:
+        with contextlib.suppress(OSError, tanghulu.errors.TanghuluError):
+            dripper = Dripper.begin(address, f"drip-{os.getpid()}-{time.monotonic_ns()}", 96, "big")
+            while dripper.drip():
+                time.sleep(0.05)
+            dripper.close()
+
+
+def forged_entries(address: str) -> None:
+    """A process of the node's user that tries every way of writing into the index that it maps, again and again."""
+    forger = Forger(address, "forger")
+    while True:
+        assert not list(forger.attempts())
+
+
+def grpc_puts(address: str) -> None:
+    """Sixteen callers that put over gRPC, in messages as large as they may be, one behind the other."""
+    size = 60 * MIB
+    item = store_pb2.PutItem(key="by-grpc", version=1, size_bytes=size)
+    request = store_pb2.PutRequest(items=[item], inline_data=bytes(size)).SerializeToString()
+
+    async def caller() -> None:
+        async with channel(address) as link:
+            put = link.unary_unary("/tanghulu.v1.StoreNode/Put")
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await put(request, timeout=60)
+
+    async def callers() -> None:
+        await asyncio.gather(*(caller() for _ in range(16)))
+
+    asyncio.run(callers())
+
+
 ATTACKS: dict[str, Callable[[str], None]] = {
-    each.__name__: each for each in (gluttony, silence, huge_lists, verification, foreign_commits, dripping)
+    each.__name__: each
+    for each in (
+        gluttony,
+        silence,
+        huge_lists,
+        verification,
+        foreign_commits,
+        dripping,
+        slow_transfers,
+        forged_entries,
+        grpc_puts,
+    )
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import pytest
@@ -111,6 +112,40 @@ async def test_who_takes_nothing_while_the_process_is_full_is_hung_up_on(
     await until(lambda: not served.service.peers)
     assert served.service.unsent.num_bytes == 0
     await glutton.close()
+
+
+async def begun_request(served: Served) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection on which the first bytes of a large request have come."""
+    address = served.port_mux.address
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    writer.write(PREAMBLE + HEAD.pack(1 << 20, 0, ECHO, 0, 1) + b"the first")
+    await until(lambda: served.service.coming.num_bytes > 0)
+    return reader, writer
+
+
+@pytest.mark.parametrize("pressed", [False, True])
+async def test_whose_request_comes_too_slowly_is_hung_up_on(
+    served: Served, monkeypatch: pytest.MonkeyPatch, pressed: bool
+) -> None:
+    monkeypatch.setattr(fast_server, "_SLOW_LOOK_S", 0.01)
+    if pressed:
+        served.service.coming.most_bytes = 1
+    monkeypatch.setattr(unsent, "PRESSED_S" if pressed else "SLOW_PEER_S", 0.05)
+    reader, writer = await begun_request(served)
+    with contextlib.suppress(ConnectionError):
+        assert await asyncio.wait_for(reader.read(1), 30) == b""
+    await until(lambda: not served.service.peers)
+    assert served.service.coming.num_bytes == 0
+    served.service.coming.check()
+    writer.close()
+
+
+async def test_a_request_that_has_come_is_not_counted_any_more(served: Served) -> None:
+    reader, writer = await begun_request(served)
+    writer.write(bytes((1 << 20) - len(b"the first")))
+    await asyncio.wait_for(reader.readexactly(HEAD.size), 30)  # whatever is answered
+    assert served.service.coming.num_bytes == 0
+    writer.close()
 
 
 def test_a_slow_peer_is_given_up_only_when_too_little_moves() -> None:

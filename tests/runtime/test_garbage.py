@@ -40,7 +40,7 @@ young = cycle()
 assert young() is None, "young cycles go by themselves"
 old = cycle()
 gc.collect(1)
-garbage.collect(idle=False)
+garbage.collect()
 assert old() is None
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
@@ -85,24 +85,32 @@ asyncio.run(main())
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
-def test_what_was_set_aside_is_looked_at_when_nobody_waits_unless_it_is_too_much() -> None:
-    """A cycle whose objects were set aside while they were in use."""
+def test_what_survives_is_looked_at_again_unless_it_is_too_much_and_the_beginning_never() -> None:
+    """A cycle goes when its last user does, also one that has survived a collection."""
     script = """
 import gc, weakref
 from tanghulu.runtime import garbage
 class Cycle: pass
-made = Cycle()
-made.own = made
+def cycle():
+    made = Cycle()
+    made.own = made
+    return made
 garbage.begin()
-found = weakref.ref(made)
-del made
-garbage.collect(idle=False)
-assert found() is not None
-deep, garbage.MAX_DEEP = garbage.MAX_DEEP, 0
-garbage.collect(idle=True)
-assert found() is not None
-garbage.MAX_DEEP = deep
-garbage.collect(idle=True)
+num_first = gc.get_freeze_count()
+used = cycle()
+found = weakref.ref(used)
+garbage.collect()
+assert gc.get_freeze_count() == num_first
+assert len(gc.get_objects(generation=2)) < num_first, "what was there at the beginning is not looked at"
+del used
+garbage.collect()
 assert found() is None
+used, garbage.MAX_OLD = cycle(), 0
+found = weakref.ref(used)
+garbage.collect()
+assert gc.get_freeze_count() > num_first
+del used
+garbage.collect()
+assert found() is not None
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -43,6 +43,8 @@ __all__ = ["AccessTable", "Freed", "Lease", "LeaseState", "Opcode"]
 
 #: More leases than this at once means that somebody leaks them.
 MAX_LEASES = 1 << 20
+#: Leases that one call ends because of their time or their session, some 10 ms; ``expire`` goes on with the others.
+MAX_ENDED = 4096
 
 
 @dataclass(slots=True)
@@ -51,11 +53,14 @@ class _Session:
     pid: int | None
     may_write: bool
     closed: bool = False
+    exited: bool = False
     mapped_bytes: int = 0
     num_one_sided: int = 0
     #: Leases that were lost while queue pairs reached them; each counts one open transfer.
     revoked: list[LeaseId] = field(default_factory=list)
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
+    #: Of these, what has yet to end because the session has.
+    unended: list[Lease] = field(default_factory=list)
 
 
 class AccessTable:
@@ -88,6 +93,7 @@ class AccessTable:
         self._sessions: dict[int, _Session] = {}
         self._leases: dict[LeaseId, Lease] = {}
         self._mapped_bytes = 0
+        self._ending: dict[int, _Session] = {}  # closed sessions with leases that have yet to end
         self._expiries: list[tuple[float, LeaseId]] = []  # at least one entry, never late, per ACTIVE lease
 
     # --- sessions
@@ -108,21 +114,15 @@ class AccessTable:
         session = self._sessions.get(session_id)
         if session is None:
             return []
-        session.closed = True
-        freed = self._lose(list(session.leases.values()))
-        return self._close_if_empty(session, freed)
+        return self._begin_ending(session)
 
     def session_exited(self, session_id: int) -> list[Freed]:
         """The peer's process has ended (its pidfd says so): nothing of it can touch mapped memory any more."""
         session = self._sessions.get(session_id)
         if session is None:
             return []
-        session.closed = True
-        copied = [lease for lease in session.leases.values() if session.num_one_sided and not lease.mapped]
-        freed = self._lose(copied)  # what it had sent before may still be on the wire to our queue pairs
-        for lease in list(session.leases.values()):
-            self._step(lease, LeaseEvent.GIVEN_BACK, freed)
-        return self._close_if_empty(session, freed)
+        session.exited = True
+        return self._begin_ending(session)
 
     def has_session(self, session_id: int) -> bool:
         """Whether the session is open, or lost with ranges that are not free yet."""
@@ -209,9 +209,13 @@ class AccessTable:
         return freed
 
     def expire(self, now_s: float) -> list[Freed]:
-        """End every lease whose time is up at ``now_s``, and under which no bytes flow."""
+        """End the leases whose time is up at ``now_s``, and under which no bytes flow, and those of ended sessions.
+
+        At most MAX_ENDED at a time; nothing begins under the others meanwhile.
+        """
+        freed, left = self._end_some(MAX_ENDED)
         due: list[Lease] = []
-        while self._expiries and self._expiries[0][0] <= now_s:
+        while self._expiries and self._expiries[0][0] <= now_s and len(due) < left:
             _, lease_id = heapq.heappop(self._expiries)
             lease = self._leases.get(lease_id)
             if lease is None or lease.state is not LeaseState.ACTIVE:
@@ -222,7 +226,7 @@ class AccessTable:
                 heapq.heappush(self._expiries, (lease.expires_at_s, lease_id))
             else:
                 due.append(lease)
-        return self._lose(due)
+        return freed + self._lose(due)
 
     # --- transfers that this process serves
 
@@ -235,6 +239,8 @@ class AccessTable:
         lease = self._leases.get(lease_id)
         if lease is None or lease.session_id != session_id:
             raise LeaseExpired(f"session {session_id} has no lease {lease_id} (any more); reserve or pin again")
+        if self._sessions[session_id].closed:
+            raise LeaseExpired(f"session {session_id} has ended, and its lease {lease_id} with it")
         if not _is_active(lease, self._clock.now_s()):
             raise LeaseExpired(f"lease {lease_id} has ended ({lease.state.value}); reserve or pin again")
         if lease.mode is not op:
@@ -286,6 +292,9 @@ class AccessTable:
             assert lease.state is not LeaseState.ACTIVE or lease.lease_id in queued
             assert lease.expires_at_s <= lease.last_end_s
         self._check_writers()
+        for session in self._ending.values():
+            assert session.closed
+            assert session.unended
         for session in self._sessions.values():
             assert session.leases or session.num_one_sided or not session.closed
             assert set(session.revoked) <= set(session.leases)
@@ -346,6 +355,37 @@ class AccessTable:
             heapq.heapify(self._expiries)
         else:
             heapq.heappush(self._expiries, (lease.expires_at_s, lease.lease_id))
+
+    def _begin_ending(self, session: _Session) -> list[Freed]:
+        """End the session's leases: the first now, the others with ``expire``, so that no step takes long."""
+        session.closed = True
+        session.unended = list(session.leases.values())
+        self._ending[session.session_id] = session
+        return self._end_some(MAX_ENDED)[0]
+
+    def _end_some(self, most: int) -> tuple[list[Freed], int]:
+        """End so many leases of ended sessions; what is free by it, and how many more it could have been."""
+        freed: list[Freed] = []
+        for session_id, session in list(self._ending.items()):
+            while session.unended and most:
+                self._end_with_session(session, session.unended.pop(), freed)
+                most -= 1
+            if session.unended:
+                break
+            del self._ending[session_id]
+            self._close_if_empty(session, freed)
+        return freed, most
+
+    def _end_with_session(self, session: _Session, lease: Lease, freed: list[Freed]) -> None:
+        if lease.lease_id not in self._leases:  # given back meanwhile
+            return
+        if not session.exited:
+            freed += self._lose([lease])
+            return
+        if session.num_one_sided and not lease.mapped:  # what it had sent may still be on the wire to our queue pairs
+            freed += self._lose([lease])
+        if lease.lease_id in self._leases:
+            self._step(lease, LeaseEvent.GIVEN_BACK, freed)
 
     def _lose(self, leases: Iterable[Lease]) -> list[Freed]:
         freed: list[Freed] = []

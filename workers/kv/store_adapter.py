@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from tanghulu.errors import ChunkNotFound, TanghuluError
+import structlog
+
+from tanghulu.errors import ChunkNotFound, InvalidRequest, TanghuluError
 from tanghulu.masters import Masters
 from tanghulu.store.client import Client, connect
 from tanghulu.types import BlockHash, ChunkKey, Fingerprint, kv_chunk_key
@@ -14,6 +16,13 @@ from tanghulu.workers.kv.ports import wipe
 #: A prefix that takes longer than this to load is computed instead.
 LOAD_DEADLINE_S = 5.0
 SAVE_DEADLINE_S = 10.0
+
+_log = structlog.get_logger(__name__)
+
+
+def _is_odd(result: int | TanghuluError, num_bytes: int) -> bool:
+    """Whether the chunk is there and has not the size that its block has: less, or more than fits (InvalidRequest)."""
+    return isinstance(result, InvalidRequest) or (not isinstance(result, TanghuluError) and result != num_bytes)
 
 
 class StoreAdapter:
@@ -30,14 +39,22 @@ class StoreAdapter:
     def load(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers``; returns how many leading ones arrived whole, checksums verified.
 
-        A missing block ends the run and is no failure. Raises what else went wrong with the first block.
+        A missing block ends the run and is no failure; nor is one of another size, which is removed, so that it can be
+        put anew: the first put of a key stands. Raises what else went wrong with the first block.
         """
-        parts = self._split(buffers)
+        parts, keys = self._split(buffers), self._keys(hashes)
         try:
-            results = self._open().get_many_into(self._keys(hashes), parts, deadline_s=LOAD_DEADLINE_S)
+            results = list(self._open().get_many_into(keys, parts, deadline_s=LOAD_DEADLINE_S))
         except TanghuluError:
             wipe(parts)
             raise
+        odd = [at for at, (result, part) in enumerate(zip(results, parts, strict=True)) if _is_odd(result, len(part))]
+        if odd:
+            _log.warning("store.chunks_of_another_size", first=keys[odd[0]], found=str(results[odd[0]]), num=len(odd))
+            wipe([parts[at] for at in odd])
+            self._open().remove_many([keys[at] for at in odd], deadline_s=LOAD_DEADLINE_S)
+            for at in odd:
+                results[at] = ChunkNotFound(f"{keys[at]!r} had another size")
         failed = [isinstance(result, TanghuluError) and not isinstance(result, ChunkNotFound) for result in results]
         wipe([part for part, is_failed in zip(parts, failed, strict=True) if is_failed])
         num_ok = next((i for i, result in enumerate(results) if isinstance(result, TanghuluError)), len(results))

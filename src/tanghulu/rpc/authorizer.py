@@ -156,16 +156,7 @@ def _refusal(handler: grpc.RpcMethodHandler[Any, Any], error: TanghuluError) -> 
         await abort(context, error)
         yield
 
-    if handler.request_streaming:
-        made = (
-            grpc.stream_stream_rpc_method_handler
-            if handler.response_streaming
-            else grpc.stream_unary_rpc_method_handler
-        )
-    else:
-        made = (
-            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
-        )
-    return made(
-        stream if handler.response_streaming else unary, handler.request_deserializer, handler.response_serializer
-    )
+    # As streams, whatever the call is: then its message is not received before it is refused.
+    if handler.response_streaming:
+        return grpc.stream_stream_rpc_method_handler(stream)
+    return grpc.stream_unary_rpc_method_handler(unary)

@@ -54,6 +54,9 @@ MAX_STEP_S = 0.001
 MAX_PEER_UNSENT_BYTES = 64 << 10
 #: How often a peer that takes nothing is looked at.
 _SLOW_LOOK_S = 1.0
+#: Bytes of requests that have begun to come and are not whole, of all connections; while there are more, those that
+#: have been coming for ``PRESSED_S`` are given up.
+MAX_COMING_BYTES = 256 << 20
 #: What is missing of a frame is read straight into its place if it is at least so much.
 BULK_BYTES = 128 << 10
 
@@ -133,6 +136,7 @@ class FastService:
     unknown: dict[FastServerProtocol, None] = field(default_factory=dict)
     latencies: Latencies[str] = field(default_factory=Latencies)
     unsent: UnsentAnswers = field(default_factory=UnsentAnswers)
+    coming: UnsentAnswers = field(default_factory=partial(UnsentAnswers, MAX_COMING_BYTES))
     max_connections: int = MAX_CONNECTIONS
     guarded: bool = False
 
@@ -163,6 +167,8 @@ class FastServerProtocol(asyncio.Protocol):
         self._answered_bytes = 0
         self._slow: SlowPeer | None = None
         self._looking: asyncio.TimerHandle | None = None
+        self._coming: tuple[PartialFrame | PlacedFrame, SlowPeer] | None = None  # a frame that has begun to come
+        self._awaiting: asyncio.TimerHandle | None = None  # looks at it
         self._held_up = False  # the peer is slow, or has too many calls in flight
         self._serving = self._will_serve = False
         self._paused = False
@@ -211,6 +217,7 @@ class FastServerProtocol(asyncio.Protocol):
             self._ending.cancel()
         self._frames = None
         self._slow_no_more()
+        self._coming_no_more()
         self._known()
         self._service.peers.discard(self._peer)
         for task in self._tasks:
@@ -263,8 +270,11 @@ class FastServerProtocol(asyncio.Protocol):
         self._serving = False
         self._pace()
         partial = self._reader.partial
-        if self._frames is None and partial is not None and partial.missing >= BULK_BYTES:
-            self._read_by(_Bulk(self, partial))
+        if self._frames is None and partial is not None:
+            if self._awaiting is None:
+                self._await_rest(partial)
+            if partial.missing >= BULK_BYTES:
+                self._read_by(_Bulk(self, partial))
 
     def _end_of_sense(self, error: InvalidRequest) -> None:
         _log.warning("fast_lane.bad_frame", peer=self._peer.name, error=error.message)
@@ -293,6 +303,7 @@ class FastServerProtocol(asyncio.Protocol):
 
     def bulk_ended(self) -> None:
         """The rest of a large frame has come."""
+        self._coming_no_more()
         self._read_by(self)
         self._take(self._reader.finish())
 
@@ -340,6 +351,34 @@ class FastServerProtocol(asyncio.Protocol):
             self._transport.abort()
             return
         self._looking = loop.call_later(_SLOW_LOOK_S, self._look)
+
+    def _await_rest(self, partial: PartialFrame | PlacedFrame) -> None:
+        """Give up a peer whose request has begun to come and comes too slowly."""
+        loop = asyncio.get_running_loop()
+        service, missing = self._service, partial.missing
+        if self._coming is None or self._coming[0] is not partial or self._paused:  # it is we who do not read
+            self._coming = partial, SlowPeer(missing, loop.time())
+        elif self._coming[1].is_given_up(missing, service.coming, loop.time()):
+            _log.warning("fast_lane.request_comes_too_slowly", peer=self._peer.name, missing_bytes=missing)
+            assert self._transport is not None
+            self._transport.abort()
+            return
+        service.coming.note(self, partial.held_bytes)
+        self._awaiting = loop.call_later(_SLOW_LOOK_S, self._look_at_coming)
+
+    def _look_at_coming(self) -> None:
+        partial = self._reader.partial
+        if partial is None:
+            self._coming_no_more()
+        else:
+            self._await_rest(partial)
+
+    def _coming_no_more(self) -> None:
+        self._coming = None
+        self._service.coming.note(self, 0)
+        if self._awaiting is not None:
+            self._awaiting.cancel()
+            self._awaiting = None
 
     def _pace(self) -> None:
         """Serve the peer, and read from it, only while it reads from us and has few enough calls in flight."""

@@ -85,6 +85,11 @@ class PartialFrame:
         """How many bytes have yet to come."""
         return self._size - self._filled
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory that is there for the frame."""
+        return len(self._memory)
+
     def filled(self, count: int) -> None:
         """Count bytes that have come into ``rest``."""
         self._filled += count
@@ -130,6 +135,11 @@ class PlacedFrame:
     def missing(self) -> int:
         """How many bytes have yet to come."""
         return len(self._view) - self._filled
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that is there for the frame, beside the place of its attachment."""
+        return 0
 
     def filled(self, count: int) -> None:
         """Count bytes that have come into ``rest``."""

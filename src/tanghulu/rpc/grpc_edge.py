@@ -36,7 +36,8 @@ _STATUS = {
     "DEADLINE_EXCEEDED": grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 _CODE_KEY = "tanghulu-error"
-_MESSAGE_BYTES = 64 << 20
+#: The largest message, of any process.
+MESSAGE_BYTES = 64 << 20
 _PING_MS = 10_000
 #: The least time between pings that a server allows.
 _MIN_PING_MS = 900
@@ -47,13 +48,15 @@ _HANDSHAKE_MS, _IDLE_MS = 10_000, 60_000
 
 #: Of every gRPC server behind a ``PortMux``.
 SERVER_OPTIONS = [
-    ("grpc.max_receive_message_length", _MESSAGE_BYTES),
-    ("grpc.max_send_message_length", _MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PING_MS),
     ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_MS),
     ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
     ("grpc.max_connection_idle_ms", _IDLE_MS),
     ("grpc.so_reuseport", 0),
+    # What comes of a message before it is asked for stays 64 KiB; of one that is, gRPC opens the window for all.
+    ("grpc.http2.bdp_probe", 0),
 ]
 
 
@@ -66,8 +69,8 @@ def channel(
     often) and gives none for ``silence_ms``, or does not answer a new connection for so long, is lost.
     """
     options = [
-        ("grpc.max_receive_message_length", _MESSAGE_BYTES),
-        ("grpc.max_send_message_length", _MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MESSAGE_BYTES),
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),

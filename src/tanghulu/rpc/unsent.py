@@ -2,7 +2,8 @@
 
 A connection whose peer is slow is not read from, nor are its requests answered, until the peer has taken what waits.
 So each holds one answer and little more; this count bounds their sum. While it is full, those who make large answers
-make small ones (``room_bytes``), and peers that have been slow for ``PRESSED_S`` are hung up on.
+make small ones (``room_bytes``), and peers that have been slow for ``PRESSED_S`` are hung up on. Requests that have
+begun to come and are not whole are counted and judged alike, by what is missing of them.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import secrets
@@ -154,6 +155,7 @@ def run(role: Role, config: P, serve: Serve[P]) -> None:
     _log.info("process.starting", **describe(config))
     import uvloop
 
+    gc.collect()  # what imports have left; from here on nothing looks at it
     try:
         uvloop.run(_run(role, _with_credentials(config), serve))
     except TanghuluError as error:

@@ -24,10 +24,10 @@ from tanghulu.types import ChunkKey, format_size
 
 #: All values of one answer; below gRPC's own limit for a message.
 MAX_ANSWER_BYTES = 60 << 20
-#: Calls under way at one time: each may have one message of 64 MiB come, which nobody counts before it is there.
+#: Calls under way at one time, those included that wait for their requests to be received (see ``grpc_requests``).
 MAX_CALLS = 64
-#: Values of all calls under way, of requests that have come and of answers that are not taken yet.
-MAX_VALUE_BYTES = 512 << 20
+#: Values in the answers of all calls under way, whether or not they are taken yet.
+MAX_ANSWERS_BYTES = 256 << 20
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
@@ -41,13 +41,13 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
         self._state, self._chunks = state, state.chunks
         self._puts = puts
         self._traffic = traffic
-        self._value_bytes = 0
+        self._answer_bytes = 0
 
     async def Put(self, request: store_pb2.PutRequest, context: _Context) -> store_pb2.PutReply:
         """Put the values in ``inline_data``."""
+        data = request.inline_data
         try:
-            self._hold(context, len(request.inline_data))
-            items = cut_values([new_chunk_from_wire(item) for item in request.items], memoryview(request.inline_data))
+            items = cut_values([new_chunk_from_wire(item) for item in request.items], memoryview(data))
             until_s = asyncio.get_running_loop().time() + remaining_s(request.deadline_ms, DEFAULT_DEADLINE_S)
         except TanghuluError as error:
             await grpc_edge.abort(context, error)
@@ -55,7 +55,7 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
         self._state.drain_buffers()
         outcomes = await self._puts.put_all(items, visible=request.visible, until_s=until_s)
         self._puts.room_changed()
-        self._traffic.bytes_written["grpc"] += len(request.inline_data)
+        self._traffic.bytes_written["grpc"] += len(data)
         return store_pb2.PutReply(results=[_put_result(outcome) for outcome in outcomes])
 
     async def Get(self, request: store_pb2.GetRequest, context: _Context) -> store_pb2.GetReply:
@@ -137,15 +137,15 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
         return stat_reply(self._chunks, request)
 
     def _hold(self, context: _Context, num_bytes: int) -> None:
-        """Count ``num_bytes`` of values until the call is over; raises Overloaded if there are too many."""
-        if self._value_bytes and self._value_bytes + num_bytes > MAX_VALUE_BYTES:
+        """Count ``num_bytes`` of an answer until the call is over; raises Overloaded if there are too many."""
+        if self._answer_bytes and self._answer_bytes + num_bytes > MAX_ANSWERS_BYTES:
             raise Overloaded(
-                f"calls under way over gRPC have {format_size(self._value_bytes)} of values; try again in a moment"
+                f"answers over gRPC have {format_size(self._answer_bytes)} of values that are not taken; try again"
             )
-        self._value_bytes += num_bytes
+        self._answer_bytes += num_bytes
 
         def over(_: object) -> None:
-            self._value_bytes -= num_bytes
+            self._answer_bytes -= num_bytes
 
         context.add_done_callback(over)
 

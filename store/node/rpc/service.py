@@ -103,6 +103,7 @@ class NodeService:
         self._traffic = traffic
         self._promoter = promoter
         self._unsent = UnsentAnswers()
+        self._unpinning: set[asyncio.Task[None]] = set()
 
     def serve(self, service: FastService) -> None:
         """Answer the node's methods."""
@@ -256,33 +257,56 @@ class NodeService:
         """Publish what the client has written, give back what it has not."""
         check_count(len(request.items))
         session = session_of(peer)
-        if request.aborted:
-            if request.filled:
-                taken = [self._puts.fills.take(peer, number) for number in request.aborted]
-                self._puts.abort([each for each in taken if isinstance(each, Chunk)])
-            else:
-                self._leases.unpin(request.aborted, session.owned)
-        if len(request.items) <= STEP_ITEMS and all(item.checksums.parts for item in request.items):
+        if request.filled:
+            check_count(len(request.aborted))
+            taken = [self._puts.fills.take(peer, number) for number in request.aborted]
+            self._puts.abort([each for each in taken if isinstance(each, Chunk)])
+        elif len(request.aborted) <= STEP_ITEMS:
+            self._leases.unpin(request.aborted, session.owned)
+        few = len(request.items) <= STEP_ITEMS and len(request.aborted) <= STEP_ITEMS
+        if few and all(item.checksums.parts for item in request.items):
             return self._commit(request, self._end_writing(peer, request, request.items))
         return self._commit_in_steps(peer, request)
 
     async def _commit_in_steps(self, peer: Peer, request: CommitRequest) -> Answer:
-        """Many items; or values without checksums, which the node computes, now that nobody writes them any more."""
-        ended: list[_Ended] = []
+        """Many items; or values without checksums, which the node computes, now that nobody writes them any more.
+
+        What is refused is done with in its own step.
+        """
+        if len(request.aborted) > STEP_ITEMS and not request.filled:
+            await self._unpin_all(session_of(peer), request.aborted)
+        outcomes: list[bool | Failure] = []
+        ended: dict[int, _Ended] = {}  # by its place, what is not refused
         try:
             for at in range(0, len(request.items), STEP_ITEMS):
-                ended += self._end_writing(peer, request, request.items[at : at + STEP_ITEMS])
+                some = self._end_writing(peer, request, request.items[at : at + STEP_ITEMS])
+                for place, (chunk, checksums) in enumerate(some, at):
+                    if isinstance(chunk, TanghuluError):
+                        outcomes.append(Failure.of(chunk))
+                    else:
+                        outcomes.append(False)
+                        ended[place] = chunk, checksums
                 await asyncio.sleep(0)
-            for place, (chunk, checksums) in enumerate(ended):
+            for place, (chunk, checksums) in ended.items():
                 if isinstance(chunk, Chunk) and not checksums.parts:
                     ended[place] = chunk, await self._puts.compute_checksums(chunk)
+            places, num_committed = list(ended), sum(place < request.num_committed for place in ended)
+            written: list[Written] = []
+            num_told = 0
+            for at in range(0, len(places), STEP_ITEMS):
+                step = [ended.pop(place) for place in places[at : at + STEP_ITEMS]]
+                more, num_more = self._commit_written(request, step, num_committed - at if num_told == at else 0)
+                written += more
+                num_told += num_more
+                await asyncio.sleep(0)
         except BaseException:  # its connection has ended
-            self._puts.abort([chunk for chunk, _ in ended if isinstance(chunk, Chunk)])
+            self._puts.abort([chunk for chunk, _ in ended.values() if isinstance(chunk, Chunk)])
             raise
-        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        answer = self._commit(request, ended)
-        answer.then(lambda each: None if answered.done() else answered.set_result(each))
-        return await answered
+        until_s = self._until(request.deadline_ms)
+        settled = await self._puts.settled(written, visible=request.visible, until_s=until_s, num_told=num_told)
+        for place, outcome in zip(places, PutReply.of(settled).outcomes, strict=True):
+            outcomes[place] = outcome
+        return PutReply(outcomes, *self._state.newest_term)
 
     def _end_writing(self, peer: Peer, request: CommitRequest, items: Sequence[CommitItem]) -> list[_Ended]:
         """For each item its reservation, which nobody writes now, and the checksums that the client has told."""
@@ -305,12 +329,21 @@ class NodeService:
         return ended
 
     def _commit(self, request: CommitRequest, ended: Sequence[_Ended]) -> Later:
-        """Make chunks of what the client has written; what it has committed at the master counts if all of it does."""
+        written, num_told = self._commit_written(request, ended, request.num_committed)
+        return self._settle(written, request.visible, self._until(request.deadline_ms), num_told)
+
+    def _commit_written(
+        self, request: CommitRequest, ended: Sequence[_Ended], num_committed: int
+    ) -> tuple[list[Written], int]:
+        """Make chunks of what the client has written; and of how many of them, from the first on, the master knows.
+
+        The client has committed the first ``num_committed`` there, which counts if it does for all that are here.
+        """
         term = Term(request.term, request.term_of)
         valid = all(
             self._state.is_commit_valid(each, request.generation, term) for each, _ in ended if isinstance(each, Chunk)
         )
-        num_told = request.num_committed if valid else 0
+        num_told = max(0, min(num_committed, len(ended))) if valid else 0
         written: list[Written] = []
         for place, (chunk, checksums) in enumerate(ended):
             by = CommittedBy.CLIENT if place < num_told else CommittedBy.node(visible=request.visible)
@@ -319,7 +352,7 @@ class NodeService:
             except TanghuluError as error:
                 written.append(error.with_traceback(None))
         self._puts.room_changed()
-        return self._settle(written, request.visible, self._until(request.deadline_ms), num_told)
+        return written, num_told
 
     def _settle(self, written: Sequence[Written], visible: bool, until_s: float, num_told: int = 0) -> Later:
         later = Later()
@@ -470,13 +503,35 @@ class NodeService:
         check_count(len(request.corrupt))
         check_count(len(request.read))
         session = session_of(peer)
-        if request.read:
-            found = (self._chunks.look_up(ChunkKey(key)) for key in request.read)
-            self._chunks.touch([chunk for chunk in found if chunk is not None])
-        self._leases.unpin(request.lease_ids, session.owned)
         self._traffic.bytes_read["shm"] += request.bytes_read
-        self._puts.room_changed()
+        if len(request.lease_ids) > STEP_ITEMS or len(request.read) > STEP_ITEMS:
+            return self._unpin_in_steps(session, request)
+        self._unpin(session, request.lease_ids, request.read)
         return self._look_at(request.corrupt) if request.corrupt else Done()
+
+    def _unpin(self, session: Session, lease_ids: Sequence[int], read: Sequence[str] = ()) -> None:
+        if read:
+            found = (self._chunks.look_up(ChunkKey(key)) for key in read)
+            self._chunks.touch([chunk for chunk in found if chunk is not None])
+        self._leases.unpin(lease_ids, session.owned)
+        self._puts.room_changed()
+
+    async def _unpin_in_steps(self, session: Session, request: UnpinRequest) -> Answer:
+        await self._unpin_all(session, request.lease_ids, request.read)
+        return await self._look_at(request.corrupt)
+
+    async def _unpin_all(self, session: Session, lease_ids: Sequence[int], read: Sequence[str] = ()) -> None:
+        """Many leases; all of them, even if the connection ends meanwhile: its session may live on."""
+
+        async def steps() -> None:
+            for at in reversed(range(0, max(len(lease_ids), len(read)), STEP_ITEMS)):  # as in ``_touch_again``
+                self._unpin(session, lease_ids[at : at + STEP_ITEMS], read[at : at + STEP_ITEMS])
+                await asyncio.sleep(0)
+
+        unpinning = asyncio.ensure_future(steps())
+        self._unpinning.add(unpinning)
+        unpinning.add_done_callback(self._unpinning.discard)
+        await asyncio.shield(unpinning)
 
     async def _look_at(self, keys: Sequence[str]) -> Answer:
         verifier = Verifier(self._chunks, self._puts)

@@ -238,7 +238,9 @@ class PutService:
 
         self._reporter.confirm(chunks, until_s, told)
 
-    async def settled(self, written: Sequence[Written], *, visible: bool, until_s: float) -> list[PutOutcome]:
+    async def settled(
+        self, written: Sequence[Written], *, visible: bool, until_s: float, num_told: int = 0
+    ) -> list[PutOutcome]:
         """``settle`` for coroutines."""
         future: asyncio.Future[list[PutOutcome]] = asyncio.get_running_loop().create_future()
         self.settle(
@@ -246,6 +248,7 @@ class PutService:
             visible=visible,
             until_s=until_s,
             done=lambda outcomes: None if future.done() else future.set_result(outcomes),
+            num_told=num_told,
         )
         return await future
 

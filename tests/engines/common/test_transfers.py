@@ -12,7 +12,14 @@ from tanghulu.engines.common.options import ConnectorOptions
 from tanghulu.engines.common.requests import LoadJob
 from tanghulu.engines.common.saves import Block, SaveJob
 from tanghulu.engines.common.transfers import BlockMemory, Ended, PrefixLookup, Transfers
-from tanghulu.errors import ChunkNotFound, ConfigError, DeadlineExceeded, MasterUnavailable, TanghuluError
+from tanghulu.errors import (
+    ChunkNotFound,
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    MasterUnavailable,
+    TanghuluError,
+)
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.client.model import Status
 
@@ -46,6 +53,9 @@ class MemoryStore:
             if value is None:
                 found.append(ChunkNotFound(key))
                 continue
+            if len(value) > BLOCK_BYTES:
+                found.append(InvalidRequest(f"{key} has {len(value)} bytes, the buffers less"))
+                continue
             for at, piece in enumerate(pieces):
                 part = value[at * LAYER_BYTES : (at + 1) * LAYER_BYTES]
                 piece[: len(part)] = part
@@ -54,8 +64,13 @@ class MemoryStore:
 
     def put_many(self, items: Any, *, deadline_s: float | None = None) -> list[Status]:
         self._call()
-        self.chunks.update((key, b"".join(value)) for key, value in items)
+        for key, value in items:
+            self.chunks.setdefault(key, b"".join(value))
         return [Status(key) for key, _ in items]
+
+    def remove_many(self, keys: Any, *, deadline_s: float | None = None) -> list[bool]:
+        self._call()
+        return [self.chunks.pop(key, None) is not None for key in keys]
 
     def close(self) -> None:
         pass
@@ -131,6 +146,18 @@ def test_a_block_of_another_size_is_lost(store, rank):
     store.chunks[bytes([1]).hex()] = b"short"
     rank.transfers.load(LoadJob("r", blocks(5, 6, 7)))
     assert rank.wait(num_loads=1).bad_block_ids == {6, 7}
+
+
+@pytest.mark.parametrize("value", [b"short", bytes(BLOCK_BYTES + 1)])
+def test_a_block_of_another_size_can_be_saved_anew(store, rank, value):
+    save_three(rank)
+    store.chunks[bytes([1]).hex()] = value
+    rank.transfers.load(LoadJob("r", blocks(5, 6, 7)))
+    assert rank.wait(num_loads=1).bad_block_ids == {6, 7}
+    rank.transfers.save(SaveJob(1, blocks(1, 2, 3)))
+    rank.wait(num_saves=1)
+    rank.transfers.load(LoadJob("again", blocks(5, 6, 7)))
+    assert rank.wait(num_loads=1).bad_block_ids == set()
 
 
 @pytest.mark.parametrize("error", [DeadlineExceeded("late"), RuntimeError("a bug")])

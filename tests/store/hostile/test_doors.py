@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import socket
@@ -12,17 +13,15 @@ import grpc.aio
 import pytest
 
 import tanghulu
-from tanghulu.auth.credentials import Credentials
 from tanghulu.auth.handshakes import MAX_HANDSHAKES
 from tanghulu.protos import store_pb2, store_pb2_grpc
-from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import PREAMBLE, encode_head
 from tanghulu.rpc.grpc_edge import channel
 from tanghulu.rpc.unsent import MAX_UNSENT_BYTES
 from tanghulu.rpc.wire import encode
 from tanghulu.store.client import Client
-from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.effects import PeerId
+from tanghulu.store.node.rpc.grpc_requests import MAX_REQUEST_BYTES
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS
 from tanghulu.store.protocol.messages import CommitItem, CommitRequest, GetRequest, ReserveRequest, UnpinRequest
@@ -31,10 +30,12 @@ from tanghulu.types import Address, ChunkKey
 from tests.store.cluster import Cluster, Process, eventually
 from tests.store.gateway.running_gateway import serving
 from tests.store.guarded_cluster import TOKENS, Encrypted, Secured, write_tokens
+from tests.store.hostile.peers import Dripper, Forger, greeted
 
 pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
+PUT = "/tanghulu.v1.StoreNode/Put"
 #: What a node's own memory, without its segment, may grow by: the bound on what waits for all peers, one answer for
 #: each connection of a test, and what the interpreter and the kernel's pages make of that.
 GROWTH_BYTES = 2 * MAX_UNSENT_BYTES
@@ -46,13 +47,6 @@ def private_bytes(process: Process) -> int:
     found = re.search(r"RssAnon:\s+(\d+) kB", status)
     assert found is not None
     return int(found[1]) * 1024
-
-
-def greeted(node: Process, name: str, token: str = "") -> tuple[FastConnection, messages.Welcome]:
-    """A connection with a session at a node, and what it was told."""
-    connection = FastConnection(Address.parse(node.address))
-    call = messages.hello(name, Credentials("", token), "elsewhere", False, ())
-    return connection, messages.welcome(connection.call(call.method, call.request, call.reply_type))
 
 
 def others_are_served(client: Client) -> None:
@@ -79,7 +73,7 @@ def test_readers_that_ask_for_gigabytes_and_take_nothing(cluster: Cluster) -> No
         body = encode(GetRequest(["big"] * 4, 4 * MIB))
         before = private_bytes(node)
         for peer in range(16):
-            connection, _ = greeted(node, f"glutton-{peer}")
+            connection, _ = greeted(node.address, f"glutton-{peer}")
             stack.callback(connection.close)
             connection._socket.settimeout(30)
             connection._socket.sendall(
@@ -95,7 +89,7 @@ def test_connections_that_say_nothing(tmp_path: Path) -> None:
     write_tokens(file, list(TOKENS))
     with Secured(file) as cluster, contextlib.ExitStack() as stack:
         node = cluster.nodes[0]
-        known, welcome = greeted(node, "known", "secret-acme")
+        known, welcome = greeted(node.address, "known", "secret-acme")
         stack.callback(known.close)
         data_ports = [Address.parse(each.address) for each in welcome.segment.endpoints_of("tcp")]
         ports = [Address.parse(cluster.master.address), Address.parse(node.address), *data_ports]
@@ -153,12 +147,12 @@ async def test_lists_without_end(cluster: Cluster) -> None:
 def test_verifications_without_end(cluster: Cluster) -> None:
     with tanghulu.connect(cluster.address) as client:
         client.put("big", bytes(16 * MIB))
-        glutton, _ = greeted(cluster.nodes[0], "verifier")
+        glutton, _ = greeted(cluster.nodes[0].address, "verifier")
         body = encode(GetRequest(["big"] * 1000, 0, True))
         glutton._socket.sendall(encode_head(methods.GET.number, 2, len(body), 0) + body)
         others_are_served(client)
         glutton.close()
-        honest, _ = greeted(cluster.nodes[0], "honest")
+        honest, _ = greeted(cluster.nodes[0].address, "honest")
         client.put("small", b"value")
         answer = honest.call(methods.GET.number, GetRequest(["small", "none"], MIB, True), methods.GET.reply)
         assert answer.attachment == b"value"
@@ -173,7 +167,7 @@ def test_commits_of_what_somebody_else_has_reserved(cluster: Cluster) -> None:
     """They are refused; the node hashes nothing for them."""
     node = cluster.nodes[0]
     with tanghulu.connect(cluster.address) as client:
-        (owner, _), (thief, _) = greeted(node, "owner"), greeted(node, "thief")
+        (owner, _), (thief, _) = greeted(node.address, "owner"), greeted(node.address, "thief")
         new = NewChunk(ChunkKey("mine"), 1, 32 * MIB, NO_CHECKSUMS)
         reserved = owner.call(methods.RESERVE.number, ReserveRequest([new], 0), methods.RESERVE.reply).message
         lease_id = reserved.reservations[0].lease_id
@@ -202,6 +196,59 @@ def test_bodies_that_are_declared_and_drip(cluster: Cluster) -> None:
             for wire in slow:
                 eventually(lambda wire=wire: dripped_out(wire))  # type: ignore[misc]
         eventually(lambda: gateway.metric("tanghulu_gateway_values_in_flight_bytes") == 0)
+
+
+def test_transfers_that_drip(cluster: Cluster) -> None:
+    """Slices that are written or taken a byte at a time, and heads that do not end: all are cut, their ranges free."""
+    node = cluster.nodes[0]
+    with tanghulu.connect(cluster.address, transport="tcp", deadline_s=30) as client:
+        client.put("big", bytes(8 * MIB))
+        before = private_bytes(node)
+        dripper = Dripper.begin(node.address, "dripper", 48, "big")
+        assert len(dripper.wires) == 48
+        others_are_served(client)
+        eventually(lambda: dripper.drip() == 0)
+        assert private_bytes(node) - before < GROWTH_BYTES
+        dripper.close()
+        eventually(lambda: node.metric("tanghulu_node_leases") == 0)
+        client.put("large", bytes(40 * MIB))
+        assert client.get("large").size_bytes == 40 * MIB
+
+
+def test_index_entries_that_a_reader_forges(cluster: Cluster) -> None:
+    """No way leads into the index; others go on finding what is there, and nothing else."""
+    with tanghulu.connect(cluster.address) as client:
+        client.put("k", b"value")
+        forger = Forger(cluster.nodes[0].address, "forger")
+        eventually(lambda: forger.finds("k"))
+        assert list(forger.attempts()) == []
+        others_are_served(client)
+        assert forger.finds("k")
+        assert not forger.finds("forged")
+        forger.close()
+
+
+async def test_large_puts_over_grpc_of_many_callers(cluster: Cluster) -> None:
+    """Their messages come a few at a time."""
+    node = cluster.nodes[0]
+    size = 60 * MIB
+    item = store_pb2.PutItem(key="by-grpc", version=1, size_bytes=size)
+    request = store_pb2.PutRequest(items=[item], inline_data=bytes(size)).SerializeToString()
+    before, most = private_bytes(node), 0
+
+    async def caller() -> None:
+        async with channel(node.address) as link:
+            answer = await link.unary_unary(PUT)(request, timeout=200)
+            assert not store_pb2.PutReply.FromString(answer).results[0].status.code
+
+    callers = asyncio.gather(*(caller() for _ in range(24)))
+    while not callers.done():
+        most = max(most, private_bytes(node))
+        await asyncio.sleep(0.01)
+    await callers
+    assert most - before < 4 * MAX_REQUEST_BYTES, "each is held as gRPC's pieces, as bytes and as values, one by one"
+    with tanghulu.connect(cluster.address) as client:
+        others_are_served(client)
 
 
 def dripped_out(wire: socket.socket) -> bool:

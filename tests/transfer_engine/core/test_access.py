@@ -53,6 +53,40 @@ def test_time_frees_what_a_remote_peer_holds(table: AccessTable, clock: ManualCl
     assert table.expire(clock.now_s()) == [Freed(lease, 10, 20)]
 
 
+@pytest.mark.parametrize("exited", [False, True])
+def test_the_leases_of_an_ended_session_end_some_at_a_time(
+    table: AccessTable, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, exited: bool
+):
+    monkeypatch.setattr(access, "MAX_ENDED", 4)
+    leases = [
+        table.grant(LOCAL if number % 3 else REMOTE, number, 1, READ, shm=number % 3 == 1) for number in range(30)
+    ]
+    mapped = {lease for number, lease in enumerate(leases) if number % 3 == 1}
+    freed = table.session_exited(LOCAL) if exited else table.close_session(LOCAL)
+    for lease in leases[1:3]:
+        with pytest.raises(LeaseExpired):
+            table.begin(LOCAL, lease, READ, table.lease(lease).offset if table.lease(lease) else 0, 1)
+    freed += table.release(leases[2])
+    for _ in range(10):
+        table.check()
+        more = table.expire(clock.now_s())
+        assert len(more) <= 4
+        freed += more
+    expected = {lease for number, lease in enumerate(leases) if number % 3}
+    assert {each.lease_id for each in freed} == (expected if exited else expected - mapped)
+    assert len(freed) == len({each.lease_id for each in freed})
+    assert table.has_session(LOCAL) == (not exited)
+    clock.advance(1.0)
+    ends = [len(table.expire(clock.now_s())) for _ in range(4)]
+    assert ends == [4, 4, 2, 0]
+    freed = table.session_exited(LOCAL)
+    while more := table.expire(clock.now_s()):
+        freed += more
+    assert {each.lease_id for each in freed} == (set() if exited else mapped)
+    assert table.num_leases == 0
+    table.check()
+
+
 def test_begin_refuses_after_the_end_even_before_expire_was_called(table: AccessTable, clock: ManualClock):
     lease = table.grant(REMOTE, 0, 10, READ)
     clock.advance(1.0)

@@ -158,6 +158,15 @@ async def test_a_stall_inside_a_slice_is_cut_and_an_idle_connection_is_not(bench
     assert await idle.reply() == (4, b"half")
 
 
+@pytest.mark.parametrize("bench", [{"stall_timeout_s": 0.05}], indirect=True)
+async def test_a_stall_inside_a_head_is_cut_too(bench: Bench):
+    stalled = await bench.peer()
+    stalled.say(hello(2))
+    assert await stalled.reply() == (0, b"")
+    stalled.say(Head(Op.READ, 1, 0, 0, 3, 0, 1000).pack()[:-1])
+    assert await stalled.gone()
+
+
 @pytest.mark.parametrize("bench", [{"stall_timeout_s": 0.2}], indirect=True)
 async def test_a_slice_that_drips_is_cut(bench: Bench):
     """A byte at every moment, and much less than the least rate."""

@@ -179,7 +179,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._admission = admission
         self._phase = _HEAD
         self._head = memoryview(bytearray(HEAD_BYTES))
-        self._head_bytes = 0
+        self._head_bytes = self._num_heads = 0
         self._work: Head | None = None  # the begun slice
         self._done_bytes = 0  # of it, or of the notice
         self._notice = self._discard = memoryview(b"")
@@ -244,6 +244,7 @@ class TcpConnection(asyncio.BufferedProtocol):
             self._head_bytes += nbytes
             if self._head_bytes == HEAD_BYTES:
                 self._head_bytes = 0
+                self._num_heads += 1
                 self._on_head()
             elif self.token == 0:
                 self._on_half_hello()
@@ -266,7 +267,10 @@ class TcpConnection(asyncio.BufferedProtocol):
 
     @property
     def progress(self) -> tuple[int, int] | None:
-        """(slice id, bytes moved) of the slice in work, None when there is none; a stall shows the same twice."""
+        """(slice id, bytes moved) of the slice in work, None when there is none; a stall shows the same twice.
+
+        What is no slice, such as a head that has begun to come, has a negative number.
+        """
         if self._phase is _DISCARD:
             return (-1, self._discard_bytes)
         if self._phase is _NOTICE:
@@ -274,7 +278,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         if self._phase is _STRANGER:
             return (-3, 0)
         if self._work is None:
-            return None
+            return (-4 - self._num_heads, self._head_bytes) if self._head_bytes else None
         kept = self._transport.get_write_buffer_size() if self._phase is _SEND and self._transport is not None else 0
         return (self._work.slice_id, self._done_bytes - kept)
 

@@ -19,7 +19,7 @@ from tanghulu.engines.common.lookup import Answers, Breaker
 from tanghulu.engines.common.options import ConnectorOptions
 from tanghulu.engines.common.requests import LoadJob
 from tanghulu.engines.common.saves import SaveJob
-from tanghulu.errors import ChunkNotFound, StoreFull, TanghuluError
+from tanghulu.errors import ChunkNotFound, InvalidRequest, StoreFull, TanghuluError
 from tanghulu.runtime.clock import Clock, SystemClock
 from tanghulu.types import ChunkKey
 
@@ -28,6 +28,11 @@ _log = logging.getLogger(__name__)
 #: Questions that fail in a row before the store is left alone; of transfers one is enough, it took a whole deadline.
 MAX_FAILED_QUESTIONS = 3
 MAX_FAILED_TRANSFERS = 1
+
+
+def _is_odd(size: int | TanghuluError, block_bytes: int) -> bool:
+    """Whether the chunk is there and has another size: less, or more than fits (InvalidRequest)."""
+    return isinstance(size, InvalidRequest) or (not isinstance(size, TanghuluError) and size != block_bytes)
 
 
 class StoreClient(Protocol):
@@ -40,6 +45,8 @@ class StoreClient(Protocol):
     ) -> Sequence[int | TanghuluError]: ...
 
     def put_many(self, items: Any, *, deadline_s: float | None = None) -> Sequence[Any]: ...
+
+    def remove_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> Sequence[Any]: ...
 
     def close(self) -> None: ...
 
@@ -172,8 +179,21 @@ class Transfers:
         num_good = next((at for at, size in enumerate(sizes) if size != memory.block_bytes), len(sizes))
         self._judge([size for size in sizes if isinstance(size, TanghuluError)])
         took_s = self._clock.now_s() - began_s
+        self._remove_odd([key for key, size in zip(keys, sizes, strict=False) if _is_odd(size, memory.block_bytes)])
         self._count(loads=1, blocks_loaded=num_good, blocks_not_loaded=len(keys) - num_good, load_s=took_s)
         return num_good
+
+    def _remove_odd(self, keys: Sequence[ChunkKey]) -> None:
+        """Let the next save put these blocks anew: the first put of a key stands, and theirs has another size."""
+        if not keys:
+            return
+        _log.warning(
+            "tanghulu: %d stored blocks have another size and are removed, the first is %s", len(keys), keys[0]
+        )
+        try:
+            self._client.remove_many(keys, deadline_s=self._options.save_deadline_s)
+        except TanghuluError as error:
+            self._judge([error])
 
     def _save(self, job: SaveJob) -> None:
         try:
@@ -203,8 +223,8 @@ class Transfers:
             return self._breaker.allows(self._clock.now_s())
 
     def _judge(self, errors: Sequence[TanghuluError]) -> None:
-        """What a call's errors say of the store: a chunk that is gone and a store that is full are answers."""
-        silent = [error for error in errors if not isinstance(error, ChunkNotFound | StoreFull)]
+        """What a call's errors say of the store: a chunk that is gone or too large, and a full store, are answers."""
+        silent = [error for error in errors if not isinstance(error, ChunkNotFound | StoreFull | InvalidRequest)]
         with self._lock:
             was_open = self._breaker.is_open
             if silent:

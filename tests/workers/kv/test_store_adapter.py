@@ -1,0 +1,36 @@
+"""Blocks in a real store: what has another size than a block is not taken for one, and is put anew."""
+
+from __future__ import annotations
+
+import pytest
+
+import tanghulu
+from tanghulu.errors import InvalidRequest
+from tanghulu.masters import Masters
+from tanghulu.types import BlockHash, Fingerprint
+from tanghulu.workers.kv.store_adapter import StoreAdapter
+from tests.store.cluster import Cluster
+
+SIZE = 1000
+HASHES = [BlockHash(bytes([number]) * 16) for number in range(3)]
+
+
+@pytest.mark.parametrize("size", [SIZE - 1, SIZE + 1])
+def test_a_block_of_another_size(size: int) -> None:
+    with Cluster(1) as cluster, tanghulu.connect(cluster.address) as client:
+        adapter = StoreAdapter(Masters.parse(cluster.address), Fingerprint(bytes(16)), 100)
+        key = adapter._keys(HASHES)[1]
+        client.put(key, b"x" * size)
+        client.put("other", bytes(SIZE + 1))
+        with pytest.raises(InvalidRequest, match=f"{SIZE + 1} bytes, the buffer to read into only {SIZE - 1}"):
+            client.get_into("other", bytearray(SIZE - 1))
+        values = [bytes([number + 1]) * SIZE for number in range(3)]
+        adapter.save(HASHES, [memoryview(bytearray(value)) for value in values])
+        buffers = [bytearray(SIZE) for _ in HASHES]
+        assert adapter.load(HASHES, [memoryview(each) for each in buffers]) == 1
+        assert buffers[0] == values[0]
+        assert buffers[1] == bytes(SIZE)
+        adapter.save(HASHES, [memoryview(bytearray(value)) for value in values])
+        assert adapter.load(HASHES, [memoryview(each) for each in buffers]) == 3
+        assert buffers == values
+        adapter.close()
