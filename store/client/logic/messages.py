@@ -74,9 +74,11 @@ def welcome(reply: AnyReply) -> Welcome:
     return Welcome(*session, segment, index, message.key_scope, version)
 
 
-def put(items: Sequence[NewChunk], pieces: Sequence[memoryview], visible: bool, deadline_ms: int) -> AnyCall:
+def put(
+    items: Sequence[NewChunk], pieces: Sequence[memoryview], visible: bool, deadline_ms: int, master_ms: int
+) -> AnyCall:
     """Small values, inside the request: ``pieces`` are all of them, one behind the other."""
-    return methods.PUT.call(m.PutRequest(list(items), visible, deadline_ms), pieces)
+    return methods.PUT.call(m.PutRequest(list(items), visible, deadline_ms, master_ms), pieces)
 
 
 def put_results(reply: AnyReply) -> list[bool | TanghuluError]:
@@ -179,9 +181,9 @@ def node_exists(keys: Sequence[str]) -> AnyCall:
     return methods.EXISTS.call(store_pb2.ExistsRequest(keys=keys))
 
 
-def remove(keys: Sequence[str]) -> AnyCall:
-    """Drop chunks."""
-    return methods.REMOVE.call(store_pb2.RemoveRequest(keys=keys))
+def remove(keys: Sequence[str], deadline_ms: int) -> AnyCall:
+    """Drop chunks; the node answers when the master knows."""
+    return methods.REMOVE.call(store_pb2.RemoveRequest(keys=keys, deadline_ms=deadline_ms))
 
 
 def eviction(policy: str) -> AnyCall:

@@ -89,7 +89,7 @@ def _put_alone(context: Context, deadline: Deadline, op: PutOp, options: PutOpti
 
 def _put_inline(context: Context, deadline: Deadline, op: PutOp, options: PutOptions) -> Logic[None]:
     node, *op.candidates = op.candidates
-    call = _put_call((op,), options, _patience_ms(deadline, len(op.candidates)))
+    call = _put_call((op,), options, _patience_ms(deadline, len(op.candidates)), deadline.remaining_ms())
     (answer,) = yield CallPeers(((node, call),))
     take_results(context, node, (op,), answer)
     _conclude(op)
@@ -219,7 +219,7 @@ def _advice(context: Context, size_bytes: int, options: PutOptions) -> Logic[tup
     if advice is not None and len(advice) >= options.replicas:
         return advice
     call = messages.place(size_bytes, options.replicas, options.prefer_node or "", context.place)
-    (answer,) = yield CallPeers([(MASTER, call)])
+    (answer,) = yield CallPeers([(MASTER, call)], waits=False)
     if isinstance(answer, TanghuluError):  # choose by ourselves among those that we know
         return tuple(context.nodes.ids())
     nodes = messages.node_views(answer)
@@ -249,7 +249,7 @@ def _round(context: Context, deadline: Deadline, ops: list[PutOp], options: PutO
                 large.setdefault(node, []).append((op, route))
     deadline_ms = _patience_ms(deadline, num_others)
     puts = [(node, part) for node, own in inline.items() for part in _inline_calls(own)]
-    calls = [(node, _put_call(part, options, deadline_ms)) for node, part in puts]
+    calls = [(node, _put_call(part, options, deadline_ms, deadline.remaining_ms())) for node, part in puts]
     calls += [(node, messages.reserve([op.new for op, _ in own], deadline_ms)) for node, own in large.items()]
     ahead = None
     if large and len(calls) == 1:
@@ -268,12 +268,12 @@ def _round(context: Context, deadline: Deadline, ops: list[PutOp], options: PutO
         end_reservations(context, fillings)
 
 
-def _put_call(ops: Sequence[PutOp], options: PutOptions, deadline_ms: int) -> messages.AnyCall:
+def _put_call(ops: Sequence[PutOp], options: PutOptions, room_ms: int, master_ms: int) -> messages.AnyCall:
     for op in ops:
         if not op.new.checksums.parts:
             op.new = op.new.with_checksums(op.checksums(options.part_bytes))
     pieces = [piece for op in ops for piece in op.pieces or (op.value,)]
-    return messages.put([op.new for op in ops], pieces, options.visible, deadline_ms)
+    return messages.put([op.new for op in ops], pieces, options.visible, room_ms, master_ms)
 
 
 def _inline_calls(ops: list[PutOp]) -> Iterator[list[PutOp]]:
