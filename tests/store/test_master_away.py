@@ -26,7 +26,7 @@ from tanghulu.errors import (
 )
 from tanghulu.masters import Masters
 from tanghulu.store.client.logic.context import refresh_nodes
-from tanghulu.store.client.logic.effects import MASTER, CallPeers, PeerId
+from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, PeerId
 from tanghulu.store.client.model import PutItem, PutOptions
 from tanghulu.store.client.settings import ENGINE_MASTER_WAIT_S
 from tanghulu.store.protocol.messages import PutRequest
@@ -178,7 +178,7 @@ def test_a_node_may_keep_a_put_for_the_master_until_the_deadline_and_for_room_a_
 def test_an_engine_does_not_wait_until_a_master_has_learnt_what_its_nodes_hold() -> None:
     for wait_s, fails in ((ENGINE_MASTER_WAIT_S, True), (float("inf"), False)):
         fake = FakeCluster("a")
-        fake.incomplete, fake.reported_s = True, 0.5
+        fake.deadline, fake.incomplete, fake.reported_s = Deadline(30.0, fake.clock.now_s), True, 0.5
         fake.values["a"]["k"] = b"right"
         fake.context.master_wait_s = wait_s
         (result,) = fake.run(fake.do.get_many(fake.deadline, ["k"]))
