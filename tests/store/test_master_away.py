@@ -28,7 +28,6 @@ from tanghulu.masters import Masters
 from tanghulu.store.client.logic.context import refresh_nodes
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, PeerId
 from tanghulu.store.client.model import PutItem, PutOptions
-from tanghulu.store.client.settings import ENGINE_MASTER_WAIT_S
 from tanghulu.store.protocol.messages import PutRequest
 from tanghulu.types import Address, BlockHash, Fingerprint
 from tanghulu.workers.kv import store_adapter
@@ -176,14 +175,14 @@ def test_a_node_may_keep_a_put_for_the_master_until_the_deadline_and_for_room_a_
 
 
 def test_an_engine_does_not_wait_until_a_master_has_learnt_what_its_nodes_hold() -> None:
-    for wait_s, fails in ((ENGINE_MASTER_WAIT_S, True), (float("inf"), False)):
+    for waits, fails in ((False, True), (True, False)):
         fake = FakeCluster("a")
         fake.deadline, fake.incomplete, fake.reported_s = Deadline(30.0, fake.clock.now_s), True, 0.5
         fake.values["a"]["k"] = b"right"
-        fake.context.master_wait_s = wait_s
+        fake.context.waits_for_master = waits
         (result,) = fake.run(fake.do.get_many(fake.deadline, ["k"]))
         assert isinstance(result, DirectoryIncomplete) is fails
-        assert (fake.clock.now_s() <= ENGINE_MASTER_WAIT_S) is fails
+        assert (fake.clock.now_s() == 0.0) is fails
         if fails:
             with pytest.raises(DirectoryIncomplete):
                 fake.run(fake.do.match_prefix(fake.deadline, ["k"]))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tanghulu.errors import ChunkNotFound, DirectoryIncomplete, MasterUnavailable, TanghuluError
 from tanghulu.masters import Masters
 from tanghulu.store.client.client import Client
-from tanghulu.store.client.settings import ENGINE_MASTER_WAIT_S, Settings
+from tanghulu.store.client.settings import ENGINE_ANSWER_S, Settings
 from tanghulu.types import BlockHash, ChunkKey, Fingerprint, kv_chunk_key
 from tanghulu.workers.kv.ports import wipe
 
@@ -70,7 +70,7 @@ class StoreAdapter:
     def _open(self) -> Client:
         with self._lock:
             if self._client is None:
-                self._client = Client(Settings(master=self._master, master_wait_s=ENGINE_MASTER_WAIT_S))
+                self._client = Client(Settings(master=self._master, master_answer_s=ENGINE_ANSWER_S))
             return self._client
 
     def close(self) -> None:

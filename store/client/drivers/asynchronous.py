@@ -268,7 +268,7 @@ class AsyncioDriver:
 
     async def _exchange(self, peer: PeerId, call: AnyCall, deadline_s: float, waits: bool) -> Outcome:
         if peer == MASTER:
-            return await self._ask_master(call, min(deadline_s, self.settings.master_wait_s), waits)
+            return await self._ask_master(call, min(deadline_s, self.settings.master_answer_s), waits)
         try:
             return await self._call(peer, call, deadline_s)
         except TanghuluError as error:
@@ -277,7 +277,7 @@ class AsyncioDriver:
     async def _ask_master(self, call: AnyCall, deadline_s: float, waits: bool) -> Outcome:
         """The leader's answer; while no master answers, and if that may be waited for, until the deadline."""
         masters, now_s = self._masters, self._loop.time
-        waits = waits and self._has_met_master
+        waits = waits and self._has_met_master and self.settings.waits_for_master
         seeking = Seeking(masters, now_s(), deadline_s, waits=waits)
         connection = self._connections.get(MASTER)
         at_once = waits and connection is not None and not connection.closed and not masters.several

@@ -283,7 +283,7 @@ class BlockingDriver:
 
     def _begin(self, peer: PeerId, call: AnyCall, deadline_s: float) -> Asking[Any] | TanghuluError:
         """Send ``call`` without waiting for its answer; end with ``_asked``."""
-        deadline_s = deadline_s if peer else min(deadline_s, self.settings.master_wait_s)
+        deadline_s = deadline_s if peer else min(deadline_s, self.settings.master_answer_s)
         try:
             connection, _ = self._take(peer, time.monotonic() + deadline_s, fresh=False)
         except TanghuluError as error:
@@ -339,7 +339,7 @@ class BlockingDriver:
         if connection.closed:
             return None
         try:
-            deadline_s = deadline_s if peer else min(deadline_s, self.settings.master_wait_s)
+            deadline_s = deadline_s if peer else min(deadline_s, self.settings.master_answer_s)
             outcome = connection.call_one(call, deadline_s=deadline_s)
             return outcome if peer or not waits or not isinstance(outcome, MasterUnavailable) else None
         except TanghuluError as error:
@@ -353,13 +353,13 @@ class BlockingDriver:
 
     def _exchange(self, peer: PeerId, calls: list[AnyCall], deadline_s: float, waits: bool = True) -> list[Outcome]:
         if peer == MASTER:
-            return self._ask_master(calls, min(deadline_s, self.settings.master_wait_s), waits)
+            return self._ask_master(calls, min(deadline_s, self.settings.master_answer_s), waits)
         answers, _ = self._try_exchange(peer, calls, time.monotonic() + deadline_s, fresh=False)
         return [answers] * len(calls) if isinstance(answers, TanghuluError) else answers
 
     def _ask_master(self, calls: list[AnyCall], deadline_s: float, waits: bool) -> list[Outcome]:
         """The leader's answers; while no master answers, and if that may be waited for, until the deadline."""
-        waits = waits and self._has_met_master
+        waits = waits and self._has_met_master and self.settings.waits_for_master
         seeking, fresh = Seeking(self._masters, time.monotonic(), deadline_s, waits=waits), False
         while True:
             asked, now_s = self._masters.current, time.monotonic()

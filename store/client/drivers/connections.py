@@ -167,5 +167,5 @@ def make_context(settings: Settings, clock: Clock) -> Context:
         settings.uses_unix,
         settings.wait_s,
         settings.streams,
-        settings.master_wait_s,
+        settings.waits_for_master,
     )

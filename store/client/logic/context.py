@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -46,8 +45,8 @@ class Context:
     ``greeted`` are the nodes to which the driver keeps something open; what it has of ``departed`` ones it is to close,
     for an open mapping keeps all memory of a process that is gone.
 
-    ``wait_s``: how long one call may wait at the master. ``master_wait_s``: how long an operation may wait until a
-    master that is rebuilding knows its keys. ``streams``: values of up to 1 MiB travel
+    ``wait_s``: how long one call may wait at the master. ``waits_for_master``: whether operations wait until a
+    master that is rebuilding knows their keys. ``streams``: values of up to 1 MiB travel
     inside messages where memory is not mapped; not if they are wanted to move by verbs or UCX.
     """
 
@@ -58,7 +57,7 @@ class Context:
     maps_memory: bool = True
     wait_s: float = 10.0
     streams: bool = True
-    master_wait_s: float = math.inf
+    waits_for_master: bool = True
     locations: LocationCache = field(default_factory=LocationCache)
     leases: Leases = field(default_factory=Leases)
     reads: Reads = field(default_factory=Reads)
@@ -134,6 +133,11 @@ class Context:
 def rebuilding_backoff(context: Context) -> Backoff:
     """The pauses of a call that waits until a master that is rebuilding knows its keys."""
     return Backoff(_REBUILDING_PAUSE_S, _REBUILDING_MOST_S, context.rng)
+
+
+def patience(context: Context, deadline: Deadline) -> Deadline:
+    """Until when an operation that begins now waits for a master that is rebuilding."""
+    return deadline if context.waits_for_master else deadline.within(0.0)
 
 
 def tell_reads(context: Context) -> Logic[None]:

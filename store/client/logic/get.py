@@ -117,7 +117,7 @@ def fetch_one(context: Context, deadline: Deadline, op: GetOp, flush: Callable[[
 
 
 def _rounds(context: Context, deadline: Deadline, open_ops: list[GetOp], flush: Callable[[], None]) -> Logic[None]:
-    rebuilt = Rebuilt(deadline.within(context.master_wait_s), common.rebuilding_backoff(context))
+    rebuilt = Rebuilt(common.patience(context, deadline), common.rebuilding_backoff(context))
     while open_ops:
         unknown = [op for op in open_ops if not op.holders]
         # A master that is away is waited for when nothing else is left to do.

@@ -50,7 +50,7 @@ def exists(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[l
 
 
 def _exist(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
-    backoff, patience = common.rebuilding_backoff(context), deadline.within(context.master_wait_s)
+    backoff, patience = common.rebuilding_backoff(context), common.patience(context, deadline)
     while True:
         reply = yield from common.ask_master(messages.locate(keys, count_only=True))
         found, incomplete = messages.existence(reply)

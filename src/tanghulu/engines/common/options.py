@@ -10,7 +10,7 @@ from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials, TlsFiles
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.masters import Masters
 from tanghulu.store.client.client import Client
-from tanghulu.store.client.settings import ENGINE_MASTER_WAIT_S, Settings
+from tanghulu.store.client.settings import ENGINE_ANSWER_S, Settings
 from tanghulu.types import parse_size
 
 SAVE_CHOICES = ("all", "prompt", "none")
@@ -68,4 +68,4 @@ class ConnectorOptions:
         shown = Credentials(self.tenant, self.token, TlsFiles(self.tls_cert, self.tls_key, self.tls_ca))
         masters = Masters.of(self.master)
         masters = masters.showing(shown) if shown != NOTHING_TO_SHOW else masters
-        return Client(Settings(master=masters, master_wait_s=ENGINE_MASTER_WAIT_S))
+        return Client(Settings(master=masters, master_answer_s=ENGINE_ANSWER_S))
