@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from tanghulu.protos import common_pb2 as tanghulu_dot_protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btanghulu/protos/store.proto\x12\x0btanghulu.v1\x1a\x1ctanghulu/protos/common.proto\".\n\tChecksums\x12\x12\n\npart_bytes\x18\x01 \x01(\x04\x12\r\n\x05parts\x18\x02 \x03(\x06\"\xbc\x01\n\x0cHelloRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tclient_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\r\n\x05token\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0f\n\x07host_id\x18\x06 \x01(\t\x12\x11\n\twants_shm\x18\x07 \x01(\x08\x12\x16\n\x0eheld_lease_ids\x18\x08 \x03(\x04\x12\x17\n\x0fhighest_version\x18\t \x01(\r\"\x8f\x02\n\nHelloReply\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x12\n\nsession_id\x18\x04 \x01(\x04\x12/\n\x07segment\x18\x05 \x01(\x0b\x32\x1e.tanghulu.v1.SegmentDescriptor\x12\x18\n\x10max_inline_bytes\x18\x06 \x01(\r\x12\'\n\x05index\x18\x07 \x01(\x0b\x32\x18.tanghulu.v1.SharedIndex\x12\x11\n\tkey_scope\x18\x08 \x01(\t\x12\x18\n\x10protocol_version\x18\t \x01(\r\"?\n\x0bSharedIndex\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\x04\x12\x13\n\x0bnum_buckets\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x06\"\xa7\x01\n\x07PutItem\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x06\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12)\n\tchecksums\x18\x04 \x01(\x0b\x32\x16.tanghulu.v1.Checksums\x12\x1d\n\x03pin\x18\x05 \x01(\x0e\x32\x10.tanghulu.v1.Pin\x12\x0e\n\x06ttl_ms\x18\x06 \x01(\r\x12\x10\n\x08replicas\x18\x07 \x01(\r\"l\n\nPutRequest\x12#\n\x05items\x18\x01 \x03(\x0b\x32\x14.tanghulu.v1.PutItem\x12\x0f\n\x07visible\x18\x02 \x01(\x08\x12\x13\n\x0binline_data\x18\x03 \x01(\x0c\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\"A\n\tPutResult\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12\x0f\n\x07\x65xisted\x18\x02 \x01(\x08\"3\n\x08PutReply\x12\'\n\x07results\x18\x01 \x03(\x0b\x32\x16.tanghulu.v1.PutResult\"Y\n\nGetRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x18\n\x10max_inline_bytes\x18\x02 \x01(\r\x12\x0e\n\x06verify\x18\x03 \x01(\x08\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\"\xb5\x01\n\x07GetItem\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x06\x12)\n\tchecksums\x18\x04 \x01(\x0b\x32\x16.tanghulu.v1.Checksums\x12\x10\n\x08lease_id\x18\x05 \x01(\x04\x12\x0e\n\x06offset\x18\x06 \x01(\x04\x12\x13\n\x0b\x63opies_only\x18\x07 \x01(\x08\"V\n\x08GetReply\x12#\n\x05items\x18\x01 \x03(\x0b\x32\x14.tanghulu.v1.GetItem\x12\x13\n\x0binline_data\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\"\x1d\n\rExistsRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\"\x1c\n\x0b\x45xistsReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x0c\"\x1d\n\rRemoveRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\"\x1e\n\x0bRemoveReply\x12\x0f\n\x07removed\x18\x01 \x01(\x0c\"\x1b\n\x0bStatRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\"\x81\x02\n\tChunkStat\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x06\x12)\n\tchecksums\x18\x04 \x01(\x0b\x32\x16.tanghulu.v1.Checksums\x12\x1d\n\x03pin\x18\x05 \x01(\x0e\x32\x10.tanghulu.v1.Pin\x12\x12\n\nnum_leases\x18\x06 \x01(\r\x12\r\n\x05\x61ge_s\x18\x07 \x01(\x01\x12\x10\n\x08num_hits\x18\x08 \x01(\x04\x12\x1f\n\x04tier\x18\t \x01(\x0e\x32\x11.tanghulu.v1.Tier\x12\x10\n\x08replicas\x18\n \x01(\r\x12\x0e\n\x06ttl_ms\x18\x0b \x01(\x04\"3\n\tStatReply\x12&\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x16.tanghulu.v1.ChunkStat\"!\n\x0f\x45victionRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\"\x1f\n\rEvictionReply\x12\x0e\n\x06policy\x18\x01 \x01(\t\" \n\x0c\x44rainRequest\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\"\x0c\n\nDrainReply\"/\n\x0c\x45victRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"3\n\nEvictReply\x12\x12\n\nnum_chunks\x18\x01 \x01(\x04\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"S\n\rVerifyRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\x12\x14\n\x0c\x64rop_corrupt\x18\x03 \x01(\x08\x12\x0e\n\x06report\x18\x04 \x01(\x08\"M\n\x08Verified\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x06\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x04 \x01(\x08\"B\n\x0bVerifyReply\x12%\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x15.tanghulu.v1.Verified\x12\x0c\n\x04more\x18\x02 \x01(\x08\"\x10\n\x0eTenantsRequest\"\xd2\x01\n\x0bTenantUsage\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0bquota_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_chunks\x18\x04 \x01(\x04\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x0e\n\x06misses\x18\x06 \x01(\x04\x12\x11\n\tevictions\x18\x07 \x01(\x04\x12\x1b\n\x13\x63luster_quota_bytes\x18\x08 \x01(\x04\x12\x11\n\thit_bytes\x18\t \x01(\x04\x12\x15\n\revicted_bytes\x18\n \x01(\x04\"9\n\x0cTenantsReply\x12)\n\x07tenants\x18\x01 \x03(\x0b\x32\x18.tanghulu.v1.TenantUsage*/\n\x03Pin\x12\x0c\n\x08PIN_NONE\x10\x00\x12\x0c\n\x08PIN_SOFT\x10\x01\x12\x0c\n\x08PIN_HARD\x10\x02\x32\xb3\x02\n\tStoreNode\x12\x35\n\x03Put\x12\x17.tanghulu.v1.PutRequest\x1a\x15.tanghulu.v1.PutReply\x12\x35\n\x03Get\x12\x17.tanghulu.v1.GetRequest\x1a\x15.tanghulu.v1.GetReply\x12>\n\x06\x45xists\x12\x1a.tanghulu.v1.ExistsRequest\x1a\x18.tanghulu.v1.ExistsReply\x12>\n\x06Remove\x12\x1a.tanghulu.v1.RemoveRequest\x1a\x18.tanghulu.v1.RemoveReply\x12\x38\n\x04Stat\x12\x18.tanghulu.v1.StatRequest\x1a\x16.tanghulu.v1.StatReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btanghulu/protos/store.proto\x12\x0btanghulu.v1\x1a\x1ctanghulu/protos/common.proto\".\n\tChecksums\x12\x12\n\npart_bytes\x18\x01 \x01(\x04\x12\r\n\x05parts\x18\x02 \x03(\x06\"\xbc\x01\n\x0cHelloRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tclient_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\r\n\x05token\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0f\n\x07host_id\x18\x06 \x01(\t\x12\x11\n\twants_shm\x18\x07 \x01(\x08\x12\x16\n\x0eheld_lease_ids\x18\x08 \x03(\x04\x12\x17\n\x0fhighest_version\x18\t \x01(\r\"\x8f\x02\n\nHelloReply\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x12\n\nsession_id\x18\x04 \x01(\x04\x12/\n\x07segment\x18\x05 \x01(\x0b\x32\x1e.tanghulu.v1.SegmentDescriptor\x12\x18\n\x10max_inline_bytes\x18\x06 \x01(\r\x12\'\n\x05index\x18\x07 \x01(\x0b\x32\x18.tanghulu.v1.SharedIndex\x12\x11\n\tkey_scope\x18\x08 \x01(\t\x12\x18\n\x10protocol_version\x18\t \x01(\r\"?\n\x0bSharedIndex\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\x04\x12\x13\n\x0bnum_buckets\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x06\"\xa7\x01\n\x07PutItem\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x06\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12)\n\tchecksums\x18\x04 \x01(\x0b\x32\x16.tanghulu.v1.Checksums\x12\x1d\n\x03pin\x18\x05 \x01(\x0e\x32\x10.tanghulu.v1.Pin\x12\x0e\n\x06ttl_ms\x18\x06 \x01(\r\x12\x10\n\x08replicas\x18\x07 \x01(\r\"l\n\nPutRequest\x12#\n\x05items\x18\x01 \x03(\x0b\x32\x14.tanghulu.v1.PutItem\x12\x0f\n\x07visible\x18\x02 \x01(\x08\x12\x13\n\x0binline_data\x18\x03 \x01(\x0c\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\"A\n\tPutResult\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12\x0f\n\x07\x65xisted\x18\x02 \x01(\x08\"3\n\x08PutReply\x12\'\n\x07results\x18\x01 \x03(\x0b\x32\x16.tanghulu.v1.PutResult\"Y\n\nGetRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x18\n\x10max_inline_bytes\x18\x02 \x01(\r\x12\x0e\n\x06verify\x18\x03 \x01(\x08\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\"\xb5\x01\n\x07GetItem\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x06\x12)\n\tchecksums\x18\x04 \x01(\x0b\x32\x16.tanghulu.v1.Checksums\x12\x10\n\x08lease_id\x18\x05 \x01(\x04\x12\x0e\n\x06offset\x18\x06 \x01(\x04\x12\x13\n\x0b\x63opies_only\x18\x07 \x01(\x08\"V\n\x08GetReply\x12#\n\x05items\x18\x01 \x03(\x0b\x32\x14.tanghulu.v1.GetItem\x12\x13\n\x0binline_data\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\"\x1d\n\rExistsRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\"\x1c\n\x0b\x45xistsReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x0c\"2\n\rRemoveRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\"\x1e\n\x0bRemoveReply\x12\x0f\n\x07removed\x18\x01 \x01(\x0c\"\x1b\n\x0bStatRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\"\x81\x02\n\tChunkStat\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x06\x12)\n\tchecksums\x18\x04 \x01(\x0b\x32\x16.tanghulu.v1.Checksums\x12\x1d\n\x03pin\x18\x05 \x01(\x0e\x32\x10.tanghulu.v1.Pin\x12\x12\n\nnum_leases\x18\x06 \x01(\r\x12\r\n\x05\x61ge_s\x18\x07 \x01(\x01\x12\x10\n\x08num_hits\x18\x08 \x01(\x04\x12\x1f\n\x04tier\x18\t \x01(\x0e\x32\x11.tanghulu.v1.Tier\x12\x10\n\x08replicas\x18\n \x01(\r\x12\x0e\n\x06ttl_ms\x18\x0b \x01(\x04\"3\n\tStatReply\x12&\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x16.tanghulu.v1.ChunkStat\"!\n\x0f\x45victionRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\"\x1f\n\rEvictionReply\x12\x0e\n\x06policy\x18\x01 \x01(\t\" \n\x0c\x44rainRequest\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\"\x0c\n\nDrainReply\"/\n\x0c\x45victRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"3\n\nEvictReply\x12\x12\n\nnum_chunks\x18\x01 \x01(\x04\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"S\n\rVerifyRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\x12\x14\n\x0c\x64rop_corrupt\x18\x03 \x01(\x08\x12\x0e\n\x06report\x18\x04 \x01(\x08\"M\n\x08Verified\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x06\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x04 \x01(\x08\"B\n\x0bVerifyReply\x12%\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x15.tanghulu.v1.Verified\x12\x0c\n\x04more\x18\x02 \x01(\x08\"\x10\n\x0eTenantsRequest\"\xd2\x01\n\x0bTenantUsage\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0bquota_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_chunks\x18\x04 \x01(\x04\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x0e\n\x06misses\x18\x06 \x01(\x04\x12\x11\n\tevictions\x18\x07 \x01(\x04\x12\x1b\n\x13\x63luster_quota_bytes\x18\x08 \x01(\x04\x12\x11\n\thit_bytes\x18\t \x01(\x04\x12\x15\n\revicted_bytes\x18\n \x01(\x04\"9\n\x0cTenantsReply\x12)\n\x07tenants\x18\x01 \x03(\x0b\x32\x18.tanghulu.v1.TenantUsage*/\n\x03Pin\x12\x0c\n\x08PIN_NONE\x10\x00\x12\x0c\n\x08PIN_SOFT\x10\x01\x12\x0c\n\x08PIN_HARD\x10\x02\x32\xb3\x02\n\tStoreNode\x12\x35\n\x03Put\x12\x17.tanghulu.v1.PutRequest\x1a\x15.tanghulu.v1.PutReply\x12\x35\n\x03Get\x12\x17.tanghulu.v1.GetRequest\x1a\x15.tanghulu.v1.GetReply\x12>\n\x06\x45xists\x12\x1a.tanghulu.v1.ExistsRequest\x1a\x18.tanghulu.v1.ExistsReply\x12>\n\x06Remove\x12\x1a.tanghulu.v1.RemoveRequest\x1a\x18.tanghulu.v1.RemoveReply\x12\x38\n\x04Stat\x12\x18.tanghulu.v1.StatRequest\x1a\x16.tanghulu.v1.StatReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tanghulu.protos.store_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PIN']._serialized_start=2621
-  _globals['_PIN']._serialized_end=2668
+  _globals['_PIN']._serialized_start=2642
+  _globals['_PIN']._serialized_end=2689
   _globals['_CHECKSUMS']._serialized_start=74
   _globals['_CHECKSUMS']._serialized_end=120
   _globals['_HELLOREQUEST']._serialized_start=123
@@ -61,39 +61,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXISTSREPLY']._serialized_start=1446
   _globals['_EXISTSREPLY']._serialized_end=1474
   _globals['_REMOVEREQUEST']._serialized_start=1476
-  _globals['_REMOVEREQUEST']._serialized_end=1505
-  _globals['_REMOVEREPLY']._serialized_start=1507
-  _globals['_REMOVEREPLY']._serialized_end=1537
-  _globals['_STATREQUEST']._serialized_start=1539
-  _globals['_STATREQUEST']._serialized_end=1566
-  _globals['_CHUNKSTAT']._serialized_start=1569
-  _globals['_CHUNKSTAT']._serialized_end=1826
-  _globals['_STATREPLY']._serialized_start=1828
-  _globals['_STATREPLY']._serialized_end=1879
-  _globals['_EVICTIONREQUEST']._serialized_start=1881
-  _globals['_EVICTIONREQUEST']._serialized_end=1914
-  _globals['_EVICTIONREPLY']._serialized_start=1916
-  _globals['_EVICTIONREPLY']._serialized_end=1947
-  _globals['_DRAINREQUEST']._serialized_start=1949
-  _globals['_DRAINREQUEST']._serialized_end=1981
-  _globals['_DRAINREPLY']._serialized_start=1983
-  _globals['_DRAINREPLY']._serialized_end=1995
-  _globals['_EVICTREQUEST']._serialized_start=1997
-  _globals['_EVICTREQUEST']._serialized_end=2044
-  _globals['_EVICTREPLY']._serialized_start=2046
-  _globals['_EVICTREPLY']._serialized_end=2097
-  _globals['_VERIFYREQUEST']._serialized_start=2099
-  _globals['_VERIFYREQUEST']._serialized_end=2182
-  _globals['_VERIFIED']._serialized_start=2184
-  _globals['_VERIFIED']._serialized_end=2261
-  _globals['_VERIFYREPLY']._serialized_start=2263
-  _globals['_VERIFYREPLY']._serialized_end=2329
-  _globals['_TENANTSREQUEST']._serialized_start=2331
-  _globals['_TENANTSREQUEST']._serialized_end=2347
-  _globals['_TENANTUSAGE']._serialized_start=2350
-  _globals['_TENANTUSAGE']._serialized_end=2560
-  _globals['_TENANTSREPLY']._serialized_start=2562
-  _globals['_TENANTSREPLY']._serialized_end=2619
-  _globals['_STORENODE']._serialized_start=2671
-  _globals['_STORENODE']._serialized_end=2978
+  _globals['_REMOVEREQUEST']._serialized_end=1526
+  _globals['_REMOVEREPLY']._serialized_start=1528
+  _globals['_REMOVEREPLY']._serialized_end=1558
+  _globals['_STATREQUEST']._serialized_start=1560
+  _globals['_STATREQUEST']._serialized_end=1587
+  _globals['_CHUNKSTAT']._serialized_start=1590
+  _globals['_CHUNKSTAT']._serialized_end=1847
+  _globals['_STATREPLY']._serialized_start=1849
+  _globals['_STATREPLY']._serialized_end=1900
+  _globals['_EVICTIONREQUEST']._serialized_start=1902
+  _globals['_EVICTIONREQUEST']._serialized_end=1935
+  _globals['_EVICTIONREPLY']._serialized_start=1937
+  _globals['_EVICTIONREPLY']._serialized_end=1968
+  _globals['_DRAINREQUEST']._serialized_start=1970
+  _globals['_DRAINREQUEST']._serialized_end=2002
+  _globals['_DRAINREPLY']._serialized_start=2004
+  _globals['_DRAINREPLY']._serialized_end=2016
+  _globals['_EVICTREQUEST']._serialized_start=2018
+  _globals['_EVICTREQUEST']._serialized_end=2065
+  _globals['_EVICTREPLY']._serialized_start=2067
+  _globals['_EVICTREPLY']._serialized_end=2118
+  _globals['_VERIFYREQUEST']._serialized_start=2120
+  _globals['_VERIFYREQUEST']._serialized_end=2203
+  _globals['_VERIFIED']._serialized_start=2205
+  _globals['_VERIFIED']._serialized_end=2282
+  _globals['_VERIFYREPLY']._serialized_start=2284
+  _globals['_VERIFYREPLY']._serialized_end=2350
+  _globals['_TENANTSREQUEST']._serialized_start=2352
+  _globals['_TENANTSREQUEST']._serialized_end=2368
+  _globals['_TENANTUSAGE']._serialized_start=2371
+  _globals['_TENANTUSAGE']._serialized_end=2581
+  _globals['_TENANTSREPLY']._serialized_start=2583
+  _globals['_TENANTSREPLY']._serialized_end=2640
+  _globals['_STORENODE']._serialized_start=2692
+  _globals['_STORENODE']._serialized_end=2999
 # @@protoc_insertion_point(module_scope)

@@ -176,10 +176,12 @@ class ExistsReply(_message.Message):
     def __init__(self, found: _Optional[bytes] = ...) -> None: ...
 
 class RemoveRequest(_message.Message):
-    __slots__ = ("keys",)
+    __slots__ = ("keys", "deadline_ms")
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, keys: _Optional[_Iterable[str]] = ...) -> None: ...
+    deadline_ms: int
+    def __init__(self, keys: _Optional[_Iterable[str]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class RemoveReply(_message.Message):
     __slots__ = ("removed",)

@@ -4,7 +4,7 @@
 
 starts a master and nodes (real processes), fills the nodes with tiny chunks, kills the master with SIGKILL, starts it
 again at the same port, and asks for known keys all the time until it has counted every key: ``exists`` must never say
-no, and what is put meanwhile must be there afterwards. Prints JSON.
+no, what is put meanwhile must be there afterwards, and nothing may fail. Prints JSON.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from tanghulu.errors import TanghuluError
 from tests.store.cluster import Cluster
 
 BATCH = 2000
+#: Of a call, so that it outlives the restart and the rebuilding behind it.
+DEADLINE_S = 60.0
 
 
 def key_of(number: int) -> str:
@@ -44,7 +46,7 @@ class Asking(threading.Thread):
 
     def __init__(self, address: str, num_keys: int, seed: int) -> None:
         super().__init__()
-        self._client = tanghulu.connect(address)
+        self._client = tanghulu.connect(address, deadline_s=DEADLINE_S)
         self._num_keys = num_keys
         self._rng = random.Random(seed)
         self.ended = threading.Event()

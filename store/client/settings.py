@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from dataclasses import dataclass, field
 
@@ -15,6 +16,8 @@ from tanghulu.store.client.logic.effects import MASTER
 
 DEFAULT_DEADLINE_S = 5.0
 WAIT_S = 10.0
+#: ``master_answer_s`` of an engine or a worker, which computes what it cannot look up.
+ENGINE_ANSWER_S = 1.0
 TRANSPORTS = ("shm", "ucx", "tcp")
 #: A call is several hundred microseconds where to wake is dear, of which polling spares the end.
 _SPIN_GAIN = 0.1
@@ -24,6 +27,9 @@ _SPIN_GAIN = 0.1
 class Settings:
     """See ``tanghulu.connect``; ``spin_s`` concerns blocking clients.
 
+    ``master_answer_s``: what one answer of the master may take, for callers that would rather do without the store than
+    wait: engines and workers. They do not wait either for a master that is away, or is learning what its nodes hold.
+
     ``client_id`` names this client to the nodes; nobody can guess it.
     """
 
@@ -31,6 +37,7 @@ class Settings:
     transport: str | None = None
     deadline_s: float = DEFAULT_DEADLINE_S
     place: str = ""
+    master_answer_s: float = math.inf
     spin_s: float = SPIN_S
     client_id: str = field(default_factory=lambda: secrets.token_hex(16))
     host_id: str = field(default_factory=host_id)
@@ -40,6 +47,8 @@ class Settings:
             raise InvalidRequest(f"transport {self.transport!r} is unknown; known: {', '.join(TRANSPORTS)}, or None")
         if not self.deadline_s > 0:
             raise InvalidRequest(f"a deadline of {self.deadline_s} s leaves no time for anything")
+        if not self.master_answer_s > 0:
+            raise InvalidRequest(f"master_answer_s={self.master_answer_s} leaves no time to ask the master")
         if not 0 <= self.spin_s <= MAX_SPIN_S:
             raise InvalidRequest(
                 f"spin_s={self.spin_s}: from 0 (never) to {MAX_SPIN_S}; it is for waits of microseconds"
@@ -52,6 +61,11 @@ class Settings:
         """
         spin_s = paying_spin_s(self.spin_s) if peer == MASTER else 0.0
         return LonePoller(spin_s, SystemClock(), _SPIN_GAIN, waiters) if spin_s else None
+
+    @property
+    def waits_for_master(self) -> bool:
+        """Whether calls wait, up to their deadlines, for a master that is away or does not know all keys yet."""
+        return math.isinf(self.master_answer_s)
 
     @property
     def uses_unix(self) -> bool:
@@ -71,7 +85,8 @@ class Settings:
     @property
     def wait_s(self) -> float:
         """How long one call may wait at the master; of several, less than any of them is waited for."""
-        return ATTEMPT_S * 2 / 3 if self.master.several else WAIT_S
+        call_s = min(self.master_answer_s, ATTEMPT_S if self.master.several else math.inf)
+        return WAIT_S if math.isinf(call_s) else call_s * 2 / 3
 
     def carrier(self, copies: bool) -> str | None:
         """What the engine is asked to open a segment by; ``copies``: the node wants its mapping left alone."""

@@ -21,9 +21,9 @@ from tanghulu.auth.credentials import Credentials
 from tanghulu.errors import Overloaded, TanghuluError, Unauthorized
 from tanghulu.masters import Masters
 from tanghulu.store.client.aio import AsyncClient
-from tanghulu.store.client.logic import context, messages
+from tanghulu.store.client.logic import context, messages, query
 from tanghulu.store.client.logic.effects import Logic
-from tanghulu.store.client.model import KeyInfo
+from tanghulu.store.client.model import KeyInfo, NodeView
 from tanghulu.store.client.settings import Settings
 from tanghulu.store.protocol.types import validate_key
 
@@ -46,6 +46,10 @@ class GatewayClient(AsyncClient):
         if after:
             validate_key(after)
         return await self._run(_key_page(prefix, after, limit), self._deadline(None))
+
+    async def nodes_now(self, deadline_s: float) -> list[NodeView]:
+        """All store nodes, of a master that answers now: one that is away is not waited for."""
+        return await self._run(query.nodes(self._driver.context, waits=False), self._deadline(deadline_s))
 
 
 def _key_page(prefix: str, after: str, limit: int) -> Logic[tuple[list[KeyInfo], bool]]:
@@ -185,7 +189,7 @@ class Clients:
         if not self._cache.is_due(credentials, client, time.monotonic()):
             return
         try:
-            await client.nodes(deadline_s=min(_VERIFY_DEADLINE_S, self._deadline_s))
+            await client.nodes_now(min(_VERIFY_DEADLINE_S, self._deadline_s))
         except Unauthorized:
             self._close(self._cache.drop(credentials, client))
             raise

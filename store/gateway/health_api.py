@@ -43,7 +43,7 @@ async def _missing(gateway: Gateway) -> list[str]:
     own = gateway.config.master.credentials
     try:
         async with gateway.clients.of(own) as client:
-            views = await client.nodes(deadline_s=min(_READY_DEADLINE_S, gateway.config.deadline_s))
+            views = await client.nodes_now(min(_READY_DEADLINE_S, gateway.config.deadline_s))
     except Unauthorized as error:
         # A gateway without a token of its own serves those who bring theirs: it is enough that the master answers.
         return [error.message] if own.shown else []

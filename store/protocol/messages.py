@@ -7,8 +7,8 @@ services check, whose errors say what to do. The methods stand in ``methods``; g
 serve, have the messages of protos/store.proto and protos/directory.proto.
 
 Example: the put of "ab" = b"xyz" at version 7 with checksum 9, to be acknowledged when the master knows, within 1 s, is
-``PutRequest([NewChunk("ab", 7, 3, Checksums(0, (9,)))], True, 1000)``, 23 bytes, with the attachment b"xyz":
-93 91 97 a26162 07 03 92 00 91 09 a46e6f6e65 c0 01 c3 cd03e8.
+``PutRequest([NewChunk("ab", 7, 3, Checksums(0, (9,)))], True, 1000)``, 24 bytes, with the attachment b"xyz":
+94 91 97 a26162 07 03 92 00 91 09 a46e6f6e65 c0 01 c3 cd03e8 00.
 """
 
 from __future__ import annotations
@@ -51,12 +51,14 @@ class Failure(FastMessage, frozen=True, tag=1):
 class PutRequest(FastMessage, frozen=True):
     """Values that travel with the request. ``visible``: acknowledge only when the master knows of them.
 
-    ``deadline_ms`` bounds the wait for leases that stand in the way and for the master; 0: the node's default.
+    ``deadline_ms`` bounds the wait for leases that stand in the way, ``master_ms`` that for the master, which any
+    other node would have to wait for as well. 0: as long as ``deadline_ms``, and of that, the node's default.
     """
 
     items: list[NewChunk]
     visible: bool
     deadline_ms: U32
+    master_ms: U32 = 0
 
     def validate(self) -> None:
         """Refuse an item that is none."""

@@ -231,7 +231,7 @@ def test_without_nodes_and_without_a_master() -> None:
         with pytest.raises(MasterUnavailable):
             client.put("unannounced", b"value", deadline_s=0.5)
         with pytest.raises(MasterUnavailable):
-            client.exists("known")
+            client.exists("known", deadline_s=0.5)
         cluster.restart_master()
         eventually(lambda: client.exists("unannounced"))
         with client.get("unannounced") as chunk:

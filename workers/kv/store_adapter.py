@@ -7,15 +7,17 @@ from collections.abc import Sequence
 
 import structlog
 
-from tanghulu.errors import ChunkNotFound, InvalidRequest, TanghuluError
+from tanghulu.errors import ChunkNotFound, DirectoryIncomplete, InvalidRequest, MasterUnavailable, TanghuluError
 from tanghulu.masters import Masters
-from tanghulu.store.client import Client, connect
+from tanghulu.store.client.client import Client
+from tanghulu.store.client.settings import ENGINE_ANSWER_S, Settings
 from tanghulu.types import BlockHash, ChunkKey, Fingerprint, kv_chunk_key
 from tanghulu.workers.kv.ports import wipe
 
 #: A prefix that takes longer than this to load is computed instead.
 LOAD_DEADLINE_S = 5.0
 SAVE_DEADLINE_S = 10.0
+_MASTER_AWAY = (MasterUnavailable, DirectoryIncomplete)
 
 _log = structlog.get_logger(__name__)
 
@@ -40,7 +42,8 @@ class StoreAdapter:
         """Fill ``buffers``; returns how many leading ones arrived whole, checksums verified.
 
         A missing block ends the run and is no failure; nor is one of another size, which is removed, so that it can be
-        put anew: the first put of a key stands. Raises what else went wrong with the first block.
+        put anew: the first put of a key stands. Raises what else went wrong with the first block, and what says that
+        the master cannot tell where a block is: to ask it for others costs as much time each.
         """
         parts, keys = self._split(buffers), self._keys(hashes)
         try:
@@ -58,9 +61,9 @@ class StoreAdapter:
         failed = [isinstance(result, TanghuluError) and not isinstance(result, ChunkNotFound) for result in results]
         wipe([part for part, is_failed in zip(parts, failed, strict=True) if is_failed])
         num_ok = next((i for i, result in enumerate(results) if isinstance(result, TanghuluError)), len(results))
-        first = results[0] if results else 0
-        if isinstance(first, TanghuluError) and not isinstance(first, ChunkNotFound):
-            raise first
+        for position, result in enumerate(results):
+            if isinstance(result, _MASTER_AWAY) or (position == 0 and failed[0] and isinstance(result, TanghuluError)):
+                raise result
         return num_ok // self._num_parts
 
     def save(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
@@ -84,7 +87,7 @@ class StoreAdapter:
     def _open(self) -> Client:
         with self._lock:
             if self._client is None:
-                self._client = connect(self._master)
+                self._client = Client(Settings(master=self._master, master_answer_s=ENGINE_ANSWER_S))
             return self._client
 
     def close(self) -> None:

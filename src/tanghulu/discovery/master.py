@@ -283,15 +283,18 @@ class MasterDiscovery:
         self, ask: Callable[[membership_pb2_grpc.MembershipStub, float], Awaitable[T]], deadline_s: float
     ) -> T:
         """Call ``ask`` of the master with a time-out; of several, one after the other until the leader has answered."""
-        seeking = Seeking(self._finder, deadline_s)
+        seeking = Seeking(self._finder, self._clock.now_s(), deadline_s)
         while True:
             asked: Address | None = None
             try:
                 asked = await self._finder.find()
                 async with typed_errors(self._peer, MasterUnavailable):
-                    return await ask(self._stub(asked), seeking.attempt_s)
+                    return await ask(self._stub(asked), seeking.attempt_s(self._clock.now_s()))
             except (MasterUnavailable, DeadlineExceeded) as error:
-                await seeking.again(asked, error)
+                pause_s = seeking.pause_s(asked, error, self._clock.now_s())
+                if pause_s is None:
+                    raise
+            await asyncio.sleep(pause_s)
 
     def _stub(self, address: Address) -> membership_pb2_grpc.MembershipStub:
         link = self._channels.get(address)

@@ -2,12 +2,13 @@
 
 One that does not lead names the leader (NotLeader); one that does not answer is passed over for the next; with an
 ``etcd://`` the election's key tells. All callers in a process may share one guess, so that the first to
-find the new leader finds it for all. With a single master there is nothing to guess.
+find the new leader finds it for all. With a single master there is nothing to guess; who has met it waits for it while
+it is restarted.
 """
 
 from __future__ import annotations
 
-import asyncio
+from random import Random
 
 from tanghulu.discovery.etcd_client import EtcdClient, read_blocking
 from tanghulu.errors import MasterUnavailable, NotLeader, TanghuluError
@@ -16,7 +17,7 @@ from tanghulu.protos import common_pb2
 from tanghulu.runtime.backoff import Backoff
 from tanghulu.types import Address
 
-#: Between two tries to find the leader, at first and at most.
+#: Between two tries to find the leader, or to reach a single master again, at first and at most.
 SEEK_PAUSE_S, SEEK_MOST_S = 0.05, 0.25
 #: How long one of several masters is waited for before the next is asked: a stopped one does not refuse.
 ATTEMPT_S = 1.5
@@ -95,24 +96,42 @@ class MasterFinder:
 
 
 class Seeking:
-    """The tries of one call until its deadline: ``attempt_s`` bounds the next, ``again`` decides after a failure."""
+    """The tries of one call until its deadline: how long the next may take, and the pause after a failure. Pure.
 
-    def __init__(self, finder: MasterFinder, deadline_s: float) -> None:
+    One of several masters is always sought. A single one is waited for if the caller ``waits``; not if it answers that
+    another leads, for that one is not among those that the caller was told of.
+
+    Example: a single master is away from 0 s to 1 s, and a call with a deadline of 5 s comes at 0.4 s. It tries at 0.4,
+    0.45, 0.53, 0.71, 0.9 and 1.2 s, when it is answered; with a deadline of 0.5 s it fails at 0.71 s.
+    """
+
+    def __init__(
+        self,
+        finder: MasterFinder,
+        now_s: float,
+        deadline_s: float,
+        *,
+        waits: bool = False,
+        rng: Random | None = None,
+    ) -> None:
         self._finder = finder
-        self._until_s = asyncio.get_running_loop().time() + deadline_s
-        self._backoff = Backoff(SEEK_PAUSE_S, SEEK_MOST_S)
+        self._began_s, self._until_s = now_s, now_s + deadline_s
+        self._waits = waits or finder.several
+        self._backoff = Backoff(SEEK_PAUSE_S, SEEK_MOST_S, rng)
 
-    @property
-    def attempt_s(self) -> float:
+    def attempt_s(self, now_s: float) -> float:
         """Seconds that the next try may take."""
-        left_s = max(self._until_s - asyncio.get_running_loop().time(), 0.0)
+        left_s = max(self._until_s - now_s, 0.0)
         return min(left_s, ATTEMPT_S) if self._finder.several else left_s
 
-    async def again(self, asked: Address | None, error: TanghuluError) -> None:
-        """``asked`` failed with ``error``, which is raised if there is nobody else to ask or no time left."""
+    def waited_s(self, now_s: float) -> float:
+        """Seconds since the first try."""
+        return now_s - self._began_s
+
+    def pause_s(self, asked: Address | None, error: TanghuluError, now_s: float) -> float | None:
+        """``asked`` failed with ``error``: seconds until the next try; None if there is none, and ``error`` stands."""
         if asked is not None:
             self._finder.failed(asked, error)
         pause_s = self._backoff.pause_s()
-        if not self._finder.several or asyncio.get_running_loop().time() + pause_s >= self._until_s:
-            raise error
-        await asyncio.sleep(pause_s)
+        leads_elsewhere = not self._finder.several and isinstance(error, NotLeader) and bool(error.leader)
+        return None if not self._waits or leads_elsewhere or now_s + pause_s >= self._until_s else pause_s

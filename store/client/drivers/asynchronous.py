@@ -68,6 +68,7 @@ class AsyncioDriver:
             config=EngineConfig(tls=settings.master.credentials.tls),
         )
         self._masters = MasterFinder(settings.master)
+        self._has_met_master = False
         self._connections: dict[PeerId, AsyncFastConnection] = {}
         self._opening: dict[PeerId, asyncio.Lock] = {}
         self._sessions = NodeSessions(settings, self.context)
@@ -164,11 +165,12 @@ class AsyncioDriver:
 
     async def _perform(self, effect: Effect, deadline: Deadline) -> Any:
         match effect:
-            case CallPeers(calls, within_s, meanwhile):
+            case CallPeers(calls, within_s, meanwhile, waits):
                 left_s = deadline.remaining_s()
                 if meanwhile is not None:
                     return [await self._call_meanwhile(*calls[0], left_s, meanwhile)]
-                return await self._call_peers(calls, left_s if within_s is None else min(within_s, left_s))
+                call_s = left_s if within_s is None else min(within_s, left_s)
+                return await self._call_peers(calls, call_s, waits)
             case Stream():
                 return await self._stream(effect, deadline.remaining_s())
             case Notify(calls):
@@ -180,10 +182,12 @@ class AsyncioDriver:
             case Sleep(seconds):
                 return await asyncio.sleep(seconds)
 
-    async def _call_peers(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
+    async def _call_peers(
+        self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float, waits: bool = True
+    ) -> list[Outcome]:
         if len(calls) == 1:
-            return [await self._exchange(*calls[0], deadline_s)]
-        asked = [self._loop.create_task(self._exchange(peer, call, deadline_s)) for peer, call in calls]
+            return [await self._exchange(*calls[0], deadline_s, waits)]
+        asked = [self._loop.create_task(self._exchange(peer, call, deadline_s, waits)) for peer, call in calls]
         try:
             return await asyncio.gather(*asked)
         except BaseException:  # the task was cancelled; raised on
@@ -194,7 +198,7 @@ class AsyncioDriver:
     async def _call_meanwhile(
         self, node: PeerId, call: AnyCall, deadline_s: float, meanwhile: Callable[[], None]
     ) -> Outcome:
-        asking = self._loop.create_task(self._exchange(node, call, deadline_s))
+        asking = self._loop.create_task(self._exchange(node, call, deadline_s, waits=False))
         try:
             await asyncio.sleep(0)  # where there is a connection, the call has left then
             meanwhile()
@@ -230,7 +234,7 @@ class AsyncioDriver:
                 return VersionMismatch(f"{wanted.node} takes no streamed values")
             commit = wanted.commit_call(0 if welcome is None else welcome.generation)
             if commit is not None:
-                asking = self._loop.create_task(self._exchange(MASTER, commit, wanted.within_s))
+                asking = self._loop.create_task(self._exchange(MASTER, commit, wanted.within_s, waits=False))
             left_s = max(until_s - self._loop.time(), 0.0)
             return await connection.call_then(wanted.call, end, wanted.drop_call, deadline_s=left_s)
         except TanghuluError as error:
@@ -242,7 +246,7 @@ class AsyncioDriver:
     async def _transfer(self, wanted: Transfer, deadline_s: float) -> tuple[list[TanghuluError | None], Outcome | None]:
         if wanted.call is None:
             return await move_async(self._engine, wanted.requests, deadline_s), None
-        asking = self._loop.create_task(self._exchange(MASTER, wanted.call, wanted.within_s))
+        asking = self._loop.create_task(self._exchange(MASTER, wanted.call, wanted.within_s, waits=False))
         try:
             errors = await move_async(self._engine, wanted.requests, deadline_s)
             return errors, await asking
@@ -262,37 +266,36 @@ class AsyncioDriver:
                 self.context.untold(calls[position:])
                 raise
 
-    async def _exchange(self, peer: PeerId, call: AnyCall, deadline_s: float) -> Outcome:
-        if peer == MASTER and self._masters.several:
-            return await self._seek(call, deadline_s)
-        reused = peer in self._connections and not self._connections[peer].closed
-        until_s = self._loop.time() + deadline_s
+    async def _exchange(self, peer: PeerId, call: AnyCall, deadline_s: float, waits: bool) -> Outcome:
+        if peer == MASTER:
+            return await self._ask_master(call, min(deadline_s, self.settings.master_answer_s), waits)
         try:
-            try:
-                return await self._call(peer, call, deadline_s)
-            except NodeUnavailable:
-                if peer != MASTER or not reused:
-                    raise
-                left_s = max(until_s - self._loop.time(), 0.0)
-                return await self._call(peer, call, left_s)  # a master that restarted
+            return await self._call(peer, call, deadline_s)
         except TanghuluError as error:
-            return master_failure(self.settings.master, error) if peer == MASTER else error
+            return error
 
-    async def _seek(self, call: AnyCall, deadline_s: float) -> Outcome:
-        """Ask the leader of several masters; while nobody leads, until the deadline."""
-        seeking = Seeking(self._masters, deadline_s)
+    async def _ask_master(self, call: AnyCall, deadline_s: float, waits: bool) -> Outcome:
+        """The leader's answer; while no master answers, and if that may be waited for, until the deadline."""
+        masters, now_s = self._masters, self._loop.time
+        waits = waits and self._has_met_master and self.settings.waits_for_master
+        seeking = Seeking(masters, now_s(), deadline_s, waits=waits)
+        connection = self._connections.get(MASTER)
+        at_once = waits and connection is not None and not connection.closed and not masters.several
         while True:
-            asked = self._masters.current
+            asked = masters.current
             try:
-                return await self._call(MASTER, call, seeking.attempt_s)
+                return await self._call(MASTER, call, seeking.attempt_s(now_s()))
             except TanghuluError as error:
-                failure = master_failure(self.settings.master, error)
+                failure = master_failure(self.settings.master, error, seeking.waited_s(now_s()))
+                if at_once and isinstance(error, NodeUnavailable):  # a master that restarted has closed it
+                    at_once = False
+                    continue
             if not isinstance(failure, MasterUnavailable):
                 return failure
-            try:
-                await seeking.again(asked, failure)
-            except MasterUnavailable as error:
-                return error
+            pause_s = seeking.pause_s(asked, failure, now_s())
+            if pause_s is None:
+                return failure
+            await asyncio.sleep(pause_s)
             connection = self._connections.get(MASTER)
             if connection is not None and connection.peer != str(self._masters.current):
                 del self._connections[MASTER]
@@ -346,6 +349,7 @@ class AsyncioDriver:
                     await self._greet(peer, connection, deadline_s)
                 else:
                     await show(connection, self.settings.master.credentials, deadline_s)
+                    self._has_met_master = True
             except (TanghuluError, asyncio.CancelledError):
                 await connection.close()
                 raise

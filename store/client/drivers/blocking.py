@@ -15,12 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from tanghulu.discovery.masters import ATTEMPT_S, SEEK_MOST_S, SEEK_PAUSE_S, MasterFinder
+from tanghulu.discovery.masters import MasterFinder, Seeking
 from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, TanghuluError, VersionMismatch
 from tanghulu.rpc.fast_client import Asking, FastConnection
 from tanghulu.rpc.greeting import show_blocking
 from tanghulu.rpc.versions import STREAMS_FROM
-from tanghulu.runtime.backoff import Backoff
 from tanghulu.runtime.busy_polling import Waiters
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.fork import tell_in_children
@@ -84,6 +83,7 @@ class BlockingDriver:
         )
         self._masters = MasterFinder(settings.master)
         self._several = settings.master.several
+        self._has_met_master = False
         self._idle: dict[PeerId, deque[FastConnection]] = {}
         self._owing: deque[tuple[PeerId, FastConnection]] = deque()  # that late replies are to come from
         self._waiters = Waiters()
@@ -186,7 +186,7 @@ class BlockingDriver:
             within_s = effect.within_s
             if effect.meanwhile is not None:
                 return [self._call_meanwhile(*effect.calls[0], left_s, effect.meanwhile)]
-            return self._call_peers(effect.calls, left_s if within_s is None else min(within_s, left_s))
+            return self._call_peers(effect.calls, left_s if within_s is None else min(within_s, left_s), effect.waits)
         match effect:
             case Stream():
                 return self._stream(effect, left_s)
@@ -199,22 +199,26 @@ class BlockingDriver:
             case Sleep(seconds):
                 return time.sleep(seconds)
 
-    def _call_peers(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
+    def _call_peers(
+        self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float, waits: bool = True
+    ) -> list[Outcome]:
         if len(calls) == 1:
             peer, call = calls[0]
             pool = self._idle.get(peer)
             if pool and (peer or not self._several):  # the commonest case: on a connection that is open
-                outcome = self._exchange_one(peer, pool, call, deadline_s)
+                until_s = time.monotonic() + deadline_s
+                outcome = self._exchange_one(peer, pool, call, deadline_s, waits)
                 if outcome is not None:
                     return [outcome]
-            return self._exchange(peer, [call], deadline_s)
+                deadline_s = _left_s(until_s)
+            return self._exchange(peer, [call], deadline_s, waits)
         by_peer: dict[PeerId, list[AnyCall]] = {}
         for peer, call in calls:
             by_peer.setdefault(peer, []).append(call)
         if len(by_peer) == 1:
-            return self._exchange(*by_peer.popitem(), deadline_s)
+            return self._exchange(*by_peer.popitem(), deadline_s, waits)
         executor = self._executor()
-        asked = {peer: executor.submit(self._exchange, peer, own, deadline_s) for peer, own in by_peer.items()}
+        asked = {peer: executor.submit(self._exchange, peer, own, deadline_s, waits) for peer, own in by_peer.items()}
         try:
             outcomes = {peer: iter(future.result()) for peer, future in asked.items()}
         except BaseException:  # an interrupt: what these peers granted, or will grant, goes back; it is raised on
@@ -279,6 +283,7 @@ class BlockingDriver:
 
     def _begin(self, peer: PeerId, call: AnyCall, deadline_s: float) -> Asking[Any] | TanghuluError:
         """Send ``call`` without waiting for its answer; end with ``_asked``."""
+        deadline_s = deadline_s if peer else min(deadline_s, self.settings.master_answer_s)
         try:
             connection, _ = self._take(peer, time.monotonic() + deadline_s, fresh=False)
         except TanghuluError as error:
@@ -324,8 +329,9 @@ class BlockingDriver:
                 raise
 
     def _exchange_one(
-        self, peer: PeerId, pool: deque[FastConnection], call: AnyCall, deadline_s: float
+        self, peer: PeerId, pool: deque[FastConnection], call: AnyCall, deadline_s: float, waits: bool
     ) -> Outcome | None:
+        """The answer on a connection that is open; None if it is to be asked for once more."""
         try:
             connection = pool.pop()
         except IndexError:  # another thread was faster
@@ -333,58 +339,60 @@ class BlockingDriver:
         if connection.closed:
             return None
         try:
-            return connection.call_one(call, deadline_s=deadline_s)
-        except NodeUnavailable as error:
-            return error if peer else None  # a master that restarted: its old connections are dead, new ones are not
+            deadline_s = deadline_s if peer else min(deadline_s, self.settings.master_answer_s)
+            outcome = connection.call_one(call, deadline_s=deadline_s)
+            return outcome if peer or not waits or not isinstance(outcome, MasterUnavailable) else None
         except TanghuluError as error:
-            return error if peer else master_failure(self.settings.master, error)
+            if peer:
+                return error
+            if waits and isinstance(error, NodeUnavailable):  # a master that restarted has closed its old connections
+                return None
+            return master_failure(self.settings.master, error)
         finally:
             self._put_back(peer, connection)
 
-    def _exchange(self, peer: PeerId, calls: list[AnyCall], deadline_s: float) -> list[Outcome]:
-        if peer == MASTER and self._several:
-            return self._seek(calls, time.monotonic() + deadline_s)
-        until_s = time.monotonic() + deadline_s
-        outcome = self._try_exchange(peer, calls, until_s, fresh=False)
-        if outcome is None:  # a master that restarted: its old connections are dead, its new ones are not
-            outcome = self._try_exchange(peer, calls, until_s, fresh=True)
-        assert outcome is not None
-        return outcome
+    def _exchange(self, peer: PeerId, calls: list[AnyCall], deadline_s: float, waits: bool = True) -> list[Outcome]:
+        if peer == MASTER:
+            return self._ask_master(calls, min(deadline_s, self.settings.master_answer_s), waits)
+        answers, _ = self._try_exchange(peer, calls, time.monotonic() + deadline_s, fresh=False)
+        return [answers] * len(calls) if isinstance(answers, TanghuluError) else answers
 
-    def _try_exchange(self, peer: PeerId, calls: list[AnyCall], until_s: float, *, fresh: bool) -> list[Outcome] | None:
+    def _ask_master(self, calls: list[AnyCall], deadline_s: float, waits: bool) -> list[Outcome]:
+        """The leader's answers; while no master answers, and if that may be waited for, until the deadline."""
+        waits = waits and self._has_met_master and self.settings.waits_for_master
+        seeking, fresh = Seeking(self._masters, time.monotonic(), deadline_s, waits=waits), False
+        while True:
+            asked, now_s = self._masters.current, time.monotonic()
+            answers, reused = self._try_exchange(MASTER, calls, now_s + seeking.attempt_s(now_s), fresh=fresh)
+            now_s, failed = time.monotonic(), answers if isinstance(answers, TanghuluError) else answers[0]
+            if waits and reused and not self._several and isinstance(answers, NodeUnavailable):
+                fresh = True  # a master that restarted: its old connections are dead, its new ones are not
+                continue
+            if isinstance(answers, TanghuluError):
+                failed = master_failure(self.settings.master, answers, seeking.waited_s(now_s))
+                answers = [failed] * len(calls)
+            pause_s = seeking.pause_s(asked, failed, now_s) if isinstance(failed, MasterUnavailable) else None
+            if pause_s is None:
+                return answers
+            for connection in self._idle.pop(MASTER, ()):
+                connection.close()
+            time.sleep(pause_s)
+
+    def _try_exchange(
+        self, peer: PeerId, calls: list[AnyCall], until_s: float, *, fresh: bool
+    ) -> tuple[list[Outcome] | TanghuluError, bool]:
+        """The answers, or how the connection failed; and whether that was open before."""
         try:
             connection, reused = self._take(peer, until_s, fresh=fresh)
         except TanghuluError as error:
-            return [error] * len(calls)
+            return error, False
         try:
             outcomes = connection.call_many(calls, deadline_s=_left_s(until_s))
-            return [obeyed(self.context, each) for each in outcomes] if peer == MASTER else outcomes
+            return [obeyed(self.context, each) for each in outcomes] if peer == MASTER else outcomes, reused
         except TanghuluError as error:
-            if isinstance(error, NodeUnavailable) and peer == MASTER and reused:
-                return None
-            return [master_failure(self.settings.master, error) if peer == MASTER else error] * len(calls)
+            return error, reused
         finally:
             self._put_back(peer, connection)
-
-    def _seek(self, calls: list[AnyCall], until_s: float) -> list[Outcome]:
-        """Ask the leader of several masters; while nobody leads, until the deadline."""
-        backoff = Backoff(SEEK_PAUSE_S, SEEK_MOST_S)
-        while True:
-            asked = self._masters.current
-            attempt_until_s = min(until_s, time.monotonic() + ATTEMPT_S)
-            outcomes = self._try_exchange(MASTER, calls, attempt_until_s, fresh=False)
-            failure = outcomes[0] if outcomes is not None else MasterUnavailable(f"{asked} closed the connection")
-            if not isinstance(failure, MasterUnavailable):
-                assert outcomes is not None
-                return outcomes
-            if asked is not None:
-                self._masters.failed(asked, failure)
-            for connection in self._idle.pop(MASTER, ()):
-                connection.close()
-            pause_s = backoff.pause_s()
-            if time.monotonic() + pause_s >= until_s:
-                return [failure] * len(calls)
-            time.sleep(pause_s)
 
     def _open_segment(self, node: PeerId, copies: bool) -> NodeLink | TanghuluError:
         known = self._sessions.link(node, copies)
@@ -430,10 +438,10 @@ class BlockingDriver:
             )
             if peer == MASTER:
                 show_blocking(connection, self.settings.master.credentials, timeout_s)
-        except TanghuluError as error:
-            if peer == MASTER:
-                raise master_failure(self.settings.master, error) from None
-            self.context.nodes.expire()
+                self._has_met_master = True
+        except TanghuluError:
+            if peer != MASTER:
+                self.context.nodes.expire()
             raise
         if peer != MASTER:
             try:

@@ -27,6 +27,9 @@ from tanghulu.store.client.settings import Settings
 from tanghulu.transfer_engine.engine import RemoteSegment
 from tanghulu.types import Address
 
+#: A shorter wait for the master is not mentioned.
+_WORTH_TELLING_S = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -134,10 +137,11 @@ def refuse_closed(opened_by: int, connect: str) -> None:
     raise InvalidRequest("the client is closed")
 
 
-def master_failure(master: Masters, error: TanghuluError) -> TanghuluError:
+def master_failure(master: Masters, error: TanghuluError, waited_s: float = 0.0) -> TanghuluError:
     """What a failed connection to the master, or its silence, means to the caller; its own errors stay."""
     if isinstance(error, NodeUnavailable | DeadlineExceeded):
-        return MasterUnavailable(f"no master answered at {master}: {error.message}")
+        how_long = f" for {waited_s:.1f} s" if waited_s >= _WORTH_TELLING_S else ""
+        return MasterUnavailable(f"no master answered at {master}{how_long}: {error.message}")
     return error
 
 
@@ -156,5 +160,12 @@ def make_context(settings: Settings, clock: Clock) -> Context:
     """The memory of a client with these settings."""
     nodes = NodeTable(settings.host_id)
     return Context(
-        settings.host_id, settings.place, clock, nodes, settings.uses_unix, settings.wait_s, settings.streams
+        settings.host_id,
+        settings.place,
+        clock,
+        nodes,
+        settings.uses_unix,
+        settings.wait_s,
+        settings.streams,
+        settings.waits_for_master,
     )

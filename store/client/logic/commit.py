@@ -99,10 +99,11 @@ def commit_by_client(
 ) -> Logic[list[CommitResult]]:
     """Commit chunks whose bytes are in the node's memory, one or several in one call; a result for each.
 
-    An answer that took longer than ``RELIED_S`` counts for nothing.
+    An answer that took longer than ``RELIED_S`` counts for nothing. A master that is away is not waited for here: the
+    node commits when it is back.
     """
     commit, called_s = CommitCall(node, generation, items, context.fence.newest), context.clock.now_s()
-    (answer,) = yield CallPeers(((MASTER, commit.call),), deadline.remaining_s() / 2)
+    (answer,) = yield CallPeers(((MASTER, commit.call),), deadline.remaining_s() / 2, waits=False)
     if context.clock.now_s() - called_s > RELIED_S:
         answer = None
     return commit.results(answer)

@@ -126,7 +126,8 @@ class Context:
     ``greeted`` are the nodes to which the driver keeps something open; what it has of ``departed`` ones it is to close,
     for an open mapping keeps all memory of a process that is gone.
 
-    ``wait_s``: how long one call may wait at the master. ``streams``: values of up to 1 MiB travel
+    ``wait_s``: how long one call may wait at the master. ``waits_for_master``: whether operations wait until a
+    master that is rebuilding knows their keys. ``streams``: values of up to 1 MiB travel
     inside messages where memory is not mapped; not if they are wanted to move by verbs or UCX.
     """
 
@@ -137,6 +138,7 @@ class Context:
     maps_memory: bool = True
     wait_s: float = 10.0
     streams: bool = True
+    waits_for_master: bool = True
     locations: LocationCache = field(default_factory=LocationCache)
     leases: Leases = field(default_factory=Leases)
     reads: Reads = field(default_factory=Reads)
@@ -209,15 +211,20 @@ def rebuilding_backoff(context: Context) -> Backoff:
     return Backoff(_REBUILDING_PAUSE_S, _REBUILDING_MOST_S, context.rng)
 
 
+def patience(context: Context, deadline: Deadline) -> Deadline:
+    """Until when an operation that begins now waits for a master that is rebuilding."""
+    return deadline if context.waits_for_master else deadline.within(0.0)
+
+
 def tell_reads(context: Context) -> Logic[None]:
     """Let the nodes know what was read before something else is asked of them."""
     if context.reads.noted:
         yield Notify(context.given_back())
 
 
-def ask_master(call: messages.AnyCall) -> Logic[messages.AnyReply]:
-    """One call to the master; raises its typed error."""
-    (outcome,) = yield CallPeers([(MASTER, call)])
+def ask_master(call: messages.AnyCall, *, waits: bool = True) -> Logic[messages.AnyReply]:
+    """One call to the master; raises its typed error. ``waits``: see CallPeers."""
+    (outcome,) = yield CallPeers([(MASTER, call)], waits=waits)
     if isinstance(outcome, TanghuluError):
         raise outcome
     reply: messages.AnyReply = outcome
@@ -227,6 +234,7 @@ def ask_master(call: messages.AnyCall) -> Logic[messages.AnyReply]:
 def refresh_nodes(context: Context, deadline: Deadline | None = None, *, force: bool = False) -> Logic[None]:
     """Have a list of nodes that is not older than NODES_TTL_S; an old one will do when the master is away.
 
+    ``force``: a node is wanted that the old list does not name, so a master that is away is waited for.
     While the master is new and nobody has registered there, it is asked again until ``deadline``, or for some seconds.
     """
     if not force and context.nodes.is_fresh(context.clock.now_s()):
@@ -234,7 +242,8 @@ def refresh_nodes(context: Context, deadline: Deadline | None = None, *, force: 
     tries = itertools.repeat(None) if deadline is not None else itertools.repeat(None, _NODELESS_TRIES)
     backoff = Backoff(_NODELESS_PAUSE_S, _NODELESS_MOST_S, context.rng)
     for _ in tries:
-        (outcome,) = yield CallPeers([(MASTER, messages.nodes_since(context.nodes.version))])
+        waits = force or not context.nodes.ids()
+        (outcome,) = yield CallPeers([(MASTER, messages.nodes_since(context.nodes.version))], waits=waits)
         if isinstance(outcome, TanghuluError):
             if context.nodes.ids():
                 return
@@ -261,12 +270,14 @@ def take_nodes(context: Context, reply: messages.AnyReply) -> list[NodeView]:
     return views
 
 
-def locate(context: Context, keys: Sequence[str]) -> Logic[tuple[list[tuple[PeerId, ...]], bool]]:
+def locate(
+    context: Context, keys: Sequence[str], *, waits: bool = True
+) -> Logic[tuple[list[tuple[PeerId, ...]], bool]]:
     """(holders of each key as the master knows them, nearest first; whether it does not know all yet)."""
     holders: list[tuple[tuple[PeerId, ...], int]] = []
     incomplete = False
     for start in range(0, len(keys), KEYS_PER_LOCATE):
-        reply = yield from ask_master(messages.locate(keys[start : start + KEYS_PER_LOCATE]))
+        reply = yield from ask_master(messages.locate(keys[start : start + KEYS_PER_LOCATE]), waits=waits)
         found, not_ready = messages.locations(reply)
         holders += found
         incomplete = incomplete or not_ready

@@ -27,12 +27,14 @@ class CallPeers:
 
     Result: list[Reply | TanghuluError], one per call. A peer that cannot be reached is NodeUnavailable, or
     MasterUnavailable. ``within_s``: of the deadline, what these calls may take; None: all of it. ``meanwhile``: work
-    that is done while the peer of a single call, a node, has it.
+    that is done while the peer of a single call, a node, has it. ``waits``: a single master that is away is waited for;
+    False for what the caller can do without, or asks again by itself.
     """
 
     calls: Sequence[tuple[PeerId, Call[Any]]]
     within_s: float | None = None
     meanwhile: Callable[[], None] | None = None
+    waits: bool = True
 
 
 @dataclass(slots=True)
@@ -43,7 +45,7 @@ class Stream:
     ``meanwhile`` is work that has to be done before the end: the head of ``call`` has left, the payload perhaps not.
     ``end_call`` makes the last call of the master's answer (None: it was not called); ``drop_call`` is sent where that
     was not made. Result: Reply | TanghuluError, the answer to the last call; ``call`` has none. ``within_s``: what the
-    master's call may take.
+    master's call may take; a single master that is away is not waited for here or in Transfer: the node commits then.
     """
 
     node: PeerId
@@ -126,6 +128,10 @@ class Deadline:
         """Seconds left, at least 0."""
         left_s = self.until_s - self.now_s()
         return left_s if left_s > 0.0 else 0.0
+
+    def within(self, seconds: float) -> Deadline:
+        """The end of a part of the operation that begins now and may take ``seconds``."""
+        return Deadline(min(self.until_s, self.now_s() + seconds), self.now_s)
 
     def remaining_ms(self) -> int:
         """What a peer is told: a little less than is left, so that its typed answer arrives in time."""

@@ -18,6 +18,7 @@ from tanghulu.errors import (
     DeadlineExceeded,
     DirectoryIncomplete,
     LeaseExpired,
+    MasterUnavailable,
     NodeUnavailable,
     TanghuluError,
 )
@@ -57,6 +58,14 @@ MAX_PINNED_AGAIN = 3
 #: take from its word to the master until its node knows. Between two times are so many seconds, at first and at last.
 LATE_S = RELIED_S
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0002, 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """Until when, and after which pauses, a master that is rebuilding is asked again."""
+
+    deadline: Deadline
+    backoff: Backoff
 
 
 @dataclass(slots=True)
@@ -108,9 +117,11 @@ def fetch_one(context: Context, deadline: Deadline, op: GetOp, flush: Callable[[
 
 
 def _rounds(context: Context, deadline: Deadline, open_ops: list[GetOp], flush: Callable[[], None]) -> Logic[None]:
-    backoff = common.rebuilding_backoff(context)
+    rebuilt = Rebuilt(common.patience(context, deadline), common.rebuilding_backoff(context))
     while open_ops:
-        yield from find_holders(context, deadline, backoff, [op for op in open_ops if not op.holders])
+        unknown = [op for op in open_ops if not op.holders]
+        # A master that is away is waited for when nothing else is left to do.
+        yield from find_holders(context, deadline, rebuilt, unknown, waits=len(unknown) == len(open_ops))
         groups: dict[PeerId, list[GetOp]] = {}
         for op in open_ops:
             if op.result is None and op.holders:
@@ -169,20 +180,27 @@ def _copy(context: Context, op: GetOp, node: PeerId, index: IndexReader, entry: 
     return True
 
 
-def find_holders(context: Context, deadline: Deadline, backoff: Backoff, ops: list[GetOp]) -> Logic[None]:
-    """Give each of ``ops`` a holder that is still to be tried, or its final error."""
+def find_holders(
+    context: Context, deadline: Deadline, rebuilt: Rebuilt, ops: list[GetOp], *, waits: bool
+) -> Logic[None]:
+    """Give each of ``ops`` a holder that is still to be tried, or its final error.
+
+    Unless it ``waits``, a master that is away leaves them as they are, to be looked up again.
+    """
     unknown = yield from _still_wanted(context, deadline, ops)
     if not unknown:
         return
     try:
-        found, incomplete = yield from common.locate(context, [op.key for op in unknown])
+        found, incomplete = yield from common.locate(context, [op.key for op in unknown], waits=waits)
     except TanghuluError as error:
+        if not waits and isinstance(error, MasterUnavailable):
+            return
         for op in unknown:
             op.result = error
         return
     for op, nodes in zip(unknown, found, strict=True):
         _take_located(context, op, nodes, incomplete=incomplete)
-    yield from _await_rebuild(deadline, backoff, [op for op in unknown if incomplete and not op.listed])
+    yield from _await_rebuild(rebuilt, [op for op in unknown if incomplete and not op.listed])
 
 
 def _take_located(context: Context, op: GetOp, nodes: Sequence[PeerId], *, incomplete: bool) -> None:
@@ -230,12 +248,12 @@ def _pause_s(op: GetOp) -> float:
     return min(_FIRST_PAUSE_S * (1 << op.num_late), _LAST_PAUSE_S)
 
 
-def _await_rebuild(deadline: Deadline, backoff: Backoff, ops: list[GetOp]) -> Logic[None]:
+def _await_rebuild(rebuilt: Rebuilt, ops: list[GetOp]) -> Logic[None]:
     """The master is rebuilding and does not know these keys yet: ask it again after a pause, and nobody else."""
     if not ops:
         return
-    pause_s = backoff.pause_s()
-    if deadline.remaining_s() <= pause_s:
+    pause_s = rebuilt.backoff.pause_s()
+    if rebuilt.deadline.remaining_s() <= pause_s:
         for op in ops:
             op.result = DirectoryIncomplete(
                 f"the master is rebuilding its directory and does not know {op.key!r} yet; try again in a few seconds"

@@ -163,9 +163,9 @@ def given_back(call: AnyCall) -> Sequence[int]:
     return call.request.lease_ids if isinstance(call.request, m.UnpinRequest) else ()
 
 
-def remove(keys: Sequence[str]) -> AnyCall:
-    """Drop chunks."""
-    return methods.REMOVE.call(store_pb2.RemoveRequest(keys=keys))
+def remove(keys: Sequence[str], deadline_ms: int) -> AnyCall:
+    """Drop chunks; the node answers when the master knows."""
+    return methods.REMOVE.call(store_pb2.RemoveRequest(keys=keys, deadline_ms=deadline_ms))
 
 
 def eviction(policy: str) -> AnyCall:

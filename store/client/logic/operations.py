@@ -213,7 +213,7 @@ class Operations:
     def remove(self, deadline: Deadline, key: str) -> Logic[bool]:
         """Drop one chunk; whether there was one. Raises what kept a holder from it."""
         yield from common.tell_reads(self._context)
-        (removed,) = yield from directory.remove(self._context, [key])
+        (removed,) = yield from directory.remove(self._context, deadline, [key])
         if isinstance(removed, TanghuluError):
             raise removed
         return removed
@@ -223,14 +223,14 @@ class Operations:
     ) -> Logic[list[bool | TanghuluError]]:
         """Drop many chunks, with an outcome for each."""
         yield from common.tell_reads(self._context)
-        outcomes = yield from directory.remove(self._context, as_keys(keys))
+        outcomes = yield from directory.remove(self._context, deadline, as_keys(keys))
         if raise_errors:
             raise_first(outcomes)
         return outcomes
 
     def remove_matching(self, deadline: Deadline, pattern: str) -> Logic[int]:
         """Drop every chunk whose key the regular expression is found in; how many."""
-        return (yield from directory.remove_matching(self._context, pattern))
+        return (yield from directory.remove_matching(self._context, deadline, pattern))
 
     def stat(self, deadline: Deadline, key: str) -> Logic[ChunkInfo]:
         """What the store knows of the chunk."""

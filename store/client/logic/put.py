@@ -74,7 +74,8 @@ def put_one(context: Context, deadline: Deadline, op: PutOp, options: PutOptions
             yield from put_by_stream(context, deadline, node, op, options, committer)
         elif carrier is Carrier.INLINE:
             del op.candidates[0]
-            call = _put_call((op,), options, deadline.patience_ms(len(op.candidates)))
+            room_ms = deadline.patience_ms(len(op.candidates))
+            call = _put_call((op,), options, room_ms, deadline.remaining_ms())
             (answer,) = yield CallPeers(((node, call),))
             take_results(context, node, (op,), answer)
             _conclude(op)
@@ -208,7 +209,7 @@ def _advice(context: Context, size_bytes: int, options: PutOptions) -> Logic[tup
     if advice is not None and len(advice) >= options.replicas:
         return advice
     call = messages.place(size_bytes, options.replicas, options.prefer_node or "", context.place)
-    (answer,) = yield CallPeers([(MASTER, call)])
+    (answer,) = yield CallPeers([(MASTER, call)], waits=False)
     if isinstance(answer, TanghuluError):  # choose by ourselves among those that we know
         return tuple(context.nodes.ids())
     nodes = messages.node_views(answer)
@@ -238,7 +239,7 @@ def _round(context: Context, deadline: Deadline, ops: list[PutOp], options: PutO
                 large.setdefault(node, []).append((op, route))
     deadline_ms = deadline.patience_ms(num_others)
     puts = [(node, part) for node, own in inline.items() for part in _inline_calls(own)]
-    calls = [(node, _put_call(part, options, deadline_ms)) for node, part in puts]
+    calls = [(node, _put_call(part, options, deadline_ms, deadline.remaining_ms())) for node, part in puts]
     calls += [(node, messages.reserve([op.new for op, _ in own], deadline_ms)) for node, own in large.items()]
     ahead = None
     if large and len(calls) == 1:
@@ -257,7 +258,7 @@ def _round(context: Context, deadline: Deadline, ops: list[PutOp], options: PutO
         end_reservations(context, fillings)
 
 
-def _put_call(ops: Sequence[PutOp], options: PutOptions, deadline_ms: int) -> messages.AnyCall:
+def _put_call(ops: Sequence[PutOp], options: PutOptions, room_ms: int, master_ms: int) -> messages.AnyCall:
     """PUT with the values of ``ops``, one behind the other."""
     news: list[NewChunk] = []
     pieces: list[memoryview] = []
@@ -266,7 +267,7 @@ def _put_call(ops: Sequence[PutOp], options: PutOptions, deadline_ms: int) -> me
             op.new = op.new.with_checksums(op.checksums(options.part_bytes))
         news.append(op.new)
         pieces += op.pieces or (op.value,)
-    return methods.PUT.call(PutRequest(news, options.visible, deadline_ms), pieces)
+    return methods.PUT.call(PutRequest(news, options.visible, room_ms, master_ms), pieces)
 
 
 def _inline_calls(ops: list[PutOp]) -> Iterator[list[PutOp]]:

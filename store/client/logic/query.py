@@ -50,14 +50,14 @@ def exists(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[l
 
 
 def _exist(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
-    backoff = common.rebuilding_backoff(context)
+    backoff, patience = common.rebuilding_backoff(context), common.patience(context, deadline)
     while True:
         reply = yield from common.ask_master(messages.locate(keys, count_only=True))
         found, incomplete = messages.existence(reply)
         if not incomplete or all(found):
             return found
         pause_s = backoff.pause_s()
-        if deadline.remaining_s() <= pause_s:
+        if patience.remaining_s() <= pause_s:
             raise DirectoryIncomplete("the master is rebuilding its directory; it cannot say yet which keys exist")
         yield Sleep(pause_s)
 
@@ -95,7 +95,7 @@ def _wait(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[li
         call_s = min(deadline.remaining_s(), context.wait_s)
         waiting_s = max(call_s - _SLACK_S, 0.0)
         request = directory_pb2.WaitRequest(keys=keys, deadline_ms=int(waiting_s * 1000))
-        (outcome,) = yield CallPeers([(MASTER, methods.WAIT.call(request))])
+        (outcome,) = yield CallPeers([(MASTER, methods.WAIT.call(request))], waits=False)
         failure = outcome if isinstance(outcome, TanghuluError) else None
         if failure is not None and not isinstance(failure, MasterUnavailable | Overloaded):
             raise failure
@@ -131,22 +131,25 @@ def list_keys(prefix: str, limit: int | None = None, after: str = "") -> Logic[l
     return keys
 
 
-def remove(context: Context, keys: Sequence[str]) -> Logic[list[bool | TanghuluError]]:
+def remove(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool | TanghuluError]]:
     """Drop the chunks on all their holders; for each key whether there was one, or why a holder could not drop it."""
     removed: list[bool | TanghuluError] = []
     for start in range(0, len(keys), KEYS_PER_CALL):
-        removed += yield from _remove(context, [validate_key(key) for key in keys[start : start + KEYS_PER_CALL]])
+        some = [validate_key(key) for key in keys[start : start + KEYS_PER_CALL]]
+        removed += yield from _remove(context, deadline, some)
     return removed
 
 
-def _remove(context: Context, keys: Sequence[str]) -> Logic[list[bool | TanghuluError]]:
+def _remove(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool | TanghuluError]]:
     holders, incomplete = yield from common.locate(context, keys)
     by_node: dict[PeerId, list[int]] = {}
     for index, nodes in enumerate(holders):
         context.locations.forget(keys[index])
         for node in nodes or (context.nodes.ids() if incomplete else ()):
             by_node.setdefault(node, []).append(index)
-    outcomes = yield CallPeers([(node, messages.remove([keys[i] for i in own])) for node, own in by_node.items()])
+    left_ms = deadline.remaining_ms()
+    calls = [(node, messages.remove([keys[i] for i in own], left_ms)) for node, own in by_node.items()]
+    outcomes = yield CallPeers(calls)
     removed: list[bool | TanghuluError] = [False] * len(keys)
     for own, outcome in zip(by_node.values(), outcomes, strict=True):
         for position, index in enumerate(own):
@@ -157,7 +160,7 @@ def _remove(context: Context, keys: Sequence[str]) -> Logic[list[bool | Tanghulu
     return removed
 
 
-def remove_matching(context: Context, pattern: str) -> Logic[int]:
+def remove_matching(context: Context, deadline: Deadline, pattern: str) -> Logic[int]:
     """Remove every key that ``pattern`` (a regular expression) is found in; how many there were."""
     try:
         wanted = re.compile(pattern)
@@ -165,7 +168,7 @@ def remove_matching(context: Context, pattern: str) -> Logic[int]:
         raise InvalidRequest(f"{pattern!r} is no regular expression: {error}") from None
     listing = yield from list_keys("")
     matching = [info.key for info in listing if wanted.search(info.key)]
-    outcomes = yield from remove(context, matching)
+    outcomes = yield from remove(context, deadline, matching)
     for outcome in outcomes:
         if isinstance(outcome, TanghuluError):
             raise outcome
@@ -219,7 +222,7 @@ def ask_node(context: Context, node: str, call: messages.AnyCall) -> Logic[messa
     return reply
 
 
-def nodes(context: Context) -> Logic[list[NodeView]]:
-    """All nodes, asked anew."""
-    reply = yield from common.ask_master(messages.nodes())
+def nodes(context: Context, *, waits: bool = True) -> Logic[list[NodeView]]:
+    """All nodes, asked anew. ``waits``: see CallPeers."""
+    reply = yield from common.ask_master(messages.nodes(), waits=waits)
     return common.take_nodes(context, reply)

@@ -119,10 +119,13 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
         """Drop chunks; one byte a key."""
         await _bounded(request.keys, context)
         self._state.drain_buffers()
+        try:
+            until_s = asyncio.get_running_loop().time() + remaining_s(request.deadline_ms, DEFAULT_DEADLINE_S)
+        except TanghuluError as error:
+            await grpc_edge.abort(context, error)
         removed = bytes(self._chunks.remove(ChunkKey(key)) for key in request.keys)
         self._puts.room_changed()
         try:
-            until_s = asyncio.get_running_loop().time() + DEFAULT_DEADLINE_S
             await self._puts.told_removals(until_s)
             if self._promoter is not None:
                 await self._promoter.settled(until_s)

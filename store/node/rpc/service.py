@@ -171,15 +171,20 @@ class NodeService:
         session_of(peer)
         items = cut_values(request.items, attachment)
         self._traffic.bytes_written["inline"] += len(attachment)
-        until_s = self._until(request.deadline_ms)
+        until_s, master_s = self._until(request.deadline_ms), self._until(request.master_ms or request.deadline_ms)
         written = self._puts.write_at_once(items[:STEP_ITEMS], visible=request.visible)
         self._puts.room_changed()
         if len(written) < len(items):
-            return self._put_rest(items, written, request.visible, until_s)
-        return self._settle(written, request.visible, until_s)
+            return self._put_rest(items, written, request.visible, until_s, master_s)
+        return self._settle(written, request.visible, master_s)
 
     async def _put_rest(
-        self, items: list[tuple[NewChunk, memoryview]], written: list[Written], visible: bool, until_s: float
+        self,
+        items: list[tuple[NewChunk, memoryview]],
+        written: list[Written],
+        visible: bool,
+        until_s: float,
+        master_s: float,
     ) -> Answer:
         goes_on = True
         while goes_on and len(written) < len(items):
@@ -190,7 +195,8 @@ class NodeService:
             written += more
             goes_on = len(more) == len(some)
         written = await self._puts.write_rest(items, written, visible=visible, until_s=until_s)
-        return PutReply.of(await self._puts.settled(written, visible=visible, until_s=until_s), self._state.newest_term)
+        outcomes = await self._puts.settled(written, visible=visible, until_s=master_s)
+        return PutReply.of(outcomes, self._state.newest_term)
 
     def reserve(self, peer: Peer, request: ReserveRequest, attachment: memoryview) -> Answer | Pending:
         """Reserve ranges that the client will write, or that the value behind the request goes to."""
@@ -554,19 +560,19 @@ class NodeService:
     ) -> Coroutine[Any, Any, Answer]:
         """Drop chunks; one byte a key."""
         check_count(len(request.keys))
+        until_s = self._until(request.deadline_ms)
         removed = self._remove(request.keys[:STEP_ITEMS])
-        return self._removed(request.keys, removed)
+        return self._removed(request.keys, removed, until_s)
 
     def _remove(self, keys: Sequence[str]) -> bytes:
         removed = bytes(self._chunks.remove(ChunkKey(key)) for key in keys)
         self._puts.room_changed()
         return removed
 
-    async def _removed(self, keys: Sequence[str], removed: bytes) -> Answer:
+    async def _removed(self, keys: Sequence[str], removed: bytes, until_s: float) -> Answer:
         for at in range(STEP_ITEMS, len(keys), STEP_ITEMS):
             await asyncio.sleep(0)
             removed += self._remove(keys[at : at + STEP_ITEMS])
-        until_s = asyncio.get_running_loop().time() + DEFAULT_DEADLINE_S
         await self._puts.told_removals(until_s)
         if self._promoter is not None:
             await self._promoter.settled(until_s)

@@ -100,8 +100,8 @@ class ElectedMaster:
 
 
 @asynccontextmanager
-async def serving(master: ElectedMaster) -> AsyncIterator[tuple[str, asyncio.Server]]:
-    server = await asyncio.get_running_loop().create_server(lambda: _Connection(master.service), "127.0.0.1", 0)
+async def serving(master: ElectedMaster, port: int = 0) -> AsyncIterator[tuple[str, asyncio.Server]]:
+    server = await asyncio.get_running_loop().create_server(lambda: _Connection(master.service), "127.0.0.1", port)
     try:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", server
     finally:

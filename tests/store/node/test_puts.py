@@ -25,6 +25,7 @@ from tanghulu.store.protocol.messages import (
     CommitItem,
     CommitRequest,
     PutReply,
+    PutRequest,
     Reservation,
     ReserveReply,
     ReserveRequest,
@@ -40,12 +41,15 @@ NOTHING = memoryview(b"")
 
 
 class Told:
-    """A master that hears of nothing."""
+    """A master that hears of nothing; ``until_s`` is how long the last put would wait for it."""
+
+    until_s = 0.0
 
     def kick(self) -> None:
         """Nobody is told."""
 
     def confirm(self, chunks: Any, until_s: float, done: Any) -> None:
+        self.until_s = until_s
         done([True] * len(chunks))
 
 
@@ -56,7 +60,8 @@ class Rig:
         self.clock = ManualClock()
         self.state = make_state(self.clock)
         self.memory = bytearray(b"?" * CAPACITY)
-        self.puts = PutService(self.state, memoryview(self.memory), Told())  # type: ignore[arg-type]
+        self.told = Told()
+        self.puts = PutService(self.state, memoryview(self.memory), self.told)  # type: ignore[arg-type]
         sessions = Sessions(self.state, self.puts.room_changed)
         descriptor = SegmentDescriptor("store", CAPACITY, "here", GENERATION, ())
         identity = NodeIdentity(InstanceId("n"), GENERATION, descriptor)
@@ -230,3 +235,13 @@ async def test_a_connection_that_ends_before_it_hears_of_its_ranges_leaves_nothi
         chunk for chunk in rig.state.chunks.table if chunk.key.startswith("late") and chunk.state is ChunkState.RESERVED
     ]
     rig.state.check()
+
+
+@pytest.mark.parametrize(("master_ms", "waits_s"), [(600_000, 600.0), (0, 1.0)])
+async def test_a_put_waits_for_the_master_longer_than_for_room(rig: Rig, master_ms: int, waits_s: float) -> None:
+    """A client of the version before does not say how long."""
+    before_s = asyncio.get_running_loop().time()
+    items = [NewChunk(ChunkKey("k"), 1, 3)]
+    answer = rig.service.put(rig.mine, PutRequest(items, True, 1000, master_ms), memoryview(b"abc"))
+    assert await results(answer) == [False]
+    assert waits_s <= rig.told.until_s - before_s < waits_s + 300.0

@@ -54,7 +54,7 @@ NEW = NewChunk(ChunkKey("kv/ключ"), 1 << 63, 8192, SUMS, Pin.HARD, 1.5, 3)
 FAILURE = Failure.of(StoreFull("no room"))
 SAID = ClientCommit("node-1", 2, ChunkKey("k"), 7, 5, 9, 77)
 EXAMPLES: list[FastMessage] = [
-    PutRequest([NEW, NewChunk(ChunkKey("ab"), 7, 3)], True, 1000),
+    PutRequest([NEW, NewChunk(ChunkKey("ab"), 7, 3)], True, 1000, 3000),
     PutReply([True, False, FAILURE], 9, 77),
     ReserveRequest([NEW], 1000, 5),
     ReserveReply([Reservation(1, 64, True), None, FAILURE]),
@@ -107,7 +107,7 @@ def test_fields_of_a_later_version_are_ignored(example: FastMessage) -> None:
 
 def test_the_example_of_the_documentation() -> None:
     data = encode(PutRequest([NewChunk(ChunkKey("ab"), 7, 3, Checksums(0, (9,)))], True, 1000))
-    text = "93 91 97 a26162 07 03 92 00 91 09 a46e6f6e65 c0 01 c3 cd03e8"
+    text = "94 91 97 a26162 07 03 92 00 91 09 a46e6f6e65 c0 01 c3 cd03e8 00"
     assert data == bytes.fromhex(text)
     assert messages.__doc__ is not None
     assert f"{len(data)} bytes" in messages.__doc__

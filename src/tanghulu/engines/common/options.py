@@ -10,7 +10,7 @@ from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials, TlsFiles
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.masters import Masters
 from tanghulu.store.client.client import Client
-from tanghulu.store.client.settings import Settings
+from tanghulu.store.client.settings import ENGINE_ANSWER_S, Settings
 from tanghulu.types import parse_size
 
 SAVE_CHOICES = ("all", "prompt", "none")
@@ -67,4 +67,5 @@ class ConnectorOptions:
         """A client that finds its master when it is first used, and anew after a failure: the store may be away."""
         shown = Credentials(self.tenant, self.token, TlsFiles(self.tls_cert, self.tls_key, self.tls_ca))
         masters = Masters.of(self.master)
-        return Client(Settings(master=masters.showing(shown) if shown != NOTHING_TO_SHOW else masters))
+        masters = masters.showing(shown) if shown != NOTHING_TO_SHOW else masters
+        return Client(Settings(master=masters, master_answer_s=ENGINE_ANSWER_S))
