@@ -13,13 +13,13 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 
-from tanghulu.conductor.dashboard import pages
+from tanghulu.conductor.dashboard import docs_page, pages
 from tanghulu.conductor.dashboard.pages import Dashboard
 from tanghulu.conductor.dispatch.admission import Admission
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.dispatch.lifecycle import MoveLimits
 from tanghulu.conductor.dispatch.queue import ORDERS, QueueOrder
-from tanghulu.conductor.http import admin_api, docs_page, openai_api, openapi_document, sglang_api, unserved
+from tanghulu.conductor.http import admin_api, openai_api, openapi_document, sglang_api, unserved
 from tanghulu.conductor.http.envelope import Envelope
 from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES, ROOM_BYTES, Service, UnknownFields
 from tanghulu.conductor.index.shards import DEFAULT_SHARDS

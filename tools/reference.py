@@ -148,8 +148,11 @@ def _cluster(folder: Path) -> Iterator[list[dict[str, str]]]:
         entries = json.loads((folder / "cluster.json").read_text())
         url = f"http://{next(each['address'] for each in entries if each['role'] == 'conductor')}/v1/completions"
         body = json.dumps({"prompt": "some words " * 200, "max_tokens": 4}).encode()
+        request = urllib.request.Request(url, body, {"content-type": "application/json"})
         for _ in range(3):  # some metrics have no labels before something happens
-            urllib.request.urlopen(urllib.request.Request(url, body)).read()  # our own
+            urllib.request.urlopen(
+                urllib.request.Request(url, body, {"content-type": "application/json"})
+            ).read()  # our own
         yield entries
     finally:
         up.send_signal(signal.SIGINT)

@@ -1,1 +1,1 @@
-"""The page /dashboard: what the conductor and its cluster are doing, live, for people."""
+"""Pages for people: /dashboard, what the cluster is doing, live, and /docs, the routes and a form to try them."""

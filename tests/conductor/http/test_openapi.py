@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tanghulu.conductor.http import docs_page, fields
+from tanghulu.conductor.dashboard import docs_page
+from tanghulu.conductor.http import fields
 from tanghulu.conductor.http.openapi_document import BODIES
 
 ANYTHING = st.recursive(
