@@ -150,9 +150,7 @@ def _cluster(folder: Path) -> Iterator[list[dict[str, str]]]:
         body = json.dumps({"prompt": "some words " * 200, "max_tokens": 4}).encode()
         request = urllib.request.Request(url, body, {"content-type": "application/json"})
         for _ in range(3):  # some metrics have no labels before something happens
-            urllib.request.urlopen(
-                urllib.request.Request(url, body, {"content-type": "application/json"})
-            ).read()  # our own
+            urllib.request.urlopen(request).read()  # our own
         yield entries
     finally:
         up.send_signal(signal.SIGINT)
