@@ -14,11 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tanghulu import errors
@@ -111,8 +111,7 @@ def metrics() -> str:
     found: dict[str, tuple[str, str, set[str], set[str]]] = {}
     with tempfile.TemporaryDirectory() as folder, _cluster(Path(folder)) as entries:
         for entry in entries:
-            with urllib.request.urlopen(f"http://{entry['metrics_address']}/metrics") as page:  # our own
-                text = page.read().decode()
+            text = httpx.get(f"http://{entry['metrics_address']}/metrics", trust_env=False).text
             for family in text_string_to_metric_families(text):
                 labels = {label for sample in family.samples for label in sample.labels} - {"le"}
                 name = family.name + "_total" * (family.type == "counter")
@@ -147,10 +146,9 @@ def _cluster(folder: Path) -> Iterator[list[dict[str, str]]]:
             assert time.monotonic() < until_s, "the cluster did not become ready"
         entries = json.loads((folder / "cluster.json").read_text())
         url = f"http://{next(each['address'] for each in entries if each['role'] == 'conductor')}/v1/completions"
-        body = json.dumps({"prompt": "some words " * 200, "max_tokens": 4}).encode()
-        request = urllib.request.Request(url, body, {"content-type": "application/json"})
+        body = {"prompt": "some words " * 200, "max_tokens": 4}
         for _ in range(3):  # some metrics have no labels before something happens
-            urllib.request.urlopen(request).read()  # our own
+            httpx.post(url, json=body, trust_env=False, timeout=60).raise_for_status()
         yield entries
     finally:
         up.send_signal(signal.SIGINT)
