@@ -245,7 +245,7 @@ ROWS: Final = (
     _works("request_id", OPENAI, "mine", "the id of the answer, without its prefix"),
     _works("rid", OPENAI, "mine", "SGLang's name for request_id"),
     _works("rid", _GENERATE, "mine", "one, or one for each prompt; /abort_request takes it"),
-    _works("priority", BODIES, 1, "lower goes first, -2^31 to 2^31 - 1"),
+    _works("priority", BODIES, 1, "higher goes first among a client's own, -2^31 to 2^31 - 1"),
     _works("user", BODIES, "me", "where many wait, users take turns; without it, keys or addresses do"),
     _works("request_timeout", BODIES, 30.0, "seconds; no longer than the conductor's own, nor are the next two"),
     _works("first_token_timeout", BODIES, 30.0, "seconds from the request's arrival"),
