@@ -35,6 +35,7 @@ from tanghulu.discovery.base import Discovery, Instance
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import ConfigError, NodeUnavailable
+from tanghulu.masters import Masters
 from tanghulu.protos.common_pb2 import EndReply
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import check_bounds, command, option
@@ -186,7 +187,7 @@ class Conductor:
         self.peers = group.PeerGroup(
             conductor_id, self.dispatcher.own, self.dispatcher.peers, config.credentials, self._told_to_end
         )
-        self.dashboard = Dashboard(self.dispatcher, self.metrics, config.master.showing(config.credentials))
+        self.dashboard = Dashboard(self.dispatcher, self.metrics, Masters.of(config.master).showing(config.credentials))
         self.address = Address("", 0)
         self._stopping = stopping or asyncio.Event()
 

@@ -80,7 +80,7 @@ def test_a_taken_port_ends_all_and_says_so(tmp_path):
         done = _up(tmp_path, "--master-port", str(port), "--port", "0")
     assert done.returncode != 0
     assert f"127.0.0.1:{port}" in done.stderr
-    assert "another --port" in done.stderr
+    assert "another --master-port" in done.stderr
 
 
 def test_a_missing_model_ends_all_and_says_so(tmp_path):

@@ -54,5 +54,5 @@ def test_a_path_that_cannot_be_is_refused_before_the_replay(tmp_path, name):
 def test_a_missing_library_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"tanghulu\[plot\]"):
+    with pytest.raises(ConfigError, match=r"pip install .*\[plot\]"):
         check_plot(tmp_path / "plot.png")

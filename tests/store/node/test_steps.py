@@ -113,17 +113,17 @@ async def test_many_commits(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_many_leases_that_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     put(rig.state, new("chunk"))
-    rig.state.end_call()
-    chunk = rig.state.look_up(ChunkKey("chunk"))
+    rig.state.chunks.end_call()
+    chunk = rig.state.chunks.look_up(ChunkKey("chunk"))
     assert chunk is not None
-    released = Steps(monkeypatch, rig.state.access, "release")
+    released = Steps(monkeypatch, rig.state.leases.access, "release")
     for handler, request in (
         (rig.service.unpin, lambda ids: UnpinRequest(ids, 0, [], [])),
         (rig.service.commit, lambda ids: CommitRequest([], ids, True, 0)),
     ):
-        ids = [rig.state.pin(chunk, COPIES).lease_id for _ in range(MANY)]
+        ids = [rig.state.leases.pin(chunk, COPIES).lease_id for _ in range(MANY)]
         await rig.call(handler, request(ids))
-        assert rig.state.access.num_leases == 0
+        assert len(rig.state.leases) == 0
         assert released.most <= STEP_ITEMS
     assert released.total == 2 * MANY
 
@@ -131,15 +131,15 @@ async def test_many_leases_that_are_given_back(monkeypatch: pytest.MonkeyPatch) 
 async def test_leases_are_given_back_though_the_connection_ends() -> None:
     rig = Rig()
     put(rig.state, new("chunk"))
-    rig.state.end_call()
-    chunk = rig.state.look_up(ChunkKey("chunk"))
+    rig.state.chunks.end_call()
+    chunk = rig.state.chunks.look_up(ChunkKey("chunk"))
     assert chunk is not None
-    ids = [rig.state.pin(chunk, COPIES).lease_id for _ in range(MANY)]
+    ids = [rig.state.leases.pin(chunk, COPIES).lease_id for _ in range(MANY)]
     call = asyncio.ensure_future(rig.call(rig.service.unpin, UnpinRequest(ids, 0, [], [])))
     await asyncio.sleep(0)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
     async with asyncio.timeout(30):
-        while rig.state.access.num_leases:  # noqa: ASYNC110 - nobody tells
+        while len(rig.state.leases):  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0)
