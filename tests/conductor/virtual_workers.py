@@ -114,7 +114,7 @@ class VirtualWorker:
 
     # --- the session
 
-    def submit(self, request, wire_id, tokens, hand_over, source, holder=None) -> None:
+    def submit(self, request, wire_id, tokens, hand_over, source, holder=None, moved=False) -> None:
         sequence = TokenSequence(root_hash(_CARD.fingerprint), BLOCK_TOKENS, tokens)
         peer = PeerExport(source.address, str(source.export_id), source.num_tokens) if source is not None else None
         engine_request = EngineRequest(
@@ -126,6 +126,7 @@ class VirtualWorker:
             hold_kv=hand_over,
             peer=peer,
             holder=PeerPrefix(holder.address, holder.num_blocks) if holder is not None else None,
+            moved=moved,
         )
         self.num_hand_overs += peer is not None
         self._time.after(WIRE_S, lambda: self._add(engine_request))
