@@ -166,7 +166,7 @@ def hung_engine(pid: int) -> Iterator[None]:
     tasks = Path(f"/proc/{pid}/task")
     engine = next(task.name for task in tasks.iterdir() if (task / "comm").read_text().strip() == "engine")
     command = [sys.executable, "-c", _HOLD, engine]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
         try:
             assert holder.stdout is not None
             assert holder.stdout.readline() == b"held\n", "ptrace is not allowed here"
@@ -181,7 +181,7 @@ libc, thread = ctypes.CDLL(None, use_errno=True), int(sys.argv[1])
 assert libc.ptrace(16, thread, 0, 0) == 0, os.strerror(ctypes.get_errno())
 os.waitpid(thread, 0x40000000)
 print("held", flush=True)
-sys.stdin.read()
+os.waitpid(thread, 0x40000000)  # that it is killed: before its tracer knows, its process does not end
 """
 
 
