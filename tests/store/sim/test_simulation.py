@@ -41,6 +41,8 @@ _CROWDED = Plan(2, 4, 8, 8.0, 4 << 20, 1.0, faults=("slow", "slow", "tear", "men
 _MIXED = Plan(2, 4, 40, 8.0, 2 << 20, 1.0, faults=("slow", "tear", "mend"), sizes=(3000, 70_000, 400_000, 1_000_000))
 _STORMY = Plan(3, 4, 6, 8.0, 4 << 20, 0.5)
 _REBORN = Plan(5, 4, 40, 14.0, 4 << 20, 1.0, faults=("master",), sizes=(10, 3000), removals=0.1)
+#: The same with so many clients that puts of one key meet at a master that rebuilds, though most wait for it.
+_CONTESTED = Plan(5, 12, 40, 10.0, 4 << 20, 1.0, faults=("master",), sizes=(10, 3000), removals=0.1)
 _LONELY = Plan(3, 4, 150, 14.0, 4 << 20, 1.5, faults=("isolate",), removals=2.0, sizes=(10, 3000))
 _CALM = Plan(2, 4, 300, 8.0, 8 << 20, 1.0, faults=(), sizes=(10, 3000, 20_000), removals=0.0, near=0.75)
 _STREAMING = Plan(2, 4, 60, 8.0, 8 << 20, 0.2, faults=("kill", "tear"), sizes=(70_000, 300_000), removals=0.0, near=0.0)
@@ -238,7 +240,7 @@ MUTATIONS = [
     (Directory, "bury", _lets_removed_chunks_return, _LONELY),
     (Rebuild, "knows", _is_never_incomplete, _REBORN),
     (Rebuild, "told", _takes_time_for_knowledge, _REBORN),
-    (Directory, "put_in", _decides_before_it_knows, _REBORN),
+    (Directory, "put_in", _decides_before_it_knows, _CONTESTED),
     (ReportQueue, "granted", _leaves_undecided_puts_parked, _REBORN),
     (SlotReport, "take", _passes_over_a_chunk, _REBORN),
     (RangeDirectories, "is_incomplete", _denies_what_it_does_not_know, _REBORN),
