@@ -98,7 +98,7 @@ async def test_no_500_and_no_status_that_is_not_documented(cluster, path, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(BODIES))
-@settings(FUZZED, max_examples=150)
+@settings(FUZZED, max_examples=150, derandomize=True)
 @given(data=st.data())
 async def test_the_same_with_very_many_bodies(cluster, path, data):
     await _check(cluster, path, data.draw(bodies(path)))
