@@ -18,11 +18,11 @@ from typing import Any
 import httpx
 import structlog
 
-from tanghulu.conductor.http.forwarding import TRY_ELSEWHERE, new_client, reason, request_headers
 from tanghulu.conductor.pool_router.demand import demand_of, parse_body, prefill_only
 from tanghulu.conductor.pool_router.grid import PoolMap
 from tanghulu.conductor.pool_router.members import Member, Members
 from tanghulu.conductor.pool_router.metrics import PoolMetrics
+from tanghulu.conductor.pool_router.relaying import TRY_ELSEWHERE, new_client, reason, request_headers
 from tanghulu.conductor.pool_router.streamed import PoolAnswer
 from tanghulu.errors import NodeUnavailable
 from tanghulu.runtime.clock import Clock

@@ -16,9 +16,9 @@ import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tanghulu.conductor.http.forwarding import answer_headers, reason
 from tanghulu.conductor.http.reply import DONE, dumps, event, hung_up
 from tanghulu.conductor.pool_router.members import Member
+from tanghulu.conductor.pool_router.relaying import answer_headers, reason
 from tanghulu.errors import NodeUnavailable
 from tanghulu.runtime.tasks import cancelled
 from tanghulu.web.errors import body_of

@@ -19,8 +19,8 @@ from typing import Any
 
 import httpx
 
-from tanghulu.conductor.http.forwarding import TRY_ELSEWHERE, answer_headers, new_client, reason
 from tanghulu.conductor.pool_router.demand import parse_body
+from tanghulu.conductor.pool_router.relaying import TRY_ELSEWHERE, answer_headers, new_client, reason
 from tanghulu.conductor.routing.overrides import RoutingOverrides
 from tanghulu.conductor.routing_service import types
 from tanghulu.conductor.routing_service.service import RoutableWorker, RoutingQuery, RoutingService

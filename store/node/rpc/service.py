@@ -1,6 +1,8 @@
 """The node's fast lane: HELLO, PUT, RESERVE, COMMIT, GET, UNPIN, EXISTS, REMOVE, CHUNK_STAT, EVICTION.
 
 An edge: turns messages into NodeState's words and back. What needs no waiting is answered in the same loop step.
+It is long because it is all methods of one carrier, which share sessions, deadlines, the cutting of large calls into
+steps and how an answer waits for the master.
 """
 
 from __future__ import annotations
