@@ -4,10 +4,15 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 UP_FLAGS ?=
 PYTEST_FLAGS ?=
 BENCH_FLAGS ?=
+CHAOS_FLAGS ?=
 # Processes that test side by side; with make test JOBS=0 pytest's own alone, which shows what tests print.
 JOBS ?= 2
 # What make coverage runs: tracing costs half as much CPU time again (3.11), so not the whole suite.
-COVERAGE_TESTS ?= tests/conductor tests/discovery tests/rpc tests/store
+COVERAGE_TESTS ?= tests/auth tests/discovery tests/rpc $(addprefix tests/conductor/,dispatch index peers routing stories text tools)
+# Slow tests without processes and deadlines of their own, so that they can run side by side. Lives of the simulations
+# follow from their seed and from the order of sets.
+IN_PROCESS := tests/cluster_sim tests/store/sim tests/transfer_engine/sim tests/store/master/test_range_election.py \
+  tests/conductor/http/test_openapi.py tests/conductor/text tests/conductor/tools
 
 .DEFAULT_GOAL := help
 
@@ -25,20 +30,29 @@ up: $(VENV)/.ready ## install, start the embedded cluster on the real model, say
 	$(VENV)/bin/tanghulu up $(UP_FLAGS)
 
 test: $(VENV)/.ready ## the quick suite, with real processes and the real model
-	$(PY) -m pytest -n $(JOBS) -m "not slow and not engine_vllm" $(PYTEST_FLAGS)
+	$(PY) -m pytest -n $(JOBS) -m "not slow and not engine_vllm and not engine_lmcache and not engine_sglang" $(PYTEST_FLAGS)
 
 test-slow: $(VENV)/.ready ## long simulations, kills and restarts
-	$(PY) -m pytest -m "slow and not rdma" $(PYTEST_FLAGS)
+	PYTHONHASHSEED=0 $(PY) -m pytest -n $(JOBS) -m "slow and not rdma and not by_hand" $(PYTEST_FLAGS) $(IN_PROCESS)
+	$(PY) -m pytest -m "slow and not rdma and not by_hand" $(PYTEST_FLAGS) $(addprefix --ignore=,$(IN_PROCESS))
 
-test-engines: $(VENV)/.ready ## two vLLM processes that share a prefix; the first time installs vLLM (3.5 GB)
+test-by-hand: $(VENV)/.ready ## what takes too long for every change: faults under the real model
+	$(PY) -m pytest -m "slow and by_hand" $(PYTEST_FLAGS)
+
+test-engines: $(VENV)/.ready ## real vLLM, LMCache and SGLang's controller on the store; the first time installs them (7 GB)
 	$(PY) tools/engine_venv.py vllm
-	$(PY) -m pytest -m engine_vllm $(PYTEST_FLAGS)
+	$(PY) tools/engine_venv.py lmcache
+	$(PY) tools/engine_venv.py sglang
+	$(PY) -m pytest -m "engine_vllm or engine_lmcache or engine_sglang" $(PYTEST_FLAGS)
 
 test-rdma: $(VENV)/.ready ## real verbs: soft-RoCE devices in two QEMU guests (docs/rdma.md)
 	tests/rdma_vm/rdma_vm.sh prepare
 	$(PY) -m pytest -m rdma $(PYTEST_FLAGS)
 
-coverage: $(VENV)/.ready ## lines of conductor, store and rpc that their quick tests run in their own processes; htmlcov/
+chaos: $(VENV)/.ready ## a deployment in which something breaks every 2 s; CHAOS_FLAGS="--seconds 600 --seed 7" (docs/faults.md)
+	$(PY) -m tests.e2e.faults.chaos $(CHAOS_FLAGS)
+
+coverage: $(VENV)/.ready ## lines of conductor, discovery and rpc that their quick tests run in their own processes; htmlcov/
 	$(PY) -m pytest -n $(JOBS) -q -m "not slow" --cov --cov-report=term --cov-report=html $(PYTEST_FLAGS) $(COVERAGE_TESTS)
 
 check: $(VENV)/.ready ## style, types, layers, generated code, figures in docs
@@ -49,13 +63,22 @@ check: $(VENV)/.ready ## style, types, layers, generated code, figures in docs
 	$(PY) protos/generate.py --check
 	$(PY) tools/generate_client.py --check
 	$(PY) -m benchmarks.common.doc_tables --check
+	$(PY) -m benchmarks.common.plots --check
 	$(PY) tools/reference.py --check
 	$(PY) tools/field_tables.py --check
+	$(PY) tools/diagrams.py --check
+	$(PY) tools/audit.py
 	$(MKDOCS) -q
+
+audit: $(VENV)/.ready ## ask PyPI for known weaknesses of what constraints.txt pins (docs/dependencies.md)
+	$(PY) tools/audit.py --online
 
 docs: $(VENV)/.ready ## the documentation as a site in site/; links are checked
 	$(PY) tools/reference.py
 	$(MKDOCS)
+
+release: $(VENV)/.ready ## source archive and wheel in dist/, checked; what they weigh
+	$(PY) tools/release.py
 
 bench: $(VENV)/.ready ## measure, and keep the figures in benchmarks/results/
 	$(PY) -m benchmarks.store.store_bench
@@ -75,4 +98,4 @@ protos: $(VENV)/.ready ## regenerate the committed protobuf code
 client: $(VENV)/.ready ## regenerate the blocking client's methods from the asyncio client's
 	$(PY) tools/generate_client.py
 
-.PHONY: docs help up test test-slow test-engines test-rdma coverage check bench bench-store bench-transfer bench-gpu protos client
+.PHONY: audit docs release help up test test-slow test-by-hand test-engines test-rdma chaos coverage check bench bench-store bench-transfer bench-gpu protos client

@@ -13,14 +13,18 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 
+from tanghulu.auth.tokens import TokensFile
+from tanghulu.conductor import route_rights
 from tanghulu.conductor.dashboard import docs_page, pages
 from tanghulu.conductor.dashboard.pages import Dashboard
 from tanghulu.conductor.dispatch.admission import Admission
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.dispatch.lifecycle import MoveLimits
 from tanghulu.conductor.dispatch.queue import ORDERS, QueueOrder
+from tanghulu.conductor.grpc_api.port import InferencePort
 from tanghulu.conductor.http import admin_api, openai_api, openapi_document, sglang_api, unserved
 from tanghulu.conductor.http.envelope import Envelope
+from tanghulu.conductor.http.responses import routes as responses_api
 from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES, ROOM_BYTES, Service, UnknownFields
 from tanghulu.conductor.index.shards import DEFAULT_SHARDS
 from tanghulu.conductor.metrics import ConductorMetrics
@@ -30,6 +34,7 @@ from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.routing.profiles import read_profiles
 from tanghulu.conductor.routing.requests import Timeouts
+from tanghulu.conductor.stories.otel import SpanExport
 from tanghulu.conductor.tools.choosing import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS, ParserNames
 from tanghulu.discovery.base import Discovery, Instance
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
@@ -39,13 +44,15 @@ from tanghulu.masters import Masters
 from tanghulu.protos.common_pb2 import EndReply
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import check_bounds, command, option
-from tanghulu.runtime.master_options import MasterOptions
+from tanghulu.runtime.master_options import HttpOptions, MasterOptions
 from tanghulu.runtime.process import Process, ProcessConfig, run
 from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, Role
 from tanghulu.version import __version__
 from tanghulu.web import errors
 from tanghulu.web.bodies import Bodies
+from tanghulu.web.direct import DirectRoutes
+from tanghulu.web.port import HttpPort
 from tanghulu.web.server import HttpServer, address_of, listen
 
 _log = structlog.get_logger(__name__)
@@ -55,7 +62,7 @@ _LINGER_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConductorConfig(MasterOptions, ProcessConfig):
+class ConductorConfig(MasterOptions, HttpOptions, ProcessConfig):
     """The conductor's options."""
 
     port: int = option(8000, "port of the HTTP API; 0 picks one")
@@ -132,6 +139,11 @@ class ConductorConfig(MasterOptions, ProcessConfig):
     cors_origins: str = option(
         "", "origins of web pages that may read the answers, such as https://a.example,https://b.example; or *"
     )
+    log_requests: bool = option(False, "log each request that ends, with where its time went")
+    otlp_endpoint: str = option(
+        "", "collector that gets requests as OpenTelemetry's spans, such as http://host:4318 (extra otel)"
+    )
+    grpc_port: int = option(-1, "port of inference over gRPC; 0 picks one; -1: it is not served so", least=-1)
     peer_port: int = option(0, "port on which other conductors follow this one's requests; 0 picks one")
     notice_s: float = option(
         2.0, "at the end, how long requests are still accepted after /ready has said no, in seconds", least=0
@@ -179,14 +191,23 @@ class Conductor:
             limits,
             SystemClock(),
             config.place,
+            config.credentials,
         )
+        self._spans = SpanExport(config.otlp_endpoint, conductor_id) if config.otlp_endpoint else None
+        if self._spans is not None:
+            self.dispatcher.stories.listeners.append(self._spans.told)
+        if config.log_requests:
+            self.dispatcher.stories.listeners.append(lambda story: _log.info("request.story", **story.summary()))
         bodies = Bodies(config.max_body_size, ROOM_BYTES)
         unknown_fields = UnknownFields(config.unknown_fields)
         parsers = ParserNames(config.tool_call_parser, config.reasoning_parser)
         self.service = Service(self.dispatcher, registry, bodies, config.queue_timeout_s, unknown_fields, parsers)
+        self._port = HttpPort(config)
+        tokens = None if config.tokens is None else TokensFile(config.tokens)
         self.peers = group.PeerGroup(
-            conductor_id, self.dispatcher.own, self.dispatcher.peers, config.credentials, self._told_to_end
+            conductor_id, self.dispatcher.own, self.dispatcher.peers, config.credentials, self._told_to_end, tokens
         )
+        self.inference = InferencePort(self.service, self.metrics, config, self._port.keys)
         self.dashboard = Dashboard(self.dispatcher, self.metrics, Masters.of(config.master).showing(config.credentials))
         self.address = Address("", 0)
         self._stopping = stopping or asyncio.Event()
@@ -198,17 +219,22 @@ class Conductor:
         Raises ConfigError if the port is taken.
         """
         listener = listen(self.config.host, listen_port, reuse_port=self.config.reuse_port)
-        self.address = address_of(listener)
+        self.address = Address(self.config.reachable_host, address_of(listener).port)
         try:
+            if self.config.grpc_port >= 0:
+                where = Address(self.config.host, self.config.grpc_port)
+                await self.inference.start(where, reuse_port=self.config.reuse_port)
             await self.peers.start(self.config.host, self.config.peer_port, self.config.reachable_host)
         except ConfigError:
+            await self.inference.stop(0)
             listener.close()
             raise
         origins = tuple(origin.strip() for origin in self.config.cors_origins.split(",") if origin.strip())
         routes = make_app(self.service)
-        routes.include_router(pages.router(self.dashboard), include_in_schema=False)
-        app = Envelope(routes, self.service.metrics, origins)
-        server = HttpServer(app, self.config.grace_s)
+        routes.app.include_router(pages.router(self.dashboard), include_in_schema=False)
+        authorized = self._port.authorized(routes, route_rights.CONDUCTOR, self.service.accounts)
+        app = Envelope(authorized, self.service.metrics, origins)
+        server = self._port.server(app, self.config.grace_s)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             async with beside(
@@ -218,6 +244,7 @@ class Conductor:
                 self._observe(),
                 self.dispatcher.mirror.apply_events(),
                 self._request_snapshots(),
+                *self._port.tasks(),
             ):
                 yield self
                 await self._finish(server, serving)
@@ -226,9 +253,12 @@ class Conductor:
             server.stop()
             await self.dispatcher.registry.close()
             self.dispatcher.fail_all(NodeUnavailable("the conductor is stopping"))
+            await self.inference.stop(_LINGER_S)
             await self.peers.close()
             await asyncio.gather(serving, return_exceptions=True)
             listener.close()
+            if self._spans is not None:
+                await asyncio.to_thread(self._spans.close)
 
     def replicator(self, request_copies: RequestCopies) -> Replicator:
         """The task that has hot prefixes copied ahead, by ``request_copies``."""
@@ -247,12 +277,13 @@ class Conductor:
         server.hang_up_after_answers()
         _log.info("conductor.ending", requests=self.dispatcher.num_requests, notice_s=self.config.notice_s)
         await asyncio.sleep(self.config.notice_s)
-        server.stop_accepting()
+        await server.stop_accepting()
         await asyncio.sleep(min(self.config.notice_s, _LINGER_S))
         self.service.bodies.stop()
         server.stop()
         _log.info("conductor.finishing", requests=self.dispatcher.num_requests, grace_s=self.config.grace_s)
-        await asyncio.wait([serving], timeout=self.config.grace_s)
+        calls = asyncio.create_task(self.inference.stop(self.config.grace_s + _LINGER_S))
+        await asyncio.wait([serving, calls], timeout=self.config.grace_s)
         self.dispatcher.fail_all(NodeUnavailable("the conductor is stopping"))
 
     async def _request_snapshots(self) -> None:
@@ -268,15 +299,16 @@ class Conductor:
             await asyncio.sleep(_OBSERVE_S)
 
 
-def make_app(service: Service) -> FastAPI:
-    """Build the HTTP application: all routes of the conductor, on ``service``."""
+def make_app(service: Service) -> DirectRoutes:
+    """Build the HTTP application: all routes of the conductor, on ``service``; those of inference are direct."""
     app = FastAPI(
         title="tanghulu conductor", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None
     )
-    routers = [each.router(service) for each in (openai_api, sglang_api, admin_api)]
+    routers = [each.router(service) for each in (openai_api, responses_api, sglang_api, admin_api)]
     for router in (*routers, docs_page.router()):
         app.include_router(router)
-    paths = [route.path for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    declared = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    paths = [route.path for route in declared]
     errors.install(
         app,
         "the conductor",
@@ -284,7 +316,7 @@ def make_app(service: Service) -> FastAPI:
         lambda method, path: unserved.explain(method, path, paths),
     )
     openapi_document.install(app)
-    return app
+    return DirectRoutes(app, [route for route in declared if route.path in openapi_document.STREAMS])
 
 
 async def serve(process: Process, config: ConductorConfig) -> None:
@@ -301,12 +333,12 @@ async def serve(process: Process, config: ConductorConfig) -> None:
             instance = Instance(
                 id=process.instance_id(conductor.address.port),
                 role=Role.CONDUCTOR,
-                address=conductor.address,
+                address=Address(config.reachable_host, conductor.address.port),
                 namespace=config.namespace,
                 metrics_address=process.metrics_address,
                 place=config.place,
                 generation=process.generation,
-                attributes={group.ATTRIBUTE: str(conductor.peers.address)},
+                attributes={group.ATTRIBUTE: str(conductor.peers.address), "scheme": config.scheme},
             )
             registration = await discovery.register(instance)
             process.ready(instance.id, conductor.address, busy=lambda: conductor.dispatcher.num_requests > 0)

@@ -6,10 +6,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _PREFIX = "tanghulu_conductor_"
+_GRPC = ("method", "status", "model")
 
 
 class ConductorMetrics:
-    """Metrics that the dispatcher and the HTTP layer update."""
+    """Metrics that the dispatcher, the HTTP layer and the gRPC API update."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -24,10 +25,18 @@ class ConductorMetrics:
         self.requests = counter(
             "requests", "Sequences that ended, by outcome: stop, length, abort, or an error's code", "outcome"
         )
+        self.grpc_requests = counter("grpc_requests", "Calls of the gRPC API that were answered", *_GRPC)
+        self.grpc_seconds = Histogram(
+            _PREFIX + "grpc_request_seconds",
+            "From a gRPC call's beginning to the end of its answer",
+            _GRPC,
+            buckets=_SECONDS,
+            registry=registry,
+        )
         self.refused_tokens = counter("refused_prompt_tokens", "Prompt tokens of sequences that were refused unbegun")
         self.ttft = histogram("ttft_seconds", "From a sequence's arrival to its first token")
         self.tbt = histogram("tbt_seconds", "Between two steps that brought tokens of one sequence")
-        self.e2e = histogram("request_seconds", "From a sequence's arrival to its end")
+        self.e2e = histogram("request_seconds", "From the arrival of a sequence that was served to its end")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of sequences that ended")
         self.generated_tokens = counter("generated_tokens", "Tokens generated for clients")
         self.cached_tokens = counter("cached_tokens", "Prompt tokens that no worker had to compute")
@@ -45,6 +54,13 @@ class ConductorMetrics:
         )
         self.carried_tokens = Counter(
             "tanghulu_migration_tokens", "Generated tokens that moved along with requests", registry=registry
+        )
+        self.phases = Histogram(
+            "tanghulu_request_phase_seconds",
+            "Where the time of requests went, by how they ended: served, aborted, refused, failed",
+            ("model", "phase", "status"),
+            buckets=(0.0001, 0.0005, *_SECONDS),
+            registry=registry,
         )
         self.hot_chunks = counter("hot_chunks", "Chunks of hot prefixes that the store was asked to copy ahead")
         self.hand_overs = counter("hand_overs", "Requests whose KV went from a prefill to a decode worker")

@@ -1,7 +1,6 @@
-"""The driver of HotPrefixes: asks the master to have hot prefixes copied to more nodes.
+"""The driver of HotPrefixes: asks the masters to have hot prefixes copied to more nodes.
 
-A request that fails is logged, and made again while the prefix is hot. The conductor is no client of the store: it
-sends the request to the master over gRPC.
+A request that fails is logged, and made again while the prefix is hot.
 """
 
 from __future__ import annotations
@@ -13,13 +12,10 @@ import structlog
 
 from tanghulu.conductor.index.events import CacheMirror
 from tanghulu.conductor.index.hot_prefixes import ASK_S, HotPrefixes
-from tanghulu.discovery.masters import MasterFinder
-from tanghulu.errors import MasterUnavailable, TanghuluError
+from tanghulu.errors import TanghuluError
 from tanghulu.masters import Masters
-from tanghulu.protos import directory_pb2 as pb
-from tanghulu.protos import directory_pb2_grpc
-from tanghulu.rpc.grpc_edge import channel, typed_errors
 from tanghulu.runtime.clock import Clock
+from tanghulu.store.client import aio
 from tanghulu.types import Address, BlockHash, Fingerprint, kv_chunk_key
 
 _log = structlog.get_logger(__name__)
@@ -75,27 +71,15 @@ class Replicator:
 
 
 class CopyRequester:
-    """Asks the master for copies; opens a connection for each request, because requests are few."""
+    """Asks the masters for copies; opens connections for each request, because requests are few."""
 
     def __init__(self, masters: Masters | Address | str) -> None:
-        self._finder = MasterFinder(masters)
+        self._masters = Masters.of(masters)
 
     async def request(self, keys: Sequence[str], holders: int, for_s: float) -> int:
-        """Have ``holders`` nodes hold ``keys`` for ``for_s`` seconds; returns how many keys the master took.
+        """Have ``holders`` nodes hold ``keys`` for ``for_s`` seconds; returns how many keys the masters took.
 
         Raises MasterUnavailable, Forbidden without the right to write, or InvalidRequest.
         """
-        address = await self._finder.find()
-        credentials = self._finder.masters.credentials
-        request = pb.ReplicateRequest(keys=keys, holders=holders, for_s=for_s)
-        try:
-            async with (
-                channel(address, tls=credentials.tls) as connection,
-                typed_errors(f"master at {address}", MasterUnavailable),
-            ):
-                stub = directory_pb2_grpc.DirectoryStub(connection)
-                reply = await stub.Replicate(request, timeout=_DEADLINE_S, metadata=credentials.metadata)
-        except TanghuluError as error:
-            self._finder.failed(address, error)
-            raise
-        return int(reply.num_taken)
+        async with aio.connect(self._masters, deadline_s=_DEADLINE_S) as store:
+            return await store.replicate(keys, holders=holders, for_s=for_s)

@@ -87,7 +87,7 @@ class HotKey(_message.Message):
     def __init__(self, key: _Optional[str] = ..., num_gets: _Optional[int] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
-    __slots__ = ("node_id", "generation", "added", "removed", "report", "capacity_bytes", "used_bytes", "deleted", "ssd_capacity_bytes", "ssd_used_bytes", "term", "term_of", "news", "tenants", "withdrawn", "report_id", "piece", "removed_versions", "deleted_versions")
+    __slots__ = ("node_id", "generation", "added", "removed", "report", "capacity_bytes", "used_bytes", "deleted", "ssd_capacity_bytes", "ssd_used_bytes", "term", "term_of", "news", "tenants", "withdrawn", "report_id", "piece", "removed_versions", "deleted_versions", "map_version", "owned", "ranges")
     class Report(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[AnnounceRequest.Report]
@@ -117,6 +117,9 @@ class AnnounceRequest(_message.Message):
     PIECE_FIELD_NUMBER: _ClassVar[int]
     REMOVED_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     DELETED_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    MAP_VERSION_FIELD_NUMBER: _ClassVar[int]
+    OWNED_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     generation: int
     added: _containers.RepeatedCompositeFieldContainer[ChunkEntry]
@@ -136,7 +139,16 @@ class AnnounceRequest(_message.Message):
     piece: ReportPiece
     removed_versions: _containers.RepeatedScalarFieldContainer[int]
     deleted_versions: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., report: _Optional[_Union[AnnounceRequest.Report, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., deleted: _Optional[_Iterable[str]] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., news: _Optional[_Union[CopyNews, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantBytes, _Mapping]]] = ..., withdrawn: _Optional[_Iterable[_Union[Withdrawal, _Mapping]]] = ..., report_id: _Optional[int] = ..., piece: _Optional[_Union[ReportPiece, _Mapping]] = ..., removed_versions: _Optional[_Iterable[int]] = ..., deleted_versions: _Optional[_Iterable[int]] = ...) -> None: ...
+    map_version: int
+    owned: int
+    ranges: _containers.RepeatedCompositeFieldContainer[ReportedRange]
+    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., report: _Optional[_Union[AnnounceRequest.Report, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., deleted: _Optional[_Iterable[str]] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., news: _Optional[_Union[CopyNews, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantBytes, _Mapping]]] = ..., withdrawn: _Optional[_Iterable[_Union[Withdrawal, _Mapping]]] = ..., report_id: _Optional[int] = ..., piece: _Optional[_Union[ReportPiece, _Mapping]] = ..., removed_versions: _Optional[_Iterable[int]] = ..., deleted_versions: _Optional[_Iterable[int]] = ..., map_version: _Optional[int] = ..., owned: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[ReportedRange, _Mapping]]] = ...) -> None: ...
+
+class ReportedRange(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class Withdrawal(_message.Message):
     __slots__ = ("key", "version")
@@ -155,7 +167,7 @@ class TenantBytes(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class AnnounceReply(_message.Message):
-    __slots__ = ("status", "accepted", "report_wanted", "term", "term_of", "copies", "drops", "sources", "undecided", "elsewhere", "num_nodes", "refused", "report_keys", "known_slots")
+    __slots__ = ("status", "accepted", "report_wanted", "term", "term_of", "copies", "drops", "sources", "undecided", "elsewhere", "num_nodes", "refused", "report_keys", "known_slots", "renewals", "ranges", "map_version")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REPORT_WANTED_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +182,9 @@ class AnnounceReply(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     REPORT_KEYS_FIELD_NUMBER: _ClassVar[int]
     KNOWN_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    RENEWALS_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    MAP_VERSION_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     accepted: _containers.RepeatedScalarFieldContainer[bool]
     report_wanted: bool
@@ -184,7 +199,20 @@ class AnnounceReply(_message.Message):
     refused: _containers.RepeatedScalarFieldContainer[int]
     report_keys: int
     known_slots: int
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., accepted: _Optional[_Iterable[bool]] = ..., report_wanted: _Optional[bool] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[CopyOrder, _Mapping]]] = ..., drops: _Optional[_Iterable[_Union[DropOrder, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.Instance, _Mapping]]] = ..., undecided: _Optional[_Iterable[int]] = ..., elsewhere: _Optional[_Iterable[_Union[TenantBytes, _Mapping]]] = ..., num_nodes: _Optional[int] = ..., refused: _Optional[_Iterable[int]] = ..., report_keys: _Optional[int] = ..., known_slots: _Optional[int] = ...) -> None: ...
+    renewals: int
+    ranges: _containers.RepeatedCompositeFieldContainer[KnownRange]
+    map_version: int
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., accepted: _Optional[_Iterable[bool]] = ..., report_wanted: _Optional[bool] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[CopyOrder, _Mapping]]] = ..., drops: _Optional[_Iterable[_Union[DropOrder, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.Instance, _Mapping]]] = ..., undecided: _Optional[_Iterable[int]] = ..., elsewhere: _Optional[_Iterable[_Union[TenantBytes, _Mapping]]] = ..., num_nodes: _Optional[int] = ..., refused: _Optional[_Iterable[int]] = ..., report_keys: _Optional[int] = ..., known_slots: _Optional[int] = ..., renewals: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[KnownRange, _Mapping]]] = ..., map_version: _Optional[int] = ...) -> None: ...
+
+class KnownRange(_message.Message):
+    __slots__ = ("number", "known_slots", "wanted")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    known_slots: int
+    wanted: bool
+    def __init__(self, number: _Optional[int] = ..., known_slots: _Optional[int] = ..., wanted: _Optional[bool] = ...) -> None: ...
 
 class LocateRequest(_message.Message):
     __slots__ = ("keys", "count_only")
@@ -207,7 +235,7 @@ class Location(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., num_warm: _Optional[int] = ...) -> None: ...
 
 class LocateReply(_message.Message):
-    __slots__ = ("status", "node_ids", "locations", "incomplete", "found", "term", "term_of")
+    __slots__ = ("status", "node_ids", "locations", "incomplete", "found", "term", "term_of", "renewals")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     NODE_IDS_FIELD_NUMBER: _ClassVar[int]
     LOCATIONS_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +243,7 @@ class LocateReply(_message.Message):
     FOUND_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     TERM_OF_FIELD_NUMBER: _ClassVar[int]
+    RENEWALS_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     node_ids: _containers.RepeatedScalarFieldContainer[str]
     locations: _containers.RepeatedCompositeFieldContainer[Location]
@@ -222,7 +251,8 @@ class LocateReply(_message.Message):
     found: bytes
     term: int
     term_of: int
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., node_ids: _Optional[_Iterable[str]] = ..., locations: _Optional[_Iterable[_Union[Location, _Mapping]]] = ..., incomplete: _Optional[bool] = ..., found: _Optional[bytes] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ...) -> None: ...
+    renewals: int
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., node_ids: _Optional[_Iterable[str]] = ..., locations: _Optional[_Iterable[_Union[Location, _Mapping]]] = ..., incomplete: _Optional[bool] = ..., found: _Optional[bytes] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., renewals: _Optional[int] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
     __slots__ = ("instance", "capacity_bytes", "used_bytes", "num_chunks", "draining", "last_seen_s", "ssd_capacity_bytes", "ssd_used_bytes", "num_unsafe", "drained")
@@ -261,29 +291,33 @@ class PlaceRequest(_message.Message):
     def __init__(self, size_bytes: _Optional[int] = ..., replicas: _Optional[int] = ..., prefer_node: _Optional[str] = ..., client_place: _Optional[str] = ...) -> None: ...
 
 class PlaceReply(_message.Message):
-    __slots__ = ("status", "nodes", "term", "term_of")
+    __slots__ = ("status", "nodes", "term", "term_of", "renewals")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     TERM_OF_FIELD_NUMBER: _ClassVar[int]
+    RENEWALS_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     nodes: _containers.RepeatedCompositeFieldContainer[NodeInfo]
     term: int
     term_of: int
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ...) -> None: ...
+    renewals: int
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., renewals: _Optional[int] = ...) -> None: ...
 
 class NodesRequest(_message.Message):
-    __slots__ = ("known_version", "known_generation", "versioned")
+    __slots__ = ("known_version", "known_generation", "versioned", "ranges")
     KNOWN_VERSION_FIELD_NUMBER: _ClassVar[int]
     KNOWN_GENERATION_FIELD_NUMBER: _ClassVar[int]
     VERSIONED_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
     known_version: int
     known_generation: int
     versioned: bool
-    def __init__(self, known_version: _Optional[int] = ..., known_generation: _Optional[int] = ..., versioned: _Optional[bool] = ...) -> None: ...
+    ranges: int
+    def __init__(self, known_version: _Optional[int] = ..., known_generation: _Optional[int] = ..., versioned: _Optional[bool] = ..., ranges: _Optional[int] = ...) -> None: ...
 
 class NodesReply(_message.Message):
-    __slots__ = ("status", "nodes", "rebuilding", "num_keys", "master_generation", "term", "term_of", "version", "unchanged")
+    __slots__ = ("status", "nodes", "rebuilding", "num_keys", "master_generation", "term", "term_of", "version", "unchanged", "renewals", "rebuilding_ranges", "leading", "of_part")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     REBUILDING_FIELD_NUMBER: _ClassVar[int]
@@ -293,6 +327,10 @@ class NodesReply(_message.Message):
     TERM_OF_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UNCHANGED_FIELD_NUMBER: _ClassVar[int]
+    RENEWALS_FIELD_NUMBER: _ClassVar[int]
+    REBUILDING_RANGES_FIELD_NUMBER: _ClassVar[int]
+    LEADING_FIELD_NUMBER: _ClassVar[int]
+    OF_PART_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     nodes: _containers.RepeatedCompositeFieldContainer[NodeInfo]
     rebuilding: bool
@@ -302,17 +340,23 @@ class NodesReply(_message.Message):
     term_of: int
     version: int
     unchanged: bool
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ..., rebuilding: _Optional[bool] = ..., num_keys: _Optional[int] = ..., master_generation: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., version: _Optional[int] = ..., unchanged: _Optional[bool] = ...) -> None: ...
+    renewals: int
+    rebuilding_ranges: int
+    leading: bool
+    of_part: bool
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ..., rebuilding: _Optional[bool] = ..., num_keys: _Optional[int] = ..., master_generation: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., version: _Optional[int] = ..., unchanged: _Optional[bool] = ..., renewals: _Optional[int] = ..., rebuilding_ranges: _Optional[int] = ..., leading: _Optional[bool] = ..., of_part: _Optional[bool] = ...) -> None: ...
 
 class ListKeysRequest(_message.Message):
-    __slots__ = ("prefix", "after", "limit")
+    __slots__ = ("prefix", "after", "limit", "ranges")
     PREFIX_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
     prefix: str
     after: str
     limit: int
-    def __init__(self, prefix: _Optional[str] = ..., after: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
+    ranges: int
+    def __init__(self, prefix: _Optional[str] = ..., after: _Optional[str] = ..., limit: _Optional[int] = ..., ranges: _Optional[int] = ...) -> None: ...
 
 class ReplicateRequest(_message.Message):
     __slots__ = ("keys", "holders", "for_s")
@@ -325,16 +369,18 @@ class ReplicateRequest(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[str]] = ..., holders: _Optional[int] = ..., for_s: _Optional[float] = ...) -> None: ...
 
 class ReplicateReply(_message.Message):
-    __slots__ = ("status", "num_taken", "term", "term_of")
+    __slots__ = ("status", "num_taken", "term", "term_of", "renewals")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     NUM_TAKEN_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     TERM_OF_FIELD_NUMBER: _ClassVar[int]
+    RENEWALS_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     num_taken: int
     term: int
     term_of: int
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., num_taken: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ...) -> None: ...
+    renewals: int
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., num_taken: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., renewals: _Optional[int] = ...) -> None: ...
 
 class KeyInfo(_message.Message):
     __slots__ = ("key", "size_bytes", "version", "node_ids")
@@ -349,18 +395,20 @@ class KeyInfo(_message.Message):
     def __init__(self, key: _Optional[str] = ..., size_bytes: _Optional[int] = ..., version: _Optional[int] = ..., node_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListKeysReply(_message.Message):
-    __slots__ = ("status", "keys", "more", "term", "term_of")
+    __slots__ = ("status", "keys", "more", "term", "term_of", "renewals")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     TERM_OF_FIELD_NUMBER: _ClassVar[int]
+    RENEWALS_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     keys: _containers.RepeatedCompositeFieldContainer[KeyInfo]
     more: bool
     term: int
     term_of: int
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., keys: _Optional[_Iterable[_Union[KeyInfo, _Mapping]]] = ..., more: _Optional[bool] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ...) -> None: ...
+    renewals: int
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., keys: _Optional[_Iterable[_Union[KeyInfo, _Mapping]]] = ..., more: _Optional[bool] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., renewals: _Optional[int] = ...) -> None: ...
 
 class WaitRequest(_message.Message):
     __slots__ = ("keys", "deadline_ms")
@@ -371,29 +419,35 @@ class WaitRequest(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[str]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class WaitReply(_message.Message):
-    __slots__ = ("status", "found", "term", "term_of")
+    __slots__ = ("status", "found", "term", "term_of", "renewals")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     FOUND_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     TERM_OF_FIELD_NUMBER: _ClassVar[int]
+    RENEWALS_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     found: bytes
     term: int
     term_of: int
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., found: _Optional[bytes] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ...) -> None: ...
+    renewals: int
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., found: _Optional[bytes] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., renewals: _Optional[int] = ...) -> None: ...
 
 class EventsRequest(_message.Message):
-    __slots__ = ("key_prefix", "after_sequence", "master_generation")
+    __slots__ = ("key_prefix", "after_sequence", "master_generation", "ranges", "fresh")
     KEY_PREFIX_FIELD_NUMBER: _ClassVar[int]
     AFTER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     MASTER_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    FRESH_FIELD_NUMBER: _ClassVar[int]
     key_prefix: str
     after_sequence: int
     master_generation: int
-    def __init__(self, key_prefix: _Optional[str] = ..., after_sequence: _Optional[int] = ..., master_generation: _Optional[int] = ...) -> None: ...
+    ranges: int
+    fresh: int
+    def __init__(self, key_prefix: _Optional[str] = ..., after_sequence: _Optional[int] = ..., master_generation: _Optional[int] = ..., ranges: _Optional[int] = ..., fresh: _Optional[int] = ...) -> None: ...
 
 class DirectoryEvent(_message.Message):
-    __slots__ = ("sequence", "kind", "node_id", "keys")
+    __slots__ = ("sequence", "kind", "node_id", "keys", "ranges")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STORED: _ClassVar[DirectoryEvent.Kind]
@@ -401,20 +455,24 @@ class DirectoryEvent(_message.Message):
         NODE_GONE: _ClassVar[DirectoryEvent.Kind]
         SYNCED: _ClassVar[DirectoryEvent.Kind]
         RESET: _ClassVar[DirectoryEvent.Kind]
+        MOVED: _ClassVar[DirectoryEvent.Kind]
     STORED: DirectoryEvent.Kind
     REMOVED: DirectoryEvent.Kind
     NODE_GONE: DirectoryEvent.Kind
     SYNCED: DirectoryEvent.Kind
     RESET: DirectoryEvent.Kind
+    MOVED: DirectoryEvent.Kind
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     kind: DirectoryEvent.Kind
     node_id: str
     keys: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, sequence: _Optional[int] = ..., kind: _Optional[_Union[DirectoryEvent.Kind, str]] = ..., node_id: _Optional[str] = ..., keys: _Optional[_Iterable[str]] = ...) -> None: ...
+    ranges: int
+    def __init__(self, sequence: _Optional[int] = ..., kind: _Optional[_Union[DirectoryEvent.Kind, str]] = ..., node_id: _Optional[str] = ..., keys: _Optional[_Iterable[str]] = ..., ranges: _Optional[int] = ...) -> None: ...
 
 class EventBatch(_message.Message):
     __slots__ = ("master_generation", "events", "first_sequence", "last_sequence")

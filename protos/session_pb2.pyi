@@ -79,7 +79,7 @@ class ModelCard(_message.Message):
     def __init__(self, model: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., block_hash: _Optional[str] = ..., block_tokens: _Optional[int] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., tokenizer_json_zlib: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., bos_token: _Optional[str] = ..., eos_token: _Optional[str] = ..., add_bos: _Optional[bool] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., sampling_defaults: _Optional[_Union[SamplingDefaults, _Mapping]] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "logit_bias", "num_logprobs", "json_schema", "regex", "lark")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "logit_bias", "num_logprobs", "json_schema", "regex", "lark", "logprob_token_ids")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +100,7 @@ class Sampling(_message.Message):
     JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     REGEX_FIELD_NUMBER: _ClassVar[int]
     LARK_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -113,7 +114,16 @@ class Sampling(_message.Message):
     json_schema: str
     regex: str
     lark: str
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., num_logprobs: _Optional[int] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., lark: _Optional[str] = ...) -> None: ...
+    logprob_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., num_logprobs: _Optional[int] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., lark: _Optional[str] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PromptScoring(_message.Message):
+    __slots__ = ("start", "num_top")
+    START_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOP_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    num_top: int
+    def __init__(self, start: _Optional[int] = ..., num_top: _Optional[int] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ("max_new_tokens", "stop_token_ids", "ignore_eos", "min_tokens")
@@ -128,31 +138,35 @@ class Stop(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., min_tokens: _Optional[int] = ...) -> None: ...
 
 class KvSource(_message.Message):
-    __slots__ = ("instance_id", "address", "unix_path", "export_id", "num_tokens")
+    __slots__ = ("instance_id", "address", "unix_path", "export_id", "num_tokens", "host_id")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     UNIX_PATH_FIELD_NUMBER: _ClassVar[int]
     EXPORT_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     address: str
     unix_path: str
     export_id: int
     num_tokens: int
-    def __init__(self, instance_id: _Optional[str] = ..., address: _Optional[str] = ..., unix_path: _Optional[str] = ..., export_id: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    host_id: str
+    def __init__(self, instance_id: _Optional[str] = ..., address: _Optional[str] = ..., unix_path: _Optional[str] = ..., export_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., host_id: _Optional[str] = ...) -> None: ...
 
 class PrefixHolder(_message.Message):
-    __slots__ = ("address", "unix_path", "num_blocks")
+    __slots__ = ("address", "unix_path", "num_blocks", "host_id")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     UNIX_PATH_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
     address: str
     unix_path: str
     num_blocks: int
-    def __init__(self, address: _Optional[str] = ..., unix_path: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    host_id: str
+    def __init__(self, address: _Optional[str] = ..., unix_path: _Optional[str] = ..., num_blocks: _Optional[int] = ..., host_id: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "tokens", "num_prompt_tokens", "sampling", "stop", "salt", "hand_over", "source", "priority", "holder", "client", "moved")
+    __slots__ = ("request_id", "tokens", "num_prompt_tokens", "sampling", "stop", "salt", "hand_over", "source", "priority", "holder", "client", "moved", "ahead", "weight", "scoring", "traceparent", "x_request_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +179,11 @@ class Submit(_message.Message):
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     MOVED_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    SCORING_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    X_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tokens: bytes
     num_prompt_tokens: int
@@ -177,7 +196,24 @@ class Submit(_message.Message):
     holder: PrefixHolder
     client: str
     moved: bool
-    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., salt: _Optional[bytes] = ..., hand_over: _Optional[bool] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ..., priority: _Optional[int] = ..., holder: _Optional[_Union[PrefixHolder, _Mapping]] = ..., client: _Optional[str] = ..., moved: _Optional[bool] = ...) -> None: ...
+    ahead: str
+    weight: float
+    scoring: PromptScoring
+    traceparent: str
+    x_request_id: str
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., salt: _Optional[bytes] = ..., hand_over: _Optional[bool] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ..., priority: _Optional[int] = ..., holder: _Optional[_Union[PrefixHolder, _Mapping]] = ..., client: _Optional[str] = ..., moved: _Optional[bool] = ..., ahead: _Optional[str] = ..., weight: _Optional[float] = ..., scoring: _Optional[_Union[PromptScoring, _Mapping]] = ..., traceparent: _Optional[str] = ..., x_request_id: _Optional[str] = ...) -> None: ...
+
+class PullAhead(_message.Message):
+    __slots__ = ("name", "tokens", "salt", "source")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    tokens: bytes
+    salt: bytes
+    source: KvSource
+    def __init__(self, name: _Optional[str] = ..., tokens: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("request_id",)
@@ -200,16 +236,18 @@ class SessionHello(_message.Message):
     def __init__(self, conductor_id: _Optional[str] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class ToWorker(_message.Message):
-    __slots__ = ("hello", "submit", "abort", "release")
+    __slots__ = ("hello", "submit", "abort", "release", "pull")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
     hello: SessionHello
     submit: Submit
     abort: Abort
     release: ReleaseExport
-    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., release: _Optional[_Union[ReleaseExport, _Mapping]] = ...) -> None: ...
+    pull: PullAhead
+    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., release: _Optional[_Union[ReleaseExport, _Mapping]] = ..., pull: _Optional[_Union[PullAhead, _Mapping]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("token_ids", "logprobs")
@@ -219,8 +257,40 @@ class TokenLogprobs(_message.Message):
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
+class PromptScores(_message.Message):
+    __slots__ = ("request_id", "position", "logprobs", "ranks", "top_ids", "top_logprobs", "asked_logprobs")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ASKED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    position: int
+    logprobs: bytes
+    ranks: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+    asked_logprobs: bytes
+    def __init__(self, request_id: _Optional[str] = ..., position: _Optional[int] = ..., logprobs: _Optional[bytes] = ..., ranks: _Optional[bytes] = ..., top_ids: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ..., asked_logprobs: _Optional[bytes] = ...) -> None: ...
+
+class PhaseTimes(_message.Message):
+    __slots__ = ("queue_s", "kv_load_s", "prefill_s", "kv_store_s", "decode_s")
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    KV_LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    KV_STORE_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    queue_s: float
+    kv_load_s: float
+    prefill_s: float
+    kv_store_s: float
+    decode_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., kv_load_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., kv_store_s: _Optional[float] = ..., decode_s: _Optional[float] = ...) -> None: ...
+
 class RequestOutput(_message.Message):
-    __slots__ = ("request_id", "tokens", "finish", "error", "source", "cached_tokens", "computed_tokens", "stop_token", "logprobs")
+    __slots__ = ("request_id", "tokens", "finish", "error", "source", "cached_tokens", "computed_tokens", "stop_token", "logprobs", "phases")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
@@ -230,6 +300,7 @@ class RequestOutput(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
     finish: FinishReason
@@ -239,7 +310,16 @@ class RequestOutput(_message.Message):
     computed_tokens: int
     stop_token: int
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., stop_token: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    phases: PhaseTimes
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., stop_token: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., phases: _Optional[_Union[PhaseTimes, _Mapping]] = ...) -> None: ...
+
+class BegunExport(_message.Message):
+    __slots__ = ("request_id", "source")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    source: KvSource
+    def __init__(self, request_id: _Optional[str] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ...) -> None: ...
 
 class KvEvent(_message.Message):
     __slots__ = ("stored", "removed", "cleared")
@@ -306,20 +386,24 @@ class StepCosts(_message.Message):
     def __init__(self, prefill_fixed_s: _Optional[float] = ..., prefill_token_s: _Optional[float] = ..., prefill_pair_s: _Optional[float] = ..., decode_fixed_s: _Optional[float] = ..., decode_sequence_s: _Optional[float] = ..., decode_context_s: _Optional[float] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("step", "outputs", "event_sequence", "kv_events", "load", "submits_taken")
+    __slots__ = ("step", "outputs", "event_sequence", "kv_events", "load", "submits_taken", "begun", "scores")
     STEP_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     EVENT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     SUBMITS_TAKEN_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
     step: int
     outputs: _containers.RepeatedCompositeFieldContainer[RequestOutput]
     event_sequence: int
     kv_events: _containers.RepeatedCompositeFieldContainer[KvEvent]
     load: Load
     submits_taken: int
-    def __init__(self, step: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., event_sequence: _Optional[int] = ..., kv_events: _Optional[_Iterable[_Union[KvEvent, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., submits_taken: _Optional[int] = ...) -> None: ...
+    begun: _containers.RepeatedCompositeFieldContainer[BegunExport]
+    scores: _containers.RepeatedCompositeFieldContainer[PromptScores]
+    def __init__(self, step: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., event_sequence: _Optional[int] = ..., kv_events: _Optional[_Iterable[_Union[KvEvent, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., submits_taken: _Optional[int] = ..., begun: _Optional[_Iterable[_Union[BegunExport, _Mapping]]] = ..., scores: _Optional[_Iterable[_Union[PromptScores, _Mapping]]] = ...) -> None: ...
 
 class SessionWelcome(_message.Message):
     __slots__ = ("instance_id", "generation", "cached_blocks", "event_sequence", "load", "beat_s")
@@ -412,13 +496,33 @@ class ExportPinReply(_message.Message):
     def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., num_tokens: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[ExportedBlock, _Mapping]]] = ..., export_id: _Optional[int] = ...) -> None: ...
 
 class ExportReleaseRequest(_message.Message):
-    __slots__ = ("export_id", "bytes_read")
+    __slots__ = ("export_id", "bytes_read", "keep")
     EXPORT_ID_FIELD_NUMBER: _ClassVar[int]
     BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
     export_id: int
     bytes_read: int
-    def __init__(self, export_id: _Optional[int] = ..., bytes_read: _Optional[int] = ...) -> None: ...
+    keep: bool
+    def __init__(self, export_id: _Optional[int] = ..., bytes_read: _Optional[int] = ..., keep: _Optional[bool] = ...) -> None: ...
 
 class ExportReleaseReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ExportWatchRequest(_message.Message):
+    __slots__ = ("export_id", "num_known", "fingerprint", "wait_ms")
+    EXPORT_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    export_id: int
+    num_known: int
+    fingerprint: bytes
+    wait_ms: int
+    def __init__(self, export_id: _Optional[int] = ..., num_known: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+
+class ExportWatchReply(_message.Message):
+    __slots__ = ("num_blocks",)
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...

@@ -40,11 +40,6 @@ class WorkerStub:
                 request_serializer=tanghulu_dot_protos_dot_session__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=tanghulu_dot_protos_dot_session__pb2.ModelCard.FromString,
                 _registered_method=True)
-        self.Session = channel.stream_stream(
-                '/tanghulu.v1.Worker/Session',
-                request_serializer=tanghulu_dot_protos_dot_session__pb2.ToWorker.SerializeToString,
-                response_deserializer=tanghulu_dot_protos_dot_session__pb2.FromWorker.FromString,
-                _registered_method=True)
         self.DropCache = channel.unary_unary(
                 '/tanghulu.v1.Worker/DropCache',
                 request_serializer=tanghulu_dot_protos_dot_session__pb2.DropCacheRequest.SerializeToString,
@@ -68,12 +63,6 @@ class WorkerServicer:
     def Describe(self, request, context):
         """What the worker serves; large (it carries the tokenizer), so it is asked for once.
         """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Session(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -106,11 +95,6 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=tanghulu_dot_protos_dot_session__pb2.DescribeRequest.FromString,
                     response_serializer=tanghulu_dot_protos_dot_session__pb2.ModelCard.SerializeToString,
-            ),
-            'Session': grpc.stream_stream_rpc_method_handler(
-                    servicer.Session,
-                    request_deserializer=tanghulu_dot_protos_dot_session__pb2.ToWorker.FromString,
-                    response_serializer=tanghulu_dot_protos_dot_session__pb2.FromWorker.SerializeToString,
             ),
             'DropCache': grpc.unary_unary_rpc_method_handler(
                     servicer.DropCache,
@@ -155,33 +139,6 @@ class Worker:
             '/tanghulu.v1.Worker/Describe',
             tanghulu_dot_protos_dot_session__pb2.DescribeRequest.SerializeToString,
             tanghulu_dot_protos_dot_session__pb2.ModelCard.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Session(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/tanghulu.v1.Worker/Session',
-            tanghulu_dot_protos_dot_session__pb2.ToWorker.SerializeToString,
-            tanghulu_dot_protos_dot_session__pb2.FromWorker.FromString,
             options,
             channel_credentials,
             insecure,

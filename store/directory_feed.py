@@ -1,127 +1,250 @@
-"""Following the directory from outside: the master's event stream as values, over restarts and losses.
+"""Following the directory from outside: the masters' event streams as values, over restarts, losses and moves.
 
 ``async for batch in follow_directory(address, "kv/")`` gives lists of DirectoryEvent. The first is RESET: forget
 everything; then STORED events up to SYNCED; then changes. After an interruption it goes on where it stopped, if the
-master still has what came after; otherwise RESET comes again, and what the follower knew stays true until then.
+master still has what came after; otherwise RESET comes again, and what the follower knew stays true until then. Where
+several masters share the ranges of keys there is a stream from each of them, and what a range that changed hands lacks
+comes as changes; see ``followed_ranges``.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import aclosing, suppress
 
 import structlog
 
-from tanghulu.discovery.masters import PING_MS, SILENCE_MS, MasterFinder
-from tanghulu.errors import MasterUnavailable, TanghuluError, Unauthorized
+from tanghulu.discovery.masters import ATTEMPT_S, PING_MS, SILENCE_MS, MasterFinder
+from tanghulu.errors import InvalidRequest, MasterUnavailable, TanghuluError, Unauthorized
 from tanghulu.masters import Masters
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc
+from tanghulu.rpc.fast_aio import AsyncFastConnection
+from tanghulu.rpc.greeting import show
 from tanghulu.rpc.grpc_edge import channel, typed_errors
+from tanghulu.store.followed_ranges import MOST_KEYS, FollowedRanges, OwnerStream
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
+from tanghulu.store.protocol.messages import MastersReply, MastersRequest
+from tanghulu.store.protocol.methods import MASTERS
+from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.types import Address
 
-__all__ = ["DirectoryEvent", "DirectoryEventKind", "EventCursor", "follow_directory"]
+__all__ = ["DirectoryEvent", "DirectoryEventKind", "follow_directory"]
 
 _log = structlog.get_logger(__name__)
 _RETRY_S = 0.2
 #: Time until a token that was refused is shown again: somebody has to do something first.
 _REFUSED_S = 5.0
+#: Batches of all streams that wait for the follower's user; then the streams wait.
+_MAX_BATCHES = 16
 _KINDS = {
     pb.DirectoryEvent.STORED: DirectoryEventKind.STORED,
     pb.DirectoryEvent.REMOVED: DirectoryEventKind.REMOVED,
     pb.DirectoryEvent.NODE_GONE: DirectoryEventKind.NODE_GONE,
     pb.DirectoryEvent.SYNCED: DirectoryEventKind.SYNCED,
     pb.DirectoryEvent.RESET: DirectoryEventKind.RESET,
+    pb.DirectoryEvent.MOVED: DirectoryEventKind.MOVED,
 }
 
 
-class EventCursor:
-    """The event up to which a follower knows everything. Pure."""
-
-    def __init__(self) -> None:
-        self.master_generation = 0
-        self.sequence = 0
-        self._synced = False
-
-    @property
-    def resumes_after(self) -> int:
-        """The sequence to ask for; 0 (a snapshot) unless the last snapshot was complete."""
-        return self.sequence if self._synced else 0
-
-    def take(self, generation: int, events: list[DirectoryEvent], first: int, last: int) -> bool:
-        """Take a batch; False if something in front of it was lost, upon which the cursor asks for a snapshot."""
-        if first:
-            if not self._synced or generation != self.master_generation or first != self.sequence + 1:
-                self._synced = False
-                return False
-            self.sequence = last
-        for event in events:
-            if event.kind is DirectoryEventKind.RESET:
-                self._synced = False
-            elif event.kind is DirectoryEventKind.SYNCED:
-                self._synced, self.sequence, self.master_generation = True, event.sequence, generation
-        return True
-
-    def __repr__(self) -> str:
-        return f"EventCursor({self.master_generation:x}:{self.resumes_after})"
-
-
 async def follow_directory(
-    masters: Masters | Address | str, key_prefix: str = ""
+    masters: Masters | Address | str, key_prefix: str = "", most_keys: int = MOST_KEYS
 ) -> AsyncIterator[list[DirectoryEvent]]:
-    """Yield the directory's events for keys that begin with ``key_prefix``, without end; waits for an absent master.
+    """Yield the directory's events for keys that begin with ``key_prefix``, without end; waits for absent masters.
 
-    Close the generator (or cancel its task) to stop. A new master gives its snapshot when it is complete, up
-    to 3 s after its start; until then nothing comes.
+    Close the generator (or cancel its task) to stop. A master that begins to tell of something gives its snapshot when
+    that is complete; until then nothing comes of it. Of several masters ``most_keys`` keys are remembered, about 150
+    bytes each; with more of them a change of masters is a RESET.
     """
-    cursor = EventCursor()
-    finder = MasterFinder(masters)
-    while True:
-        asked: Address | None = None
-        refused = False
-        try:
-            asked = await finder.find()
-            async with aclosing(_follow(asked, finder.masters, key_prefix, cursor)) as batches:
-                async for events in batches:
-                    yield events
-        except TanghuluError as error:
-            _log.warning("directory_events.interrupted", error=error.message, at=repr(cursor))
-            if asked is not None:
-                finder.failed(asked, error)
-            refused = isinstance(error, Unauthorized)
-        await asyncio.sleep(_REFUSED_S if refused else _RETRY_S)
+    feed = _Feed(Masters.of(masters), key_prefix, most_keys)
+    async with aclosing(feed.batches()) as batches:
+        async for events in batches:
+            yield events
 
 
-async def _follow(
-    address: Address, masters: Masters, key_prefix: str, cursor: EventCursor
-) -> AsyncGenerator[list[DirectoryEvent], None]:
-    """The batches of one stream; ends at a gap, raises when the master is lost."""
-    request = pb.EventsRequest(
-        key_prefix=key_prefix, after_sequence=cursor.resumes_after, master_generation=cursor.master_generation
-    )
-    several, tls = masters.several, masters.credentials.tls
-    opened = channel(address, PING_MS, SILENCE_MS, tls) if several else channel(address, tls=tls)
-    async with opened as connection:
-        call = directory_pb2_grpc.DirectoryStub(connection).Events(
-            request, wait_for_ready=not several, metadata=masters.credentials.metadata
-        )
+class _Feed:
+    """The driver of FollowedRanges: asks for the map, keeps the streams open, and takes what they bring in turn."""
+
+    def __init__(self, masters: Masters, key_prefix: str, most_keys: int) -> None:
+        self._finder = MasterFinder(masters)
+        self._masters = masters
+        self._key_prefix = key_prefix
+        self._ranges = FollowedRanges(most_keys)
+        self._waiting: asyncio.Queue[tuple[OwnerStream, pb.EventBatch]] = asyncio.Queue(_MAX_BATCHES)
+        self._tasks: dict[OwnerStream, asyncio.Task[None]] = {}
+        self._doubt = asyncio.Event()
+        self._pause_s = _RETRY_S
+
+    async def batches(self) -> AsyncGenerator[list[DirectoryEvent], None]:
+        """What the user is to be told."""
+        self._doubt.set()
+        keeping = asyncio.create_task(self._keep_streams())
         try:
-            async with typed_errors(f"master at {address}", MasterUnavailable):
-                async for batch in call:
-                    events = _from_wire(batch)
-                    if not cursor.take(batch.master_generation, events, batch.first_sequence, batch.last_sequence):
-                        _log.warning("directory_events.gap", at=repr(cursor), first=batch.first_sequence)
-                        return
+            while True:
+                stream, batch = await self._next(keeping)
+                events = self._take(stream, batch)
+                if events:
                     yield events
         finally:
-            call.cancel()
+            tasks = [keeping, *self._tasks.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _next(self, keeping: asyncio.Task[None]) -> tuple[OwnerStream, pb.EventBatch]:
+        if self._waiting.empty():
+            getting = asyncio.ensure_future(self._waiting.get())
+            try:
+                await asyncio.wait({getting, keeping}, return_when=asyncio.FIRST_COMPLETED)
+                if keeping.done():
+                    keeping.result()
+                return await getting
+            finally:
+                getting.cancel()
+        return self._waiting.get_nowait()
+
+    def _take(self, stream: OwnerStream, batch: pb.EventBatch) -> list[DirectoryEvent]:
+        events = _from_wire(batch)
+        first, last = batch.first_sequence, batch.last_sequence
+        told = self._ranges.take(stream, batch.master_generation, events, first, last)
+        if told is None:
+            _log.warning("directory_events.gap", at=repr(stream.cursor), first=first)
+            if stream in self._tasks:
+                self._tasks[stream].cancel()
+        if self._ranges.is_doubtful:
+            self._doubt.set()
+        return told or []
+
+    # --- streams
+
+    async def _keep_streams(self) -> None:
+        """Have a stream from each owner, as long as the map is not in doubt; else look it up first."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await self._doubt.wait()
+                self._doubt.clear()
+                self._pause_s = _RETRY_S
+                try:
+                    await self._look_up()
+                except TanghuluError as error:
+                    self._interrupted(error)
+                for stream in self._ranges.to_open():
+                    self._tasks[stream] = tasks.create_task(self._follow(stream))
+                for stream, task in self._tasks.items():
+                    if not self._ranges.is_current(stream):
+                        task.cancel()
+                await asyncio.sleep(self._pause_s)
+                if self._ranges.is_doubtful:
+                    self._doubt.set()
+
+    async def _follow(self, stream: OwnerStream) -> None:
+        try:
+            async for batch in self._batches_of(stream):
+                await self._waiting.put((stream, batch))
+        except TanghuluError as error:
+            self._interrupted(error)
+            self._finder.failed(stream.owner, error)
+        finally:
+            del self._tasks[stream]
+            self._ranges.lost(stream)
+            self._doubt.set()
+
+    def _interrupted(self, error: TanghuluError) -> None:
+        _log.warning("directory_events.interrupted", error=error.message, code=error.code)
+        if isinstance(error, Unauthorized):
+            self._pause_s = _REFUSED_S
+
+    async def _batches_of(self, stream: OwnerStream) -> AsyncGenerator[pb.EventBatch, None]:
+        """The batches of one stream; raises when the master is lost, or does not own the ranges."""
+        ranges, cursor = 0 if stream.is_whole else stream.ranges, stream.cursor
+        request = pb.EventsRequest(
+            key_prefix=self._key_prefix,
+            after_sequence=cursor.resumes_after,
+            master_generation=cursor.master_generation,
+            ranges=ranges,
+            fresh=ranges & ~cursor.synced,
+        )
+        several, credentials = self._masters.several or not stream.is_whole, self._masters.credentials
+        tls = credentials.tls
+        opened = channel(stream.owner, PING_MS, SILENCE_MS, tls) if several else channel(stream.owner, tls=tls)
+        async with opened as connection:
+            call = directory_pb2_grpc.DirectoryStub(connection).Events(
+                request, wait_for_ready=not several, metadata=credentials.metadata
+            )
+            try:
+                async with typed_errors(f"master at {stream.owner}", MasterUnavailable):
+                    async for batch in call:
+                        yield batch
+            finally:
+                call.cancel()
+
+    # --- the map
+
+    async def _look_up(self) -> None:
+        """Learn whom to follow. Raises why nobody could tell."""
+        known = self._ranges.map
+        if known is None or not known.version:
+            address = await self._finder.find()
+            try:
+                self._learn(address, await self._ask(address))
+            except TanghuluError as error:
+                self._finder.failed(address, error)
+                raise
+            return
+        asked = {owner for owner in known.owners if owner is not None}
+        if self._masters.in_etcd:
+            with suppress(MasterUnavailable):  # nobody leads now
+                asked.add(await self._finder.find())
+        else:
+            asked.update(self._masters.addresses)
+        told = await self._ask_all(asked)
+        if told:
+            self._learn(*max(told, key=lambda each: each[1].version))
+
+    async def _ask_all(self, addresses: Iterable[Address]) -> list[tuple[Address, MastersReply]]:
+        """The answers of those that have one; raises MasterUnavailable if none has."""
+        asked = list(addresses)
+        answers = await asyncio.gather(*map(self._ask, asked), return_exceptions=True)
+        told: list[tuple[Address, MastersReply]] = []
+        for address, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, MastersReply):
+                told.append((address, answer))
+            elif not isinstance(answer, TanghuluError):
+                raise answer
+        if not told:
+            raise MasterUnavailable(f"none of {', '.join(map(str, asked))} tells who owns which keys")
+        return told
+
+    def _learn(self, address: Address, reply: MastersReply) -> None:
+        known = self._ranges.map
+        if not reply.version:
+            self._ranges.take_map(RangeMap.of_one(address))
+        elif reply.map is not None and reply.map.replaces(known):
+            self._ranges.take_map(reply.map, reply.key_scope)
+            _log.info("directory_events.map", version=reply.version, owners=len(set(reply.addresses)))
+
+    async def _ask(self, address: Address) -> MastersReply:
+        """What the master there knows of all of them; a master of a version before there were maps is the only one."""
+        credentials, known = self._masters.credentials, self._ranges.map
+        request = MastersRequest() if known is None else MastersRequest(known.version, known.cluster)
+        try:
+            async with asyncio.timeout(ATTEMPT_S):
+                connection = await AsyncFastConnection.connect(address, tls=credentials.tls)
+                try:
+                    await show(connection, credentials, ATTEMPT_S)
+                    return (await connection.call(MASTERS.number, request, MASTERS.reply)).message
+                except InvalidRequest:
+                    return MastersReply(0, 0)
+                finally:
+                    await connection.close()
+        except TimeoutError:
+            raise MasterUnavailable(f"master at {address} did not answer within {ATTEMPT_S:g} s") from None
 
 
 def _from_wire(batch: pb.EventBatch) -> list[DirectoryEvent]:
     return [
-        DirectoryEvent(event.sequence, kind, event.node_id, tuple(event.keys))
+        DirectoryEvent(event.sequence, kind, event.node_id, tuple(event.keys), event.ranges)
         for event in batch.events
         if (kind := _KINDS.get(event.kind)) is not None
     ]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
@@ -20,7 +21,16 @@ pytest.register_assert_rewrite("tests.contracts")
 
 # Other processes use the machine too: how long an example took says nothing.
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeatable", settings.get_profile("shared machine"), derandomize=True)  # .ci/run
 settings.load_profile("shared machine")
+
+# As the default has it, but for tracebacks: with all locals, as rich shows them, one takes seconds of a busy machine.
+structlog.configure(
+    processors=[
+        *structlog.get_config()["processors"][:-1],
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
+    ]
+)
 
 # Workers under test share the cores with the reference that runs in this process: its threads must not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

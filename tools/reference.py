@@ -1,7 +1,7 @@
-"""Write docs/reference/: what the code itself says of its commands, errors and metrics.
+"""Write docs/reference/: what the code itself says of its commands, options, errors, messages, Python API and metrics.
 
-python tools/reference.py               # commands and errors
-python tools/reference.py --check       # fail if these two are not what the code says
+python tools/reference.py               # all but the metrics
+python tools/reference.py --check       # fail if these are not what the code says
 python tools/reference.py --metrics     # also the metrics, off the pages of a running cluster of mock workers
 """
 
@@ -20,12 +20,14 @@ from pathlib import Path
 import click
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from reference_pages import configuration, protos, python_api
 
 from tanghulu import errors
 from tanghulu.cli.main import EXIT_CODES, load_command, root
 from tanghulu.web.errors import status_of
 
-FOLDER = Path(__file__).parents[1] / "docs/reference"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs/reference"
 _NOTE = "<!-- Written by tools/reference.py. -->\n"
 _START_S = 120.0
 #: Of another program (python_*, process_*): its page says what they are.
@@ -45,6 +47,21 @@ def commands() -> str:
             assert command is not None
             lines += _command(command, f"tanghulu {name}")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def processes() -> Iterator[tuple[str, click.Command]]:
+    """The commands that a configuration file has tables for, by the name of the table."""
+    for name in ("up", "master", "node", "prefill", "decode", "worker", "vllm-worker", "conductor", "router", "chat"):
+        command = load_command(name)
+        assert command is not None
+        yield name, command
+    store = load_command("store")
+    assert isinstance(store, click.Group)
+    yield "store.serve", store.commands["serve"]
+
+
+def _titled(title: str, text: str) -> str:
+    return f"# {title}\n\n{_NOTE}\n{text}"
 
 
 def _command(command: click.Command, words: str) -> list[str]:
@@ -155,11 +172,21 @@ def _cluster(folder: Path) -> Iterator[list[dict[str, str]]]:
         up.communicate(timeout=60)
 
 
+def _kept(page: Path) -> str:
+    return page.read_text() if page.exists() else ""
+
+
 def main(arguments: list[str]) -> int:
     """Write, or compare; returns the exit code."""
-    pages = {"cli.md": commands(), "errors.md": typed_errors()}
+    pages = {
+        "cli.md": commands(),
+        "configuration.md": _titled("Configuration", configuration.page(processes())),
+        "errors.md": typed_errors(),
+        "protos.md": _titled("Messages over gRPC", protos.page(ROOT / "protos")),
+        "python.md": _titled("Python API", python_api.page()),
+    }
     if "--check" in arguments:
-        stale = [name for name, text in pages.items() if (FOLDER / name).read_text() != text]
+        stale = [name for name, text in pages.items() if _kept(FOLDER / name) != text]
         for name in stale:
             print(f"docs/reference/{name} is not what the code says: python tools/reference.py", file=sys.stderr)
         return 1 if stale else 0

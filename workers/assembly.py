@@ -8,18 +8,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-import grpc.aio
 import structlog
 
-from tanghulu.errors import TanghuluError
+from tanghulu.auth.tokens import TokensFile
 from tanghulu.protos import common_pb2, session_pb2, session_pb2_grpc
-from tanghulu.rpc import grpc_edge
+from tanghulu.rpc.authorizer import Authorizer, GrpcAuthorizer
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime.clock import SystemClock
@@ -36,11 +36,13 @@ from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.grammar import GrammarCompiler
 from tanghulu.workers.engine.kv_layout import KvMemory
+from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.engine.probe import EngineProbe
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.step_plan import KvExport
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
+from tanghulu.workers.kv.peer_methods import WORKER_GRPC_RULES
 from tanghulu.workers.kv.peer_reader import PeerReader
 from tanghulu.workers.kv.peer_server import KvIdentity, PeerServer
 from tanghulu.workers.kv.ports import HostBlocks, KvPorts
@@ -48,12 +50,14 @@ from tanghulu.workers.kv.store_adapter import StoreAdapter
 from tanghulu.workers.loading.loaded_model import LoadedModel
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.sessions.beats import EngineBeats
+from tanghulu.workers.sessions.reports import EngineReports
 from tanghulu.workers.sessions.server import SessionHub
+from tanghulu.workers.sessions.servicer import WorkerServicer
 from tanghulu.workers.sessions.wire import RequestFactory, model_card
 
 _log = structlog.get_logger(__name__)
 _LEASE_MS = 20_000
-_MAX_PROBE_S = 300.0
+_LAST_STEP_S = 30.0  # what the step under way may take when a worker ends
 
 
 class WorkerServer:
@@ -83,13 +87,17 @@ class WorkerServer:
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
         """Open the parts bottom up: memory, engine, its connections to the outside, and the port last."""
         process, config = self._process, self._config
-        service = FastService()
-        port = PortMux(service, process.run_dir, "worker")
+        service = FastService(max_connections=config.max_connections)
+        tokens = None if config.tokens is None else TokensFile(config.tokens)
+        interceptors = () if tokens is None else (GrpcAuthorizer(tokens, WORKER_GRPC_RULES),)
+        self._tls = config.server_tls() if config.tls.cert or config.tls_mutual else None
+        port = PortMux(service, process.run_dir, "worker", interceptors, self._tls)
         self.address = await port.bind(config.host, config.port, config.reachable_host)
         self.unix_path = port.unix_path
         self.instance_id = process.instance_id(self.address.port)
         core, connector = self._engine(stack)
-        self._thread = EngineThread(core, self._report_from_thread, self._engine_failed, self._speed)
+        self._reports = EngineReports(self._spread)
+        self._thread = EngineThread(core, self._reports.put, self._engine_failed, self._speed, self._reports.call)
         connector.attach(core, self._kv.port, self._thread.post)
         await self._peers_in(stack, service, core)
         factory = self._request_factory(core)
@@ -102,13 +110,18 @@ class WorkerServer:
             self._peers.add_exports,
             self._peers.release,
         )
+        self._hub.serve(service)
+        if tokens is not None:
+            authorizer = Authorizer(tokens)
+            authorizer.authorize(service)
+            await stack.enter_async_context(beside(authorizer.watch(service)))
         self._beats = EngineBeats(self._thread, process.alive)
-        self._loop = asyncio.get_running_loop()
         self._thread.start()
-        stack.callback(self._thread.stop)
+        stack.push_async_callback(self._stop_engine)
+        stack.callback(self._reports.close)
         await stack.enter_async_context(beside(self._beats.run()))
         session_pb2_grpc.add_WorkerServicer_to_server(
-            _Servicer(self._hub, self._thread, self._card(core), self._probe, self._end), port.grpc_server
+            WorkerServicer(self._card(core), self._drop_cached, self._probe.run, self._end), port.grpc_server
         )
         await port.open()
         stack.push_async_callback(port.close)
@@ -128,11 +141,11 @@ class WorkerServer:
             transports=self._transport.transports,
             host_id=host_id(),
             clock=SystemClock(),
-            config=self._transport.engine,
+            config=replace(self._transport.engine, tls=config.credentials.tls_between),
         )
         stack.callback(transfers.close)
         self._process.registry.register(EngineCollector(transfers))
-        reader = PeerReader(transfers, self.instance_id, loaded.fingerprint)
+        reader = PeerReader(transfers, self.instance_id, loaded.fingerprint, credentials=config.credentials)
         stack.callback(reader.close)
         store = None
         if config.store:
@@ -178,6 +191,7 @@ class WorkerServer:
             max_num_waiting=config.max_num_waiting,
             eviction=config.eviction,
             moves_preempted=config.preemption == "store",
+            proposer=NgramProposer.of(config.speculative),
             debug_checks=config.checks,
         )
 
@@ -204,6 +218,7 @@ class WorkerServer:
                 advertised_host=self._config.reachable_host,
                 unix_path=str(self._process.run_dir / "kv.sock"),
                 shm_hang_up_frees=True,
+                tls=None if self._tls is None else self._tls.context,
             ),
             limits=self._transport.limits,
             on_freed=self._peers.on_freed,
@@ -228,26 +243,38 @@ class WorkerServer:
             vocab_size=core.runner.vocab,
         )
 
-    # --- from the engine's thread
+    # --- from the engine
 
-    def _report_from_thread(self, report: StepReport) -> None:
-        self._metrics.report(report)
-        self._loop.call_soon_threadsafe(self._spread, report)
-
-    def _spread(self, report: StepReport) -> None:
-        self._hub.on_report(report)
-        self._probe.on_report(report)
-        self._beats.on_report(report)
+    def _spread(self, reports: Sequence[StepReport]) -> None:
+        self._metrics.report(reports)
+        self._hub.on_reports(reports)
+        for report in reports:
+            self._probe.on_report(report)
+        self._beats.on_report(reports[-1])
 
     def _engine_failed(self, error: BaseException) -> None:
         """End the process at once: the engine's state is lost, and requests go on at other workers."""
         _log.error("worker.engine_failed", error=repr(error))
         os.kill(os.getpid(), signal.SIGKILL)
 
+    async def _stop_engine(self) -> None:
+        """End the engine's thread; or at once the process, if that thread stands in a call that does not return.
+
+        It may use all that would be closed behind it: the model's memory, the cache, the transfers.
+        """
+        if await asyncio.to_thread(self._thread.stop, _LAST_STEP_S):
+            return
+        _log.error("worker.engine_hung", waited_s=_LAST_STEP_S)
+        shutil.rmtree(self._process.run_dir, ignore_errors=True)
+        os._exit(1)
+
     def _end(self) -> common_pb2.EndReply:
         """Have the process end in order, as SIGTERM does."""
         self._process.stopping.set()
         return common_pb2.EndReply(num_requests=self._hub.num_requests, grace_s=self._config.grace_s)
+
+    async def _drop_cached(self) -> int:
+        return await self._thread.call(lambda core: core.drop_cached())
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests; wait at most ``grace_s`` until those under way have ended and their KV was fetched."""
@@ -273,54 +300,6 @@ class _HeldInEngine:
 
     def give_back(self, name: RequestId) -> None:
         self._thread.post(lambda core: core.release_export(name))
-
-
-class _Servicer(session_pb2_grpc.WorkerServicer):
-    """The gRPC edge of a worker: sessions, the model card, and calls of administration."""
-
-    def __init__(
-        self,
-        hub: SessionHub,
-        thread: EngineThread,
-        card: session_pb2.ModelCard,
-        probe: EngineProbe,
-        end: Callable[[], common_pb2.EndReply],
-    ) -> None:
-        self._hub = hub
-        self._end = end
-        self._probe = probe
-        self._thread = thread
-        self._card = card
-
-    async def Describe(self, request: session_pb2.DescribeRequest, context: object) -> session_pb2.ModelCard:
-        return self._card
-
-    async def Session(
-        self, request_iterator: AsyncIterator[session_pb2.ToWorker], context: object
-    ) -> AsyncIterator[session_pb2.FromWorker]:
-        async for message in self._hub.serve(request_iterator):
-            yield message
-
-    async def DropCache(
-        self, request: session_pb2.DropCacheRequest, context: grpc.aio.ServicerContext[object, object]
-    ) -> session_pb2.DropCacheReply:
-        return session_pb2.DropCacheReply(num_blocks=await self._thread.call(lambda core: core.drop_cached()))
-
-    async def Drain(
-        self, request: common_pb2.EndRequest, context: grpc.aio.ServicerContext[object, object]
-    ) -> common_pb2.EndReply:
-        _log.info("worker.told_to_end")
-        return self._end()
-
-    async def Probe(
-        self, request: session_pb2.ProbeRequest, context: grpc.aio.ServicerContext[object, object]
-    ) -> session_pb2.ProbeReply:
-        """Send a request of one token through the engine and say how long it took."""
-        try:
-            return session_pb2.ProbeReply(seconds=await self._probe.run(min(request.deadline_s, _MAX_PROBE_S)))
-        except TanghuluError as error:
-            await grpc_edge.abort(context, error)
-            raise
 
 
 __all__: Sequence[str] = ("LoadedModel", "WorkerServer")

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.errors import ConfigError
 from tanghulu.eviction.policies import POLICIES
 from tanghulu.runtime.config import check_bounds, option
-from tanghulu.runtime.master_options import MasterOptions
+from tanghulu.runtime.master_options import MasterOptions, PortOptions
 from tanghulu.runtime.process import ProcessConfig
 from tanghulu.transfer_engine.options import TransferOptions
 from tanghulu.workers.engine.block_pool import DEFAULT_EVICTION
+from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.kv.store_policy import POLICIES as STORE_POLICIES
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig(TransferOptions, MasterOptions, ProcessConfig):
+class WorkerConfig(TransferOptions, MasterOptions, PortOptions, ProcessConfig):
     """The options of a worker."""
 
     port: int = option(7430, "port of sessions, peers and administration; 0 picks one")
@@ -27,6 +29,9 @@ class WorkerConfig(TransferOptions, MasterOptions, ProcessConfig):
     dtype: str = option("auto", "arithmetic and KV type", choices=("auto", "float32", "bfloat16", "float16"))
     device: str = option("auto", "where the model computes: auto (a GPU, if torch sees one), cpu, cuda or cuda:N")
     attention: str = option("auto", "attention backend", choices=("auto", "varlen", "sdpa"))
+    batch_invariant: bool = option(
+        False, "the same bits for a request whatever is computed beside it, chunked, cached or moved; slower prefills"
+    )
     graphs: bool = option(True, "replay decode steps from CUDA graphs, on GPUs")
     kv_memory: int = option(1 << 30, "memory of the paged KV cache", size=True)
     kv_staging: int = option(
@@ -41,6 +46,10 @@ class WorkerConfig(TransferOptions, MasterOptions, ProcessConfig):
     max_num_waiting: int = option(1024, "requests that may queue; more are refused", least=1)
     eviction: str = option(DEFAULT_EVICTION, "which cached blocks make room first", choices=tuple(POLICIES))
     threads: int = option(0, "threads of the model at most; 0: one a core that the process may use")
+    lora: str = option("", "name=DIR: serve the model with this LoRA adapter (PEFT's format) as MODEL:name")
+    speculative: str = option(
+        "", "ngram:K: propose up to K tokens from where the last ones stood before; the same text in fewer steps"
+    )
     tp: int = option(1, "tensor-parallel ranks that share out the heads; a process each, on this host")
     store: bool = option(True, "load prefixes from the store and keep new blocks there")
     store_policy: str = option(
@@ -64,14 +73,24 @@ class WorkerConfig(TransferOptions, MasterOptions, ProcessConfig):
     mock_speedup: float = option(1.0, "the mock engine runs this many times faster than its timing", above=0)
     mock_timing: str = option("cpu-135m", "the mock engine's model of time", choices=("cpu-135m", "gpu-8b", "gpu-70b"))
     mock_kv_token_bytes: int = option(16, "bytes of KV that the mock engine keeps a token; a multiple of 8")
+    mock_hold: Path | None = option(
+        None, "directory in which files hold the mock engine before steps, for tests (docs/workers.md)", metavar="DIR"
+    )
     deterministic: bool = option(False, "the mock engine's text depends on prompt and position alone, not on seeds")
 
     def __post_init__(self) -> None:
+        PortOptions.__post_init__(self)
         check_bounds(self)
         if self.mock_kv_token_bytes < 8 or self.mock_kv_token_bytes % 8:
             raise ConfigError(f"--mock-kv-token-bytes is {self.mock_kv_token_bytes}; it must be a multiple of 8")
         if self.tp < 1 or (self.tp > 1 and self.engine != "torch"):
             raise ConfigError(f"--tp is {self.tp}; the torch engine takes 1 or more, the mock engine 1")
+        if self.batch_invariant and (self.engine != "torch" or self.tp > 1 or self.attention == "varlen"):
+            raise ConfigError("--batch-invariant takes --engine torch, --tp 1 and an --attention of its own (auto)")
+        if self.lora and self.engine != "torch":
+            raise ConfigError("--lora takes --engine torch: the mock engine has no weights to merge it into")
+        if NgramProposer.of(self.speculative) is not None and self.engine != "torch":
+            raise ConfigError("--speculative takes --engine torch: the mock engine's tokens cannot be guessed")
         if self.profile and self.engine != "torch":
             raise ConfigError("--profile traces the torch engine; the mock engine computes nothing")
         if self.preemption == "store" and not self.store:

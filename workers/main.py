@@ -12,7 +12,7 @@ from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import ConfigError
 from tanghulu.runtime.config import command, option
 from tanghulu.runtime.extras import install_command
-from tanghulu.runtime.process import Process, run
+from tanghulu.runtime.process import Process, host_id, run
 from tanghulu.types import Role
 from tanghulu.workers.compute.process_tuning import wait_shortly
 from tanghulu.workers.config import WorkerConfig
@@ -76,7 +76,7 @@ def _instance(process: Process, config: WorkerConfig, worker: WorkerServer) -> I
         place=config.place,
         generation=process.generation,
         unix_path=worker.unix_path,
-        attributes={"model": worker.model_name},
+        attributes={"model": worker.model_name, "host_id": host_id()},
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
@@ -25,6 +27,8 @@ class WorkerMetrics:
 
         self.computed_tokens = counter("computed_tokens", "positions that the model computed")
         self.generated_tokens = counter("generated_tokens", "tokens that were sampled")
+        self.drafted_tokens = counter("drafted_tokens", "tokens that were proposed ahead (--speculative) and computed")
+        self.accepted_tokens = counter("accepted_tokens", "proposed tokens that became text")
         self.prefix_tokens = counter("prefix_tokens", "prompt tokens that were not computed, by source", "source")
         self.preemptions = counter("preemptions", "requests that gave their blocks back")
         self.preempted_blocks = counter(
@@ -55,18 +59,28 @@ class WorkerMetrics:
         gauge("blocks_capacity", "blocks of the KV cache").set(num_blocks)
         gauge("block_bytes", "bytes of one block").set(block_bytes)
 
-    def report(self, report: StepReport) -> None:
-        result = report.result
-        if not result.idle:
-            self.computed_tokens.inc(result.num_computed_tokens)
-            self.preemptions.inc(len(result.preempted))
-            timings = result.timings
-            self.step_seconds.observe(timings.schedule_s + timings.forward_s + timings.sample_s)
-        for output in result.outputs:
-            self.generated_tokens.inc(len(output.tokens))
-            if output.finish_reason is not None:
-                self.requests.labels(output.finish_reason.value).inc()
-        self.load(report.load)
+    def report(self, reports: Sequence[StepReport]) -> None:
+        """Count what the steps since the last call have done."""
+        computed = preempted = generated = drafted = accepted = 0
+        for report in reports:
+            result = report.result
+            if not result.idle:
+                computed += result.num_computed_tokens
+                preempted += len(result.preempted)
+                drafted += result.num_drafted_tokens
+                accepted += result.num_accepted_tokens
+                timings = result.timings
+                self.step_seconds.observe(timings.schedule_s + timings.forward_s + timings.sample_s)
+            for output in result.outputs:
+                generated += len(output.tokens)
+                if output.finish_reason is not None:
+                    self.requests.labels(output.finish_reason.value).inc()
+        self.computed_tokens.inc(computed)
+        self.preemptions.inc(preempted)
+        self.generated_tokens.inc(generated)
+        self.drafted_tokens.inc(drafted)
+        self.accepted_tokens.inc(accepted)
+        self.load(reports[-1].load)
 
     def load(self, load: EngineLoad) -> None:
         self.requests_running.set(load.num_running)

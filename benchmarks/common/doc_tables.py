@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md, written from the kept results, so that no figure there was typed by hand.
+"""The tables of the docs, written from the kept results, so that no figure there was typed by hand.
 
     python -m benchmarks.common.doc_tables            # write them anew
     python -m benchmarks.common.doc_tables --check    # fail if they differ from what is kept (part of ``make check``)
@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.common.report import RESULTS, ROOT
 
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "engines" / "vllm.md")
 SIZES = ("4KiB", "64KiB", "1MiB", "16MiB", "256MiB")
 BATCH_OF = 32
 _TABLE = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -132,7 +132,48 @@ def _loads(prefix: str) -> str:
     return table(("run", "date", "rounds", "load average"), rows)
 
 
+_CONNECTORS = {
+    "none": "none",
+    "tanghulu": "`TanghuluConnector`",
+    "tanghulu-tier": "offloading, `TanghuluTier`",
+    "vllm-files": "offloading, files in memory (`fs`)",
+    "lmcache": "LMCache's server",
+    "mooncake": "Mooncake's store",
+}
+
+
+def connectors() -> str:
+    rows = []
+    record = kept("connectors") or {"summary": [], "left_out": {}}
+    names = ("cold_s", "other_s", "other_s_of_cold", "cold_cpu_s", "other_cpu_s", "other_cpu_s_of_cold")
+    for row in record["summary"]:
+        rows.append(
+            [
+                _CONNECTORS[row["connector"]],
+                *(f"{row[name]:.2f}" if name in row else "–" for name in names),
+                f"{row['cached_tokens']:.0f}" if "cached_tokens" in row else "–",
+                " / ".join(f"{value:.0f}" for value in row["cpu_s"]),
+                " / ".join(f"{value:.1f}" for value in row["servers_cpu_s"]),
+                "–" if row["held_mb"] is None else f"{row['held_mb']:.0f}",
+            ]
+        )
+    # Why, the kept file says.
+    rows += [[_CONNECTORS[name], "left out", *[""] * 9] for name in record["left_out"]]
+    head = (
+        "connector",
+        "cold, s",
+        "other process, s",
+        "ratio",
+        "cold, CPU s",
+        "other, CPU s",
+        "ratio",
+        "tokens cached",
+    )
+    return table((*head, "CPU s of each process", "of the servers", "MB kept"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "connectors": connectors,
     "store": store,
     "store-limits": store_limits,
     "store-runs": lambda: _loads("store_compare"),
@@ -149,16 +190,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     is_check = parser.parse_args().check
-    before = PAGE.read_text()
-    after = written(before)
-    if is_check and before != after:
-        print(
-            "docs/benchmarks.md differs from benchmarks/results: run `python -m benchmarks.common.doc_tables`",
-            file=sys.stderr,
-        )
-        return 1
-    PAGE.write_text(after)
-    return 0
+    failed = False
+    for page in PAGES:
+        before = page.read_text()
+        after = written(before)
+        if is_check and before != after:
+            name = page.relative_to(ROOT)
+            told = f"{name} differs from benchmarks/results: run `python -m benchmarks.common.doc_tables`"
+            print(told, file=sys.stderr)
+            failed = True
+        elif not is_check:
+            page.write_text(after)
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -92,18 +93,24 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _write_model(folder: Path) -> None:
-    """What Dynamo wants of a model: numbers, a byte-level tokenizer like ours, a template."""
+def write_model(folder: Path) -> None:
+    """What Dynamo wants of a model: numbers, a byte-level tokenizer like ours, a template.
+
+    Text becomes a token a byte. The other tokens, of a word each, are there for what Dynamo's mocker draws: ids up to
+    about 2,000; of those that are no text it streams nothing.
+    """
     folder.mkdir(parents=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({text: index for index, text in enumerate(alphabet)}, []))
+    words = ["Ġ" + "".join(letters) for letters in itertools.product("abcdefghijklmnop", repeat=3)]
+    tokenizer = Tokenizer(models.BPE({text: index for index, text in enumerate(alphabet + words)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
+    end = len(alphabet) + len(words)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 257, "eos_token_id": 256}
-    config |= shape | {"num_key_value_heads": 2, "max_position_embeddings": 131072, "bos_token_id": 256}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": end + 1, "eos_token_id": end}
+    config |= shape | {"num_key_value_heads": 2, "max_position_embeddings": 131072, "bos_token_id": end}
     (folder / "config.json").write_text(json.dumps(config))
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": template}
@@ -111,9 +118,12 @@ def _write_model(folder: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def dynamo_cluster(folder: Path, venv: Path, num_blocks: int) -> AsyncIterator[Served]:
-    """Dynamo's frontend with its KV router and two mockers, all defaults but the size of cache and block."""
-    _write_model(folder / "model")
+async def dynamo_cluster(folder: Path, venv: Path, num_blocks: int, *flags: str) -> AsyncIterator[Served]:
+    """Dynamo's frontend with its KV router and two mockers, all defaults but the size of cache and block.
+
+    ``flags`` are the mockers'.
+    """
+    write_model(folder / "model")
     own = {"DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": str(folder / "kv"), "DYN_REQUEST_PLANE": "tcp"}
     own |= {"DYN_EVENT_PLANE": "zmq", "DYN_TCP_RPC_HOST": "127.0.0.1", "HF_HUB_OFFLINE": "1"}
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | own
@@ -121,7 +131,7 @@ async def dynamo_cluster(folder: Path, venv: Path, num_blocks: int) -> AsyncIter
     plane = ["--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq"]
     commands = [["dynamo.frontend", "--http-port", str(port), "--router-mode", "kv", *plane]]
     mocker = ["dynamo.mocker", "--model-path", str(folder / "model"), "--model-name", "mock", *plane]
-    mocker += ["--num-gpu-blocks-override", str(num_blocks), "--block-size", str(BLOCK_TOKENS)]
+    mocker += ["--num-gpu-blocks-override", str(num_blocks), "--block-size", str(BLOCK_TOKENS), *flags]
     commands += [mocker, mocker]
     processes = []
     try:

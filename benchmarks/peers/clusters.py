@@ -55,7 +55,8 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def _running(command: list[str | Path], log: str, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+def running(command: list[str | Path], log: str, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A server whose output goes to ``log``, ended behind the block."""
     with (environments.logs() / log).open("wb") as output:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, **options)
     try:
@@ -69,8 +70,9 @@ def _running(command: list[str | Path], log: str, **options: Any) -> Iterator[su
             child.wait()
 
 
-def _wait_for_port(port: int, child: subprocess.Popen[bytes], log: str) -> None:
-    until = time.monotonic() + START_TIMEOUT_S
+def wait_for_port(port: int, child: subprocess.Popen[bytes], log: str, timeout_s: float = START_TIMEOUT_S) -> None:
+    """Return when somebody listens there. Raises Missing."""
+    until = time.monotonic() + timeout_s
     while time.monotonic() < until and child.poll() is None:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             return
@@ -95,7 +97,7 @@ def _tanghulu_process(module: str, *flags: str) -> Iterator[tuple[int, socket.so
     ours, theirs = socket.socketpair()
     fd = theirs.fileno()
     command = [sys.executable, "-c", _TANGHULU, module, *flags, "--log-level", "error", "--status-fd", str(fd)]
-    with ours, _running(command, f"{module}.log", pass_fds=[fd], env=_installed()) as child:
+    with ours, running(command, f"{module}.log", pass_fds=[fd], env=_installed()) as child:
         theirs.close()
         yield child.pid, ours
 
@@ -142,9 +144,9 @@ def mooncake(segment_bytes: int) -> Iterator[Cluster]:
     settings = {"host": "127.0.0.1", "metadata": f"http://127.0.0.1:{metadata}/metadata", "master": f"127.0.0.1:{rpc}"}
     environment = os.environ | {"GLOG_minloglevel": "2", "MC_LOG_LEVEL": "error"}
     begun = time.perf_counter()
-    with _running(command, "mooncake_master.log", env=environment) as child:
-        _wait_for_port(rpc, child, "mooncake_master.log")
-        _wait_for_port(metadata, child, "mooncake_master.log")
+    with running(command, "mooncake_master.log", env=environment) as child:
+        wait_for_port(rpc, child, "mooncake_master.log")
+        wait_for_port(metadata, child, "mooncake_master.log")
         log = environments.logs() / "mooncake_holder.log"
         holder = Worker(python, WORKER, log, environment, "mooncake holder")
         try:
@@ -170,7 +172,7 @@ def redis(segment_bytes: int) -> Iterator[Cluster]:
     ]  # fmt: skip
     begun = time.perf_counter()
     try:
-        with _running(command, log) as child:
+        with running(command, log) as child:
             until = time.monotonic() + START_TIMEOUT_S
             while not path.exists():
                 if child.poll() is not None or time.monotonic() > until:

@@ -75,8 +75,8 @@ def _full_node(num_chunks: int, size_bytes: int, num_tenants: int, rng: random.R
     keys = [ChunkKey(f"{scopes[number % len(scopes)]}{number}") for number in range(num_chunks)]
     for key in keys:
         _put(state, key, size_bytes, Pin.SOFT if rng.random() < 0.05 else Pin.NONE, [])
-        state.reports.take()
-        state.reports.done()
+        state.reports.leader.take()
+        state.reports.leader.done()
     rng.shuffle(keys)
     for key in keys:
         chunk = state.chunks.find(key)

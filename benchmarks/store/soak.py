@@ -130,8 +130,10 @@ class Server:
         self.popen.wait(READY_S)
         self._status.close()
 
-    def metrics(self) -> dict[str, float]:
-        with urllib.request.urlopen(f"http://{self._metrics}/metrics", timeout=READY_S) as answer:
+    def metrics(self, token: str) -> dict[str, float]:
+        shown = {"Authorization": f"Bearer {token}"}
+        asked = urllib.request.Request(f"http://{self._metrics}/metrics", headers=shown)
+        with urllib.request.urlopen(asked, timeout=READY_S) as answer:
             lines = (line.rpartition(" ") for line in answer.read().decode().splitlines() if line[:1] != "#")
             return {name: float(number) for name, _, number in lines}
 
@@ -297,7 +299,7 @@ class Soak:
     def _sample(self) -> None:
         now_s = time.monotonic()
         for server in self.servers:
-            metrics = server.metrics()
+            metrics = server.metrics(self._tokens["operator"])
             self.peak_leases = max(self.peak_leases, metrics.get("tanghulu_node_leases", 0))
             name = server.name if server is self.master else f"{server.name}/{server.life}"
             self.usage.setdefault(name, Usage()).take(server.popen.pid, now_s - server.begun_s)
@@ -331,7 +333,7 @@ class Soak:
             client.communicate()
 
     def _leases(self) -> list[float]:
-        return [node.metrics()["tanghulu_node_leases"] for node in self.nodes]
+        return [node.metrics(self._tokens["operator"])["tanghulu_node_leases"] for node in self.nodes]
 
     def close(self) -> None:
         for client in self.clients:

@@ -5,7 +5,7 @@
 
 Masters, nodes and clients are real processes. Three nodes and four clients, two of them of this version from the
 beginning (see ``upgrade_load``), work all the time while every other process is replaced, in the order that
-docs/operating_the_store.md asks of operators: the master, or with ``--etcd`` two of them, first the one that follows;
+docs/guides/upgrade.md asks of operators: the master, or with ``--etcd`` two of them, first the one that follows;
 then each node, drained first; then the clients. In the end all keys that were kept are read. Prints JSON; the exit code
 is 1 if one request failed, by a typed error, by wrong bytes, or by calling a key missing that is there.
 """

@@ -22,7 +22,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import click
@@ -115,7 +115,7 @@ class RandomWeights:
 
 @dataclass(frozen=True)
 class RandomModel(ModelSource):
-    weights: RandomWeights
+    weights: RandomWeights = field(kw_only=True)
 
     def open_weights(self) -> RandomWeights:
         return self.weights
@@ -146,7 +146,7 @@ class NoPeers:
     def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         return 0
 
-    def release(self, peer: PeerExport, bytes_read: int = 0) -> None:
+    def release(self, peer: PeerExport, bytes_read: int = 0, *, keep: bool = False) -> None:
         pass
 
 
@@ -160,7 +160,7 @@ class Bench:
         self.weights = RandomWeights(self.config, device, self.dtype)
         needs = AttentionNeeds(device, self.dtype, own.head_dim, block_tokens)
         backend = pick_attention(attention, needs)
-        source = RandomModel(model, own, (), None, self.weights)
+        source = RandomModel(model, own, (), None, weights=self.weights)
         self.model: Model = load_model(source, self.dtype, device=device, attention=backend)
         self._numbers = iter(range(10**9))
 
@@ -203,7 +203,7 @@ class Bench:
         core = self.engine(runner, 2048, batch)
         for number in range(batch):
             core.add(self.request(self.prompt(context, number), (rounds + 1) * STEPS + 1))
-        while core.step().num_sequences < batch or core.scheduler.num_pending_tokens > batch:
+        while core.step().num_sequences < batch or core.scheduler.pending[0] > batch:
             pass
         seconds = [_timed(lambda: [core.step() for _ in range(STEPS - 1)]) for _ in range(rounds + 1)][1:]
         rate = batch * (STEPS - 1) / min(seconds)

@@ -66,7 +66,7 @@ def decoder(budget: int, prefill_tokens: int, seconds: float, folder: Path) -> d
     core = subject._core
     for _ in range(DECODES):
         subject._add(prompt(rng, CONTEXT), 100_000)
-    while core.scheduler.num_pending_tokens > DECODES:
+    while core.scheduler.pending[0] > DECODES:
         core.step()
     decode_steps(core, lambda at: at < 1.0)
     quiet = decode_steps(core, lambda at: at < seconds)

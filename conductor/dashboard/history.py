@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: Samples that are kept, one a second: five minutes.
-MAX_SAMPLES = 300
-#: What a figure of now looks back on.
-WINDOW_S = 60.0
+from tanghulu.store.dashboard.history import SampleLog, ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,32 +40,26 @@ def quantile(share: float, bounds: Sequence[float], counts: Sequence[float]) -> 
     return least + (bounds[at] - least) * (rank - below) / max(counts[at] - below, 1e-9)
 
 
-def ratio(part: float, whole: float) -> float | None:
-    """``part`` of ``whole``; None of nothing."""
-    return part / whole if whole > 0 else None
-
-
 class History:
-    """Samples of the last ``MAX_SAMPLES`` seconds. ``ttft_bounds`` and ``tbt_bounds`` are the buckets' upper ends."""
+    """Samples of the last minutes. ``ttft_bounds`` and ``tbt_bounds`` are the buckets' upper ends."""
 
     def __init__(self, ttft_bounds: Sequence[float], tbt_bounds: Sequence[float]) -> None:
         self._ttft_bounds, self._tbt_bounds = tuple(ttft_bounds), tuple(tbt_bounds)
-        self._samples: deque[tuple[float, Totals]] = deque(maxlen=MAX_SAMPLES)
+        self._log: SampleLog[Totals] = SampleLog()
 
     def __len__(self) -> int:
-        return len(self._samples)
+        return len(self._log)
 
     def append(self, now_s: float, totals: Totals) -> None:
         """Take a sample."""
-        self._samples.append((now_s, totals))
+        self._log.append(now_s, totals)
 
     def now(self) -> dict[str, Any]:
-        """The figures of the last ``WINDOW_S`` seconds, and the hit ratio since the start."""
-        if not self._samples:
+        """The figures of the last minute, and the hit ratio since the start."""
+        window = self._log.window()
+        if window is None:
             return {}
-        at_s, last = self._samples[-1]
-        before_s, first = next(each for each in self._samples if each[0] >= at_s - WINDOW_S)
-        seconds = max(at_s - before_s, 1e-9)
+        seconds, first, last = window
         return self._between(first, last) | {
             "in_flight": last.in_flight,
             "queued": last.queued,
@@ -83,12 +72,9 @@ class History:
 
     def points(self, num_points: int) -> list[dict[str, Any]]:
         """At most ``num_points`` points over what is kept, each of the time since the one before it."""
-        samples = list(self._samples)
-        step = max(1, -(-len(samples) // num_points))
-        chosen = samples[::-1][::step][::-1]
         return [
             {"at_s": at_s, "in_flight": totals.in_flight, "queued": totals.queued} | self._between(before, totals)
-            for (_, before), (at_s, totals) in itertools.pairwise(chosen)
+            for at_s, _, before, totals in self._log.pairs(num_points)
         ]
 
     def _between(self, first: Totals, last: Totals) -> dict[str, Any]:

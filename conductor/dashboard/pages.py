@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
-import re
 import time
-from collections.abc import AsyncIterator
-from functools import cache
-from importlib import resources
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from prometheus_client import Counter, Histogram
-from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from tanghulu.conductor.dashboard.cluster import ClusterFigures
-from tanghulu.conductor.dashboard.events import EventLog
 from tanghulu.conductor.dashboard.history import History, Totals
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher
 from tanghulu.conductor.dispatch.registry import RegisteredWorker
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.errors import Overloaded
 from tanghulu.masters import Masters
+from tanghulu.store.dashboard import page as shown
+from tanghulu.store.dashboard.events import EventLog
+from tanghulu.store.dashboard.page import MAX_POINTS, MAX_SHOWN, PERIOD_S
 from tanghulu.version import __version__
 
-#: Between two events of a stream.
-PERIOD_S = 1.0
 #: Pages that are open at one time.
 MAX_WATCHERS = 32
-MAX_POINTS = 100
-MAX_SHOWN = 50
 
 
 class Dashboard:
@@ -68,7 +60,7 @@ class Dashboard:
         """All that the page shows."""
         cluster, at_s = await self._figures.figures(), time.time()
         self._events.states(at_s, "node", {node["id"]: node["state"] for node in cluster["nodes"]})
-        self._events.count(at_s, "eviction", cluster["evictions"], "{} chunks evicted")
+        self._events.count(at_s, "eviction", cluster["evictions"], "chunks evicted: {}")
         flights = self._dispatcher.flights()
         return {
             "version": __version__,
@@ -94,47 +86,33 @@ def router(dashboard: Dashboard) -> APIRouter:
     @api.get("/dashboard")
     async def page() -> Response:
         """The page: no script, style or picture of it comes from elsewhere."""
-        text, policy = _page()
-        return HTMLResponse(text, headers={"content-security-policy": policy, "cache-control": "no-cache"})
+        return shown.page()
 
     @api.get("/dashboard/state")
     async def state() -> Response:
         """What the page shows, once."""
-        return Response(msgspec.json.encode(await dashboard.snapshot()), media_type="application/json")
+        return shown.once(await dashboard.snapshot())
 
     @api.get("/dashboard/events")
     async def events(request: Request) -> Response:
         """What the page shows, once a second, as server-sent events."""
         if dashboard.num_watchers >= MAX_WATCHERS:
             raise Overloaded(f"{MAX_WATCHERS} dashboards are open already")
-        return StreamingResponse(_states(dashboard), media_type="text/event-stream")
+        stands = request.scope.get("state", {}).get("key_stands", lambda: True)
+        return StreamingResponse(_states(dashboard, stands), media_type="text/event-stream")
 
     return api
 
 
-async def _states(dashboard: Dashboard) -> AsyncIterator[bytes]:
+async def _states(dashboard: Dashboard, stands: Callable[[], bool]) -> AsyncIterator[bytes]:
+    """An event a second, as long as the key ``stands`` by which they were asked for."""
     dashboard.num_watchers += 1
     try:
-        while True:
-            yield b"data: " + msgspec.json.encode(await dashboard.snapshot()) + b"\n\n"
+        while stands():
+            yield shown.event(await dashboard.snapshot())
             await asyncio.sleep(PERIOD_S)
     finally:
         dashboard.num_watchers -= 1
-
-
-@cache
-def _page() -> tuple[str, str]:
-    """The page's text, and the policy that lets exactly its own script and style run."""
-    text = resources.files(__package__).joinpath("page.html").read_text()
-    sources = {
-        kind: " ".join(
-            f"'sha256-{base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()}'"
-            for part in re.findall(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
-        )
-        for kind in ("script", "style")
-    }
-    policy = f"default-src 'none'; connect-src 'self'; script-src {sources['script']}; style-src {sources['style']}"
-    return text, f"{policy}; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
 
 
 def _state(worker: RegisteredWorker) -> str:

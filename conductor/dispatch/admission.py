@@ -50,6 +50,10 @@ class Admission:
     ttft_slo_s: float = 0.0
     tbt_slo_s: float = 0.0
 
+    def __bool__(self) -> bool:
+        """Whether anything can be refused."""
+        return bool(self.ttft_slo_s or self.tbt_slo_s)
+
     def objection(self, seen: Forecast, waited_s: float = 0.0) -> str:
         """The reason to refuse the request, for people; "" if it is admitted. ``waited_s``: its wait so far."""
         ttft_s = waited_s + seen.ttft_s

@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import structlog
 
+from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
 from tanghulu.conductor.dispatch.admission import Admission, forecast
 from tanghulu.conductor.dispatch.deadlines import Deadlines
 from tanghulu.conductor.dispatch.lifecycle import (
     AbortAt,
+    DeliverScores,
     DeliverTokens,
     End,
     Flight,
@@ -27,14 +30,17 @@ from tanghulu.conductor.dispatch.lifecycle import (
     Loss,
     MoveLimits,
     PickDecode,
+    PickPull,
+    PullTo,
     Release,
     Requeue,
     SubmitTo,
 )
 from tanghulu.conductor.dispatch.queue import QueueOrder, WaitingQueue
 from tanghulu.conductor.dispatch.registry import RegisteredWorker, Registry
+from tanghulu.conductor.dispatch.request_counts import RequestCounts, status_of
 from tanghulu.conductor.dispatch.router import RoutedRequest, Router
-from tanghulu.conductor.dispatch.token_stream import TokenStream
+from tanghulu.conductor.dispatch.token_stream import Arrivals, TokenStream
 from tanghulu.conductor.index.events import CacheMirror
 from tanghulu.conductor.index.hot_prefixes import HotPrefixes
 from tanghulu.conductor.index.shards import DEFAULT_SHARDS
@@ -46,12 +52,16 @@ from tanghulu.conductor.routing.profiles import ProfileFile
 from tanghulu.conductor.routing.requests import (
     NO_TIMEOUTS,
     GenerationRequest,
+    KvSource,
+    Output,
     PrefixSource,
     SessionWelcome,
     Step,
     Timeouts,
 )
 from tanghulu.conductor.routing.worker_state import LoadTracker
+from tanghulu.conductor.stories.book import StoryBook
+from tanghulu.conductor.stories.story import Story
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.runtime.clock import Clock
@@ -90,16 +100,17 @@ class _Entry:
     flight: Flight
     model: ServedModel
     stream: TokenStream
+    story: Story
+    counts: RequestCounts
     arrived_s: float
     deadlines: Deadlines
-    last_token_s: float = 0.0
     wire_id: str = ""
     rest_tokens: int = 0
     holder: PrefixSource | None = None
+    #: Leading blocks that each worker had when the prefill began.
+    holders: Mapping[InstanceId, int] = field(default_factory=dict)
     num_blocks: int = 0
     reserved: InstanceId | None = None
-    #: When it was moved last; None where tokens came since.
-    lost_s: float | None = None
     #: Since when workers have refused it, and how often.
     refused_s: float | None = None
     num_refusals: int = 0
@@ -119,12 +130,14 @@ class Dispatcher:
         limits: Limits,
         clock: Clock,
         place: Place = Place(),
+        credentials: Credentials = NOTHING_TO_SHOW,
     ) -> None:
-        self.registry = Registry(conductor_id, self, limits.profiles, limits.worker_timeout_s)
+        self.registry = Registry(conductor_id, self, limits.profiles, limits.worker_timeout_s, credentials)
         self.mirror = CacheMirror(limits.event_shards)
         self.router = Router(self.registry, self.mirror, policies, place, HotPrefixes(limits.hot_prefix_rate))
         self.own = OwnRequests()
         self.peers = PeerRequests(self.router.in_flight, self._load_of)
+        self.stories = StoryBook(metrics.phases)
         self._metrics = metrics
         self._limits = limits
         self._clock = clock
@@ -165,8 +178,10 @@ class Dispatcher:
             for entry in self._entries.values()
         ]
 
-    def submit(self, request: GenerationRequest, model: ServedModel) -> TokenStream:
-        """Take ``request``; its tokens come through the stream.
+    def submit(self, request: GenerationRequest, model: ServedModel, arrivals: Arrivals, name: str = "") -> TokenStream:
+        """Take ``request``, called ``name`` by its client; its tokens come by the stream, of which ``arrivals`` tells.
+
+        Its story is over when the caller says so, who knows when the answer is out, unless this raises.
 
         Raises Overloaded if the queue is full, InvalidRequest for routing overrides that cannot be met.
         """
@@ -174,10 +189,14 @@ class Dispatcher:
         self.router.check_overrides(request.routing)
         now_s, timeouts = self._clock.now_s(), request.timeouts.within(self._limits.timeouts)
         flight = Flight(request, self._limits.moves)
-        entry = _Entry(flight, model, TokenStream(), now_s, Deadlines(timeouts, now_s))
+        served = model.card.model
+        story = self.stories.begin(request.id, name, served, len(request.prompt), now_s, request.origin)
+        counts = RequestCounts(self._metrics, flight, served, now_s)
+        entry = _Entry(flight, model, TokenStream(arrivals, story), story, counts, now_s, Deadlines(timeouts, now_s))
         if len(self._queue) >= self._limits.max_queued:
             error = Overloaded(f"{len(self._queue)} requests are waiting already; try again later")
             self._perform(entry, entry.flight.refuse(error))
+            self.stories.over(story, self._clock.now_s())
             raise error
         entry.flight.admit()
         self._entries[request.id] = entry
@@ -225,10 +244,16 @@ class Dispatcher:
             self.own.prefilled(output.wire_id)
             entry = self._submissions.get(output.wire_id)
             if entry is not None:
-                if output.tokens:
-                    self._observe_tokens(entry, len(output.tokens), now_s)
+                if output.tokens or output.phases is not None:
+                    self._observe(entry, output, now_s)
                 with self._alone(entry):
                     self._perform(entry, entry.flight.on_output(output))
+            elif output.source is not None:  # the request ended while the hand-over was on its way here
+                self._release(worker.id, output.source.export_id)
+        for begun in step.begun:
+            self._pass_on(begun.wire_id, partial(Flight.on_begun, source=begun.source))
+        for wire_id, scores in step.scores:
+            self._pass_on(wire_id, partial(Flight.on_scores, scores=scores))
         if step.load is not None:
             worker.load.report(step.load, step.submits_taken)
             self.router.note_reads(worker, step.load.reads)
@@ -237,6 +262,12 @@ class Dispatcher:
             worker.session.request_snapshot()
         if self._queue:
             self._pump()
+
+    def _pass_on(self, wire_id: str, told: Callable[[Flight], Sequence[Instruction]]) -> None:
+        entry = self._submissions.get(wire_id)
+        if entry is not None:
+            with self._alone(entry):
+                self._perform(entry, told(entry.flight))
 
     def worker_snapshot(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
         self.mirror.snapshot(worker.id, welcome)
@@ -273,6 +304,7 @@ class Dispatcher:
         self.router.check()
         self.own.check()
         self.peers.check()
+        self.stories.check()
         assert len(self.own) == len(self._submissions)
         assert len(self.router.in_flight) <= len(self._submissions) + len(self.peers)
 
@@ -290,7 +322,7 @@ class Dispatcher:
         request, sjf = entry.flight.request, self._limits.order.name == "sjf"
         prefill_s = self.router.rest_s(entry.flight, entry.model) if sjf and not front else 0.0
         client = None if front else request.client
-        self._queue.push(request.id, entry, entry.arrived_s, request.priority, prefill_s, client)
+        self._queue.push(request.id, entry, entry.arrived_s, request.priority, prefill_s, client, request.weight)
         waited_s = self._clock.now_s() - entry.refused_s if entry.refused_s is not None else 0.0
         wait_s = max(0.0, self._limits.queue_timeout_s - waited_s)
         entry.deadline = asyncio.get_running_loop().call_later(wait_s, self._expire, entry)
@@ -347,9 +379,11 @@ class Dispatcher:
             return
         if not self.registry.usable(entry.model):
             return
+        began_s = self._clock.now_s()
         route = self.router.choose(flight, entry.model)
         if route.decision is None:
             return
+        entry.story.routed(began_s)
         self._queue.take(flight.request.id)
         self._leave_queue(entry)
         prefill, decode = route.decision.prefill, route.decision.decode
@@ -358,7 +392,7 @@ class Dispatcher:
             self._perform(entry, flight.fail(Overloaded(f"{objection}; try again later")))
             return
         entry.rest_tokens, entry.num_blocks = route.rest_tokens, route.request.num_blocks
-        entry.holder = self.router.holder_of(route)
+        entry.holder, entry.holders = self.router.holder_of(route), route.hits.workers
         self.router.note_fetch(route, flight, entry.model, self._clock.now_s())
         if decode != prefill:
             self.registry.workers[decode].load.reserve_decode(flight.request.id, entry.num_blocks)
@@ -368,6 +402,8 @@ class Dispatcher:
     def _objection(self, entry: _Entry, route: RoutedRequest) -> str:
         """The reason to refuse a request that was not begun yet; "" if it may be sent."""
         assert route.decision is not None
+        if not self._limits.admission:
+            return ""
         seen = forecast(route.request, route.workers, route.decision)
         return self._limits.admission.objection(seen, self._clock.now_s() - entry.arrived_s)
 
@@ -391,18 +427,29 @@ class Dispatcher:
             match instruction:
                 case DeliverTokens():
                     entry.stream.deliver(instruction)
+                case DeliverScores(scores):
+                    entry.stream.deliver_scores(scores)
                 case SubmitTo():
                     self._submit_to(entry, instruction)
+                case PickPull(source):
+                    self._pick_pull(entry, source)
                 case PickDecode():
                     self._pick_decode(entry)
-                case AbortAt(worker, wire_id):
-                    self._abort_at(worker, wire_id)
-                case Release(worker, export_id):
-                    self._release(worker, export_id)
+                case AbortAt() | Release() | PullTo():
+                    self._tell(entry, instruction)
                 case Requeue():
                     self._requeue(entry, instruction)
                 case End():
                     self._end(entry, instruction)
+
+    def _tell(self, entry: _Entry, what: AbortAt | Release | PullTo) -> None:
+        match what:
+            case AbortAt(worker, wire_id):
+                self._abort_at(worker, wire_id)
+            case Release(worker, export_id):
+                self._release(worker, export_id)
+            case PullTo():
+                self._pull_to(entry, what)
 
     def _submit_to(self, entry: _Entry, to: SubmitTo) -> None:
         flight, worker = entry.flight, self.registry.workers[to.worker]
@@ -410,24 +457,39 @@ class Dispatcher:
         self._untrack(entry)
         self._submissions[to.wire_id] = entry
         entry.wire_id = to.wire_id
+        entry.story.sent(worker.id, self._clock.now_s())
         worker.load.sent(to.wire_id, entry.rest_tokens, entry.num_blocks)
         hashes = self.router.sent(to.wire_id, worker, flight, entry.model, to.hand_over)
         decode = entry.reserved or NOBODY
         self.own.began(Begun(to.wire_id, worker.id, entry.rest_tokens, entry.num_blocks, hashes, decode))
         try:
             tokens = flight.all_tokens()
-            number = worker.session.submit(
-                flight.request, to.wire_id, tokens, to.hand_over, to.source, entry.holder, flight.was_moved
-            )
+            number = worker.session.submit(flight.owed, to, tokens, entry.holder, flight.was_moved)
             worker.load.numbered(to.wire_id, number)
         except Overloaded as error:
             worker.load.heard_of(to.wire_id)
+            if to.ahead:
+                self._abort_at(to.worker, to.ahead)
             self._lose(entry, error, Loss.REFUSED)
+
+    def _pick_pull(self, entry: _Entry, source: KvSource) -> None:
+        """The worker that holds a place for the request begins to pull; it goes on there if it is there still."""
+        worker = self.registry.workers.get(entry.reserved) if entry.reserved is not None else None
+        if worker is not None and worker.usable:
+            self._perform(entry, entry.flight.pull_at(worker.id, source))
+
+    def _pull_to(self, entry: _Entry, to: PullTo) -> None:
+        flight, session = entry.flight, self.registry.workers[to.worker].session
+        assert session is not None, "it was usable a moment ago"
+        with contextlib.suppress(Overloaded):  # the KV is fetched when it is handed over
+            session.pull(to.name, flight.all_tokens(), flight.request.salt, to.source)
 
     def _pick_decode(self, entry: _Entry) -> None:
         self._metrics.hand_overs.inc()
+        entry.story.handed_over(self._clock.now_s())
+        reserved = entry.reserved
         self._withdraw(entry)
-        worker, entry.holder = self.router.choose_decode(entry.flight, entry.model)
+        worker, entry.holder = self.router.decode_worker(entry.flight, entry.model, reserved, entry.holders)
         if worker is None:
             lost = NodeUnavailable("no worker is left that could decode")
             self._lose(entry, lost, Loss.TROUBLE)
@@ -461,15 +523,14 @@ class Dispatcher:
             reason=reason.message,
             tokens=len(flight.generated),
         )
+        entry.story.lost(now_s)
         self._untrack(entry)
         self._withdraw(entry)
         if why.loss is Loss.REFUSED:
             self._postpone(entry, now_s)
         else:
-            if entry.lost_s is not None:
-                self._count_move(entry, "lost_again")
-            entry.lost_s, entry.refused_s, entry.num_refusals, entry.not_before_s = now_s, None, 0, 0.0
-            self._metrics.carried_tokens.inc(len(flight.generated))
+            entry.counts.lost(now_s)
+            entry.refused_s, entry.num_refusals, entry.not_before_s = None, 0, 0.0
         self._enqueue(entry, front=True)
 
     def _postpone(self, entry: _Entry, now_s: float) -> None:
@@ -482,7 +543,7 @@ class Dispatcher:
             asyncio.get_running_loop().call_later(_REFUSED_PAUSE_S, self._pump)
 
     def _end(self, entry: _Entry, end: End) -> None:
-        flight = entry.flight
+        flight, story, now_s = entry.flight, entry.story, self._clock.now_s()
         self._leave_queue(entry)
         if entry.alarm is not None:
             entry.alarm.cancel()
@@ -492,7 +553,9 @@ class Dispatcher:
         if flight.generated:
             self.router.output.ended(len(flight.generated))
         self._entries.pop(flight.request.id, None)
-        self._count_end(entry, end)
+        entry.counts.ended(end, now_s)
+        story.cached_tokens, story.generated_tokens = flight.cached_tokens or 0, len(flight.generated)
+        story.ended(status_of(end), now_s, end.error.code.lower() if end.error is not None else "")
         _log.debug("request.ended", request=flight.request.id, state=flight.state.name, tokens=len(flight.generated))
         entry.stream.cached_tokens = flight.cached_tokens or 0
         entry.stream.end(end)
@@ -510,41 +573,16 @@ class Dispatcher:
         self.own.freed(entry.wire_id)
         entry.wire_id = ""
 
+    def _observe(self, entry: _Entry, output: Output, now_s: float) -> None:
+        entry.story.heard(now_s, output.phases)
+        if not output.tokens:
+            return
+        is_first = entry.counts.tokens(len(output.tokens), now_s)
+        entry.deadlines.came(now_s)
+        entry.refused_s, entry.num_refusals = None, 0
+        if is_first:  # the next deadline may be earlier now
+            self._watch(entry)
+
     def _load_of(self, worker_id: InstanceId) -> LoadTracker | None:
         worker = self.registry.workers.get(worker_id)
         return worker.load if worker is not None else None
-
-    # --- counting
-
-    def _observe_tokens(self, entry: _Entry, num_tokens: int, now_s: float) -> None:
-        is_first = not entry.last_token_s
-        if is_first:
-            self._metrics.ttft.observe(now_s - entry.arrived_s)
-        else:
-            self._metrics.tbt.observe(now_s - entry.last_token_s)
-        entry.last_token_s = now_s
-        entry.deadlines.came(now_s)
-        entry.refused_s, entry.num_refusals = None, 0
-        if entry.lost_s is not None:
-            self._metrics.pause.observe(now_s - entry.lost_s)
-            self._count_move(entry, "resumed")
-            entry.lost_s = None
-        if is_first:  # the next deadline may be earlier now
-            self._watch(entry)
-        self._metrics.generated_tokens.inc(num_tokens)
-
-    def _count_move(self, entry: _Entry, outcome: str) -> None:
-        """Count the move that is under way by what has become of it."""
-        kind = "ongoing_request" if entry.flight.lost_at else "new_request"
-        self._metrics.migrations.labels(entry.model.card.model, kind, outcome).inc()
-
-    def _count_end(self, entry: _Entry, end: End) -> None:
-        outcome = end.error.code.lower() if end.error is not None else end.reason.value if end.reason else "unknown"
-        self._metrics.requests.labels(outcome).inc()
-        if entry.flight.lost_at is not None:
-            self._count_move(entry, "failed" if end.error is not None else "ended")
-        if isinstance(end.error, Overloaded) and not entry.flight.num_submissions:
-            self._metrics.refused_tokens.inc(len(entry.flight.request.prompt))
-        self._metrics.e2e.observe(self._clock.now_s() - entry.arrived_s)
-        self._metrics.prompt_tokens.inc(len(entry.flight.request.prompt))
-        self._metrics.cached_tokens.inc(entry.flight.cached_tokens or 0)

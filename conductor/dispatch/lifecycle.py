@@ -26,6 +26,7 @@ from enum import Enum
 from typing import Final
 
 import numpy as np
+from msgspec import Struct, structs
 
 from tanghulu.conductor.routing.requests import (
     FinishReason,
@@ -33,7 +34,9 @@ from tanghulu.conductor.routing.requests import (
     KvSource,
     Output,
     OutputKind,
+    PromptLogprobs,
     TokenLogprobs,
+    WantedPromptLogprobs,
 )
 from tanghulu.errors import NodeUnavailable, Overloaded, RequestKillsWorkers, TanghuluError
 from tanghulu.hashing import Tokens, TokenSequence
@@ -92,6 +95,7 @@ class FlightEvent(Enum):
 _COUNTED = frozenset({Loss.DEATH, Loss.SILENCE, Loss.TROUBLE})
 _S, _E = FlightState, FlightEvent
 _LIVE = (_S.PREFILLING, _S.HANDING_OVER, _S.DECODING)
+_BEFORE_DECODE = (_S.QUEUED, _S.PREFILLING, _S.HANDING_OVER)
 TRANSITIONS: dict[tuple[FlightState, FlightEvent], FlightState] = {
     (_S.RECEIVED, _E.ADMITTED): _S.QUEUED,
     (_S.RECEIVED, _E.REFUSED): _S.FAILED,
@@ -115,47 +119,56 @@ def next_state(state: FlightState, event: FlightEvent) -> FlightState:
     return TRANSITIONS[state, event]
 
 
-@dataclass(frozen=True, slots=True)
-class SubmitTo:
-    """Send the request with all its tokens to ``worker`` under ``wire_id``."""
+class SubmitTo(Struct, frozen=True):
+    """Send the request with all its tokens to ``worker`` under ``wire_id``; ``ahead`` has pulled KV there already."""
 
     worker: InstanceId
     wire_id: str
     hand_over: bool
     source: KvSource | None = None
+    ahead: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class AbortAt:
-    """Tell ``worker`` to end ``wire_id``."""
+class AbortAt(Struct, frozen=True):
+    """Tell ``worker`` to end ``wire_id``, of a submission or a pull."""
 
     worker: InstanceId
     wire_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(Struct, frozen=True):
     """Tell ``worker`` that nobody will fetch its export."""
 
     worker: InstanceId
     export_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class PickDecode:
+class PickPull(Struct, frozen=True):
+    """Choose who shall decode and may pull from ``source`` while the prefill goes on; then call ``pull_at``, or not."""
+
+    source: KvSource
+
+
+class PullTo(Struct, frozen=True):
+    """Have ``worker`` pull the tokens' KV from ``source`` under ``name``."""
+
+    worker: InstanceId
+    name: str
+    source: KvSource
+
+
+class PickDecode(Struct, frozen=True):
     """Choose a decode worker for the held KV, then call ``decode_at``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Requeue:
+class Requeue(Struct, frozen=True):
     """Put the request in front of the queue; its worker was lost for ``reason``, in the way ``loss``."""
 
     reason: TanghuluError
     loss: Loss = Loss.TROUBLE
 
 
-@dataclass(frozen=True, slots=True)
-class DeliverTokens:
+class DeliverTokens(Struct, frozen=True):
     """New tokens for the client. With ``ends_in_stop_token`` the last one counts but is not text."""
 
     tokens: Sequence[int]
@@ -163,8 +176,13 @@ class DeliverTokens:
     ends_in_stop_token: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class DeliverScores(Struct, frozen=True):
+    """Log probabilities of further tokens of the prompt."""
+
+    scores: PromptLogprobs
+
+
+class End(Struct, frozen=True):
     """The request is over; ``error`` where it failed, ``stop_token`` where a token ended it."""
 
     reason: FinishReason | None
@@ -172,7 +190,9 @@ class End:
     stop_token: int | None = None
 
 
-Instruction = SubmitTo | AbortAt | Release | PickDecode | Requeue | DeliverTokens | End
+Instruction = (
+    SubmitTo | AbortAt | Release | PickPull | PullTo | PickDecode | Requeue | DeliverTokens | DeliverScores | End
+)
 
 
 class Flight:
@@ -193,6 +213,10 @@ class Flight:
         #: Its tokens when it lost its worker; None where none was lost, or tokens came since.
         self.lost_at: int | None = None
         self.num_submissions = 0
+        #: The worker that pulls the KV while it is computed, and the pull's name there; it outlives the prefill worker.
+        self.ahead: tuple[InstanceId, str] | None = None
+        #: The first position of the prompt whose log probability has not come yet.
+        self.num_scored = 0
         self.avoid: frozenset[InstanceId] = frozenset()
         self._limits = limits
         self._hand_over = False
@@ -219,10 +243,12 @@ class Flight:
         """The block hashes of all tokens so far. ``empty`` makes the empty sequence of the model and the tenant."""
         if self._sequence is None:
             self._sequence = empty()
-        known = len(self._sequence)
-        if known < self.num_tokens:
-            self._sequence.append(self.all_tokens()[known:])
-        return self._sequence
+        sequence, prompt = self._sequence, self.request.prompt
+        if len(sequence) < len(prompt):
+            sequence.append(prompt[len(sequence) :])
+        if len(sequence) < self.num_tokens:
+            sequence.append(self.generated[len(sequence) - len(prompt) :])
+        return sequence
 
     def admit(self) -> None:
         self._step(FlightEvent.ADMITTED)
@@ -237,7 +263,22 @@ class Flight:
         self._step(FlightEvent.SUBMITTED)
         remaining = self.request.stop.max_new_tokens - len(self.generated)
         self._hand_over = prefill != decode and remaining > 1
-        return [self._submit_to(prefill, self._hand_over, None)]
+        submit = self._submit_to(prefill, self._hand_over, None)
+        return [submit] if self._hand_over else [submit, *self._forgo()]
+
+    def on_begun(self, source: KvSource) -> list[Instruction]:
+        """Let the KV be pulled as it is computed, if it will be needed elsewhere."""
+        return [PickPull(source)] if self._hand_over else []
+
+    def pull_at(self, worker: InstanceId, source: KvSource) -> list[Instruction]:
+        """Have ``worker`` pull what the prefill has computed so far, and all that follows.
+
+        What an earlier pull has brought there, from a worker that was lost, is found before that is given up.
+        """
+        assert self.state is FlightState.PREFILLING
+        before = self._forgo()
+        self.ahead = worker, f"{self.request.id}.{self.num_submissions}.pull"
+        return [PullTo(*self.ahead, source), *before]
 
     def decode_at(self, worker: InstanceId) -> list[Instruction]:
         """Send the request to its decode worker; the worker that prefilled can decode from its own cache."""
@@ -245,7 +286,7 @@ class Flight:
         assert self.source is not None
         source, own = self.source, self.source.instance_id == worker
         release: list[Instruction] = self._release() if own else []
-        return [self._submit_to(worker, False, None if own else source), *release]
+        return [self._submit_to(worker, False, None if own else source), *release, *self._forgo()]
 
     def on_output(self, output: Output) -> list[Instruction]:
         assert output.wire_id == self.wire_id
@@ -253,6 +294,8 @@ class Flight:
         kind = output.kind
         if kind in (OutputKind.ERROR, OutputKind.ABORTED) or (kind is OutputKind.HANDED_OVER and not self._hand_over):
             return self._on_trouble(output)
+        if output.tokens and self.scoring is not None:
+            return self.fail(NodeUnavailable(f"worker {self.worker} gives no log probabilities of prompts"))
         if self.cached_tokens is None and (output.tokens or kind is not OutputKind.TOKENS):
             self.cached_tokens = output.cached_tokens
         instructions = self._take(output)
@@ -262,8 +305,31 @@ class Flight:
             self._step(FlightEvent.FIRST_TOKEN)
             self.source = None
         if kind is not OutputKind.TOKENS:
-            return [*instructions, *self._release(), self._finish(kind, output.stop_token)]
+            return [*instructions, *self._let_go(), self._finish(kind, output.stop_token)]
         return instructions
+
+    @property
+    def scoring(self) -> WantedPromptLogprobs | None:
+        """What is still owed of the prompt's own log probabilities, by whoever gets the request next."""
+        wanted = self.request.scoring
+        if wanted is None:
+            return None
+        start = max(wanted.start, self.num_scored)
+        return WantedPromptLogprobs(start, wanted.num_top) if start < len(self.request.prompt) else None
+
+    @property
+    def owed(self) -> GenerationRequest:
+        """The request with what is still owed of the prompt's own log probabilities."""
+        return self.request if self.request.scoring is None else structs.replace(self.request, scoring=self.scoring)
+
+    def on_scores(self, scores: PromptLogprobs) -> list[Instruction]:
+        """Take a part of the prompt's log probabilities; they come in order, before the submission's first token."""
+        assert self.state in _LIVE
+        if (owed := self.scoring) is None or scores.position != owed.start:
+            late = f"log probabilities from position {scores.position} on, where {owed} are owed"
+            return self.fail(NodeUnavailable(f"worker {self.worker} gave {late}"))
+        self.num_scored = scores.end
+        return [DeliverScores(scores)]
 
     def on_stop_string(self) -> list[Instruction]:
         return self._end_from_here(FlightEvent.FINISH, FinishReason.STOP)
@@ -282,12 +348,12 @@ class Flight:
             self.avoid = self.avoid | {self.worker}
         self.worker, self.wire_id, self._hand_over = None, "", False
         if len(self.generated) >= self.request.stop.max_new_tokens:
-            return [*release, self._end(FlightEvent.FINISH, FinishReason.LENGTH)]
+            return [*release, *self._forgo(), self._end(FlightEvent.FINISH, FinishReason.LENGTH)]
         self.num_kills += loss is Loss.DEATH
         if loss is not Loss.REFUSED:
             self.lost_at = len(self.generated)
         if (objection := self._objection(error, loss)) is not None:
-            return [*release, self._end(FlightEvent.GIVE_UP, None, objection)]
+            return [*release, *self._forgo(), self._end(FlightEvent.GIVE_UP, None, objection)]
         self.num_moves += loss in _COUNTED
         self.was_moved = self.was_moved or loss is not Loss.REFUSED
         self._step(FlightEvent.WORKER_LOST)
@@ -297,6 +363,7 @@ class Flight:
         assert (self.worker is not None) == (self.state in _LIVE), self
         assert (self.wire_id != "") == (self.worker is not None), self
         assert self.source is None or self.state is FlightState.HANDING_OVER, self
+        assert self.ahead is None or self.state in _BEFORE_DECODE, self
         assert len(self.generated) <= self.request.stop.max_new_tokens, self
         assert self.num_moves <= self._limits.in_a_row, self
         assert self.num_kills < MAX_KILLS or self.ended, self
@@ -309,7 +376,10 @@ class Flight:
         self.num_submissions += 1
         self.worker = worker
         self.wire_id = f"{self.request.id}.{self.num_submissions}"
-        return SubmitTo(worker, self.wire_id, hand_over, source)
+        ahead = ""
+        if self.ahead is not None and self.ahead[0] == worker:
+            ahead, self.ahead = self.ahead[1], None
+        return SubmitTo(worker, self.wire_id, hand_over, source, ahead)
 
     def _take(self, output: Output) -> list[Instruction]:
         if not output.tokens:
@@ -331,8 +401,7 @@ class Flight:
         error = output.error or NodeUnavailable(f"worker {self.worker} gave the request up: {output.kind.value}")
         if error.retryable:
             return self.on_worker_lost(error, Loss.REFUSED if isinstance(error, Overloaded) else Loss.TROUBLE)
-        release = self._release()
-        return [*release, self._end(FlightEvent.GIVE_UP, None, error)]
+        return [*self._let_go(), self._end(FlightEvent.GIVE_UP, None, error)]
 
     def _objection(self, error: TanghuluError, loss: Loss) -> TanghuluError | None:
         """Why the request is not moved any more."""
@@ -354,10 +423,18 @@ class Flight:
         source, self.source = self.source, None
         return [Release(source.instance_id, source.export_id)] if source is not None else []
 
+    def _forgo(self) -> list[Instruction]:
+        """End the pull: nobody goes on from it."""
+        ahead, self.ahead = self.ahead, None
+        return [AbortAt(*ahead)] if ahead is not None else []
+
+    def _let_go(self) -> list[Instruction]:
+        return [*self._release(), *self._forgo()]
+
     def _leave(self) -> list[Instruction]:
         """Release everything that the request holds at workers."""
         told: list[Instruction] = [AbortAt(self.worker, self.wire_id)] if self.worker is not None else []
-        return told + self._release()
+        return told + self._let_go()
 
     def _end_from_here(self, event: FlightEvent, reason: FinishReason) -> list[Instruction]:
         return [] if self.ended else [*self._leave(), self._end(event, reason)]

@@ -96,8 +96,12 @@ class WaitingQueue(Generic[T]):
         priority: int = 0,
         prefill_s: float = 0.0,
         client: str | None = "",
+        weight: float = 1.0,
     ) -> None:
-        """Let ``item`` of ``client``, which came at ``now_s``, wait. None: in front of all clients, by arrival."""
+        """Let ``item`` of ``client``, which came at ``now_s``, wait. None: in front of all clients, by arrival.
+
+        A client of ``weight`` 2 has two turns for each one of another's.
+        """
         assert request_id not in self._items
         self._sequence += 1
         rank_s = now_s if client is None else self.order.rank_s(prefill_s, now_s)
@@ -108,7 +112,7 @@ class WaitingQueue(Generic[T]):
             return
         line = self._lines.setdefault(client, _Line())
         bisect.insort(line.ranks, (rank, request_id))
-        line.turns.append(self._turns.take(client))
+        line.turns.append(self._turns.take(client, weight))
 
     def take(self, request_id: RequestId) -> None:
         """Remove the item, which is served now: its client has had a turn."""

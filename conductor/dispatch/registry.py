@@ -4,7 +4,8 @@ Owns one task a worker: describe, connect, hand every step to the listener, and 
 connect again while the worker is registered. Decides nothing about requests.
 
 A worker that Discovery has lost while its stream goes on (a draining worker; a master that restarts) gets no new
-requests but finishes what it has, as long as its stream is not silent for ``SILENCE_S``; a hung one is lost after it.
+requests but finishes what it has, as long as its stream is not silent for ``SILENCE_S``, or two of the beats that it
+promises; a hung one is lost after it.
 
 A worker whose engine is silent for too long (liveness.py) loses its session, and is probed in the next one before it
 gets requests again.
@@ -19,6 +20,7 @@ from typing import Protocol
 
 import structlog
 
+from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
 from tanghulu.conductor.dispatch.liveness import LOOKS, Liveness
 from tanghulu.conductor.dispatch.worker_session import WorkerSession
 from tanghulu.conductor.routing.profiles import NO_FILE, ProfileFile
@@ -33,6 +35,8 @@ from tanghulu.types import InstanceId, Place, Role
 
 _log = structlog.get_logger(__name__)
 SILENCE_S = 1.0
+#: As long as this, a leaving worker that promises beats may be silent: one beat may come a little late.
+_SILENT_BEATS = 2
 _RETRY_FIRST_S = 0.05
 _RETRY_MOST_S = 1.0
 
@@ -51,6 +55,7 @@ class RegisteredWorker:
         self.task: asyncio.Task[None] | None = None
         self.silence: asyncio.TimerHandle | None = None
         self.heard = False
+        self.beat_s = 0.0
         self.liveness: Liveness | None = None
         #: Set when the engine was silent, until a probe has come back.
         self.suspect = False
@@ -108,6 +113,7 @@ class Registry:
         listener: WorkerListener,
         profiles: ProfileFile = NO_FILE,
         worker_timeout_s: float = 0.0,
+        credentials: Credentials = NOTHING_TO_SHOW,
     ) -> None:
         self.workers: dict[InstanceId, RegisteredWorker] = {}
         self.models: dict[str, ServedModel] = {}
@@ -117,6 +123,7 @@ class Registry:
         self._listener = listener
         self._profiles = profiles
         self._worker_timeout_s = worker_timeout_s
+        self._credentials = credentials
         self._ending: set[asyncio.Task[None]] = set()
         self._views: dict[str, WorkerViews[RegisteredWorker]] = {}
         self._least_context: dict[str, int] = {}
@@ -257,7 +264,8 @@ class Registry:
 
     def _watch_silence(self, worker: RegisteredWorker) -> None:
         self._calm(worker)
-        worker.silence = asyncio.get_running_loop().call_later(SILENCE_S, self._after_silence, worker)
+        patience_s = max(SILENCE_S, _SILENT_BEATS * worker.beat_s)
+        worker.silence = asyncio.get_running_loop().call_later(patience_s, self._after_silence, worker)
 
     def _after_silence(self, worker: RegisteredWorker) -> None:
         if worker.heard and self._listener.has_requests(worker):
@@ -306,7 +314,7 @@ class Registry:
 
     async def _one_session(self, worker: RegisteredWorker) -> TanghuluError:
         """Connect and listen until the session ends; returns why."""
-        session = WorkerSession(worker.instance.address, self._conductor_id)
+        session = WorkerSession(worker.instance.address, self._conductor_id, self._credentials)
         error: TanghuluError = NodeUnavailable(f"worker {worker.id} is no longer registered")
         try:
             await self._describe(worker, session)
@@ -353,7 +361,7 @@ class Registry:
     def _begin(self, worker: RegisteredWorker, session: WorkerSession, welcome: SessionWelcome) -> None:
         if welcome.instance_id != worker.id:
             raise NodeUnavailable(f"at {worker.instance.address} answers {welcome.instance_id}, not {worker.id}")
-        worker.session, worker.last_error = session, ""
+        worker.session, worker.last_error, worker.beat_s = session, "", welcome.beat_s
         if self._worker_timeout_s:
             now_s = asyncio.get_running_loop().time()
             worker.liveness = Liveness(self._worker_timeout_s, welcome.beat_s, now_s)

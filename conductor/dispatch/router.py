@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from msgspec import Struct, structs
 
 from tanghulu.conductor.dispatch.lifecycle import Flight, MoveLimits
 from tanghulu.conductor.dispatch.registry import RegisteredWorker, Registry
@@ -23,8 +25,7 @@ from tanghulu.errors import InvalidRequest
 from tanghulu.types import BlockHash, InstanceId, Place
 
 
-@dataclass(frozen=True, slots=True)
-class RoutedRequest:
+class RoutedRequest(Struct, frozen=True):
     """A decision with the views that it was made from. ``rest_tokens``: what the prefill worker will compute.
 
     ``workers`` are as they were until the next decision, or a worker's report.
@@ -141,23 +142,42 @@ class Router:
         worker = self._registry.workers.get(name)
         if worker is None:
             return None
-        return PrefixSource(str(worker.instance.address), worker.instance.unix_path, num_blocks)
+        instance = worker.instance
+        host_id = instance.attributes.get("host_id", "")
+        return PrefixSource(str(instance.address), instance.unix_path, num_blocks, host_id)
 
-    def choose_decode(self, flight: Flight, model: ServedModel) -> tuple[InstanceId | None, PrefixSource | None]:
+    def decode_worker(
+        self, flight: Flight, model: ServedModel, reserved: InstanceId | None, holders: Mapping[InstanceId, int]
+    ) -> tuple[InstanceId | None, PrefixSource | None]:
         """A worker that goes on with the KV that ``flight`` has at its prefill worker.
 
-        And whom it shall ask where that is gone: of the other workers the one that has most blocks, if any has some.
+        Who pulls it already, else who was chosen with the prefill worker and has a place ``reserved``; chosen anew only
+        if neither can take it. And whom it shall ask where that KV is gone: of the other ``holders``, as they were when
+        the prefill began, the one that has most blocks, if any has some.
         """
-        policy = self.policies.of(flight.request.routing)
-        request, workers, hits = self._views(policy, flight, model)
         exporter = flight.source.instance_id if flight.source is not None else None
-        holder = self._registry.workers.get(exporter) if exporter is not None else None
-        if holder is not None and request.links is not None:
-            request = replace(request, kv_place=holder.place)
-        chosen = policy.choose_decode(request, workers)
-        others = [(num_blocks, name) for name, num_blocks in hits.workers.items() if name not in (chosen, exporter)]
+        pulling = flight.ahead[0] if flight.ahead is not None else None
+        chosen = next((name for name in (pulling, reserved) if name is not None and self._may_take(name, flight)), None)
+        if chosen is None:
+            chosen, holders = self._choose_decode(flight, model, exporter)
+        others = [(num_blocks, name) for name, num_blocks in holders.items() if name not in (chosen, exporter)]
         num_blocks, name = max(others, default=(0, chosen))
         return chosen, self._prefix_source(name, num_blocks) if name is not None and num_blocks else None
+
+    def _may_take(self, name: InstanceId, flight: Flight) -> bool:
+        worker = self._registry.workers.get(name)
+        return worker is not None and worker.usable and name not in flight.avoid
+
+    def _choose_decode(
+        self, flight: Flight, model: ServedModel, exporter: InstanceId | None
+    ) -> tuple[InstanceId | None, Mapping[InstanceId, int]]:
+        """The policy's choice now, and how many of the blocks each worker has."""
+        policy = self.policies.of(flight.request.routing)
+        request, workers, hits = self._views(policy, flight, model)
+        holder = self._registry.workers.get(exporter) if exporter is not None else None
+        if holder is not None and request.links is not None:
+            request = structs.replace(request, kv_place=holder.place)
+        return policy.choose_decode(request, workers), hits.workers
 
     def note_reads(self, reader: RegisteredWorker, reads: Sequence[MeasuredRead]) -> None:
         """Learn the speed of links from KV that ``reader`` has read from other workers."""

@@ -1,7 +1,7 @@
-"""The tokens of one sequence on their way from the dispatcher to the request's handler.
+"""The tokens of one call's sequences on their way from the dispatcher to the call's handler.
 
-A single reader. Tokens that arrive while the reader is busy (a slow client) are merged; their number is bounded by the
-request's max_new_tokens.
+A single reader waits for all sequences of the call at once. Tokens that arrive while it is busy (a slow client) are
+merged; their number is bounded by the request's max_new_tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import asyncio
 from dataclasses import dataclass, field
 
 from tanghulu.conductor.dispatch.lifecycle import DeliverTokens, End
-from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
+from tanghulu.conductor.routing.requests import FinishReason, PromptLogprobs, TokenLogprobs
+from tanghulu.conductor.stories.story import Story
 
 
 @dataclass(slots=True)
@@ -24,41 +25,65 @@ class Delta:
     stop_token: int | None = None
 
 
-class TokenStream:
-    """Written by the dispatcher, read by the request's handler."""
+class Arrivals:
+    """The streams of one call that have something to take. One reader waits for them."""
 
     def __init__(self) -> None:
+        self._streams: dict[TokenStream, None] = {}
+        self._waiter: asyncio.Future[None] | None = None
+
+    def came(self, stream: TokenStream) -> None:
+        self._streams[stream] = None
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def wait(self) -> list[TokenStream]:
+        """The streams to take from, in the order in which something came; waits for the first."""
+        while not self._streams:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        streams = list(self._streams)
+        self._streams.clear()
+        return streams
+
+
+class TokenStream:
+    """Written by the dispatcher; ``arrivals`` hears whenever there is something to take. ``story`` is the request's."""
+
+    def __init__(self, arrivals: Arrivals, story: Story) -> None:
+        self.story = story
         self.cached_tokens = 0
+        self._arrivals = arrivals
+        self.scores: list[PromptLogprobs] = []
         self._delta = Delta()
         self._end: End | None = None
-        self._waiter: asyncio.Future[None] | None = None
 
     def deliver(self, tokens: DeliverTokens) -> None:
         self._delta.tokens.extend(tokens.tokens)
         self._delta.logprobs.extend(tokens.logprobs)
         self._delta.ends_in_stop_token = tokens.ends_in_stop_token
-        self._wake()
+        self._arrivals.came(self)
+
+    def deliver_scores(self, scores: PromptLogprobs) -> None:
+        """Keep log probabilities of the prompt; they are whole before the first token comes."""
+        self.scores.append(scores)
 
     def end(self, end: End) -> None:
         self._end = end
-        self._wake()
+        self._arrivals.came(self)
 
-    async def read(self) -> Delta:
-        """Wait for tokens that came since the last read. Raises the typed error of a request that failed.
+    def take(self) -> Delta:
+        """The tokens that came since the last call. Raises the typed error of a request that failed.
 
         Must not be called again after a delta with ``finish``.
         """
-        while not self._delta.tokens and self._end is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
         delta, self._delta = self._delta, Delta()
-        if self._end is not None:
-            if not delta.tokens and self._end.error is not None:
+        if self._end is None:
+            return delta
+        if self._end.error is not None:
+            if not delta.tokens:
                 raise self._end.error
-            delta.finish, delta.stop_token = self._end.reason, self._end.stop_token
+            self._arrivals.came(self)
+        delta.finish, delta.stop_token = self._end.reason, self._end.stop_token
         return delta
-
-    def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)

@@ -1,22 +1,28 @@
-"""The connection to one worker: its card, one Session stream, the cache command. Protobuf stays in this file.
+"""The connection to one worker: one stream of the fast lane, and by gRPC its card and commands. Protobuf stays here.
 
-Where a dataclass and a message have the same fields by name, the message is made of the dataclass as it is. A session
-writes through one bounded queue (gRPC allows one write at a time), so sending is a plain call. It ends when the stream
-ends, when the worker breaks the protocol, or when it is closed; it is never repaired, but replaced.
+Where a record and a message have the same fields by name, the message is made of the record as it is. Sending is
+a plain call, and bounded by what the worker has not taken; what the worker says is read only while it is listened to.
+A session ends when the connection does, when the worker breaks the protocol, or when it is closed; it is never
+repaired, but replaced.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import math
+from collections import deque
 from collections.abc import AsyncGenerator
-from dataclasses import asdict
 from typing import Any
 
-import grpc.aio
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
 
+from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
+from tanghulu.conductor.dispatch.lifecycle import SubmitTo
 from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile
 from tanghulu.conductor.routing.requests import (
+    BegunExport,
     GenerationRequest,
     KvChange,
     KvSource,
@@ -25,24 +31,30 @@ from tanghulu.conductor.routing.requests import (
     Output,
     OutputKind,
     PrefixSource,
+    PromptLogprobs,
     SamplingDefaults,
     SessionWelcome,
     Step,
     TokenLogprobs,
     WorkerLoad,
 )
-from tanghulu.errors import DeadlineExceeded, NodeUnavailable, Overloaded
+from tanghulu.conductor.stories.story import WorkerPhases
+from tanghulu.errors import DeadlineExceeded, NodeUnavailable, TanghuluError
 from tanghulu.hashing import Tokens
 from tanghulu.protos import session_pb2 as pb
 from tanghulu.protos import session_pb2_grpc
-from tanghulu.rpc import grpc_edge
+from tanghulu.rpc import greeting, grpc_edge
+from tanghulu.rpc.fast_aio import AsyncFastConnection
+from tanghulu.rpc.fast_client import Reply
+from tanghulu.rpc.methods import SESSION
 from tanghulu.rpc.wire import error_of
 from tanghulu.types import Address, BlockHash, Fingerprint, InstanceId
 
 PROTOCOL_VERSION = 1
-MAX_UNSENT = 65536
-#: A prompt of 128k tokens is half a megabyte.
+#: What waits for a worker that does not read. A prompt of 128k tokens is half a megabyte.
 MAX_UNSENT_BYTES = 256 << 20
+#: What a worker may say before it is listened to; then nothing more is read from it.
+MAX_UNHEARD = 256
 CALL_DEADLINE_S = 10.0
 
 _KINDS = {
@@ -58,37 +70,40 @@ _KINDS = {
 class WorkerSession:
     """One stream to one worker. ``connect`` opens it; iterate ``steps`` until it ends; then ``close``."""
 
-    def __init__(self, address: Address, conductor_id: str) -> None:
+    def __init__(self, address: Address, conductor_id: str, credentials: Credentials = NOTHING_TO_SHOW) -> None:
         self.address = address
         self._conductor_id = conductor_id
-        self._channel = grpc_edge.channel(address)
+        self._channel = grpc_edge.channel(address, tls=credentials.tls_between)
+        self._credentials = credentials
+        self._shown = credentials.metadata
         self._stub: Any = session_pb2_grpc.WorkerStub(self._channel)
-        self._unsent: asyncio.Queue[pb.ToWorker] = asyncio.Queue(MAX_UNSENT)
-        self._unsent_bytes = 0
         self._num_submits = 0
-        self._call: Any = None
-        self._writer: asyncio.Task[None] | None = None
+        self._connection: AsyncFastConnection | None = None
+        self._call_id = 0
+        self._unheard: deque[Reply[pb.FromWorker] | TanghuluError] = deque()
+        self._is_paused = False
+        self._listener: asyncio.Future[None] | None = None
 
     async def describe(self) -> ModelCard:
         """The card of the model that the worker serves. Raises NodeUnavailable or DeadlineExceeded."""
         async with grpc_edge.typed_errors(f"worker {self.address}"):
-            return _card(await self._stub.Describe(pb.DescribeRequest(), timeout=CALL_DEADLINE_S))
+            return _card(await self._stub.Describe(pb.DescribeRequest(), timeout=CALL_DEADLINE_S, metadata=self._shown))
 
     async def connect(self) -> SessionWelcome:
-        """Open the stream; returns the worker's welcome. Raises NodeUnavailable or DeadlineExceeded."""
-        self._call = self._stub.Session()
-        async with grpc_edge.typed_errors(f"worker {self.address}"):
-            try:
-                async with asyncio.timeout(CALL_DEADLINE_S):
-                    await self._call.write(pb.ToWorker(hello=self._hello()))
-                    first = await self._call.read()
-            except asyncio.InvalidStateError as error:
-                raise NodeUnavailable(f"worker {self.address} ended the session at once") from error
-            except TimeoutError as error:
-                raise DeadlineExceeded(f"worker {self.address} did not welcome the session in time") from error
-        if first is grpc.aio.EOF or not first.HasField("welcome"):
+        """Open the stream; returns the worker's welcome. Raises NodeUnavailable, DeadlineExceeded or Unauthorized."""
+        connection = self._connection = await AsyncFastConnection.connect(
+            self.address, shortcut=True, tls=self._credentials.tls_between
+        )
+        try:
+            async with asyncio.timeout(CALL_DEADLINE_S):
+                await greeting.show(connection, self._credentials, CALL_DEADLINE_S)
+                hello = pb.ToWorker(hello=self._hello())
+                self._call_id = connection.stream(SESSION.number, hello, pb.FromWorker, self._hear)
+                first = await self._next()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"worker {self.address} did not welcome the session in time") from error
+        if not first.HasField("welcome"):
             raise NodeUnavailable(f"worker {self.address} began the session without a welcome")
-        self._writer = asyncio.create_task(self._write())
         return _welcome(first.welcome)
 
     def request_snapshot(self) -> None:
@@ -96,41 +111,67 @@ class WorkerSession:
         self._send(pb.ToWorker(hello=self._hello()))
 
     async def steps(self) -> AsyncGenerator[Step | SessionWelcome, None]:
-        """The worker's steps, and snapshots that were asked for; ends by NodeUnavailable, however the stream ends."""
-        async with grpc_edge.typed_errors(f"worker {self.address}"):
-            while (message := await self._call.read()) is not grpc.aio.EOF:
-                if message.HasField("step"):
-                    yield _step(message.step)
-                elif message.HasField("welcome"):
-                    yield _welcome(message.welcome)
-        raise NodeUnavailable(f"worker {self.address} ended the session")
+        """The worker's steps, and snapshots that were asked for; ends by what ended the stream, as NodeUnavailable."""
+        while True:
+            message = await self._next()
+            if message.HasField("step"):
+                yield _step(message.step)
+            elif message.HasField("welcome"):
+                yield _welcome(message.welcome)
+
+    def _hear(self, said: Reply[pb.FromWorker] | TanghuluError) -> None:
+        """Keep what the worker says, or why it says nothing more, for the listener."""
+        self._unheard.append(said)
+        if self._listener is not None and not self._listener.done():
+            self._listener.set_result(None)
+        if len(self._unheard) >= MAX_UNHEARD and not self._is_paused and self._connection is not None:
+            self._is_paused = True
+            self._connection.pause_reading()
+
+    async def _next(self) -> pb.FromWorker:
+        """The worker's next message. Raises what ended the stream."""
+        if not self._unheard:
+            if self._is_paused:
+                assert self._connection is not None, "it was paused"
+                self._is_paused = False
+                self._connection.resume_reading()
+            self._listener = asyncio.get_running_loop().create_future()
+            await self._listener
+        said = self._unheard.popleft()
+        if isinstance(said, TanghuluError):
+            self._unheard.append(said)  # it stays so
+            raise said
+        return said.message
 
     def submit(
         self,
         request: GenerationRequest,
-        wire_id: str,
+        to: SubmitTo,
         tokens: Tokens,
-        hand_over: bool,
-        source: KvSource | None,
         holder: PrefixSource | None = None,
         moved: bool = False,
     ) -> int:
-        """Send the request with ``tokens`` (prompt and generated so far). Raises Overloaded.
+        """Send the request with ``tokens`` (prompt and generated so far), as ``to`` says. Raises Overloaded.
 
         One that was ``moved`` goes ahead of new ones there.
 
         Returns the submission's number, by which the worker's steps say whether their load holds it.
         """
-        message = _submit(request, wire_id, tokens, hand_over, source)
-        message.moved = moved
+        message = _submit(request, to, tokens)
+        message.moved, message.ahead = moved, to.ahead
         if holder is not None:
-            message.holder.CopyFrom(pb.PrefixHolder(**asdict(holder)))
+            message.holder.CopyFrom(pb.PrefixHolder(**_fields(holder)))
         self._send(pb.ToWorker(submit=message))
         self._num_submits += 1
         return self._num_submits
 
+    def pull(self, name: str, tokens: Tokens, salt: bytes, source: KvSource) -> None:
+        """Have the worker fetch the KV of ``tokens``, under ``name``, while another computes it. Raises Overloaded."""
+        message = pb.PullAhead(name=name, tokens=_bytes_of(tokens), salt=salt, source=pb.KvSource(**_fields(source)))
+        self._send(pb.ToWorker(pull=message))
+
     def abort(self, wire_id: str) -> None:
-        """Have the worker end ``wire_id``. Raises Overloaded."""
+        """Have the worker end the request or the pull ``wire_id``. Raises Overloaded."""
         self._send(pb.ToWorker(abort=pb.Abort(request_id=wire_id)))
 
     def release(self, export_id: int) -> None:
@@ -140,42 +181,30 @@ class WorkerSession:
     async def probe(self, deadline_s: float) -> float:
         """Seconds that the engine took for one token. Raises NodeUnavailable, DeadlineExceeded or its own refusal."""
         async with grpc_edge.typed_errors(f"worker {self.address}"):
-            reply = await self._stub.Probe(pb.ProbeRequest(deadline_s=deadline_s), timeout=deadline_s + 1)
+            asked = pb.ProbeRequest(deadline_s=deadline_s)
+            reply = await self._stub.Probe(asked, timeout=deadline_s + 1, metadata=self._shown)
         return float(reply.seconds)
 
     async def drop_cache(self) -> int:
         """Make the worker forget its unreferenced blocks; returns how many. Raises NodeUnavailable."""
         async with grpc_edge.typed_errors(f"worker {self.address}"):
-            reply = await self._stub.DropCache(pb.DropCacheRequest(), timeout=CALL_DEADLINE_S)
+            asked = pb.DropCacheRequest()
+            reply = await self._stub.DropCache(asked, timeout=CALL_DEADLINE_S, metadata=self._shown)
         return int(reply.num_blocks)
 
     async def close(self) -> None:
-        if self._writer is not None:
-            self._writer.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._writer
-        if self._call is not None:
-            self._call.cancel()
+        """Hang up, whatever the worker has not taken: with the session all that it was asked for ends."""
+        if self._connection is not None:
+            self._connection.abort()
+            await self._connection.close()
         await self._channel.close()
 
     def _hello(self) -> pb.SessionHello:
         return pb.SessionHello(conductor_id=self._conductor_id, protocol_version=PROTOCOL_VERSION)
 
     def _send(self, message: pb.ToWorker) -> None:
-        num_bytes = self._unsent_bytes + message.ByteSize()
-        if self._unsent.full() or num_bytes > MAX_UNSENT_BYTES:
-            unsent = f"{self._unsent.qsize()} with {self._unsent_bytes} bytes are unsent"
-            raise Overloaded(f"worker {self.address} takes no messages: {unsent}")
-        self._unsent_bytes = num_bytes
-        self._unsent.put_nowait(message)
-
-    async def _write(self) -> None:
-        # A stream that ended is noticed, with its reason, by the reading side.
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            while True:
-                message = await self._unsent.get()
-                self._unsent_bytes -= message.ByteSize()
-                await self._call.write(message)
+        assert self._connection is not None, "it is connected"
+        self._connection.send_on(self._call_id, SESSION.number, message, MAX_UNSENT_BYTES)
 
 
 def _card(card: pb.ModelCard) -> ModelCard:
@@ -248,13 +277,37 @@ def _step(step: pb.StepOutput) -> Step:
         tuple(_change(event) for event in step.kv_events),
         _load(step.load) if step.HasField("load") else None,
         step.submits_taken if step.HasField("submits_taken") else None,
+        tuple(BegunExport(b.request_id, _source(b.source)) for b in step.begun) if step.begun else (),
+        [(scores.request_id, _scores(scores)) for scores in step.scores],
     )
+
+
+def _scores(scores: pb.PromptScores) -> PromptLogprobs:
+    """Read the numbers. Raises NodeUnavailable where they are no whole rows."""
+    logprobs = np.frombuffer(scores.logprobs, "<f4")
+    rows = len(logprobs)
+    return PromptLogprobs(
+        scores.position,
+        logprobs,
+        np.frombuffer(scores.ranks, "<u4"),
+        _rows(scores.top_ids, "<u4", rows),
+        _rows(scores.top_logprobs, "<f4", rows),
+        _rows(scores.asked_logprobs, "<f4", rows),
+    )
+
+
+def _rows(data: bytes, kind: str, rows: int) -> npt.NDArray[Any]:
+    values = np.frombuffer(data, kind)
+    if rows == 0 or len(values) % rows:
+        raise NodeUnavailable(f"the worker sent {len(values)} log probabilities for {rows} tokens")
+    return values.reshape(rows, -1)
 
 
 def _output(output: pb.RequestOutput) -> Output:
     finish = output.finish
+    phases = _phases(output.phases) if output.HasField("phases") else None
     if finish == pb.FINISH_NONE and not output.logprobs:  # the common case, kept short
-        return Output(output.request_id, list(output.tokens), cached_tokens=output.cached_tokens)
+        return Output(output.request_id, list(output.tokens), cached_tokens=output.cached_tokens, phases=phases)
     kind = _KINDS.get(finish, OutputKind.ERROR)
     source = _source(output.source) if output.HasField("source") else None
     error = error_of(output.error) if output.HasField("error") else None
@@ -269,7 +322,13 @@ def _output(output: pb.RequestOutput) -> Output:
         output.cached_tokens,
         output.stop_token,
         tuple(TokenLogprobs(tuple(p.token_ids), tuple(p.logprobs)) for p in output.logprobs),
+        phases,
     )
+
+
+def _phases(told: pb.PhaseTimes) -> WorkerPhases:
+    seconds = (told.queue_s, told.kv_load_s, told.prefill_s, told.kv_store_s, told.decode_s)
+    return WorkerPhases(*(s if 0 <= s < math.inf else 0.0 for s in seconds))
 
 
 def _change(event: pb.KvEvent) -> KvChange:
@@ -279,24 +338,41 @@ def _change(event: pb.KvEvent) -> KvChange:
 
 def _source(source: pb.KvSource) -> KvSource:
     return KvSource(
-        InstanceId(source.instance_id), source.address, source.unix_path, source.export_id, source.num_tokens
+        InstanceId(source.instance_id),
+        source.address,
+        source.unix_path,
+        source.export_id,
+        source.num_tokens,
+        source.host_id,
     )
 
 
-def _submit(
-    request: GenerationRequest, wire_id: str, tokens: Tokens, hand_over: bool, source: KvSource | None
-) -> pb.Submit:
+def _bytes_of(tokens: Tokens) -> bytes:
+    return tokens.astype("<u4", copy=False).tobytes()
+
+
+def _fields(value: Struct) -> dict[str, Any]:
+    """The fields of a flat record."""
+    return {name: getattr(value, name) for name in value.__struct_fields__}
+
+
+def _submit(request: GenerationRequest, to: SubmitTo, tokens: Tokens) -> pb.Submit:
     message = pb.Submit(
-        request_id=wire_id,
-        tokens=tokens.astype("<u4", copy=False).tobytes(),
+        request_id=to.wire_id,
+        tokens=_bytes_of(tokens),
         num_prompt_tokens=len(request.prompt),
-        sampling=pb.Sampling(**asdict(request.sampling)),
-        stop=pb.Stop(**asdict(request.stop)),
+        sampling=pb.Sampling(**_fields(request.sampling)),
+        stop=pb.Stop(**_fields(request.stop)),
         salt=request.salt,
-        hand_over=hand_over,
+        hand_over=to.hand_over,
         priority=request.priority,
         client=request.client,
+        weight=request.weight,
     )
-    if source is not None:
-        message.source.CopyFrom(pb.KvSource(**asdict(source)))
+    if request.origin is not None:
+        message.traceparent, message.x_request_id = request.origin.trace.header, request.origin.x_request_id
+    if request.scoring is not None:
+        message.scoring.CopyFrom(pb.PromptScoring(**_fields(request.scoring)))
+    if to.source is not None:
+        message.source.CopyFrom(pb.KvSource(**_fields(to.source)))
     return message

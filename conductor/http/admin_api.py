@@ -11,17 +11,19 @@ from starlette.responses import Response
 
 from tanghulu.conductor.dispatch.router import RoutedRequest
 from tanghulu.conductor.http.preprocess import ParsedRequest, parse_chat, parse_completion
-from tanghulu.conductor.http.reply import dumps, parse_large, reading
+from tanghulu.conductor.http.reply import dumps, note_sender, parse_large, reading
 from tanghulu.conductor.http.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tanghulu.conductor.http.service import Service
+from tanghulu.conductor.stories.book import MAX_KEPT
 from tanghulu.conductor.text.preparing import in_thread
-from tanghulu.web.errors import BadField
+from tanghulu.web.errors import BadField, RequestNotFound
 
 
 def router(service: Service) -> APIRouter:
     """The routes."""
     api = APIRouter()
     _add_health(api, service)
+    _add_stories(api, service)
 
     @api.get("/metrics")
     async def metrics() -> Response:
@@ -34,7 +36,7 @@ def router(service: Service) -> APIRouter:
         """Where a completion or chat with this body would go now, and why. GET takes ?prompt=&model= as well."""
         async with service.bodies.reading(request.scope, request.receive) as body:
             with body.view() as view:
-                parsed = await _parse_body(service, bytes(view), dict(request.query_params))
+                parsed = await _parse_body(service, bytes(view), request)
         found = service.dispatcher.router.explain(parsed.requests[0], parsed.model)
         return _explanation(parsed, found)
 
@@ -96,15 +98,40 @@ def _add_health(api: APIRouter, service: Service) -> None:
         return JSONResponse({"ready": not missing, "missing": missing}, 503 if missing else 200)
 
 
-async def _parse_body(service: Service, body: bytes, query: dict[str, str]) -> ParsedRequest:
+def _add_stories(api: APIRouter, service: Service) -> None:
+    """The routes that say where the time of requests goes."""
+    stories = service.dispatcher.stories
+
+    @api.get("/debug/requests")
+    async def requests(limit: Annotated[int, Query(ge=1, le=MAX_KEPT)] = 100) -> dict[str, Any]:
+        """Where the time of requests went: those under way, the oldest first, and behind them the last that ended."""
+        now_s = service.dispatcher.now_s
+        return {"requests": [story.summary(now_s) for story in stories.stories()[:limit]]}
+
+    @api.get("/debug/requests/{name:path}")
+    async def one_request(name: str) -> dict[str, Any]:
+        """The stories of a request, by its id in the answer, the x-request-id or the id of its trace."""
+        now_s = service.dispatcher.now_s
+        found = stories.find(name)
+        if not found:
+            raise RequestNotFound(
+                f"request {name[:128]!r} is not among those under way and the last {MAX_KEPT} that ended"
+            )
+        return {"requests": [story.summary(now_s) for story in found]}
+
+
+async def _parse_body(service: Service, body: bytes, request: Request) -> ParsedRequest:
+    query = request.query_params
     if not body and "prompt" in query:
         body = dumps({key: query[key] for key in ("prompt", "model") if key in query}).encode()
     if not body:
         raise BadField("send a body like a completion's or a chat's, or ?prompt=", "prompt")
     if b'"messages"' in body:
         chat = await parse_large(ChatBody, body, service.most_string_bytes)
+        note_sender(chat, request)
         return await parse_chat(chat, await service.find_model(chat.model), service.parsers)
     completion = await parse_large(CompletionBody, body, service.most_string_bytes)
+    note_sender(completion, request)
     return await parse_completion(completion, await service.find_model(completion.model))
 
 

@@ -7,12 +7,12 @@ moves between workers meanwhile.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tanghulu.conductor.http import openai_format as shape
 from tanghulu.conductor.http.generation import GenerationCall, TextDelta
-from tanghulu.conductor.http.reply import DONE
+from tanghulu.conductor.http.reply import DONE, last_events
 from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
 from tanghulu.conductor.tools.events import (
     AnswerEvent,
@@ -26,6 +26,8 @@ from tanghulu.conductor.tools.events import (
 from tanghulu.errors import TanghuluError
 
 TOOL_CALLS = "tool_calls"
+#: The logprobs of a choice's next tokens, as the API shows them.
+Logprobs = Callable[[Sequence[TokenLogprobs]], Any]
 
 
 class Choice:
@@ -98,55 +100,47 @@ class Choice:
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-class AnswerReader:
-    """Reads a chat's call to its end. ``logprobs`` shows log probabilities; None: they are not wanted."""
+class ParsedStream:
+    """A chat's answer as server-sent events. ``logprobs`` shows log probabilities; None: they are not wanted.
+
+    Log probabilities wait for what their text turns out to be.
+    """
 
     def __init__(
-        self,
-        call: GenerationCall,
-        new_parser: Callable[[], AnswerParser],
-        most_calls: int | None,
-        logprobs: Callable[[Sequence[TokenLogprobs]], Any] | None,
+        self, call: GenerationCall, writer: shape.ChunkWriter, choices: Sequence[Choice], logprobs: Logprobs | None
     ) -> None:
         self._call = call
+        self._writer = writer
+        self._choices = choices
         self._logprobs = logprobs
-        self._choices = [Choice(new_parser(), most_calls) for _ in call.generations]
 
-    async def stream(self, writer: shape.ChunkWriter, include_usage: bool) -> AsyncGenerator[bytes, None]:
-        """Server-sent events; log probabilities wait for what their text turns out to be."""
-        async for index, delta in self._call.deltas():
-            choice = self._choices[index]
-            piece = b"" if choice.is_open else writer.role(index)
-            choice.is_open = True
-            piece += self._chunks(writer, index, delta)
-            if piece:
-                yield piece
-        yield (writer.usage(self._call) if include_usage else b"") + DONE
-
-    def _chunks(self, writer: shape.ChunkWriter, index: int, delta: TextDelta) -> bytes:
-        choice = self._choices[index]
+    def take(self, index: int, delta: TextDelta) -> bytes:
+        choice, writer = self._choices[index], self._writer
+        piece = b"" if choice.is_open else writer.opening(index)
+        choice.is_open = True
         choice.logprobs += delta.logprobs
         shown = choice.take(delta)
         if not shown and delta.finish is not None and choice.logprobs:
             shown = [{"content": ""}]
-        piece = b""
         for each in shown:
             values, choice.logprobs = choice.logprobs, []
             piece += writer.delta(index, each, self._logprobs(values) if self._logprobs is not None else None)
         return piece if delta.finish is None else piece + writer.finish(index, choice.finish_reason)
 
-    def failed(self, _: TanghuluError) -> dict[str, Any]:
-        """The ends of the choices that an error has cut short."""
-        return {"choices": shape.failed_choices(self._call)}
+    def end(self) -> bytes:
+        return self._writer.end() + DONE
 
-    async def whole(self) -> dict[str, Any]:
-        """The whole answer, when all sequences have ended."""
-        async for index, delta in self._call.deltas():
-            self._choices[index].keep(delta)
-        return shape.whole_chat(
-            self._call,
-            [
-                (c.message(), self._logprobs(c.logprobs) if self._logprobs is not None else None, c.finish_reason)
-                for c in self._choices
-            ],
-        )
+    def failed(self, error: TanghuluError) -> bytes:
+        """The ends of the choices that an error has cut short."""
+        return last_events(error, choices=shape.failed_choices(self._call))
+
+
+async def whole_answer(call: GenerationCall, choices: Sequence[Choice], logprobs: Logprobs | None) -> dict[str, Any]:
+    """The whole answer, when all sequences have ended."""
+    while not call.ended:
+        for index, delta in await call.read():
+            choices[index].keep(delta)
+    return shape.whole_chat(
+        call,
+        [(c.message(), logprobs(c.logprobs) if logprobs is not None else None, c.finish_reason) for c in choices],
+    )

@@ -1,15 +1,15 @@
 """The frame around every HTTP answer: the request's id, what the client should know, and the counting.
 
 An ASGI application around the routes. A request's id is the client's ``X-Request-Id``, or one made here; it goes back
-in the answer and stands in the log. Routes say more through the request's state: ``model`` and ``request_id`` (of the
-call), ``warning`` (for the client), ``ended`` (the status of an answer that failed after it had begun).
+in the answer and stands in the log, and so does its place in a trace (``traceparent`` in, ``traceresponse`` out).
+Routes say more through the request's state: ``model`` and ``request_id`` (of the call), ``warning`` (for the client),
+``ended`` (the status of an answer that failed after it had begun), ``headers`` (further ones of the answer) and
+``api_key`` (whose request it is).
 """
 
 from __future__ import annotations
 
-import re
 import time
-import uuid
 from typing import Any, Final
 
 import structlog
@@ -17,11 +17,13 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tanghulu.auth.key_limits import RATE_HEADERS
+from tanghulu.conductor.stories.origin import Trace, request_id_of, trace_of
+
 _log = structlog.get_logger(__name__)
 
 #: Of an answer that was never begun, because the client was gone.
 CLIENT_CLOSED_REQUEST: Final = 499
-_ID: Final = re.compile(r"[A-Za-z0-9_.:=+/@\-]{1,128}")
 _HEADER: Final = b"x-request-id"
 _SECONDS: Final = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _METHODS: Final = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"))
@@ -49,7 +51,7 @@ class Envelope:
                 allow_origins=cors_origins,
                 allow_methods=["*"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "warning", "retry-after"],
+                expose_headers=["x-request-id", "traceresponse", "warning", "retry-after", *RATE_HEADERS],
                 max_age=3600,
             )
 
@@ -59,15 +61,19 @@ class Envelope:
             return
         state: dict[str, Any] = scope.setdefault("state", {})
         request_id = state["x_request_id"] = _id_of(scope)
+        trace = state["trace"] = _trace_of(scope)
         began_s, status = time.monotonic(), CLIENT_CLOSED_REQUEST
+        state["began_s"] = began_s
 
         async def send_framed(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = [*message.get("headers", ()), (_HEADER, request_id.encode())]
+                headers.append((b"traceresponse", trace.header.encode()))
                 if "warning" in state:
                     headers.append((b"warning", state["warning"].encode()))
+                headers += state.get("headers", ())
                 message = {**message, "headers": headers}
             await send(message)
 
@@ -88,6 +94,8 @@ class Envelope:
             "http.answered",
             request=state.get("request_id"),
             x_request_id=state["x_request_id"],
+            traceparent=state["trace"].header,
+            key=state["api_key"].name if "api_key" in state else None,
             method=method,
             path=scope["path"],
             status=status,
@@ -96,9 +104,9 @@ class Envelope:
         )
 
 
+def _trace_of(scope: Scope) -> Trace:
+    return trace_of([value.decode("latin-1").strip() for name, value in scope["headers"] if name == b"traceparent"])
+
+
 def _id_of(scope: Scope) -> str:
-    """The client's id for the request, where it is one that may stand in a header and a log; else a new one."""
-    for name, value in scope["headers"]:
-        if name == _HEADER and _ID.fullmatch(given := value.decode("latin-1")):
-            return str(given)
-    return uuid.uuid4().hex
+    return request_id_of([value.decode("latin-1") for name, value in scope["headers"] if name == _HEADER])

@@ -27,6 +27,7 @@ class Api(Enum):
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
+    RESPONSES = "/v1/responses"
     GENERATE = "/generate"
     SAMPLING_PARAMS = "sampling_params of /generate"
     STREAM_OPTIONS = "stream_options"
@@ -55,9 +56,11 @@ class FieldRow:
 
 OPENAI: Final = (Api.CHAT, Api.COMPLETIONS)
 BODIES: Final = (*OPENAI, Api.GENERATE)
+ROUTED: Final = (*BODIES, Api.RESPONSES)
 SAMPLING: Final = (*OPENAI, Api.SAMPLING_PARAMS)
 _CHAT: Final = (Api.CHAT,)
 _COMPLETIONS: Final = (Api.COMPLETIONS,)
+_RESPONSES: Final = (Api.RESPONSES,)
 _GENERATE: Final = (Api.GENERATE,)
 _PARAMS: Final = (Api.SAMPLING_PARAMS,)
 _STREAM: Final = (Api.STREAM_OPTIONS,)
@@ -84,7 +87,6 @@ _OWN_HAND_OVER: Final = "KV is handed over without the client's doing; send the 
 _OWN_ROUTING: Final = "workers are named by id; use routing.worker"
 _OF_TEXT: Final = "the answer has text and log probabilities alone"
 _NO_CFG: Final = "context-free grammars are not compiled here; use json_schema or regex"
-_NO_PROMPT_LOGPROBS: Final = "workers give no log probabilities of a prompt's tokens; leave it out"
 _NO_CONTROLLED: Final = "only logit_bias acts on single tokens; use it with -100 or 100"
 _NOTHING_KEPT: Final = "nothing of a request is kept"
 _FOR_OTHERS: Final = "of use to whoever bills or logs, which the conductor does not"
@@ -95,7 +97,7 @@ ROWS: Final = (
     _works("prompt", _COMPLETIONS, "x", "required; a text, token ids, or a list of either"),
     _works("text", _GENERATE, "x", "a text or a list; either this or input_ids"),
     _works("input_ids", _GENERATE, [1, 2], "token ids or a list of them; either this or text"),
-    _works("model", BODIES, "tiny", "the first model that is served, if it is left out"),
+    _works("model", ROUTED, "tiny", "the first model that is served, if it is left out"),
     _works("sampling_params", _GENERATE, {"n": 1}, "an object, or one for each prompt"),
     _works("truncate_prompt_tokens", OPENAI, 4, "the last tokens of the prompt that are kept; -1: as many as fit"),
     _works("add_special_tokens", OPENAI, True, "whether the tokenizer adds its own (bos) to a text"),
@@ -130,9 +132,9 @@ ROWS: Final = (
     _refused("moderation", _CHAT, {"model": "x"}, "nothing is moderated; do it beside this request"),
     # --- how long, and what ends it
     _works("max_tokens", _CHAT, 2, "to the end of the context, if it is left out"),
-    _works("max_tokens", _COMPLETIONS, 2, "16, if it is left out"),
+    _works("max_tokens", _COMPLETIONS, 2, "16, if it is left out; 0: no text, with echo and logprobs the prompt's"),
     _works("max_completion_tokens", _CHAT, 2, "goes before max_tokens"),
-    _works("max_new_tokens", _PARAMS, 2, "128, if it is left out; null: to the end of the context"),
+    _works("max_new_tokens", _PARAMS, 2, "128, if it is left out; null: to the end of the context; 0: no text"),
     _works("min_tokens", SAMPLING, 1, "no stop rule ends the text before"),
     _works("min_new_tokens", _PARAMS, 1, "as min_tokens"),
     _works("stop", OPENAI, ["q", "z"], "a text or up to 4"),
@@ -206,26 +208,26 @@ ROWS: Final = (
     _idle("stream_reasoning", _CHAT, True, "the model's parser decides, not the request"),
     _idle("include_reasoning", _CHAT, True, "the model's parser decides, not the request"),
     # --- what the answer has
-    _works("stream", BODIES, False),
+    _works("stream", ROUTED, False),
     _works("stream_options", OPENAI, {"include_usage": True}),
     _works("include_usage", _STREAM, True, "a last chunk with the usage"),
     _works("continuous_usage_stats", _STREAM, True, "the usage so far in each chunk"),
     _idle("include_obfuscation", _STREAM, True, "chunks are not padded"),
     _works("stream_output", _GENERATE, True, "a stream's texts and ids are what is new; else all so far"),
     _idle("stream_interval", _PARAMS, 1, "a chunk for each step"),
-    _works("echo", _COMPLETIONS, True, "the prompt in front of the text; not with logprobs"),
+    _works("echo", _COMPLETIONS, True, "the prompt in front of the text, and its log probabilities with logprobs"),
     _refused("echo", _CHAT, True, "of /v1/completions alone"),
     _works("logprobs", _CHAT, True, "of the generated tokens"),
     _works("top_logprobs", _CHAT, 0, "0 to 20; with logprobs"),
-    _works("logprobs", _COMPLETIONS, 2, "0 to 20, of the generated tokens"),
-    _refused("prompt_logprobs", OPENAI, 1, _NO_PROMPT_LOGPROBS),
+    _works("logprobs", _COMPLETIONS, 2, "0 to 20, of the generated tokens; with echo of the prompt's, too"),
+    _works("prompt_logprobs", OPENAI, 1, "0 to 20 beside each token of the prompt; not in a stream"),
     _refused("logprob_token_ids", OPENAI, [1], "those of the most likely tokens are given: top_logprobs or logprobs"),
     _refused("return_tokens_as_token_ids", OPENAI, True, "/generate gives token ids: output_ids"),
     _refused("return_token_ids", OPENAI, True, "/generate gives token ids: output_ids"),
     _works("return_logprob", _GENERATE, True, "of the generated tokens; one value, or one for each prompt"),
-    _works("logprob_start_len", _GENERATE, -1, "-1, or behind the prompt: workers give none of a prompt's tokens"),
+    _works("logprob_start_len", _GENERATE, 0, "the prompt's from this token on, whose own is null; -1: none"),
     _works("top_logprobs_num", _GENERATE, 2, "0 to 20"),
-    _refused("token_ids_logprob", _GENERATE, [1], "those of the most likely tokens are given: top_logprobs_num"),
+    _works("token_ids_logprob", _GENERATE, [1], "up to 128 token ids, or such a list for each prompt"),
     _works("return_text_in_logprobs", _GENERATE, True),
     *(
         _refused(name, _GENERATE, True, "log probabilities are lists for each token")
@@ -245,16 +247,16 @@ ROWS: Final = (
     _works("request_id", OPENAI, "mine", "the id of the answer, without its prefix"),
     _works("rid", OPENAI, "mine", "SGLang's name for request_id"),
     _works("rid", _GENERATE, "mine", "one, or one for each prompt; /abort_request takes it"),
-    _works("priority", BODIES, 1, "higher goes first among a client's own, -2^31 to 2^31 - 1"),
-    _works("user", BODIES, "me", "where many wait, users take turns; without it, keys or addresses do"),
-    _works("request_timeout", BODIES, 30.0, "seconds; no longer than the conductor's own, nor are the next two"),
-    _works("first_token_timeout", BODIES, 30.0, "seconds from the request's arrival"),
-    _works("token_timeout", BODIES, 30.0, "seconds from each token to the next"),
-    _works("cache_salt", BODIES, "me", "only requests of the same salt share KV"),
-    _works("extra_key", BODIES, "me", "a further salt"),
-    _works("prompt_cache_key", BODIES, "me", "requests of one key go to one worker, with +session-affinity"),
+    _works("priority", ROUTED, 1, "higher goes first among a client's own, -2^31 to 2^31 - 1"),
+    _works("user", ROUTED, "me", "where many wait, users take turns; without it, keys or addresses do"),
+    _works("request_timeout", ROUTED, 30.0, "seconds; no longer than the conductor's own, nor are the next two"),
+    _works("first_token_timeout", ROUTED, 30.0, "seconds from the request's arrival"),
+    _works("token_timeout", ROUTED, 30.0, "seconds from each token to the next"),
+    _works("cache_salt", ROUTED, "me", "only requests of the same salt share KV"),
+    _works("extra_key", ROUTED, "me", "a further salt"),
+    _works("prompt_cache_key", ROUTED, "me", "requests of one key go to one worker, with +session-affinity"),
     _works("session_id", _GENERATE, "me", "as prompt_cache_key"),
-    _works("routing", BODIES, {"policy": "ttft-min"}, "policy, worker, prefill_worker, decode_worker, weights"),
+    _works("routing", ROUTED, {"policy": "ttft-min"}, "policy, worker, prefill_worker, decode_worker, weights"),
     *(_refused(n, BODIES, 1, _OWN_ROUTING) for n in ("data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank")),
     *(
         _refused(name, BODIES, "x", _OWN_HAND_OVER)
@@ -266,12 +268,43 @@ ROWS: Final = (
     _refused("background", _GENERATE, True, "an answer is not kept for later; leave it out"),
     _idle("routing_key", BODIES, "x", "use prompt_cache_key"),
     _idle("conversation_id", BODIES, "x", "use prompt_cache_key"),
-    _idle("prompt_cache_retention", _CHAT, "24h", "the caches keep what is used"),
-    _idle("prompt_cache_options", _CHAT, {"x": 1}, "the caches keep what is used"),
-    _idle("safety_identifier", _CHAT, "me", _FOR_OTHERS),
-    _idle("service_tier", _CHAT, "auto", "there is one; use priority"),
+    _idle("prompt_cache_retention", (Api.CHAT, Api.RESPONSES), "24h", "the caches keep what is used"),
+    _idle("prompt_cache_options", (Api.CHAT, Api.RESPONSES), {"x": 1}, "the caches keep what is used"),
+    _idle("safety_identifier", (Api.CHAT, Api.RESPONSES), "me", _FOR_OTHERS),
+    _idle("service_tier", (Api.CHAT, Api.RESPONSES), "auto", "there is one; use priority"),
     _idle("store", OPENAI, True, _NOTHING_KEPT),
     _idle("metadata", OPENAI, {"a": "b"}, _NOTHING_KEPT),
+    # --- /v1/responses
+    _works("input", _RESPONSES, "hi", "required; a text, or items: messages, calls, their outputs, reasoning"),
+    _works("instructions", _RESPONSES, "be brief", "a system message in front; not kept for the next turn"),
+    _works("max_output_tokens", _RESPONSES, 2, "to the end of the context, if it is left out"),
+    _works("temperature", _RESPONSES, 0.5, "as of a chat"),
+    _works("top_p", _RESPONSES, 0.5, "as of a chat"),
+    _works("top_logprobs", _RESPONSES, 2, "0 to 20; beside the text in the output"),
+    _works(
+        "include",
+        _RESPONSES,
+        ["message.output_text.logprobs"],
+        "message.output_text.logprobs; there is no more",
+    ),
+    _works("tools", _RESPONSES, [{"type": "function", "name": "f"}], "functions; docs/tools.md"),
+    _works("tool_choice", _RESPONSES, "none", "none, auto, required, or a function by its name"),
+    _works("parallel_tool_calls", _RESPONSES, True),
+    _works("text", _RESPONSES, {"format": {"type": "text"}}, "format: text, json_object or json_schema"),
+    _works("reasoning", _RESPONSES, {"effort": "low"}, "effort: a variable for the template"),
+    _works("store", _RESPONSES, False, "true, if it is left out: kept in this process, as long as there is room"),
+    _works("previous_response_id", _RESPONSES, None, "the turns before; 400 if they are no longer kept"),
+    _works("metadata", _RESPONSES, {"a": "b"}, "comes back in the response"),
+    _refused("background", _RESPONSES, True, "an answer is not made for later; leave it out"),
+    _refused("conversation", _RESPONSES, "conv_1", "conversations are not kept; use previous_response_id"),
+    _refused("prompt", _RESPONSES, {"id": "x"}, "no templates of prompts are kept; send the text as input"),
+    _refused("truncation", _RESPONSES, "auto", "nothing is left out of an input; shorten it", "disabled"),
+    _refused("context_management", _RESPONSES, [{"type": "compaction"}], "nothing is left out of an input; shorten it"),
+    _refused("moderation", _RESPONSES, {"model": "x"}, "nothing is moderated; do it beside this request"),
+    _refused("image", _RESPONSES, {"x": 1}, _TEXT_ONLY),
+    _refused("access_programs", _RESPONSES, ["x"], "there are none"),
+    _idle("max_tool_calls", _RESPONSES, 1, "of tools that a server runs, and there are none"),
+    _idle("stream_options", _RESPONSES, {"include_obfuscation": False}, "chunks are not padded"),
     _idle("no_logs", _GENERATE, True, "prompts and answers are never logged"),
     _idle("log_metrics", _GENERATE, False, "requests always count"),
     _idle("custom_labels", BODIES, {"a": "b"}, "metrics have the model and the status alone"),

@@ -6,30 +6,32 @@ sequences of one client request (n choices, lists of prompts), which live and di
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher
-from tanghulu.conductor.dispatch.token_stream import Delta
-from tanghulu.conductor.routing.requests import FinishReason, GenerationRequest, TokenLogprobs
+from tanghulu.conductor.dispatch.token_stream import Arrivals, Delta, TokenStream
+from tanghulu.conductor.routing.requests import FinishReason, GenerationRequest, PromptLogprobs, TokenLogprobs
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.conductor.text.stop_regex import PatternMatcher, StopPattern
 from tanghulu.conductor.text.stop_strings import StopMatcher
-from tanghulu.runtime.tasks import cancelled
+from tanghulu.errors import TanghuluError
 
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
     """What a sequence's text ends at, and how it is shown. ``keep_stop``: what ends it belongs to the text.
 
-    With ``stop_patterns`` the stop strings are among them.
+    With ``stop_patterns`` the stop strings are among them. ``hides_output``: no new token is wanted; the one that a
+    worker draws all the same is not shown and does not count.
     """
 
     stop_strings: tuple[str, ...] = ()
     stop_patterns: tuple[StopPattern, ...] = ()
     keep_stop: bool = False
     skip_special_tokens: bool = True
+    hides_output: bool = False
 
     def new_matcher(self) -> StopMatcher | PatternMatcher | None:
         """What looks for the end of one sequence's text; None where only tokens end it."""
@@ -40,12 +42,19 @@ class TextRules:
 
 @dataclass(slots=True)
 class TextDelta:
-    """The next piece of a sequence: text (may be empty), its tokens' log probabilities, and how it ended if it did."""
+    """The next piece of a sequence: its tokens' texts (may be empty) and log probabilities, and how it ended if it did.
 
-    text: str
+    ``pieces`` has a text for each token that shows any.
+    """
+
+    pieces: list[str]
     tokens: list[int]
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: FinishReason | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 class Generation:
@@ -61,11 +70,12 @@ class Generation:
         model: ServedModel,
         rules: TextRules,
         name: str,
-        markers: Sequence[str] = (),
+        markers: Sequence[str],
+        arrivals: Arrivals,
     ) -> None:
         self.request = request
-        self.name = name
         self.model = model
+        self.name = name
         self.num_generated = 0
         self.ended = False
         self.matched: str | int | None = None
@@ -73,58 +83,71 @@ class Generation:
         self._detokenizer = model.detokenizers.new(markers, skip_special_tokens=rules.skip_special_tokens)
         self._stops = rules.new_matcher()
         self._keep_stop = rules.keep_stop
-        self._stream = dispatcher.submit(request, model)
+        self._hides_output = rules.hides_output
+        self.stream = dispatcher.submit(request, model, arrivals, name)
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt)
 
     @property
+    def prompt_scores(self) -> Sequence[PromptLogprobs]:
+        """The prompt's own log probabilities that were asked for; known when the first piece has been read."""
+        return self.stream.scores
+
+    @property
     def cached_tokens(self) -> int:
         """Prompt tokens that no worker computed; known when the sequence has ended."""
-        return self._stream.cached_tokens
+        return self.stream.cached_tokens
 
-    async def read(self) -> TextDelta:
-        """The next piece; the one with ``finish`` is the last. Raises the typed error of a request that failed."""
-        delta = await self._stream.read()
+    def take(self) -> TextDelta:
+        """What came since the last call; the one with ``finish`` is the last. Raises the error of a failed request."""
+        delta = self.stream.take()
+        if self._hides_output:
+            delta = Delta(finish=FinishReason.LENGTH if delta.finish is FinishReason.STOP else delta.finish)
         shown = self._plain(delta) if self._stops is None else self._until_stop(delta, self._stops)
         self.ended = shown.finish is not None
+        if self.ended:
+            self.stream.story.taken(time.monotonic())
         return shown
 
     def abort(self) -> None:
-        """End the sequence on demand; a read that waits gets a last delta."""
+        """End the sequence on demand; the call's reader gets a last delta."""
         self._dispatcher.abort(self.request.id)
 
     def _plain(self, delta: Delta) -> TextDelta:
         self.num_generated += len(delta.tokens)
         shown = delta.tokens[:-1] if delta.ends_in_stop_token and not self._keep_stop else delta.tokens
-        text = self._detokenizer.feed(shown)
+        feed = self._detokenizer.feed
+        pieces = [text for token in shown if (text := feed((token,)))]
         if delta.finish is not None:
-            text += self._detokenizer.flush()
+            if rest := self._detokenizer.flush():
+                pieces.append(rest)
             self.matched = delta.stop_token
-        return TextDelta(text, delta.tokens, delta.logprobs, delta.finish)
+        return TextDelta(pieces, delta.tokens, delta.logprobs, delta.finish)
 
     def _until_stop(self, delta: Delta, stops: StopMatcher | PatternMatcher) -> TextDelta:
         """Go on token by token, so that the count does not depend on how the tokens were bundled."""
-        text = ""
+        pieces: list[str] = []
         last = len(delta.tokens) - 1
         for position, token in enumerate(delta.tokens):
             self.num_generated += 1
             if self._keep_stop or not (delta.ends_in_stop_token and position == last):
                 piece = self._detokenizer.feed((token,))
-                text += stops.feed(piece) if self.num_generated >= self.request.stop.min_tokens else piece
+                pieces.append(stops.feed(piece) if self.num_generated >= self.request.stop.min_tokens else piece)
             if stops.matched is not None:
-                return self._stopped(delta, text, position + 1, stops.matched)
+                return self._stopped(delta, pieces, position + 1, stops.matched)
         if delta.finish is not None:
-            text += stops.feed(self._detokenizer.flush())
-            text += stops.flush()
+            pieces += [stops.feed(self._detokenizer.flush()), stops.flush()]
             self.matched = stops.matched if stops.matched is not None else delta.stop_token
-        return TextDelta(text, delta.tokens, delta.logprobs, FinishReason.STOP if stops.matched else delta.finish)
+        finish = FinishReason.STOP if stops.matched else delta.finish
+        return TextDelta(list(filter(None, pieces)), delta.tokens, delta.logprobs, finish)
 
-    def _stopped(self, delta: Delta, text: str, num_tokens: int, matched: str) -> TextDelta:
+    def _stopped(self, delta: Delta, pieces: list[str], num_tokens: int, matched: str) -> TextDelta:
         self.matched = matched
         self._dispatcher.finish_at_stop_string(self.request.id)
-        return TextDelta(text, delta.tokens[:num_tokens], delta.logprobs[:num_tokens], FinishReason.STOP)
+        shown = list(filter(None, pieces))
+        return TextDelta(shown, delta.tokens[:num_tokens], delta.logprobs[:num_tokens], FinishReason.STOP)
 
 
 class GenerationCall:
@@ -135,6 +158,26 @@ class GenerationCall:
         self.model = model
         self.generations: list[Generation] = []
         self.num_choices = num_choices
+        self._arrivals = Arrivals()
+        self._indices: dict[TokenStream, int] = {}
+
+    def begin(
+        self, dispatcher: Dispatcher, request: GenerationRequest, rules: TextRules, name: str, markers: Sequence[str]
+    ) -> None:
+        """Begin the next sequence, called ``name``. Raises as `Dispatcher.submit` does."""
+        begun = Generation(dispatcher, request, self.model, rules, name, markers, self._arrivals)
+        self._indices[begun.stream] = len(self.generations)
+        self.generations.append(begun)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last delta of every sequence was read."""
+        return all(generation.ended for generation in self.generations)
+
+    @property
+    def client(self) -> str:
+        """Whose call it is, as its sequences have it."""
+        return self.generations[0].request.client if self.generations else ""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -154,39 +197,24 @@ class GenerationCall:
         for generation in self.generations:
             generation.abort()
 
-    async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        """Yield (index, delta) of all sequences as they come. Raises the first error, and ends all, as on close."""
-        try:
-            if len(self.generations) == 1:
-                async for delta in _read_all(self.generations[0]):
-                    yield 0, delta
-            else:
-                async for pair in self._merged():
-                    yield pair
-        finally:
-            self.abort()
+    async def read(self) -> list[tuple[int, TextDelta]]:
+        """(index, delta) of the sequences that have something new, maybe none; waits for the first.
 
-    async def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        async def read(index: int, generation: Generation) -> None:
-            async for delta in _read_all(generation):
-                arrived.put_nowait((index, delta))
-
-        arrived: asyncio.Queue[tuple[int, TextDelta]] = asyncio.Queue()
-        readers = [asyncio.create_task(read(i, g)) for i, g in enumerate(self.generations)]
-        everything = asyncio.gather(*readers)
-        everything.add_done_callback(lambda _: arrived.put_nowait((-1, TextDelta("", []))))
-        try:
-            while (pair := await arrived.get())[0] >= 0:
-                yield pair
-            await everything
-        finally:
-            await cancelled(*readers)
-            await asyncio.gather(everything, return_exceptions=True)
-
-
-async def _read_all(generation: Generation) -> AsyncGenerator[TextDelta, None]:
-    while True:
-        delta = await generation.read()
-        yield delta
-        if delta.finish is not None:
-            return
+        Raises the error of a sequence that failed, behind what came before it. Must not be called when all have ended.
+        """
+        streams = await self._arrivals.wait()
+        taken: list[tuple[int, TextDelta]] = []
+        for position, stream in enumerate(streams):
+            index = self._indices[stream]
+            generation = self.generations[index]
+            if generation.ended:  # at a stop string, which the dispatcher was told of
+                continue
+            try:
+                taken.append((index, generation.take()))
+            except TanghuluError:
+                if not taken:
+                    raise
+                for left in streams[position:]:
+                    self._arrivals.came(left)
+                break
+        return taken

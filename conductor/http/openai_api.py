@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from tanghulu.conductor.http import openai_format as shape
-from tanghulu.conductor.http.answers import AnswerReader
-from tanghulu.conductor.http.generation import GenerationCall, TextDelta
+from tanghulu.conductor.http.answers import Choice, ParsedStream, whole_answer
+from tanghulu.conductor.http.generation import Generation, GenerationCall, TextDelta
 from tanghulu.conductor.http.preprocess import ParsedRequest, parse_chat, parse_completion
-from tanghulu.conductor.http.reply import DONE, EventStream, JsonWhenDone, reading
-from tanghulu.conductor.http.schema import ChatBody, CompletionBody
+from tanghulu.conductor.http.prompt_logprobs import EchoedLogprobs, with_prompt_logprobs
+from tanghulu.conductor.http.reply import DONE, EventStream, JsonWhenDone, last_events, reading
+from tanghulu.conductor.http.schema import ChatBody, CompletionBody, OpenAIBody
 from tanghulu.conductor.http.service import Service
 from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
 from tanghulu.errors import TanghuluError
@@ -43,11 +45,11 @@ def router(service: Service) -> APIRouter:
 
         if parsed.new_parser is not None:
             return _parsed_answer(service, call, parsed, body)
-        reader = _Reader(call, logprobs if body.logprobs else None)
+        shown = logprobs if body.logprobs else None
         if body.stream:
             writer = shape.ChunkWriter(call, True, body.include_usage, body.continuous_usage)
-            return EventStream(call, service.forget, reader.stream(writer, True, body.include_usage), reader.failed)
-        return JsonWhenDone(call, service.forget, lambda: reader.whole(shape.whole_text_chat))
+            return EventStream(call, service.forget, _TextStream(call, writer, shown))
+        return _whole_reply(service, call, lambda: _whole_text(call, shape.whole_text_chat, shown), body)
 
     @api.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -57,14 +59,14 @@ def router(service: Service) -> APIRouter:
             parsed = await parse_completion(body, model)
         skip = body.skip_special_tokens
         echoes = [model.decode(r.prompt.tolist(), skip) for r in parsed.requests] if body.echo else []
-        by_choice = [shape.CompletionLogprobs(model) for _ in parsed.requests]
         call = service.start(f"cmpl-{body.call_id or uuid.uuid4().hex}", parsed)
-        wanted = body.logprobs is not None
-        reader = _Reader(call, (lambda i, values: by_choice[i].of(values)) if wanted else None, echoes)
+        by_choice = [_logprobs_of(generation, body) for generation in call.generations]
+        logprobs = (lambda i, values: by_choice[i].of(values)) if body.logprobs is not None else None
         if body.stream:
             writer = shape.ChunkWriter(call, False, body.include_usage, body.continuous_usage)
-            return EventStream(call, service.forget, reader.stream(writer, False, body.include_usage), reader.failed)
-        return JsonWhenDone(call, service.forget, lambda: reader.whole(shape.whole_completion))
+            return EventStream(call, service.forget, _TextStream(call, writer, logprobs, echoes))
+        whole = functools.partial(_whole_text, call, shape.whole_completion, logprobs, echoes)
+        return _whole_reply(service, call, whole, body)
 
     @api.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -80,6 +82,24 @@ def router(service: Service) -> APIRouter:
     return api
 
 
+def _whole_reply(
+    service: Service, call: GenerationCall, compute: Callable[[], Awaitable[dict[str, Any]]], body: OpenAIBody
+) -> Response:
+    """The reply that goes out as a whole, with the prompt's log probabilities under vLLM's name if they are wanted."""
+
+    async def answer() -> dict[str, Any]:
+        return with_prompt_logprobs(await compute(), call, body.prompt_logprobs)
+
+    return JsonWhenDone(call, service.forget, answer)
+
+
+def _logprobs_of(generation: Generation, body: CompletionBody) -> shape.CompletionLogprobs:
+    """What shows the log probabilities of a text, and those of its prompt where that is shown."""
+    if not body.echo:
+        return shape.CompletionLogprobs(generation.model)
+    return EchoedLogprobs(generation, body.logprobs or 0, body.skip_special_tokens)
+
+
 def _parsed_answer(service: Service, call: GenerationCall, parsed: ParsedRequest, body: ChatBody) -> Response:
     """The reply to a chat whose text is read for reasoning and tool calls."""
     assert parsed.new_parser is not None
@@ -88,77 +108,78 @@ def _parsed_answer(service: Service, call: GenerationCall, parsed: ParsedRequest
     def logprobs(values: Sequence[TokenLogprobs]) -> Any:
         return shape.chat_logprobs(call.model, values, num_top)
 
-    reader = AnswerReader(call, parsed.new_parser, parsed.most_calls, logprobs if body.logprobs else None)
+    shown = logprobs if body.logprobs else None
+    choices = [Choice(parsed.new_parser(), parsed.most_calls) for _ in call.generations]
     if not body.stream:
-        return JsonWhenDone(call, service.forget, reader.whole)
+        return _whole_reply(service, call, lambda: whole_answer(call, choices, shown), body)
     writer = shape.ChunkWriter(call, True, body.include_usage)
-    return EventStream(call, service.forget, reader.stream(writer, body.include_usage), reader.failed)
+    return EventStream(call, service.forget, ParsedStream(call, writer, choices, shown))
 
 
-class _Reader:
-    """Reads a call to its end, as a stream or as a whole."""
+async def _whole_text(
+    call: GenerationCall,
+    form: Callable[[GenerationCall, Sequence[tuple[str, Any, FinishReason]]], dict[str, Any]],
+    logprobs: Logprobs | None,
+    echoes: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The whole answer, when all sequences have ended."""
+    count = len(call.generations)
+    texts: list[list[str]] = [[echo] for echo in echoes] or [[] for _ in range(count)]
+    values: list[list[TokenLogprobs]] = [[] for _ in range(count)]
+    finishes = [FinishReason.ABORTED] * count
+    while not call.ended:
+        for index, delta in await call.read():
+            texts[index] += delta.pieces
+            values[index] += delta.logprobs
+            finishes[index] = delta.finish or finishes[index]
+    shown = [logprobs(i, each) if logprobs is not None else None for i, each in enumerate(values)]
+    return form(call, list(zip(map("".join, texts), shown, finishes, strict=True)))
 
-    def __init__(self, call: GenerationCall, logprobs: Logprobs | None, echoes: Sequence[str] = ()) -> None:
+
+class _TextStream:
+    """Text as server-sent events, one for each token that shows any; each choice begins with its role or its echo."""
+
+    def __init__(
+        self,
+        call: GenerationCall,
+        writer: shape.ChunkWriter,
+        logprobs: Logprobs | None,
+        echoes: Sequence[str] = (),
+    ) -> None:
         self._call = call
+        self._writer = writer
         self._logprobs = logprobs
         self._echoes = echoes
+        self._begun: set[int] = set()
         self._waiting: dict[int, list[TokenLogprobs]] = {}
 
-    async def stream(
-        self, writer: shape.ChunkWriter, is_chat: bool, include_usage: bool
-    ) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, each behind the first with what one step brought."""
-        started: set[int] = set()
-        async for index, delta in self._call.deltas():
-            first = index not in started
-            started.add(index)
-            opening = self._opening(writer, index, is_chat) if first else b""
-            piece = opening + self._chunks(writer, index, delta)
-            if piece:
-                yield piece
-        yield (writer.usage(self._call) if include_usage else b"") + DONE
-
-    def failed(self, _: TanghuluError) -> dict[str, Any]:
-        """The ends of the choices that an error has cut short."""
-        return {"choices": shape.failed_choices(self._call)}
-
-    async def whole(
-        self, form: Callable[[GenerationCall, Sequence[tuple[str, Any, FinishReason]]], dict[str, Any]]
-    ) -> dict[str, Any]:
-        """The whole answer, when all sequences have ended."""
-        count = len(self._call.generations)
-        texts = [self._echo(i) for i in range(count)]
-        logprobs: list[list[TokenLogprobs]] = [[] for _ in range(count)]
-        finishes = [FinishReason.ABORTED] * count
-        async for index, delta in self._call.deltas():
-            texts[index] += delta.text
-            logprobs[index] += delta.logprobs
-            finishes[index] = delta.finish or finishes[index]
-        shown = [self._logprobs(i, values) if self._logprobs else None for i, values in enumerate(logprobs)]
-        return form(self._call, list(zip(texts, shown, finishes, strict=True)))
-
-    def _echo(self, index: int) -> str:
-        return self._echoes[index] if self._echoes else ""
-
-    def _opening(self, writer: shape.ChunkWriter, index: int, is_chat: bool) -> bytes:
-        if is_chat:
-            return writer.role(index)
-        return writer.text(index, self._echo(index)) if self._echo(index) else b""
-
-    def _chunks(self, writer: shape.ChunkWriter, index: int, delta: TextDelta) -> bytes:
-        """Yield the chunks of a stream; log probabilities wait for their text while it is held back."""
-        values = self._with_waiting(index, delta) if self._logprobs is not None else []
+    def take(self, index: int, delta: TextDelta) -> bytes:
         piece = b""
-        if delta.text or values:
-            shown = self._logprobs(index, values) if self._logprobs is not None else None
-            piece = writer.text(index, delta.text, shown)
+        if index not in self._begun:
+            self._begun.add(index)
+            echo = self._echoes[index] if self._echoes else ""
+            if echo and self._logprobs is not None:
+                piece = self._writer.text(index, echo, self._logprobs(index, []))
+            else:
+                piece = self._writer.opening(index, echo)
+        if self._logprobs is None:
+            piece += b"".join([self._writer.text(index, text) for text in delta.pieces])
+        elif values := self._values(index, delta):
+            piece += self._writer.text(index, delta.text, self._logprobs(index, values))
         if delta.finish is not None:
-            piece += writer.finish(index, delta.finish.value)
+            piece += self._writer.finish(index, delta.finish.value)
         return piece
 
-    def _with_waiting(self, index: int, delta: TextDelta) -> list[TokenLogprobs]:
+    def end(self) -> bytes:
+        return self._writer.end() + DONE
+
+    def failed(self, error: TanghuluError) -> bytes:
+        return last_events(error, choices=shape.failed_choices(self._call))
+
+    def _values(self, index: int, delta: TextDelta) -> list[TokenLogprobs]:
+        """Log probabilities to show; they wait for their text while it is held back."""
         values = self._waiting.pop(index, []) + delta.logprobs
-        if delta.text or delta.finish is not None:
+        if delta.pieces or delta.finish is not None:
             return values
         self._waiting[index] = values
         return []

@@ -40,11 +40,16 @@ class ChunkWriter:
         head = {"id": call.id, "object": kind, "created": int(time.time()), "model": call.model.card.model}
         self._head = dumps(head)[:-1] + ',"choices":['
         self._tail = '],"usage":null}' if include_usage else "]}"
-        self._call = call if continuous_usage else None
+        self._call = call
+        self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
         self._is_chat = is_chat
 
-    def role(self, index: int) -> bytes:
-        return self._chunk(index, '"delta":{"role":"assistant","content":""}', None, None)
+    def opening(self, index: int, echo: str = "") -> bytes:
+        """A choice's beginning: its role in a chat, else the prompt's text if it is to be said again."""
+        if self._is_chat:
+            return self._chunk(index, '"delta":{"role":"assistant","content":""}', None, None)
+        return self.text(index, echo) if echo else b""
 
     def text(self, index: int, text: str, logprobs: Any = None) -> bytes:
         escaped = dumps(text)
@@ -58,13 +63,14 @@ class ChunkWriter:
     def finish(self, index: int, reason: str) -> bytes:
         return self._chunk(index, '"delta":{}' if self._is_chat else '"text":""', None, reason)
 
-    def usage(self, call: GenerationCall) -> bytes:
-        return event(f'{self._head}],"usage":{dumps(usage(call))}}}')
+    def end(self) -> bytes:
+        """The usage, if it is wanted."""
+        return event(f'{self._head}],"usage":{dumps(usage(self._call))}}}') if self._include_usage else b""
 
     def _chunk(self, index: int, middle: str, logprobs: Any, reason: str | None) -> bytes:
         finish = f'"{reason}"' if reason is not None else "null"
         probabilities = "null" if logprobs is None else dumps(logprobs)
-        tail = self._tail if self._call is None else f'],"usage":{dumps(usage(self._call))}}}'
+        tail = self._tail if not self._continuous_usage else f'],"usage":{dumps(usage(self._call))}}}'
         return event(
             f'{self._head}{{"index":{index},{middle},"logprobs":{probabilities},"finish_reason":{finish}}}{tail}'
         )

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from tanghulu.conductor.http.responses.bodies import ResponsesBody
 from tanghulu.conductor.http.schema import (
     AbortBody,
     Body,
@@ -23,12 +24,13 @@ from tanghulu.conductor.http.schema import (
 BODIES: Final[Mapping[str, type[Body]]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/responses": ResponsesBody,
     "/generate": GenerateBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/abort_request": AbortBody,
 }
-STREAMS: Final = ("/v1/chat/completions", "/v1/completions", "/generate")
+STREAMS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/generate")
 _OF_BODIES: Final = {
     "408": "The body came too slowly",
     "413": "The body is too long",
@@ -37,11 +39,16 @@ _OF_BODIES: Final = {
 }
 _OF_ALL: Final = {
     "400": "Something in the request is wrong; the error names it",
-    "404": "There is no such model",
+    "401": "A key is needed, or the key is unknown (with --api-keys)",
+    "403": "The key does not allow this",
+    "404": "There is no such model, response or request",
     "500": "An error of the conductor; its log has the trace",
     "503": "No worker is there, or the conductor is full or stopping; Retry-After says when to come back",
     "504": "It took longer than it may",
 }
+_OF_GENERATION: Final = {"422": "Several workers in a row died under the request; it is not tried again"}
+#: Answers that are no JSON.
+_TEXTS: Final = {"/metrics": "text/plain"}
 _ERROR: Final = {
     "type": "object",
     "required": ["error"],
@@ -92,10 +99,14 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
     body = BODIES.get(path)
     errors = _OF_ALL | _OF_BODIES if body is not None or path == "/route" else _OF_ALL
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    if path in STREAMS:
+        errors = errors | _OF_GENERATION
     for status, text in errors.items():
         responses.setdefault(status, {"description": text, "content": content})
     if body is not None:
         schema = {"$ref": f"#/components/schemas/{body.__name__}"}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    if path in _TEXTS:
+        responses["200"]["content"] = {_TEXTS[path]: {"schema": {"type": "string"}}}
     if path in STREAMS:
         responses["200"]["content"] = {"application/json": {}, "text/event-stream": {}}

@@ -5,12 +5,13 @@ Owns the defaults. Everything that can be wrong with a request beyond its shape 
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+
+from msgspec import structs
 
 from tanghulu.conductor.http.generation import TextRules
 from tanghulu.conductor.http.schema import (
@@ -28,7 +29,7 @@ from tanghulu.conductor.http.schema import (
 )
 from tanghulu.conductor.http.tool_requests import WantedCalls
 from tanghulu.conductor.routing.overrides import NO_OVERRIDES
-from tanghulu.conductor.routing.requests import GenerationRequest, Sampling, StopRule
+from tanghulu.conductor.routing.requests import GenerationRequest, Sampling, StopRule, WantedPromptLogprobs
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.conductor.text.stop_regex import MAX_PATTERN_CHARACTERS, StopPattern
 from tanghulu.conductor.tools.choosing import AnswerForm, ParserNames, form_of
@@ -65,11 +66,16 @@ class ParsedRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What one prompt is to be continued with: sampling and stop rules, most new tokens, log probabilities shown."""
+    """What one prompt is to be continued with: sampling and stop rules, most new tokens, log probabilities shown.
+
+    ``scoring`` asks for those of the prompt itself, ``logprob_token_ids`` for those of some tokens everywhere.
+    """
 
     fields: SamplingFields
     max_tokens: int | None
     num_logprobs: int | None
+    scoring: WantedPromptLogprobs | None = None
+    logprob_token_ids: tuple[int, ...] = ()
 
 
 async def parse_chat(body: ChatBody, model: ServedModel, parsers: ParserNames) -> ParsedRequest:
@@ -80,9 +86,10 @@ async def parse_chat(body: ChatBody, model: ServedModel, parsers: ParserNames) -
     messages, tools = calls.shown([message.for_template() for message in body.messages], form)
     variables = {**_template_variables(body), "tools": tools, "add_generation_prompt": body.add_generation_prompt}
     text = await model.render_chat(messages, variables)
-    prompt = await model.encode(text, add_special_tokens=body.add_special_tokens)
+    prompt = await model.encode(text, body.add_special_tokens, body.salt)
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    wanted = _Wanted(body, body.max_completion_tokens or body.max_tokens, num_logprobs)
+    scoring = _scoring(body.prompt_logprobs)
+    wanted = _Wanted(body, body.max_completion_tokens or body.max_tokens, num_logprobs, scoring)
     parsed = _parsed(model, [_truncated(prompt, body, wanted.max_tokens, model)], [wanted], body)
     if schema is None and _is_free(parsed):
         parsed = _with_grammar(parsed, lark=calls.strict_grammar(model, form))
@@ -97,8 +104,10 @@ def _is_free(parsed: ParsedRequest) -> bool:
 
 def _with_grammar(parsed: ParsedRequest, json_schema: str | None = None, lark: str | None = None) -> ParsedRequest:
     """``parsed``, which is free, under a grammar of one kind or none."""
-    changed = [replace(each.sampling, json_schema=json_schema, lark=lark) for each in parsed.requests]
-    requests = [replace(each, sampling=sampling) for each, sampling in zip(parsed.requests, changed, strict=True)]
+    changed = [structs.replace(each.sampling, json_schema=json_schema, lark=lark) for each in parsed.requests]
+    requests = [
+        structs.replace(each, sampling=sampling) for each, sampling in zip(parsed.requests, changed, strict=True)
+    ]
     return replace(parsed, requests=requests)
 
 
@@ -128,9 +137,17 @@ def _template_variables(body: ChatBody) -> dict[str, Any]:
 async def parse_completion(body: CompletionBody, model: ServedModel) -> ParsedRequest:
     """Make the sequences of a text completion."""
     prompts = await _tokenised(model, body.prompt, body.add_special_tokens)
-    wanted = _Wanted(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS, body.logprobs)
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    scoring = _scoring(body.logprobs if body.echo else None, body.prompt_logprobs)
+    wanted = _Wanted(body, max_tokens, body.logprobs, scoring)
     prompts = [_truncated(prompt, body, wanted.max_tokens, model) for prompt in prompts]
     return _parsed(model, prompts, [wanted] * len(prompts), body)
+
+
+def _scoring(*num_top: int | None) -> WantedPromptLogprobs | None:
+    """Log probabilities of the whole prompt, with the largest given number of most likely ones; None without any."""
+    wanted = [count for count in num_top if count is not None]
+    return WantedPromptLogprobs(1, max(wanted)) if wanted else None
 
 
 async def parse_generate(body: GenerateBody, model: ServedModel) -> ParsedRequest:
@@ -141,26 +158,36 @@ async def parse_generate(body: GenerateBody, model: ServedModel) -> ParsedReques
         sampling = body.sampling_of(number)
         seed = sampling.sampling_seed if sampling.sampling_seed is not None else sampling.seed
         changed = {"min_tokens": sampling.min_new_tokens or sampling.min_tokens, "seed": seed}
-        num_logprobs = _num_logprobs(body, number, len(prompt))
-        wanted.append(_Wanted(sampling.model_copy(update=changed), sampling.max_new_tokens, num_logprobs))
+        fields, num_logprobs = sampling.model_copy(update=changed), _num_logprobs(body, number)
+        asked = _logprob_token_ids(body, number, model)
+        start = body.logprob_start_len_of(number)
+        # What stands at the start is shown without a log probability, as nothing in front of it is looked at.
+        scores = num_logprobs is not None and 0 <= start < len(prompt)
+        scoring = WantedPromptLogprobs(start + 1, num_logprobs or 0) if scores else None
+        wanted.append(_Wanted(fields, sampling.max_new_tokens, num_logprobs, scoring, asked))
     return _parsed(model, prompts, wanted, body)
 
 
-def _num_logprobs(body: GenerateBody, number: int, num_prompt_tokens: int) -> int | None:
-    """The number of most likely tokens to show of a prompt's continuation; refuses those of the prompt itself."""
+def _num_logprobs(body: GenerateBody, number: int) -> int | None:
+    """The number of most likely tokens to show; None: no log probabilities."""
     count = body.num_logprobs_of(number)
     if count is None:
         return None
     if not 0 <= count <= MAX_LOGPROBS:
         raise BadField(f"top_logprobs_num is {count}; at most {MAX_LOGPROBS} are given", "top_logprobs_num")
-    starts = body.logprob_start_len
-    start = starts[number] if isinstance(starts, list) else starts
-    if start != -1 and start < num_prompt_tokens:
+    if (start := body.logprob_start_len_of(number)) < -1:
         raise BadField(
-            f"logprob_start_len is {start}, but workers give no log probabilities of a prompt's tokens; use -1",
-            "logprob_start_len",
+            f"logprob_start_len is {start}; give a position, or -1 for none of the prompt", "logprob_start_len"
         )
     return count
+
+
+def _logprob_token_ids(body: GenerateBody, number: int, model: ServedModel) -> tuple[int, ...]:
+    ids = body.logprob_token_ids_of(number)
+    for token in ids:
+        if token >= model.card.vocab_size:
+            raise BadField(f"{token} is no token id below {model.card.vocab_size}", "token_ids_logprob")
+    return ids
 
 
 def _truncated(prompt: Tokens, body: OpenAIBody, max_tokens: int | None, model: ServedModel) -> Tokens:
@@ -211,10 +238,10 @@ def _parsed(
         )
     session = body.prompt_cache_key or (body.session_id if isinstance(body, GenerateBody) else None) or ""
     routing = body.routing.overrides() if body.routing is not None else NO_OVERRIDES
-    requests = []
-    rules = []
+    requests: list[GenerationRequest] = []
+    rules: list[TextRules] = []
     for prompt, each in zip(prompts, wanted, strict=True):
-        rules += [_text_rules(each.fields)] * num_choices
+        rules += [_text_rules(each.fields, each.max_tokens == 0)] * num_choices
         stop = _stop_rule(model, each.fields, len(prompt), each.max_tokens)
         drawn = _sampling(model, each)
         requests += [
@@ -222,7 +249,7 @@ def _parsed(
                 RequestId(uuid.uuid4().hex),
                 model.card.model,
                 prompt,
-                dataclasses.replace(drawn, seed=_seed(each.fields.seed, choice)),
+                structs.replace(drawn, seed=_seed(each.fields.seed, choice)),
                 stop,
                 body.salt,
                 body.priority,
@@ -230,6 +257,9 @@ def _parsed(
                 routing,
                 body.timeouts,
                 body.client,
+                body.weight,
+                each.scoring,
+                body.origin if not requests and not choice else body.origin and body.origin.beside(),
             )
             for choice in range(num_choices)
         ]
@@ -250,6 +280,7 @@ def _sampling(model: ServedModel, wanted: _Wanted) -> Sampling:
         presence_penalty=fields.presence_penalty or 0.0,
         logit_bias=_logit_bias(model, fields.logit_bias or {}),
         num_logprobs=wanted.num_logprobs,
+        logprob_token_ids=wanted.logprob_token_ids,
         json_schema=grammar if kind == "json_schema" else None,
         regex=grammar if kind == "regex" else None,
     )
@@ -288,11 +319,11 @@ def _logit_bias(model: ServedModel, given: dict[str, float]) -> dict[int, float]
 
 
 def _stop_rule(model: ServedModel, fields: SamplingFields, num_prompt_tokens: int, wanted: int | None) -> StopRule:
-    most = model.max_new_tokens(num_prompt_tokens, wanted)
+    most = max(model.max_new_tokens(num_prompt_tokens, wanted), 1)
     return StopRule(most, tuple(fields.stop_token_ids or ()), fields.ignore_eos, min(fields.min_tokens, most))
 
 
-def _text_rules(fields: SamplingFields) -> TextRules:
+def _text_rules(fields: SamplingFields, hides_output: bool) -> TextRules:
     strings = tuple(fields.stop or ())
     patterns = tuple(map(StopPattern, fields.stop_regex or ()))
     if patterns and sum(map(len, strings)) > MAX_PATTERN_CHARACTERS:
@@ -300,4 +331,4 @@ def _text_rules(fields: SamplingFields) -> TextRules:
     if patterns:
         patterns, strings = (*patterns, *map(StopPattern.literal, strings)), ()
     keep = fields.include_stop_str_in_output or fields.no_stop_trim
-    return TextRules(strings, patterns, keep, fields.skip_special_tokens)
+    return TextRules(strings, patterns, keep, fields.skip_special_tokens, hides_output)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
+import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -22,10 +22,11 @@ from starlette.types import Receive, Scope, Send
 
 from tanghulu.conductor.http import fields
 from tanghulu.conductor.http.envelope import CLIENT_CLOSED_REQUEST
-from tanghulu.conductor.http.generation import GenerationCall
+from tanghulu.conductor.http.generation import GenerationCall, TextDelta
 from tanghulu.conductor.http.json_marks import check_marks
 from tanghulu.conductor.http.schema import Body, RoutedBody
 from tanghulu.conductor.http.service import Service, UnknownFields
+from tanghulu.conductor.stories.origin import Origin, sender_of
 from tanghulu.conductor.text.preparing import INLINE_BYTES, in_thread
 from tanghulu.errors import TanghuluError
 from tanghulu.web.bodies import DEADLINE_S, STALL_S, IncomingBody, pieces
@@ -63,16 +64,23 @@ async def reading(request: Request, service: Service, model: type[B]) -> AsyncIt
                 raise fields.refusal(model.api, parsed.unknown)
             request.scope.setdefault("state", {})["warning"] = fields.warning(parsed.unknown)
         if isinstance(parsed, RoutedBody):
-            parsed.came_from(_sender(request))
+            note_sender(parsed, request)
         yield parsed
 
 
+def note_sender(body: RoutedBody, request: Request) -> None:
+    """Have ``body`` know whose it is."""
+    state = request.scope.get("state", {})
+    origin = None
+    if "trace" in state:
+        origin = Origin(state["x_request_id"], state["trace"], state["began_s"], time.monotonic())
+    body.came_from(_sender(request), state.get("api_key"), origin)
+
+
 def _sender(request: Request) -> str:
-    """Who sent a request: its key, or its address where it has none. The key itself is not kept."""
-    key = request.headers.get("authorization", "")
-    if key:
-        return "key " + hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
-    return f"address {request.client.host}" if request.client is not None else ""
+    return sender_of(
+        request.headers.get("authorization", ""), request.client.host if request.client is not None else ""
+    )
 
 
 def check_content_type(request: Request) -> None:
@@ -141,9 +149,12 @@ def event(payload: str) -> bytes:
     return f"data: {payload}\n\n".encode()
 
 
+_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
 def dumps(value: Any) -> str:
     """JSON as compact as OpenAI's."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return _encoder.encode(value)
 
 
 async def hung_up(receive: Receive) -> None:
@@ -179,39 +190,55 @@ class _Watched(Response, ABC):
         """Produce the answer."""
 
 
-class EventStream(_Watched):
-    """Server-sent events. An error before the first one becomes an HTTP error, a later one an event.
+def last_events(error: TanghuluError, **beside: Any) -> bytes:
+    """The end of a stream that ``error`` has cut short; ``beside`` says how the sequences ended that had not."""
+    return event(dumps({**body_of(error), **beside})) + DONE
 
-    ``failed`` says what stands beside the error in that event: how the sequences ended that had not.
+
+class StreamedAnswer(Protocol):
+    """Turns what the sequences of a call bring into server-sent events."""
+
+    def take(self, index: int, delta: TextDelta) -> bytes:
+        """The events for the next delta of a sequence; may be none."""
+
+    def end(self) -> bytes:
+        """The events behind the last delta of all sequences."""
+
+    def failed(self, error: TanghuluError) -> bytes:
+        """The last events of a stream that an error has cut short."""
+
+
+class EventStream(_Watched):
+    """Server-sent events; those that are ready together leave in one write.
+
+    An error before the first one becomes an HTTP error, a later one an event.
     """
 
-    def __init__(
-        self,
-        call: GenerationCall,
-        done: Callable[[GenerationCall], None],
-        chunks: AsyncGenerator[bytes, None],
-        failed: Callable[[TanghuluError], dict[str, Any]],
-    ) -> None:
+    def __init__(self, call: GenerationCall, done: Callable[[GenerationCall], None], streamed: StreamedAnswer) -> None:
         super().__init__(call, done)
-        self._chunks = chunks
-        self._failed = failed
+        self._streamed = streamed
 
     async def answer(self, scope: Scope, send: Send) -> None:
+        piece = await self._next()
+        await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
         try:
-            piece = await anext(self._chunks)
-            await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
-            try:
+            while not self._call.ended:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
-                async for piece in self._chunks:
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-            except TanghuluError as error:
-                log_failure(error, scope)
-                scope["state"]["ended"] = status_of(error)
-                last = event(dumps({**body_of(error), **self._failed(error)})) + DONE
-                await send({"type": "http.response.body", "body": last, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            await self._chunks.aclose()
+                piece = await self._next()
+        except TanghuluError as error:
+            log_failure(error, scope)
+            scope["state"]["ended"] = status_of(error)
+            piece = self._streamed.failed(error)
+        await send({"type": "http.response.body", "body": piece, "more_body": False})
+
+    async def _next(self) -> bytes:
+        """The next events, at least one."""
+        piece = b""
+        while not piece:
+            piece = b"".join([self._streamed.take(index, delta) for index, delta in await self._call.read()])
+            if self._call.ended:
+                piece += self._streamed.end()
+        return piece
 
 
 class JsonWhenDone(_Watched):

@@ -14,10 +14,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
+from tanghulu.auth.api_keys import ApiKey
 from tanghulu.conductor.http.fields import Api
 from tanghulu.conductor.routing.overrides import WEIGHTS, RoutingOverrides
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.routing.requests import Timeouts
+from tanghulu.conductor.stories.origin import Origin
 from tanghulu.conductor.text.stop_regex import MAX_PATTERN_CHARACTERS
 from tanghulu.conductor.text.stop_strings import MAX_GENERATE_STOP_STRINGS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from tanghulu.types import InstanceId
@@ -27,6 +29,7 @@ MAX_CHOICES = 16
 MAX_SEQUENCES = 128
 MAX_MESSAGES = 4096
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKENS = 256
 MAX_GRAMMAR_CHARS = 65_536
@@ -57,6 +60,8 @@ StopExpressions = Annotated[list[StopExpression], Field(max_length=MAX_STOP_PATT
 ChoiceTexts = Annotated[list[GrammarText], Field(min_length=1, max_length=MAX_CHOICE_TEXTS)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 NumTokens = Annotated[int, Field(ge=1, le=_UINT32)]
+NumTokensOrNone = Annotated[int, Field(ge=0, le=_UINT32)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIdLists = Annotated[list[TokenIds], Field(fail_fast=True)]
@@ -220,14 +225,28 @@ class RoutedBody(Body):
     token_timeout: TimeoutSeconds | None = None
 
     _sender: str = PrivateAttr("")
+    _key: ApiKey | None = PrivateAttr(None)
+    _origin: Origin | None = PrivateAttr(None)
 
-    def came_from(self, sender: str) -> None:
-        """Note who sent the body, for those that name no ``user``."""
-        self._sender = sender
+    def came_from(self, sender: str, key: ApiKey | None = None, origin: Origin | None = None) -> None:
+        """Note who sent the body, for those that name no ``user``; with a ``key`` of ours nothing else counts."""
+        self._sender, self._key, self._origin = sender, key, origin
+
+    @property
+    def origin(self) -> Origin | None:
+        """The HTTP request that the body came in."""
+        return self._origin
+
+    @property
+    def weight(self) -> float:
+        """Turns that the client has for each of another's."""
+        return 1.0 if self._key is None else self._key.weight
 
     @property
     def client(self) -> str:
         """Who takes turns with others where many wait."""
+        if self._key is not None:
+            return self._key.client
         name = self.user or ""
         if len(name) > MAX_USER_CHARS:
             name = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
@@ -242,7 +261,8 @@ class RoutedBody(Body):
     def salt(self) -> bytes:
         """What the hashes of this request's blocks begin with, so that others do not share them."""
         extra = f"\0{self.extra_key}" if self.extra_key else ""
-        return f"{self.cache_salt or ''}{extra}".encode()
+        salt = f"{self.cache_salt or ''}{extra}".encode()
+        return salt if self._key is None else self._key.salted(salt)
 
 
 class OpenAIBody(RoutedBody, SamplingFields):
@@ -260,6 +280,13 @@ class OpenAIBody(RoutedBody, SamplingFields):
     best_of: int | None = None
     request_id: CallId | None = None
     rid: CallId | None = None
+    prompt_logprobs: NumLogprobs | None = None
+
+    @model_validator(mode="after")
+    def _no_prompt_in_a_stream(self) -> Self:
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs come with a whole answer only; leave stream out")
+        return self
 
     @model_validator(mode="after")
     def _no_search(self) -> Self:
@@ -309,14 +336,9 @@ class CompletionBody(OpenAIBody):
     api: ClassVar[Api | None] = Api.COMPLETIONS
     prompt: Prompts
     echo: bool | None = False
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    max_tokens: NumTokensOrNone | None = None
+    logprobs: NumLogprobs | None = None
     add_special_tokens: bool = True
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo together with logprobs is not supported: workers give none of a prompt's tokens")
-        return self
 
 
 def _only_text(kind: Any) -> Any:
@@ -417,7 +439,7 @@ class ChatBody(OpenAIBody):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: NumTokens | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: NumLogprobs | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -439,7 +461,7 @@ class SGLangSampling(SamplingFields):
 
     api: ClassVar[Api | None] = Api.SAMPLING_PARAMS
     stop: GenerateStop | None = None
-    max_new_tokens: NumTokens | None = 128
+    max_new_tokens: NumTokensOrNone | None = 128
     min_new_tokens: Annotated[int, Field(ge=0, le=_UINT32)] = 0
     sampling_seed: int | None = None
 
@@ -448,6 +470,8 @@ SamplingParams = SGLangSampling | Annotated[list[SGLangSampling], Field(max_leng
 CallIds = CallId | Annotated[list[CallId], Field(max_length=MAX_SEQUENCES, fail_fast=True)]
 Flags = bool | Annotated[list[bool], Field(max_length=MAX_SEQUENCES)]
 Counts = int | Annotated[list[int], Field(max_length=MAX_SEQUENCES)]
+LogprobTokenIds = Annotated[list[TokenId], Field(max_length=MAX_LOGPROB_TOKEN_IDS, fail_fast=True)]
+LogprobTokenIdLists = Annotated[list[LogprobTokenIds], Field(max_length=MAX_SEQUENCES, fail_fast=True)]
 
 
 class GenerateBody(RoutedBody):
@@ -464,6 +488,7 @@ class GenerateBody(RoutedBody):
     return_logprob: Flags = False
     logprob_start_len: Counts = -1
     top_logprobs_num: Counts = 0
+    token_ids_logprob: LogprobTokenIds | LogprobTokenIdLists | None = None
     return_text_in_logprobs: bool = False
 
     @model_validator(mode="after")
@@ -477,6 +502,9 @@ class GenerateBody(RoutedBody):
                     raise ValueError(f"{name} has {len(value)} items for {len(self.prompts)} prompts")
         elif listed := [name for name in _A_PROMPT_EACH if isinstance(getattr(self, name), list)]:
             raise ValueError(f"{listed[0]} is a list, but there is one prompt and no list of them")
+        asked = self.token_ids_logprob
+        if asked and isinstance(asked[0], list) and not (self.is_batch and len(asked) == len(self.prompts)):
+            raise ValueError("token_ids_logprob is one list of token ids, or one for each of a list of prompts")
         if isinstance(self.rid, list) and len(set(self.rid)) < len(self.rid):
             raise ValueError("rid names two prompts alike")
         return self
@@ -503,6 +531,17 @@ class GenerateBody(RoutedBody):
         given = (self.return_logprob, self.top_logprobs_num)
         wanted, count = (value[prompt] if isinstance(value, list) else value for value in given)
         return count if wanted else None
+
+    def logprob_start_len_of(self, prompt: int) -> int:
+        """The first token of a prompt that is shown beside its log probability; -1: none is."""
+        given = self.logprob_start_len
+        return given[prompt] if isinstance(given, list) else given
+
+    def logprob_token_ids_of(self, prompt: int) -> tuple[int, ...]:
+        """The tokens whose log probabilities are shown everywhere, if any are."""
+        given = self.token_ids_logprob or []
+        own = given[prompt] if given and isinstance(given[0], list) else given
+        return tuple(own) if self.num_logprobs_of(prompt) is not None else ()
 
 
 _A_PROMPT_EACH = ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num")

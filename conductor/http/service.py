@@ -13,9 +13,11 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from tanghulu.auth.api_keys import ApiKey, KeyRight
+from tanghulu.auth.key_limits import KeyAccounts
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher
 from tanghulu.conductor.dispatch.registry import RegisteredWorker
-from tanghulu.conductor.http.generation import Generation, GenerationCall
+from tanghulu.conductor.http.generation import GenerationCall
 from tanghulu.conductor.http.preprocess import ParsedRequest
 from tanghulu.conductor.http.retry_after import RetryAfter
 from tanghulu.conductor.text.served_model import ServedModel
@@ -48,6 +50,7 @@ class Service:
     first_model_timeout_s: float = 30.0
     unknown_fields: UnknownFields = UnknownFields.WARN
     parsers: ParserNames = field(default_factory=ParserNames)
+    accounts: KeyAccounts = field(default_factory=KeyAccounts)
     calls: dict[str, GenerationCall] = field(default_factory=dict)
     stopping: bool = False
     _retry_after: RetryAfter = field(default_factory=lambda: RetryAfter(time.monotonic()))
@@ -79,39 +82,50 @@ class Service:
         call = GenerationCall(call_id, parsed.model, parsed.num_choices)
         try:
             for request, rules, name in zip(parsed.requests, parsed.rules, names, strict=True):
-                one = Generation(self.dispatcher, request, parsed.model, rules, name, parsed.markers)
-                call.generations.append(one)
+                call.begin(self.dispatcher, request, rules, name, parsed.markers)
         except TanghuluError:
             call.abort()
+            self._tell(call)
             raise
         self.calls.update(dict.fromkeys((call_id, *names), call))
+        self.accounts.spend(call.client, call.num_prompt_tokens, time.monotonic())
         return call
 
     def forget(self, call: GenerationCall) -> None:
         for name in (call.id, *(generation.name for generation in call.generations)):
             self.calls.pop(name, None)
+        self._tell(call)
         for _ in call.generations:
             self._retry_after.ended(time.monotonic())
+        self.accounts.spend(call.client, call.num_generated, time.monotonic())
+
+    def _tell(self, call: GenerationCall) -> None:
+        """End the stories of a call's sequences: its answer is out, or nobody waits for it."""
+        for generation in call.generations:
+            self.dispatcher.stories.over(generation.stream.story, time.monotonic())
 
     def retry_after_s(self) -> int:
         """Seconds after which who is refused now should come back: when those that wait have been taken up."""
         return self._retry_after.seconds(self.dispatcher.num_waiting, time.monotonic())
 
-    def abort(self, call_id: str) -> bool:
-        """End a call, or the one of its sequences that has the name, on demand; False if there is none of that id."""
+    def abort(self, call_id: str, key: ApiKey | None = None) -> bool:
+        """End a call, or the one of its sequences that has the name, on demand; False if there is none of that id.
+
+        A ``key`` that is no administrator's ends its own calls only; others' are not there for it.
+        """
         ids = (call_id, f"chatcmpl-{call_id}", f"cmpl-{call_id}")  # the client's own has a prefix in the last two
         name = next((each for each in ids if each in self.calls), "")
         call = self.calls.get(name)
-        if call is None:
+        if call is None or not _may_end(key, call):
             return False
         for generation in call.generations:
             if name in (call.id, generation.name):
                 generation.abort()
         return True
 
-    def abort_all(self) -> int:
-        """End all calls on demand; returns how many."""
-        calls = set(self.calls.values())
+    def abort_all(self, key: ApiKey | None = None) -> int:
+        """End all calls on demand, of a ``key`` that is no administrator's its own; returns how many."""
+        calls = {call for call in self.calls.values() if _may_end(key, call)}
         for call in calls:
             call.abort()
         return len(calls)
@@ -136,6 +150,10 @@ class Service:
             + (f": {w.last_error}" * bool(w.last_error))
             for w in registry.workers.values()
         ]
+
+
+def _may_end(key: ApiKey | None, call: GenerationCall) -> bool:
+    return key is None or key.may(KeyRight.ADMIN) or call.client == key.client
 
 
 async def _probed(worker: RegisteredWorker, deadline_s: float) -> dict[str, Any]:

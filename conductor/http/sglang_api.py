@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
@@ -13,7 +13,8 @@ from starlette.responses import Response
 
 from tanghulu.conductor.http.generation import Generation, GenerationCall, TextDelta
 from tanghulu.conductor.http.preprocess import parse_generate
-from tanghulu.conductor.http.reply import DONE, EventStream, JsonWhenDone, dumps, reading
+from tanghulu.conductor.http.prompt_logprobs import sglang_input_logprobs
+from tanghulu.conductor.http.reply import DONE, EventStream, JsonWhenDone, dumps, last_events, reading
 from tanghulu.conductor.http.schema import AbortBody, GenerateBody
 from tanghulu.conductor.http.service import Service
 from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
@@ -41,14 +42,15 @@ def router(service: Service) -> APIRouter:
         call = service.start(call_id, parsed, names)
         reader = _Reader(call, body.is_batch or parsed.num_choices > 1, body)
         if body.stream:
-            return EventStream(call, service.forget, reader.stream(), reader.failed)
+            return EventStream(call, service.forget, reader)
         return JsonWhenDone(call, service.forget, reader.whole)
 
     @api.post("/abort_request")
     async def abort_request(request: Request) -> dict[str, Any]:
         """End a request by its rid (or by the id of an OpenAI answer)."""
         async with reading(request, service, AbortBody) as body:
-            return {"aborted": service.abort_all() if body.abort_all else int(service.abort(body.rid))}
+            key = request.scope.get("state", {}).get("api_key")
+            return {"aborted": service.abort_all(key) if body.abort_all else int(service.abort(body.rid, key))}
 
     @api.get("/flush_cache")
     @api.post("/flush_cache")
@@ -117,26 +119,29 @@ class _Answer:
         self.ids = bytearray()
         self.logprobs = bytearray()
         self.top = bytearray()
+        self.asked = bytearray()
+        self.shows_input = True
         self.told_bytes = 0
         self.finish: FinishReason | None = None
 
     @property
     def num_bytes(self) -> int:
-        return len(self.text) + len(self.ids) + len(self.logprobs) + len(self.top)
+        return len(self.text) + len(self.ids) + len(self.logprobs) + len(self.top) + len(self.asked)
 
-    def add(self, delta: TextDelta, logprobs: Sequence[tuple[str, str]]) -> None:
+    def add(self, delta: TextDelta, logprobs: Sequence[tuple[str, str, str]]) -> None:
         self.text += dumps(delta.text)[1:-1].encode()
         for values, items in (
             (self.ids, map(str, delta.tokens)),
-            (self.logprobs, (own for own, _ in logprobs)),
-            (self.top, (top for _, top in logprobs)),
+            (self.logprobs, (own for own, _, _ in logprobs)),
+            (self.top, (top for _, top, _ in logprobs)),
+            (self.asked, (asked for _, _, asked in logprobs)),
         ):
             for item in items:
                 values += b"," * bool(values) + item.encode()
         self.finish = delta.finish or self.finish
 
     def clear(self) -> None:
-        for part in (self.text, self.ids, self.logprobs, self.top):
+        for part in (self.text, self.ids, self.logprobs, self.top, self.asked):
             part.clear()
 
     @property
@@ -156,25 +161,28 @@ class _Reader:
         self._started_s = time.monotonic()
         self._answers = [_Answer() for _ in call.generations]
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        async for index, delta in self._call.deltas():
-            answer = self._take(index, delta)
-            if self._deltas or answer.is_due:
-                answer.told_bytes = answer.num_bytes
-                yield b"data: " + self._shown(index, stream=True) + b"\n\n"
-            if self._deltas:
-                answer.clear()
-        yield DONE
+    def take(self, index: int, delta: TextDelta) -> bytes:
+        answer, piece = self._take(index, delta), b""
+        if self._deltas or answer.is_due:
+            answer.told_bytes = answer.num_bytes
+            piece = b"data: " + self._shown(index, stream=True) + b"\n\n"
+        if self._deltas:
+            answer.clear()
+        return piece
 
-    def failed(self, error: TanghuluError) -> dict[str, Any]:
+    def end(self) -> bytes:
+        return DONE
+
+    def failed(self, error: TanghuluError) -> bytes:
         """How the answer ended that an error has cut short."""
         reason = {"type": "abort", "message": error.message, "status_code": status_of(error)}
-        return {"meta_info": {"id": self._call.id, "finish_reason": reason}}
+        return last_events(error, meta_info={"id": self._call.id, "finish_reason": reason})
 
     async def whole(self) -> bytes:
         """One answer, or a list of them for a batch."""
-        async for index, delta in self._call.deltas():
-            self._take(index, delta)
+        while not self._call.ended:
+            for index, delta in await self._call.read():
+                self._take(index, delta)
         for answer in self._answers:
             answer.finish = answer.finish or FinishReason.ABORTED
         shown = [self._shown(index, stream=False) for index in range(len(self._answers))]
@@ -182,17 +190,19 @@ class _Reader:
 
     def _take(self, index: int, delta: TextDelta) -> _Answer:
         answer = self._answers[index]
-        answer.add(delta, [self._logprobs(one) for one in delta.logprobs if one.token_ids])
+        num_asked = len(self._call.generations[index].request.sampling.logprob_token_ids)
+        answer.add(delta, [self._logprobs(one, num_asked) for one in delta.logprobs if one.token_ids])
         return answer
 
-    def _logprobs(self, one: TokenLogprobs) -> tuple[str, str]:
-        """The generated token and the list of the most likely ones, as (logprob, id, text) each."""
+    def _logprobs(self, one: TokenLogprobs, num_asked: int) -> tuple[str, str, str]:
+        """The generated token, the most likely ones, and those asked for by id, as (logprob, id, text) each."""
         bytes_of = self._call.model.detokenizers.token_bytes
         entries = [
             [logprob, token, bytes_of(token).decode(errors="replace") if self._with_text else None]
             for token, logprob in zip(one.token_ids, one.logprobs, strict=True)
         ]
-        return dumps(entries[0]), dumps(entries[1:])
+        asked = len(entries) - num_asked
+        return dumps(entries[0]), dumps(entries[1:asked]), dumps(entries[asked:])
 
     def _shown(self, index: int, stream: bool) -> bytes:
         answer, generation = self._answers[index], self._call.generations[index]
@@ -208,13 +218,27 @@ class _Reader:
         if self._deltas or answer.finish is not None:
             parts += [b',"output_ids":[', answer.ids, b"]"]
         parts += [b',"meta_info":', dumps(meta).encode()[:-1]]
-        num_top = generation.request.sampling.num_logprobs
-        if num_top is not None:
-            parts += [b',"input_token_logprobs":[],"output_token_logprobs":[', answer.logprobs, b"]"]
-            if num_top:
-                parts += [b',"input_top_logprobs":[],"output_top_logprobs":[', answer.top, b"]"]
+        sampling = generation.request.sampling
+        if sampling.num_logprobs is not None:
+            kinds = [("token", answer.logprobs, True), ("top", answer.top, sampling.num_logprobs > 0)]
+            kinds.append(("token_ids", answer.asked, bool(sampling.logprob_token_ids)))
+            told = self._input(answer, generation)
+            for name, output, wanted in kinds:
+                if wanted:
+                    parts += [
+                        f',"input_{name}_logprobs":{told[name]},"output_{name}_logprobs":['.encode(),
+                        output,
+                        b"]",
+                    ]
         number = b',"index":%d' % index if stream and self._is_batch else b""
         return b"".join([*parts, b"}", number, b"}"])
+
+    def _input(self, answer: _Answer, generation: Generation) -> dict[str, str]:
+        """Show the prompt's log probabilities: in the first event and, where each has all so far, in the last."""
+        shows = answer.shows_input or (answer.finish is not None and not self._deltas)
+        answer.shows_input = False
+        found = sglang_input_logprobs(generation, self._with_text) if shows else {}
+        return {name: dumps(found.get(name, [])) for name in ("token", "top", "token_ids")}
 
 
 def _finish_reason(generation: Generation, finish: FinishReason | None) -> dict[str, Any] | None:

@@ -8,7 +8,8 @@ from typing import Final
 
 #: Parts of APIs that are not served, and what to do instead.
 _ABSENT: Final = {
-    "/v1/responses": "the Responses API is not served; use /v1/chat/completions",
+    "/v1/responses": "of the Responses API there is POST /v1/responses, and GET and DELETE of /v1/responses/ID",
+    "/v1/conversations": "conversations are not kept; use /v1/responses with previous_response_id",
     "/v1/embeddings": "embeddings are not served: workers generate text; use another server for them",
     "/v1/rerank": "reranking is not served: workers generate text; use another server for it",
     "/v1/score": "scoring is not served: workers generate text; use another server for it",

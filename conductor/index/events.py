@@ -126,8 +126,8 @@ class CacheMirror:
                 self.directory_synced = True
 
     async def follow_master(self, master: Masters | Address) -> None:
-        """Mirror the directory of the master (of several, the leader) until cancelled."""
-        async for batch in follow_directory(master, KEY_PREFIX):
+        """Mirror the directory of the master, or of all that share the keys, until cancelled."""
+        async for batch in follow_directory(master, KEY_PREFIX, self.store.max_blocks):
             for event in batch:
                 self.directory_event(event)
 

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from typing import TypeVar
+
+from msgspec import Struct
 
 from tanghulu.conductor.index.holders import HolderSlots
 from tanghulu.conductor.index.nodes import IndexNode, num_equal, slots
@@ -42,8 +43,7 @@ SHRINK_FACTOR = 4
 SHRINK_MIN_BLOCKS = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(Struct, frozen=True):
     """``holder`` can serve ``blocks``, besides what it holds already.
 
     ``consecutive``: the teller knows that they follow each other on one chain. It saves the first prompt a comparison.
@@ -54,16 +54,14 @@ class Stored:
     consecutive: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(Struct, frozen=True):
     """``holder`` cannot serve ``blocks`` any more; unknown ones are no error."""
 
     holder: InstanceId
     blocks: Sequence[BlockHash]
 
 
-@dataclass(frozen=True, slots=True)
-class Cleared:
+class Cleared(Struct, frozen=True):
     """``holder`` holds nothing any more."""
 
     holder: InstanceId

@@ -16,14 +16,17 @@ import grpc.aio
 import structlog
 
 from tanghulu.auth.credentials import Credentials
+from tanghulu.auth.tokens import TokensFile
 from tanghulu.conductor.peers import wire
 from tanghulu.conductor.peers.inbox import PeerRequests
 from tanghulu.conductor.peers.outbox import MAX_PEERS, OwnRequests
 from tanghulu.discovery.base import Discovery, EventKind, Instance, InstanceEvent
-from tanghulu.errors import ConfigError, InvalidRequest, TanghuluError
+from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.protos import conductor_pb2_grpc
 from tanghulu.protos.common_pb2 import EndReply
-from tanghulu.rpc.grpc_edge import SERVER_OPTIONS, listening_credentials
+from tanghulu.rpc.authorizer import GrpcAuthorizer, follow_tokens
+from tanghulu.rpc.grpc_edge import SERVER_OPTIONS, listen
+from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, InstanceId, Role
 
 _log = structlog.get_logger(__name__)
@@ -51,10 +54,13 @@ class PeerGroup:
         heard: PeerRequests,
         credentials: Credentials,
         end: Callable[[], EndReply],
+        tokens: TokensFile | None = None,
     ) -> None:
         self._end = end
+        self._tokens = tokens
         self._conductor_id, self._own, self._heard, self._credentials = conductor_id, own, heard, credentials
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        interceptors = () if tokens is None else (GrpcAuthorizer(tokens, wire.RULES),)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
         self._peers: dict[InstanceId, _Peer] = {}
         self.address = Address("", 0)
 
@@ -66,23 +72,18 @@ class PeerGroup:
     async def start(self, host: str, port: int, reachable_host: str) -> None:
         """Tell peers on ``port`` (0 picks one) of ``host``. Raises ConfigError if it is taken."""
         conductor_pb2_grpc.add_ConductorPeerServicer_to_server(
-            wire.PeerServicer(self._own, self._credentials, self._end), self._server
+            wire.PeerServicer(self._own, None if self._tokens else self._credentials.token, self._end), self._server
         )
-        where, tls = str(Address(host, port)), wire.tls_between(self._credentials)
-        try:
-            if tls:
-                port = self._server.add_secure_port(where, listening_credentials(tls))
-            else:
-                port = self._server.add_insecure_port(where)
-        except RuntimeError as error:
-            raise ConfigError(f"cannot listen on port {port}: choose another --peer-port") from error
-        self.address = Address(reachable_host, port)
+        tls = self._credentials.tls_between
+        listening = listen(self._server, Address(host, port), tls or None, mutual=bool(tls.ca), flag="--peer-port")
+        self.address = Address(reachable_host, listening.port)
         await self._server.start()
 
     async def follow(self, discovery: Discovery, namespace: str) -> None:
-        """Follow the conductors that come and go until cancelled."""
-        async for event in discovery.watch(Role.CONDUCTOR, namespace=namespace):
-            self.apply(event)
+        """Follow the conductors that come and go, and the tokens that are let in, until cancelled."""
+        async with beside(*([follow_tokens(self._tokens)] if self._tokens is not None else ())):
+            async for event in discovery.watch(Role.CONDUCTOR, namespace=namespace):
+                self.apply(event)
 
     def apply(self, event: InstanceEvent) -> None:
         if event.instance is not None and event.kind is EventKind.PUT:

@@ -13,7 +13,9 @@ which heals any difference.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec import Struct, structs
 
 from tanghulu.types import BlockHash, InstanceId
 
@@ -22,8 +24,7 @@ MAX_PEERS = 64
 NOBODY = InstanceId("")
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
+class Begun(Struct, frozen=True):
     """One submission to one worker, for a peer. ``decode`` has a slot reserved; "" if that is the same worker."""
 
     request_id: str
@@ -99,7 +100,7 @@ class OwnRequests:
         begun = self._live.get(request_id)
         if begun is None or begun.prefilled:
             return
-        done = self._live[request_id] = replace(begun, hashes=(), prefilled=True)
+        done = self._live[request_id] = structs.replace(begun, hashes=(), prefilled=True)
         for outbox in self._outboxes:
             if request_id in outbox.begun:
                 outbox.begun[request_id] = done

@@ -13,13 +13,15 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from tanghulu.auth.credentials import NO_TLS, Credentials, TlsFiles, from_metadata
+from tanghulu.auth.credentials import Credentials, from_metadata
+from tanghulu.auth.tenants import Right
 from tanghulu.conductor.peers.outbox import Begun, News, OwnRequests
 from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError, Unauthorized
 from tanghulu.protos import conductor_pb2 as pb
 from tanghulu.protos import conductor_pb2_grpc
 from tanghulu.protos.common_pb2 import EndReply, EndRequest
 from tanghulu.rpc import grpc_edge
+from tanghulu.rpc.methods import Rule
 from tanghulu.types import Address, BlockHash, InstanceId
 
 PROTOCOL_VERSION = 1
@@ -29,14 +31,20 @@ GATHER_S = 0.002
 MAX_BEGUN = 256
 _PING_MS, _SILENCE_MS = 1000, 3000
 
+#: What a caller's token has to allow, where the conductor was started with --tokens.
+RULES = {f"/tanghulu.v1.ConductorPeer/{name}": Rule(name, Right.JOIN) for name in ("Follow", "Drain")}
+
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class PeerServicer(conductor_pb2_grpc.ConductorPeerServicer):
-    """Tells every follower what this conductor's requests do, and takes the order to end (``end`` carries it out)."""
+    """Tells every follower what this conductor's requests do, and takes the order to end (``end`` carries it out).
 
-    def __init__(self, own: OwnRequests, credentials: Credentials, end: Callable[[], EndReply]) -> None:
-        self._own, self._token, self._end = own, credentials.token, end
+    Callers show ``token``; None: something in front has let them in.
+    """
+
+    def __init__(self, own: OwnRequests, token: str | None, end: Callable[[], EndReply]) -> None:
+        self._own, self._token, self._end = own, token, end
 
     async def Follow(self, request: pb.PeerFollow, context: Context) -> AsyncIterator[pb.PeerNews]:
         """Stream all that is under way, then changes."""
@@ -78,6 +86,8 @@ class PeerServicer(conductor_pb2_grpc.ConductorPeerServicer):
             )
 
     def _authorize(self, context: Context) -> None:
+        if self._token is None:  # an interceptor has looked already
+            return
         shown = from_metadata(tuple(context.invocation_metadata() or ())).token
         if not hmac.compare_digest(shown.encode(), self._token.encode()):
             raise Unauthorized("conductors of one cluster show each other the token that they have for the master")
@@ -88,7 +98,7 @@ async def follow(address: Address, conductor_id: str, credentials: Credentials) 
 
     Raises a typed error when the stream breaks; ends when the peer ends it.
     """
-    channel = grpc_edge.channel(address, _PING_MS, _SILENCE_MS, tls_between(credentials))
+    channel = grpc_edge.channel(address, _PING_MS, _SILENCE_MS, credentials.tls_between)
     hello = pb.PeerFollow(conductor_id=conductor_id, protocol_version=PROTOCOL_VERSION)
     try:
         async with grpc_edge.typed_errors(f"conductor {address}"):
@@ -97,11 +107,6 @@ async def follow(address: Address, conductor_id: str, credentials: Credentials) 
                 yield _read(message)
     finally:
         await channel.close()
-
-
-def tls_between(credentials: Credentials) -> TlsFiles:
-    """The TLS files of the streams between conductors: a certificate of their own, or nothing."""
-    return credentials.tls if credentials.tls.cert else NO_TLS
 
 
 def _news(news: News) -> list[pb.PeerNews]:

@@ -91,5 +91,5 @@ def _add_admin(app: FastAPI, forwarder: Forwarder, registry: CollectorRegistry, 
     async def abort(request: Request) -> dict[str, Any]:
         """End a request wherever it is."""
         body = await read_body(request, max_body_bytes)
-        answers = await forwarder.everywhere("POST", "/abort_request", body)
+        answers = await forwarder.everywhere("POST", "/abort_request", body, dict(request.headers))
         return {"aborted": sum(answer.get("aborted", 0) for _, status, answer in answers if status == 200)}

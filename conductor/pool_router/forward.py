@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import structlog
 
+from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.conductor.pool_router.demand import demand_of, parse_body, prefill_only
 from tanghulu.conductor.pool_router.grid import PoolMap
 from tanghulu.conductor.pool_router.members import Member, Members
@@ -33,11 +34,11 @@ _log = structlog.get_logger(__name__)
 class Forwarder:
     """Sends requests to pools."""
 
-    def __init__(self, pools: PoolMap, clock: Clock, metrics: PoolMetrics) -> None:
+    def __init__(self, pools: PoolMap, clock: Clock, metrics: PoolMetrics, tls: TlsFiles = NO_TLS) -> None:
         self.pools = pools
         self.members = {name: Members(pool.urls) for name, pool in pools.pools.items()}
         self._clock, self._metrics = clock, metrics
-        self._http = new_client()
+        self._http = new_client(tls)
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -68,13 +69,16 @@ class Forwarder:
                 return replace(answer, more={"x-tanghulu-pool": answer.pool})
         raise NodeUnavailable("no conductor of any pool can be reached")
 
-    async def everywhere(self, method: str, path: str, body: bytes = b"") -> list[tuple[str, int, Any]]:
+    async def everywhere(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> list[tuple[str, int, Any]]:
         """(pool, status, JSON) of every conductor that answers."""
-        answers = []
+        answers, shown = [], request_headers(headers or {})
         for name, members in self.members.items():
             for member in members.in_order(self._clock.now_s()):
                 try:
-                    response = await self._http.request(method, member.url + path, content=body, timeout=5.0)
+                    asking = self._http.request(method, member.url + path, content=body, headers=shown, timeout=5.0)
+                    response = await asking
                     answers.append((name, response.status_code, response.json()))
                 except (httpx.HTTPError, json.JSONDecodeError):
                     answers.append((name, 503, None))

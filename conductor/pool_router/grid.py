@@ -174,10 +174,10 @@ def _bounds(table: Mapping[str, Any], name: str, key: str) -> tuple[float, ...]:
 def _keys(table: Any, where: str, needed: set[str], more: set[str]) -> None:
     if not isinstance(table, dict):
         raise ConfigError(f"{where} is not a table")
-    for key in sorted(needed - table.keys()):
-        raise ConfigError(f"{where} has no {key!r}")
     for key in sorted(table.keys() - needed - more):
         raise ConfigError(f"{where} has an unknown key {key!r}; there is {', '.join(sorted(needed | more))}")
+    for key in sorted(needed - table.keys()):
+        raise ConfigError(f"{where} has no {key!r}")
 
 
 def _names(row: Mapping[str, Any], key: str) -> tuple[str, ...]:

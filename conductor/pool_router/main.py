@@ -11,6 +11,7 @@ from pathlib import Path
 import structlog
 from prometheus_client import CollectorRegistry
 
+from tanghulu.conductor import route_rights
 from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES
 from tanghulu.conductor.pool_router.app import make_app
 from tanghulu.conductor.pool_router.forward import Forwarder
@@ -22,17 +23,18 @@ from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import ConfigError
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import check_bounds, option
-from tanghulu.runtime.master_options import MasterOptions
+from tanghulu.runtime.master_options import HttpOptions, MasterOptions
 from tanghulu.runtime.process import Process, ProcessConfig
 from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, Role
-from tanghulu.web.server import HttpServer, address_of, listen
+from tanghulu.web.port import HttpPort
+from tanghulu.web.server import address_of, listen
 
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlobalRouterConfig(MasterOptions, ProcessConfig):
+class GlobalRouterConfig(MasterOptions, HttpOptions, ProcessConfig):
     """The global router's options."""
 
     port: int = option(8100, "port of the HTTP API; 0 picks one")
@@ -56,7 +58,8 @@ class GlobalRouter:
 
     def __init__(self, config: GlobalRouterConfig, pools: PoolMap, registry: CollectorRegistry) -> None:
         self.config = config
-        self.forwarder = Forwarder(pools, SystemClock(), PoolMetrics(registry))
+        self._port = HttpPort(config)
+        self.forwarder = Forwarder(pools, SystemClock(), PoolMetrics(registry), config.tls)
         self.address = Address("", 0)
         self._registry = registry
 
@@ -65,12 +68,14 @@ class GlobalRouter:
         """Serve inside the block; at its end let what is under way go on for the grace period."""
         config = self.config
         listener = listen(config.host, config.port)
-        self.address = address_of(listener)
-        server = HttpServer(make_app(self.forwarder, self._registry, config.max_body_size), config.grace_s)
+        self.address = Address(config.reachable_host, address_of(listener).port)
+        app = make_app(self.forwarder, self._registry, config.max_body_size)
+        server = self._port.server(self._port.authorized(app, route_rights.POOL_ROUTER), config.grace_s)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         pools = self.forwarder.pools.pools if discovery is not None else ()
         try:
-            async with beside(*(self._follow(discovery, name) for name in pools if discovery is not None)):
+            following = [self._follow(discovery, name) for name in pools if discovery is not None]
+            async with beside(*following, *self._port.tasks()):
                 yield self
         finally:
             server.stop()
@@ -84,7 +89,7 @@ class GlobalRouter:
         """Take an event of Discovery on the conductors of ``pool``."""
         instance, members = event.instance, self.forwarder.members[pool]
         if instance is not None and event.kind is EventKind.PUT:
-            members.add(instance.id, f"http://{instance.address}")
+            members.add(instance.id, f"{instance.attributes.get('scheme', 'http')}://{instance.address}")
         elif instance is not None and event.kind is EventKind.DELETE:
             members.remove(instance.id)
 
@@ -104,7 +109,7 @@ async def serve(process: Process, config: GlobalRouterConfig) -> None:
         instance = Instance(
             id=process.instance_id(router.address.port),
             role=Role.ROUTER,
-            address=router.address,
+            address=Address(config.reachable_host, router.address.port),
             namespace=config.namespace,
             metrics_address=process.metrics_address,
             place=config.place,

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 import httpx
 
+from tanghulu.auth.credentials import NO_TLS, TlsFiles
+from tanghulu.auth.tls import client_context
+
 CONNECT_TIMEOUT_S = 2.0
 #: A server that answers with one of these has not begun: the request may go to another.
 TRY_ELSEWHERE = (429, 502, 503)
@@ -14,10 +17,11 @@ _OF_ONE_HOP = frozenset(("connection", "keep-alive", "te", "trailer", "transfer-
 _OF_REQUESTS = _OF_ONE_HOP | {"accept-encoding", "content-length", "host"}
 
 
-def new_client() -> httpx.AsyncClient:
-    """A client for answers of any length, with as many connections as there are requests."""
+def new_client(tls: TlsFiles = NO_TLS) -> httpx.AsyncClient:
+    """A client for answers of any length, with as many connections as there are requests; ``tls`` for https."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-    return httpx.AsyncClient(timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S), limits=limits, trust_env=False)
+    timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+    return httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, verify=client_context(tls))
 
 
 def request_headers(headers: Mapping[str, str]) -> dict[str, str]:

@@ -26,6 +26,7 @@ import xxhash
 from tanghulu.conductor.replay.job import Job
 from tanghulu.conductor.replay.trace import BLOCK_TOKENS, TraceRequest
 from tanghulu.errors import InvalidRequest, NodeUnavailable
+from tanghulu.runtime.master_options import HttpClientOptions
 
 #: What the ids of prompts are learnt from: ordinary tokens of whatever tokenizer is served, none of them special.
 _ALPHABET = (
@@ -87,13 +88,17 @@ class Prompts:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveConfig:
-    """``policy``: the one that requests ask for; "" leaves it to the conductor. ``connections``: most at a time."""
+    """``policy``: the one that requests ask for; "" leaves it to the conductor. ``connections``: most at a time.
+
+    ``client``: what to show there.
+    """
 
     url: str
     policy: str = ""
     scale: int = 1
     seed: int = 0
     connections: int = 256
+    client: HttpClientOptions = field(default_factory=HttpClientOptions)
 
 
 @dataclass(slots=True)
@@ -105,7 +110,9 @@ class LiveResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
+class ServedTarget:
+    """The model that is asked: ``vocabulary`` are ids of its ordinary tokens."""
+
     model: str
     context_tokens: int
     vocabulary: list[int]
@@ -130,19 +137,26 @@ async def _replay(
     config: LiveConfig, requests: Sequence[TraceRequest], result: LiveResult, progress: Callable[[int], None]
 ) -> None:
     limits = httpx.Limits(max_connections=config.connections)
-    async with httpx.AsyncClient(base_url=config.url, timeout=_TIMEOUT, limits=limits, trust_env=False) as http:
-        target = await _find_target(http, config.url)
+    async with httpx.AsyncClient(
+        base_url=config.url,
+        timeout=_TIMEOUT,
+        limits=limits,
+        trust_env=False,
+        headers=config.client.shown,
+        verify=config.client.verified_by,
+    ) as http:
+        target = await find_target(http, config.url)
         check_lengths(requests, target.context_tokens, config.scale)
         await _Sender(http, config, target, result, progress).send_all(requests)
 
 
-async def _find_target(http: httpx.AsyncClient, url: str) -> _Target:
+async def find_target(http: httpx.AsyncClient, url: str) -> ServedTarget:
     """The first model that is served, and ids that its tokenizer makes of ordinary text."""
     try:
         model = (await http.get("/v1/models")).raise_for_status().json()["data"][0]
         asked = {"model": model["id"], "prompt": _ALPHABET, "add_special_tokens": False}
         ids = (await http.post("/tokenize", json=asked)).raise_for_status().json()["tokens"]
-        return _Target(model["id"], int(model["max_model_len"]), sorted(set(ids)))
+        return ServedTarget(model["id"], int(model["max_model_len"]), sorted(set(ids)))
     except (httpx.HTTPError, httpx.InvalidURL, IndexError, KeyError, ValueError) as error:
         raise NodeUnavailable(f"no model answers at {url}: {error!r}; is `tanghulu up` running?") from error
 
@@ -154,7 +168,7 @@ class _Sender:
         self,
         http: httpx.AsyncClient,
         config: LiveConfig,
-        target: _Target,
+        target: ServedTarget,
         result: LiveResult,
         progress: Callable[[int], None],
     ) -> None:
@@ -192,7 +206,7 @@ class _Sender:
         return body
 
     async def _send(self, job: Job, body: bytes, start_s: float) -> None:
-        seen = _Seen()
+        seen = SeenAnswer()
         headers = {"content-type": "application/json"}
         try:
             async with self._http.stream("POST", "/v1/completions", content=body, headers=headers) as response:
@@ -212,18 +226,18 @@ class _Sender:
         self._progress(len(self._result.jobs))
 
 
-class _Seen:
+class SeenAnswer:
     """One streamed answer as a client sees it; times are the event loop's, in seconds."""
 
     def __init__(self) -> None:
-        self._times_s: list[float] = []
-        self._usage: dict[str, Any] = {}
+        self.times_s: list[float] = []
+        self.usage: dict[str, Any] = {}
         self._has_error = False
 
     @property
     def is_whole(self) -> bool:
         """The stream told its usage at its end, and no error before."""
-        return bool(self._times_s and self._usage) and not self._has_error
+        return bool(self.times_s and self.usage) and not self._has_error
 
     async def read(self, response: httpx.Response) -> None:
         """Read to the stream's end. Raises ValueError for an event that is no JSON, httpx.HTTPError if it breaks."""
@@ -234,18 +248,18 @@ class _Seen:
 
     def _take(self, event: dict[str, Any], now_s: float) -> None:
         self._has_error = self._has_error or "error" in event
-        self._usage = event.get("usage") or self._usage
+        self.usage = event.get("usage") or self.usage
         # A last token without text shows in the end of the choice alone.
-        if any(choice.get("text") or not self._times_s for choice in event.get("choices") or ()):
-            self._times_s.append(now_s)
+        if any(choice.get("text") or not self.times_s for choice in event.get("choices") or ()):
+            self.times_s.append(now_s)
 
     def tell(self, job: Job, start_s: float) -> None:
         """Fill in ``job``, which belongs to a replay that began at ``start_s``."""
-        first_s, last_s = self._times_s[0] - start_s, self._times_s[-1] - start_s
+        first_s, last_s = self.times_s[0] - start_s, self.times_s[-1] - start_s
         job.first_s, job.ttft_s = first_s, first_s - job.request.arrival_s
-        job.tbt_s = (last_s - first_s) / max(1, self._usage["completion_tokens"] - 1)
-        job.worst_tbt_s = _worst(self._times_s)
-        job.hit_tokens = (self._usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        job.tbt_s = (last_s - first_s) / max(1, self.usage["completion_tokens"] - 1)
+        job.worst_tbt_s = _worst(self.times_s)
+        job.hit_tokens = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
 def _worst(times_s: Sequence[float]) -> float:

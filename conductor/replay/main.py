@@ -24,6 +24,7 @@ from tanghulu.conductor.replay.trace import BLOCK_TOKENS, TraceRequest, read_tra
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES, PolicyOptions, make_policy
 from tanghulu.errors import ConfigError
 from tanghulu.runtime.config import check_bounds, command, option
+from tanghulu.runtime.master_options import HttpClientOptions
 
 #: Columns that the table needs; where the output is no terminal there are as many as one likes.
 _LEAST_WIDTH = 124
@@ -49,7 +50,7 @@ _ONLY_LIVE = ("scale", "connections")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayConfig:
+class ReplayConfig(HttpClientOptions):
     """The options of ``tanghulu replay``. Constants of the model: see ``model.LatencyModel``."""
 
     traces: tuple[Path, ...] = ()
@@ -196,7 +197,12 @@ def _live_one(
     config: ReplayConfig, path: Path, policy: str, requests: list[TraceRequest], advance: Callable[[int], None]
 ) -> Iterator[ReplayReport]:
     live = LiveConfig(
-        url=config.live, policy=policy, scale=config.scale, seed=config.seed, connections=config.connections
+        url=config.live,
+        policy=policy,
+        scale=config.scale,
+        seed=config.seed,
+        connections=config.connections,
+        client=config,
     )
     found = replay_live(live, requests, advance)
     yield make_report(_name(path), policy or "(conductor's)", found.jobs, (), 0, config.slo_s)

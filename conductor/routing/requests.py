@@ -9,15 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
 from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile
 from tanghulu.conductor.routing.overrides import NO_OVERRIDES, RoutingOverrides
+from tanghulu.conductor.stories.origin import Origin
+from tanghulu.conductor.stories.story import WorkerPhases
 from tanghulu.errors import TanghuluError
 from tanghulu.hashing import Tokens
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(Struct, frozen=True):
     """Parameters of drawing a token. ``temperature`` 0 is argmax; ``top_k`` 0 is off. At most one grammar is given."""
 
     temperature: float = 1.0
@@ -28,15 +34,22 @@ class Sampling:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     seed: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
     num_logprobs: int | None = None
     json_schema: str | None = None
     regex: str | None = None
     lark: str | None = None
+    logprob_token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StopRule:
+class WantedPromptLogprobs(Struct, frozen=True):
+    """The prompt's own log probabilities that are wanted: from position ``start`` on, which is at least 1."""
+
+    start: int
+    num_top: int = 0
+
+
+class StopRule(Struct, frozen=True):
     """The rule by which a worker ends a request; the conductor itself looks for stop *strings*."""
 
     max_new_tokens: int
@@ -45,8 +58,7 @@ class StopRule:
     min_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Timeouts:
+class Timeouts(Struct, frozen=True):
     """The longest waits of a client, in seconds: for the end, the first token, each further token. 0: no limit."""
 
     request_s: float = 0.0
@@ -69,11 +81,11 @@ def _shorter(one_s: float, other_s: float) -> float:
 NO_TIMEOUTS = Timeouts()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GenerationRequest:
+class GenerationRequest(Struct, frozen=True, eq=False):
     """One sequence to continue. ``prompt``: uint32, shape ``[num_prompt_tokens]``.
 
-    ``client`` is who takes turns with others where many wait; "" where nobody is known. ``timeouts`` are its own.
+    ``client`` is who takes turns with others where many wait, ``weight`` of them for each of another's; "" where nobody
+    is known. ``timeouts`` are its own. ``origin`` is the HTTP request that it comes from, if any.
     """
 
     id: RequestId
@@ -87,6 +99,9 @@ class GenerationRequest:
     routing: RoutingOverrides = NO_OVERRIDES
     timeouts: Timeouts = NO_TIMEOUTS
     client: str = ""
+    weight: float = 1.0
+    scoring: WantedPromptLogprobs | None = None
+    origin: Origin | None = None
 
 
 class FinishReason(Enum):
@@ -108,8 +123,7 @@ class OutputKind(Enum):
     ERROR = "the worker could not go on"
 
 
-@dataclass(frozen=True, slots=True)
-class KvSource:
+class KvSource(Struct, frozen=True):
     """The export in which a worker holds a request's KV for another worker."""
 
     instance_id: InstanceId
@@ -117,27 +131,48 @@ class KvSource:
     unix_path: str
     export_id: int
     num_tokens: int
+    #: Of the host on which ``unix_path`` is a path.
+    host_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixSource:
+class PrefixSource(Struct, frozen=True):
     """A worker that has the first ``num_blocks`` blocks of a prompt in its cache, as far as is known."""
 
     address: str
     unix_path: str
     num_blocks: int
+    #: Of the host on which ``unix_path`` is a path.
+    host_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Ids and log probabilities at one position: the sampled token first, then the most likely ones."""
+class TokenLogprobs(Struct, frozen=True):
+    """Ids and log probabilities at one position: the sampled token, the most likely ones, those asked for by id."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class PromptLogprobs(Struct, frozen=True, eq=False):
+    """Log probabilities of n tokens of a prompt, the first at ``position``.
+
+    ``logprobs`` float32 [n]; ``ranks`` uint32 [n], 1 where no token was more likely; ``top_ids`` uint32 and
+    ``top_logprobs`` float32 [n, num_top], best first; ``asked_logprobs`` float32 [n, len(logprob_token_ids)].
+    """
+
+    position: int
+    logprobs: npt.NDArray[np.float32]
+    ranks: npt.NDArray[np.uint32]
+    top_ids: npt.NDArray[np.uint32]
+    top_logprobs: npt.NDArray[np.float32]
+    asked_logprobs: npt.NDArray[np.float32]
+
+    @property
+    def end(self) -> int:
+        """Position behind the last one."""
+        return self.position + len(self.logprobs)
+
+
+class Output(Struct, frozen=True):
     """One request's part of a step. ``wire_id`` names one submission of the request to one worker."""
 
     wire_id: str
@@ -148,10 +183,10 @@ class Output:
     cached_tokens: int = 0
     stop_token: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
+    phases: WorkerPhases | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredRead:
+class MeasuredRead(Struct, frozen=True):
     """KV that a worker has read from the one at ``address``."""
 
     address: str
@@ -159,8 +194,7 @@ class MeasuredRead:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
+class WorkerLoad(Struct, frozen=True):
     """A worker's own report; speeds are 0 until it has measured them.
 
     ``reads`` are those since its last report. ``peer_bytes_per_s`` is 0 where it cannot load KV from other workers;
@@ -183,8 +217,7 @@ class WorkerLoad:
     prefill_pairs_waiting: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class KvChange:
+class KvChange(Struct, frozen=True):
     """One KV event of a worker: ``cleared`` comes before ``stored``."""
 
     stored: tuple[BlockHash, ...] = ()
@@ -192,8 +225,7 @@ class KvChange:
     cleared: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SessionWelcome:
+class SessionWelcome(Struct, frozen=True):
     """A session's first message: the worker's identity, and the snapshot that its events go on from.
 
     ``event_sequence`` is the number that the first event behind the snapshot will carry. While the engine runs, steps
@@ -208,9 +240,18 @@ class SessionWelcome:
     beat_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class BegunExport(Struct, frozen=True):
+    """The export that grows while the submission ``wire_id`` is prefilled, and ends with that."""
+
+    wire_id: str
+    source: KvSource
+
+
+class Step(Struct, frozen=True):
     """The outputs and events of one engine step. ``event_sequence`` numbers the first of ``kv_events``.
+
+    ``begun``: prefills to be handed over whose KV may be fetched while they go on. ``scores`` are parts of prompts' log
+    probabilities, each with its request's ``wire_id``.
 
     ``load`` holds the session's first ``submits_taken`` submissions; None where the worker does not say.
     """
@@ -220,6 +261,8 @@ class Step:
     kv_events: tuple[KvChange, ...]
     load: WorkerLoad | None
     submits_taken: int | None = None
+    begun: Sequence[BegunExport] = ()
+    scores: Sequence[tuple[str, PromptLogprobs]] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
+from tanghulu.auth.api_keys import KeyRight
 from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
 from tanghulu.conductor.routing_service import types
 from tanghulu.conductor.routing_service.generate import Generator
@@ -20,6 +21,12 @@ from tanghulu.protos import router_pb2_grpc
 from tanghulu.rpc import grpc_edge
 from tanghulu.runtime.clock import Clock
 from tanghulu.types import InstanceId
+
+#: What a key has to allow for a method; for those that tell of workers, or say what they are: admin.
+RIGHTS = {
+    f"/tanghulu.v1.Router/{name}": KeyRight.INFERENCE
+    for name in ("BestWorker", "AddRequest", "PrefillCompleted", "Free", "Overlaps", "PotentialLoads", "Generate")
+}
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Method = Callable[[Any, Any, Context], Awaitable[Any]]

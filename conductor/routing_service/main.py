@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
+from tanghulu.conductor import route_rights
 from tanghulu.conductor.pool_router import main as pools_main
 from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.routing.requests import KvChange
 from tanghulu.conductor.routing_service.assumed import DEFAULT_MAX_BLOCKS, AssumedBlocks
 from tanghulu.conductor.routing_service.generate import Generator
-from tanghulu.conductor.routing_service.grpc_api import RouterServicer
+from tanghulu.conductor.routing_service.grpc_api import RIGHTS, RouterServicer
 from tanghulu.conductor.routing_service.http_api import make_app
 from tanghulu.conductor.routing_service.service import RoutingService
 from tanghulu.conductor.routing_service.types import Hasher
@@ -26,13 +27,16 @@ from tanghulu.conductor.routing_service.worker_networks import PRIVATE, WorkerNe
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.hashing import DEFAULT_BLOCK_TOKENS, HASH_FUNCTIONS, root_hash
 from tanghulu.protos import router_pb2_grpc
+from tanghulu.rpc.authorizer import GrpcKeyAuthorizer
 from tanghulu.rpc.grpc_edge import SERVER_OPTIONS
+from tanghulu.rpc.grpc_edge import listen as listen_grpc
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
 from tanghulu.runtime.process import Process, run
 from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, BlockHash, Fingerprint, Role
-from tanghulu.web.server import HttpServer, address_of, listen
+from tanghulu.web.port import HttpPort
+from tanghulu.web.server import address_of, listen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +91,7 @@ class RouterServer:
         policies = RoutingPolicies(config.policy, parse_weights(config.policy_weights, router_id))
         networks = WorkerNetworks(config.worker_networks)
         self.service = RoutingService(policies, config.block_tokens, config.block_bytes, config.assumed(), networks)
+        self._port = HttpPort(config)
         self.address = self.grpc_address = Address("", 0)
         self._registry, self._hasher, self._clock = registry, config.hasher(), SystemClock()
 
@@ -95,22 +100,25 @@ class RouterServer:
         """Serve inside the block. Raises ConfigError if a port is taken, or a library for KV events is missing."""
         config, followers = self.config, [self._follower(source) for source in parse_sources(self.config.vllm_events)]
         listener = listen(config.host, config.port)
-        self.address = address_of(listener)
+        self.address = Address(config.reachable_host, address_of(listener).port)
         generator = Generator(self.service, self._hasher, self._clock)
         app = make_app(self.service, self._hasher, self._clock, self._registry, config.max_body_size, generator)
-        server, rpc = HttpServer(app, config.grace_s), grpc.aio.server(options=SERVER_OPTIONS)
+        server = self._port.server(self._port.authorized(app, route_rights.ROUTING_SERVICE), config.grace_s)
+        keys = self._port.keys
+        interceptors = () if keys is None else (GrpcKeyAuthorizer(keys, RIGHTS),)
+        rpc = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
         servicer = RouterServicer(self.service, self._hasher, self._clock, generator)
         router_pb2_grpc.add_RouterServicer_to_server(servicer, rpc)
+        where, tls = Address(config.host, config.grpc_port), config.tls if config.tls.cert else None
         try:
-            port = rpc.add_insecure_port(str(Address(config.host, config.grpc_port)))
-        except RuntimeError as error:
+            self.grpc_address = listen_grpc(rpc, where, tls, mutual=config.tls_mutual, flag="--grpc-port")
+        except ConfigError:
             listener.close()
-            raise ConfigError(f"cannot listen on port {config.grpc_port}: choose another --grpc-port") from error
-        self.grpc_address = Address(config.host, port)
+            raise
         await rpc.start()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            async with beside(*(follower.run() for follower in followers)):
+            async with beside(*(follower.run() for follower in followers), *self._port.tasks()):
                 yield self
         finally:
             server.stop()

@@ -13,7 +13,9 @@ A request that was added counts until it is freed, however long it runs; only re
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from tanghulu.conductor.dispatch.router import with_both_phases
 from tanghulu.conductor.index.prefix_index import Cleared, PrefixIndex, Removed, Stored
@@ -157,7 +159,7 @@ class RoutingService:
         One that does not tell how many blocks it has is taken to have room.
         """
         if not load.blocks_total:
-            load = replace(load, blocks_free=UNKNOWN_BLOCKS)
+            load = structs.replace(load, blocks_free=UNKNOWN_BLOCKS)
         self._target(worker).load.report(load)
 
     def kv_event(self, worker: InstanceId, change: KvChange) -> None:

@@ -19,6 +19,7 @@ from tanghulu.conductor.text.chat_template import ChatTemplate, TemplateTooCostl
 from tanghulu.conductor.text.detokenizer import DetokenizerFactory, is_byte_level
 from tanghulu.conductor.text.preparing import INLINE_BYTES, INLINE_CHARACTERS, in_thread
 from tanghulu.conductor.text.template_bounds import INLINE, size_of
+from tanghulu.conductor.text.token_cache import TokenCache
 from tanghulu.errors import ContextLengthExceeded, InvalidRequest, ModelUnsupported
 from tanghulu.hashing import HASH_FUNCTIONS, Tokens, TokenSequence, as_tokens, root_hash
 
@@ -47,6 +48,7 @@ class ServedModel:
         self.tokenizer = _load(card, tokenizer_json)
         self.template = ChatTemplate(card.chat_template, card.bos_token, card.eos_token)
         self.detokenizers = DetokenizerFactory(self.tokenizer, is_byte_level(tokenizer_json))
+        self._cache = TokenCache.of(self.tokenizer, tokenizer_json)
         self._is_costly = False
         self._hashes = HashCache()
         self._bos = self.tokenizer.token_to_id(card.bos_token) if card.bos_token else None
@@ -71,17 +73,29 @@ class ServedModel:
         if tokens != self.card.context_length:
             self.card = dataclasses.replace(self.card, context_length=tokens)
 
-    async def encode(self, text: str, add_special_tokens: bool) -> Tokens:
+    async def encode(self, text: str, add_special_tokens: bool, salt: bytes | None = None) -> Tokens:
         """Tokens of ``text``; with ``add_special_tokens`` as the model wants a bare text (its bos in front).
+
+        Without them and with a ``salt``, what requests of that salt begin with alike is remembered.
 
         Raises ContextLengthExceeded for a text that is far too long for the context; most are not even tokenised.
         """
         self._check_characters(len(text))
+        if self._cache is not None and salt is not None and not add_special_tokens:
+            return await self._encode_cached(self._cache, text, salt)
         if len(text) > COUNTED_FROM_CHARACTERS_PER_TOKEN * self.card.context_length:
             await self._check_count(text)
         if len(text) <= INLINE_CHARACTERS:
             return self._encode(text, add_special_tokens)
         return await in_thread(self._encode, text, add_special_tokens)
+
+    async def _encode_cached(self, cache: TokenCache, text: str, salt: bytes) -> Tokens:
+        if len(text) <= INLINE_CHARACTERS:
+            return cache.encode(text, salt)
+        counted_from = COUNTED_FROM_CHARACTERS_PER_TOKEN * self.card.context_length
+        if len(text) > counted_from and await in_thread(cache.num_unknown, text, salt) > counted_from:
+            await self._check_count(text)
+        return await in_thread(cache.encode, text, salt)
 
     def _check_characters(self, num_characters: int) -> None:
         context = self.card.context_length

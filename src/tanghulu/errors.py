@@ -35,6 +35,13 @@ class NodeUnavailable(TanghuluError):
     retryable = True
 
 
+class PeerSilent(NodeUnavailable):
+    """The host of a store node or a worker answers nothing at all: it is down, or the way there swallows what is sent.
+
+    For who asked alone; others are told NodeUnavailable.
+    """
+
+
 class VersionMismatch(NodeUnavailable):
     """The peer speaks another version of a protocol; the message names both versions."""
 
@@ -67,6 +74,23 @@ class NotLeader(MasterUnavailable):
 
 
 _NO_LEADER = "this master does not lead, and no leader is elected yet; try again in a moment"
+
+
+class KeysMoved(MasterUnavailable):
+    """A master was asked for keys of which it does not own all; nothing of the call was done."""
+
+    code = "MOVED"
+
+    @classmethod
+    def known_in(cls, version: int) -> KeysMoved:
+        """The error of a master that knows the map of the masters up to ``version``."""
+        return cls(f"this master does not own all keys of the call; ask for the map of the masters, version {version}")
+
+    @property
+    def version(self) -> int:
+        """Up to which version the master that was asked knows the map; 0 if it did not tell."""
+        _, found, version = self.message.rpartition("version ")
+        return int(version) if found and version.isdecimal() else 0
 
 
 class DirectoryIncomplete(TanghuluError):

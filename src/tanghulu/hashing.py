@@ -147,6 +147,20 @@ class TokenSequence:
         self._length += len(new)
         return self._hash_new_blocks()
 
+    def append_one(self, token: int) -> None:
+        """Add one token at the end, as a step of decode does for each of its requests."""
+        length = self._length + 1
+        self._reserve(length)
+        self._buffer[self._length] = token
+        self._length = length
+        if length % self.block_tokens == 0:
+            self._hash_new_blocks()
+
+    @property
+    def last(self) -> int:
+        """The last token."""
+        return int(self._buffer[self._length - 1])
+
     def _reserve(self, length: int) -> None:
         if length > len(self._buffer):
             grown = np.empty(max(length, 2 * len(self._buffer)), dtype=np.uint32)
@@ -156,6 +170,8 @@ class TokenSequence:
     def _hash_new_blocks(self) -> list[BlockHash]:
         start = len(self.block_hashes) * self.block_tokens
         end = self._length - self._length % self.block_tokens
+        if end == start:
+            return []
         parent = self.block_hashes[-1] if self.block_hashes else self.root
         fresh = self._chain(parent, self._buffer[start:end], self.block_tokens, self.algorithm)
         self.block_hashes.extend(fresh)

@@ -19,6 +19,7 @@ from tanghulu.store.client.model import (
     ChunkInfo,
     Evicted,
     KeyInfo,
+    MasterView,
     NodeView,
     PutItem,
     Status,
@@ -81,7 +82,7 @@ class Connecting:
     async def _open(self) -> AsyncClient:
         client = AsyncClient(self._settings)
         try:
-            await client.nodes()
+            await client._meet()
         except TanghuluError as error:
             await client.close()
             raise not_a_master(self._settings.master, error) from None
@@ -285,10 +286,20 @@ class AsyncClient:
         deadline = self._deadline(deadline_s)
         return await self._run(self._do.list_keys(deadline, prefix, limit, after), deadline)
 
+    async def _meet(self) -> None:
+        """Hear whether the master is there, and which nodes it knows."""
+        deadline = self._deadline(None)
+        await self._run(self._do.meet(deadline), deadline)
+
     async def nodes(self, *, deadline_s: float | None = None) -> list[NodeView]:
         """All store nodes as the master lists them."""
         deadline = self._deadline(deadline_s)
         return await self._run(self._do.nodes(deadline), deadline)
+
+    async def masters(self, *, deadline_s: float | None = None) -> list[MasterView]:
+        """The masters that own ranges of keys, and how much each knows; one that does not answer is among them."""
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.masters(deadline), deadline)
 
     async def tenants(self, *, deadline_s: float | None = None) -> list[TenantView]:
         """What each tenant holds and does, over all nodes; a tenant's token tells of that tenant only.

@@ -20,6 +20,7 @@ from tanghulu.store.client.model import (
     ChunkInfo,
     Evicted,
     KeyInfo,
+    MasterView,
     NodeView,
     PutItem,
     Status,
@@ -76,7 +77,7 @@ def connect(
     )
     client = Client(settings)
     try:
-        client.nodes()
+        client._meet()
     except TanghuluError as error:
         client.close()
         raise not_a_master(masters, error) from None
@@ -280,10 +281,20 @@ class Client:
         deadline = self._deadline(deadline_s)
         return self._run(self._do.list_keys(deadline, prefix, limit, after), deadline)
 
+    def _meet(self) -> None:
+        """Hear whether the master is there, and which nodes it knows."""
+        deadline = self._deadline(None)
+        self._run(self._do.meet(deadline), deadline)
+
     def nodes(self, *, deadline_s: float | None = None) -> list[NodeView]:
         """All store nodes as the master lists them."""
         deadline = self._deadline(deadline_s)
         return self._run(self._do.nodes(deadline), deadline)
+
+    def masters(self, *, deadline_s: float | None = None) -> list[MasterView]:
+        """The masters that own ranges of keys, and how much each knows; one that does not answer is among them."""
+        deadline = self._deadline(deadline_s)
+        return self._run(self._do.masters(deadline), deadline)
 
     def tenants(self, *, deadline_s: float | None = None) -> list[TenantView]:
         """What each tenant holds and does, over all nodes; a tenant's token tells of that tenant only.

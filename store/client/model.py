@@ -134,6 +134,23 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True)
+class MasterView:
+    """A master that owns ranges of keys. ``term``: of its latest range; 0 if it was not elected.
+
+    ``address`` is "" of an only master, which is where the client found it. ``num_keys``: of its ranges, as far as it
+    knows them; ``num_rebuilding`` of the ranges are not known whole yet. ``answers`` is False of one that did not.
+    """
+
+    address: str
+    ranges: tuple[int, ...]
+    term: int
+    leads: bool = False
+    num_keys: int = 0
+    num_rebuilding: int = 0
+    answers: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class TenantView:
     """One tenant over all nodes; "" are chunks of no tenant. What follows ``num_chunks`` counts since the nodes' start.
 

@@ -12,7 +12,7 @@ from tanghulu.masters import Masters
 from tanghulu.runtime.busy_polling import MAX_SPIN_S, SPIN_S, BusyPoller, LonePoller, Waiters, paying_spin_s
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.process import host_id
-from tanghulu.store.client.logic.effects import MASTER
+from tanghulu.store.client.logic.effects import MASTER, PeerId, is_owner
 
 DEFAULT_DEADLINE_S = 5.0
 WAIT_S = 10.0
@@ -54,12 +54,12 @@ class Settings:
                 f"spin_s={self.spin_s}: from 0 (never) to {MAX_SPIN_S}; it is for waits of microseconds"
             )
 
-    def poller_for(self, peer: str, waiters: Waiters) -> BusyPoller | None:
+    def poller_for(self, peer: PeerId, waiters: Waiters) -> BusyPoller | None:
         """How the answers of one connection are waited for; None: asleep. ``waiters``: that of the client's threads.
 
         Only the master's are so short that to wake is most of it.
         """
-        spin_s = paying_spin_s(self.spin_s) if peer == MASTER else 0.0
+        spin_s = paying_spin_s(self.spin_s) if peer == MASTER or is_owner(peer) else 0.0
         return LonePoller(spin_s, SystemClock(), _SPIN_GAIN, waiters) if spin_s else None
 
     @property

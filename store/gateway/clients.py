@@ -22,7 +22,7 @@ from tanghulu.errors import Overloaded, TanghuluError, Unauthorized
 from tanghulu.masters import Masters
 from tanghulu.store.client.aio import AsyncClient
 from tanghulu.store.client.logic import context, messages, query
-from tanghulu.store.client.logic.effects import Logic
+from tanghulu.store.client.logic.effects import Deadline, Logic
 from tanghulu.store.client.model import KeyInfo, NodeView
 from tanghulu.store.client.settings import Settings
 from tanghulu.store.protocol.types import validate_key
@@ -45,15 +45,19 @@ class GatewayClient(AsyncClient):
         """Up to ``limit`` keys with ``prefix``, in order behind the key ``after``, and whether there are more."""
         if after:
             validate_key(after)
-        return await self._run(_key_page(prefix, after, limit), self._deadline(None))
+        deadline = self._deadline(None)
+        return await self._run(_key_page(self._driver.context, deadline, prefix, after, limit), deadline)
 
     async def nodes_now(self, deadline_s: float) -> list[NodeView]:
         """All store nodes, of a master that answers now: one that is away is not waited for."""
-        return await self._run(query.nodes(self._driver.context, waits=False), self._deadline(deadline_s))
+        deadline = self._deadline(deadline_s)
+        return await self._run(query.nodes(self._driver.context, deadline, waits=False), deadline)
 
 
-def _key_page(prefix: str, after: str, limit: int) -> Logic[tuple[list[KeyInfo], bool]]:
-    reply = yield from context.ask_master(messages.list_keys(prefix, after, limit))
+def _key_page(
+    memory: context.Context, deadline: Deadline, prefix: str, after: str, limit: int
+) -> Logic[tuple[list[KeyInfo], bool]]:
+    reply = yield from context.ask_owners(memory, deadline, messages.list_keys(prefix, after, limit))
     return messages.key_page(reply)
 
 
@@ -216,7 +220,7 @@ class Clients:
     async def _open(self, credentials: Credentials) -> None:
         client = GatewayClient(Settings(master=self.masters.showing(credentials), deadline_s=self._deadline_s))
         try:
-            await client.nodes()
+            await client._meet()
             self._close(self._cache.enter(credentials, client, time.monotonic()))
         except (TanghuluError, asyncio.CancelledError):
             self._close([client])

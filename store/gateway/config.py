@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tanghulu.auth.tls import ServerTls
+from tanghulu.auth.tls import HTTP1, ServerTls
 from tanghulu.errors import ConfigError
 from tanghulu.runtime.config import option
 from tanghulu.runtime.master_options import MasterOptions
@@ -58,4 +58,4 @@ class GatewayConfig(MasterOptions, ProcessConfig):
         """The TLS context to listen with; None without a certificate. Raises ConfigError."""
         if not (self.tls_cert or self.tls_key or self.tls_mutual):
             return None
-        return ServerTls(self.tls, mutual=self.tls_mutual)
+        return ServerTls(self.tls, mutual=self.tls_mutual, protocol=HTTP1)

@@ -6,14 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-import structlog
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from tanghulu.auth.tls import ServerTls
-from tanghulu.errors import ConfigError
 from tanghulu.runtime.process import Process
-from tanghulu.store.gateway import chunks_api, events_api, health_api, nodes_api, values_api
+from tanghulu.store.gateway import chunks_api, dashboard_api, events_api, health_api, nodes_api, values_api
 from tanghulu.store.gateway.bounds import Bounded
 from tanghulu.store.gateway.config import GatewayConfig
 from tanghulu.store.gateway.gateway import Gateway
@@ -22,13 +19,10 @@ from tanghulu.store.gateway.ranges import RangeNotSatisfiable
 from tanghulu.types import Address
 from tanghulu.version import __version__
 from tanghulu.web import errors
-from tanghulu.web.server import HttpServer, address_of, listen
+from tanghulu.web.server import HttpServer, address_of, follow_files, listen
 
-_log = structlog.get_logger(__name__)
-_TLS_REFRESH_S = 60.0
 #: A client has come to the end of a request's header in this time, and of the agreement on TLS before.
 HEADER_S = 10.0
-_HTTP = "http/1.1"
 _ABOUT = """The store of tanghulu for curl, dashboards and orchestrators. Requests are done in the name of the token in
 `Authorization: Bearer TOKEN`, with its rights; an operator's token acts for the tenant in `Tanghulu-Tenant`. Keys stand
 in paths percent-encoded. Errors are `{"error": {"message", "type", "code", "param"}}`."""
@@ -44,8 +38,6 @@ async def serve(process: Process, config: GatewayConfig) -> None:
 @contextlib.asynccontextmanager
 async def _serving(process: Process, config: GatewayConfig) -> AsyncIterator[Address]:
     tls = config.server_tls()
-    if tls is not None:
-        tls.context.set_alpn_protocols([_HTTP])  # it would agree to HTTP/2 otherwise, which the server does not speak
     gateway = Gateway(config, GatewayMetrics(process.registry), process.stopping)
     listener = listen(config.host, config.port)
     server = HttpServer(
@@ -54,11 +46,12 @@ async def _serving(process: Process, config: GatewayConfig) -> AsyncIterator[Add
         tls=tls.context if tls is not None else None,
         max_connections=config.max_connections,
         header_s=min(config.stall_s, HEADER_S),
+        stall_s=None,
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     keeping = [asyncio.create_task(gateway.clients.sweep())]
     if tls is not None:
-        keeping.append(asyncio.create_task(_follow_files(tls)))
+        keeping.append(asyncio.create_task(follow_files(tls)))
     try:
         address = address_of(listener)
         yield Address(config.reachable_host, address.port)
@@ -84,17 +77,6 @@ def make_app(gateway: Gateway) -> FastAPI:
 
     app.add_exception_handler(RangeNotSatisfiable, unsatisfiable)
     app.add_middleware(Bounded, requests=gateway.requests, stall_s=gateway.config.stall_s, metrics=gateway.metrics)
-    for api in (health_api, values_api, chunks_api, nodes_api, events_api):
+    for api in (health_api, values_api, chunks_api, nodes_api, events_api, dashboard_api):
         app.include_router(api.router(gateway))
     return app
-
-
-async def _follow_files(tls: ServerTls) -> None:
-    """Use certificates that were replaced, until cancelled."""
-    while True:
-        await asyncio.sleep(_TLS_REFRESH_S)
-        try:
-            if tls.refresh():
-                _log.info("tls.reloaded")
-        except ConfigError as error:
-            _log.error("tls.not_reloaded", error=error.message)

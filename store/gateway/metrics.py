@@ -9,6 +9,7 @@ from starlette.types import Scope
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 EVENTS_ROUTE = "/v1/events"
+DASHBOARD_EVENTS_ROUTE = "/dashboard/events"
 _METHODS = ("GET", "HEAD", "PUT", "POST", "DELETE")
 _PREFIX = "tanghulu_gateway_"
 
@@ -39,7 +40,7 @@ class GatewayMetrics:
         method = scope["method"] if scope["method"] in _METHODS else "other"
         route = getattr(scope.get("route"), "path", "none")
         self.requests.labels(method, route, str(status)).inc()
-        if route != EVENTS_ROUTE:
+        if route not in (EVENTS_ROUTE, DASHBOARD_EVENTS_ROUTE):
             self.seconds.labels(method, route).observe(seconds)
 
     def gauge(self, name: str, text: str, ask: Callable[[], float]) -> None:

@@ -2,6 +2,8 @@
 
 Every call takes the time; changes wait in two rings (``members`` and ``directory.log``) for their followers. The
 driver around it (``MasterServer`` and the calls in ``rpc``) carries calls in, ticks, and wakes the followers.
+
+Where several masters share the ranges of keys, etcd tells all of them which nodes there are; leases are the leader's.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from tanghulu.discovery.leases import LeaseTable
 from tanghulu.store.master.directory.announcement import Announced, NodeAnnouncement
 from tanghulu.store.master.directory.events import EventRing
 from tanghulu.store.master.directory.ranges import RangeDirectories
-from tanghulu.store.master.directory.rebuild import REBUILD_S, MembershipEvent
+from tanghulu.store.master.directory.rebuild import REBUILD_S, MembershipEvent, NodesInEtcd
 from tanghulu.store.master.replication.orders import Copy, Drop
 from tanghulu.store.master.replication.planner import CopyPlanner
 from tanghulu.types import Role
@@ -66,7 +68,10 @@ class Master:
         rebuild_s: float = REBUILD_S,
         copy_rate_bytes_s: float = COPY_RATE_BYTES_S,
         rng: Random | None = None,
+        *,
+        shares: bool = False,
     ) -> None:
+        self._shares = shares
         self._rebuild_s = rebuild_s
         self._copy_rate_bytes_s = copy_rate_bytes_s
         self._rng = rng or Random(generation)
@@ -78,19 +83,45 @@ class Master:
         ``known_nodes`` are the nodes of the predecessor, if that is known exactly: when they have reported, nothing is
         missing. Streams that follow the old memories are to be ended by the caller.
         """
-        self.generation = generation
-        self.leases = LeaseTable()
-        self.directory = RangeDirectories(now_s, self._rebuild_s, expected=known_nodes)
-        self.tenants = TenantTotals()
-        self.members: EventRing[InstanceEvent] = EventRing(MEMBERS_WEIGHT)
+        in_etcd = NodesInEtcd(now_s, self._rebuild_s) if self._shares else None
+        self.directory = RangeDirectories(now_s, self._rebuild_s, expected=known_nodes, cluster=in_etcd)
         self.copies = CopyPlanner(self.directory, self._copy_rate_bytes_s, self._rng, now_s)
         self._last_tick_s = now_s
         self._knows_predecessor = known_nodes is not None
+        self.log_generation = generation  # of the directory and its log, which outlive a change of the leader
+        self.begin_leases(generation, now_s)
+
+    def begin_leases(self, generation: int, now_s: float) -> None:
+        """Begin as another ``generation`` with what is a leader's alone; the directory stays as it is."""
+        self.generation = generation
+        self.leases = LeaseTable()
+        self.tenants = TenantTotals()
+        self.members: EventRing[InstanceEvent] = EventRing(MEMBERS_WEIGHT)
+        self._leases_over_s = now_s + self._rebuild_s
+
+    def nodes_told(self, nodes: Mapping[str, Instance], admitted: frozenset[str] | None, now_s: float) -> None:
+        """Take the nodes that etcd tells of, and the ids of all that were let in; None: none ever was."""
+        assert self._shares
+        for node_id in [each for each in self.directory.candidates() if each not in nodes]:
+            self.directory.node_gone(node_id)
+        for node_id, instance in nodes.items():
+            if self.directory.instance(node_id) != instance:
+                self.directory.node_registered(instance, now_s)
+        assert isinstance(self.directory.cluster, NodesInEtcd)
+        self.directory.cluster.told(admitted, now_s)
+
+    def present_nodes(self, admitted: frozenset[str], now_s: float) -> frozenset[str]:
+        """Of the nodes that were let in, those that are there as far as a leader knows: the others have left."""
+        if now_s < self._leases_over_s:
+            return admitted
+        return frozenset(node_id for node_id in admitted if self.leases.holds(node_id))
 
     def register(self, instance: Instance, ttl_s: float, now_s: float) -> int:
         """Enter or replace an instance; returns its lease id. Raises InvalidRequest or Overloaded."""
         lease_id = self.leases.register(instance, ttl_s, now_s)
-        if instance.role is Role.NODE:
+        if self._shares:
+            pass  # etcd tells every master
+        elif instance.role is Role.NODE:
             self.directory.node_registered(instance, now_s)
         else:
             self.directory.node_gone(instance.id)
@@ -100,7 +131,7 @@ class Master:
     def keep_alive(self, instance_id: str, lease_id: int, now_s: float) -> bool:
         """Renew a lease; False tells the instance to register again."""
         if not self.leases.keep_alive(instance_id, lease_id, now_s):
-            if not self._knows_predecessor:
+            if not self._knows_predecessor:  # does nothing where etcd tells of the nodes
                 self.directory.cluster.handle(MembershipEvent.STRAY_LEASE)
             return False
         self.directory.node_seen(instance_id, now_s)
@@ -110,7 +141,8 @@ class Master:
         """End a lease now; False if it is not one of this master's."""
         if not self.leases.deregister(instance_id, lease_id):
             return False
-        self.directory.node_gone(instance_id)
+        if not self._shares:
+            self.directory.node_gone(instance_id)
         self._tell()
         return True
 
@@ -148,7 +180,7 @@ class Master:
         if late_s > STALL_S:
             self.leases.forgive(late_s)
         expired = self.leases.expire(now_s)
-        for instance in expired:
+        for instance in expired if not self._shares else ():
             self.directory.node_gone(instance.id)
         self.directory.tick(now_s)
         self._tell()
@@ -165,4 +197,4 @@ class Master:
         self.members.check()
         self.copies.check()
         nodes = [instance.id for instance in self.leases.instances() if instance.role is Role.NODE]
-        assert nodes == [view.instance.id for view in self.directory.nodes()]
+        assert self._shares or nodes == [view.instance.id for view in self.directory.nodes()]

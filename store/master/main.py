@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 
 from tanghulu.auth.tokens import TokensFile
@@ -25,11 +25,14 @@ from tanghulu.runtime.process import Process, ProcessConfig
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory.rebuild import REBUILD_S
 from tanghulu.store.master.election.leadership import Leadership
+from tanghulu.store.master.election.ownership import Duties, EtcdOwnership
 from tanghulu.store.master.metrics import MasterMetrics
+from tanghulu.store.master.ownership import OwnsAll, RangeOwnership
 from tanghulu.store.master.rpc.directory_service import DirectoryCalls, DirectoryService
 from tanghulu.store.master.rpc.membership_service import MembershipService
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol.methods import MASTER_GRPC_RULES
+from tanghulu.store.protocol.range_map import PROTOCOL, RANGES_FROM
 from tanghulu.types import Address, Role
 
 
@@ -44,7 +47,11 @@ class MasterConfig(PortOptions, ProcessConfig):
     copy_rate: int = option(256 << 20, "bytes a second that copies may move through one node", size=True)
     etcd: str = option("", "elect the leader of several masters in this etcd", metavar="HOST:PORT[,HOST:PORT...]")
     election_ttl_s: float = option(3.0, "a leader that is lost is replaced after so long; etcd counts whole seconds")
-    tokens: Path | None = option(None, "let in only callers that show one of the tokens in this file")
+    share_ranges: bool = option(
+        False,
+        "share the keys with the other masters of --etcd, each a part of them; on trial: a part whose owner is lost "
+        "is known again when the nodes have reported it to the next one",
+    )
     seed: int = option(0, "seed of placement's random choices; 0: a different one each start")
 
     def __post_init__(self) -> None:
@@ -55,25 +62,35 @@ class MasterConfig(PortOptions, ProcessConfig):
             raise ConfigError(f"--copy-rate {self.copy_rate} leaves no room for any copy")
         if not 1 <= self.election_ttl_s <= 60:
             raise ConfigError(f"--election-ttl-s {self.election_ttl_s:g} is not within 1..60 seconds")
+        if self.share_ranges and not self.etcd:
+            raise ConfigError("--share-ranges needs --etcd, where masters find each other")
 
 
-async def serve(process: Process, config: MasterConfig) -> None:
-    """Serve Membership and Directory until the process is told to stop."""
+async def serve(process: Process, config: MasterConfig, ownership: RangeOwnership | None = None) -> None:
+    """Serve Membership and Directory until the process is told to stop. ``ownership`` None: of all ranges."""
     allow_descriptors(DESCRIPTORS_PER_CONNECTION * config.max_connections)
     clock = SystemClock()
     rng = Random(config.seed or process.generation)
-    master = Master(process.generation, clock.now_s(), config.rebuild_s, config.copy_rate, rng)
+    shares = config.share_ranges
+    master = Master(process.generation, clock.now_s(), config.rebuild_s, config.copy_rate, rng, shares=shares)
     metrics = MasterMetrics(process.registry)
     metrics.observe(master)
-    server = MasterServer(master, clock, metrics, rng)
+    server = MasterServer(master, clock, metrics, rng, ownership=ownership or OwnsAll())
     service = FastService(max_connections=config.max_connections)
     process.registry.register(LatencyCollector(service.latencies))
     tokens = None if config.tokens is None else TokensFile(config.tokens)
     interceptors = () if tokens is None else (GrpcAuthorizer(tokens, MASTER_GRPC_RULES),)
     port_mux = PortMux(service, process.run_dir, "master", interceptors, config.server_tls())
     address = await port_mux.bind(config.host, config.port, config.reachable_host)
-    if config.etcd:
-        server.leadership = _leadership(process, config, address, server)
+    running: list[Coroutine[None, None, None]] = [server.run()]
+    if config.share_ranges:
+        server.leadership = server.ownership = several = _ownership(process, config, address, server)
+        running.append(several.run())
+        metrics.observe_ownership(several)
+    elif config.etcd:
+        server.leadership = leadership = _leadership(process, config, address, server)
+        running.append(leadership.run())
+    if server.leadership is not None:
         metrics.observe_leadership(server.leadership)
     calls = DirectoryCalls(server)
     metrics.observe_waits(calls.waiting.board)
@@ -86,9 +103,7 @@ async def serve(process: Process, config: MasterConfig) -> None:
     membership_pb2_grpc.add_MembershipServicer_to_server(MembershipService(server), port_mux.grpc_server)
     directory_pb2_grpc.add_DirectoryServicer_to_server(DirectoryService(server, calls), port_mux.grpc_server)
     await port_mux.open()
-    tasks.append(asyncio.create_task(server.run()))
-    if server.leadership is not None:
-        tasks.append(asyncio.create_task(server.leadership.run()))
+    tasks += map(asyncio.create_task, running)
     process.ready(process.instance_id(address.port), address)
     try:
         await _first(process.stopping, tasks)
@@ -100,7 +115,18 @@ async def serve(process: Process, config: MasterConfig) -> None:
 
 
 def _leadership(process: Process, config: MasterConfig, address: Address, server: MasterServer) -> Leadership:
-    instance = Instance(
+    instance, etcd = _instance(process, config, address), _etcd(config)
+    return Leadership(etcd, instance, config.election_ttl_s, server.clock, server.begin_term, server.step_down)
+
+
+def _ownership(process: Process, config: MasterConfig, address: Address, server: MasterServer) -> EtcdOwnership:
+    instance = replace(_instance(process, config, address), attributes={PROTOCOL: str(RANGES_FROM)})
+    duties = Duties(server.own, server.disown, server.lead, server.lead_no_more, server.nodes_told)
+    return EtcdOwnership(_etcd(config), instance, config.election_ttl_s, server.clock, duties)
+
+
+def _instance(process: Process, config: MasterConfig, address: Address) -> Instance:
+    return Instance(
         id=process.instance_id(address.port),
         role=Role.MASTER,
         address=address,
@@ -109,11 +135,13 @@ def _leadership(process: Process, config: MasterConfig, address: Address, server
         place=config.place,
         generation=process.generation,
     )
+
+
+def _etcd(config: MasterConfig) -> Sequence[Address]:
     try:
-        etcd = Masters.parse(config.etcd.removeprefix("etcd://")).addresses
+        return Masters.parse(config.etcd.removeprefix("etcd://")).addresses
     except InvalidRequest as error:
         raise ConfigError(f"--etcd: {error.message}") from None
-    return Leadership(etcd, instance, config.election_ttl_s, server.clock, server.begin_term, server.step_down)
 
 
 async def _first(stopping: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:

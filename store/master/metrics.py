@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory.waiters import WaitBoard
-from tanghulu.store.master.election.leadership import Leadership
+from tanghulu.store.master.ownership import LeaderRole, RangeOwnership
 from tanghulu.types import Role
 
 
@@ -136,7 +136,13 @@ class MasterMetrics:
         """Show how many calls wait for keys; called once."""
         self._gauge("waiting_calls", "Calls that wait for keys to be stored.", lambda: len(board))
 
-    def observe_leadership(self, leadership: Leadership) -> None:
+    def observe_ownership(self, ownership: RangeOwnership) -> None:
+        """Show how many ranges this master owns; called once."""
+        self._gauge(
+            "owned_ranges", "Ranges of keys, of 64, that this master answers for.", lambda: len(ownership.owned)
+        )
+
+    def observe_leadership(self, leadership: LeaderRole) -> None:
         """Show whether this one of several masters leads, and its term; called once."""
         self._gauge("leading", "1 while this master leads.", lambda: leadership.leads)
         self._gauge("term", "The term that this master leads, or led last.", lambda: leadership.term)

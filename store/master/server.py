@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from random import Random
 
 import structlog
 
+from tanghulu.discovery.base import Instance
 from tanghulu.errors import NotLeader
 from tanghulu.runtime.clock import Clock
 from tanghulu.store.master.core import Master
-from tanghulu.store.master.election.leadership import Leadership
 from tanghulu.store.master.metrics import MasterMetrics
+from tanghulu.store.master.ownership import LeaderRole, OwnsAll, RangeOwnership
+from tanghulu.store.protocol.key_slots import NUM_RANGES, range_of
+from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.terms import Term
 
 _log = structlog.get_logger(__name__)
@@ -54,11 +57,14 @@ class MasterServer:
     clock: Clock
     metrics: MasterMetrics
     rng: Random
-    leadership: Leadership | None = None  # None: the only master
+    leadership: LeaderRole | None = None  # None: the only master
+    ownership: RangeOwnership = field(default_factory=OwnsAll)
     on_tick: list[Callable[[], None]] = field(default_factory=list)
     on_step_down: list[Callable[[], None]] = field(default_factory=list)
+    on_map: list[Callable[[], None]] = field(default_factory=list)  # called when ranges have changed hands
     _changed: Signal = field(default_factory=Signal)
-    _told: tuple[int, int, bool] = (0, 0, False)
+    _told: tuple[int, int, int] = (0, 0, 0)
+    _map: RangeMap | None = None  # as of the last tick
 
     @property
     def now_s(self) -> float:
@@ -70,13 +76,61 @@ class MasterServer:
         if self.leadership is not None:
             self.leadership.require()
 
+    def require_owned(self, keys: Iterable[str]) -> None:
+        """Raise KeysMoved if this master does not own all of ``keys``, or NotLeader if one owns everything, another."""
+        if not self.ownership.shares:
+            self.require_leadership()
+        elif not self.owns(keys):
+            raise self.ownership.refusal()
+
+    def require_some(self) -> None:
+        """The same of whoever owns anything."""
+        if not self.ownership.shares:
+            self.require_leadership()
+        elif not self.ownership.owned:
+            raise self.ownership.refusal()
+
+    def owns(self, keys: Iterable[str]) -> bool:
+        """Whether all of ``keys`` are this master's, as far as several share them."""
+        owned = self.ownership.owned
+        return len(owned) == NUM_RANGES or all(range_of(key) in owned for key in keys)
+
+    def require_ranges(self, ranges: int) -> None:
+        """The same of ranges, a bit for each; 0 stands for all of them."""
+        if not self.ownership.shares:
+            self.require_leadership()
+            return
+        owned = self.ownership.owned
+        if not all(n in owned for n in range(NUM_RANGES) if not ranges or ranges >> n & 1):
+            raise self.ownership.refusal()
+
+    @property
+    def signature(self) -> tuple[int, int, int]:
+        """What every reply ends with: term, whose count that is, and the renewals of the lease.
+
+        The term of one of several owners is the version up to which it knows the map.
+        """
+        leadership, ownership = self.leadership, self.ownership
+        if ownership.shares:
+            return (ownership.map.version, ownership.map.cluster, ownership.renewals.packed)
+        return (0, 0, 0) if leadership is None else (leadership.term, leadership.cluster, leadership.renewals.packed)
+
     @property
     def term(self) -> Term:
         """The term that every reply carries."""
-        return Term() if self.leadership is None else Term(self.leadership.term, self.leadership.cluster)
+        number, cluster, _ = self.signature
+        return Term(number, cluster)
 
     def require_newest(self, number: int, cluster: int) -> None:
-        """Raise NotLeader if a caller knows of a later term than this master's; its word alone deposes nobody."""
+        """Raise NotLeader, or KeysMoved, if a caller knows of a later term than this master.
+
+        The caller's word alone deposes nobody.
+        """
+        if self.ownership.shares:
+            known = self.ownership.map
+            if cluster == known.cluster and number > known.version:
+                raise self.ownership.refusal()
+            return
         self.require_leadership()
         if self.leadership is not None and cluster == self.leadership.cluster and number > self.leadership.term:
             raise NotLeader.naming("")
@@ -85,6 +139,11 @@ class MasterServer:
         """Raise NotLeader unless the master still has the memories that it had as ``generation``."""
         self.require_leadership()
         if self.master.generation != generation:
+            raise NotLeader.naming("")
+
+    def require_memory(self, generation: int) -> None:
+        """Raise NotLeader unless the directory is still the one that began as ``generation``."""
+        if self.master.log_generation != generation:
             raise NotLeader.naming("")
 
     def begin_term(self, term: int, known_nodes: frozenset[str] | None) -> None:
@@ -100,21 +159,46 @@ class MasterServer:
             callback()
         self._changed.fire()
 
+    def lead(self, term: int) -> None:
+        """Lead from now on, one of several masters that share the ranges."""
+        self.master.begin_leases(term, self.now_s)
+        self.metrics.elections.inc()
+        self._changed.fire()
+
+    def lead_no_more(self) -> None:
+        """Lead no longer: end all streams; the ranges that this master owns stay its own."""
+        self.master.begin_leases(0, self.now_s)
+        self._changed.fire()
+
+    def own(self, number: int) -> None:
+        """Answer for a range from now on."""
+        self.master.directory.begin_range(number)
+
+    def disown(self, number: int) -> None:
+        """Answer for a range no more."""
+        self.master.directory.forget_range(number)
+
+    def nodes_told(self, nodes: Mapping[str, Instance], admitted: frozenset[str] | None) -> None:
+        """Take the nodes that etcd tells of."""
+        self.master.nodes_told(nodes, admitted, self.now_s)
+        self.changed()
+
     def changed(self) -> None:
         """Wake the followers if there is anything new for them."""
         directory = self.master.directory
-        news = (directory.log.last, self.master.members.last, directory.is_ready)
+        news = (directory.log.last, self.master.members.last, directory.num_unready)
         if news != self._told:
             self._told = news
             self._changed.fire()
 
-    async def news(self) -> None:
-        """Wait until something changed: a new event in either ring, or the directory is complete.
-
-        Raises NotLeader when this master has stepped down meanwhile.
-        """
-        generation = self.master.generation
+    async def wait(self) -> None:
+        """Wait until something changed: a new event in either ring, or another range is complete."""
         await self._changed.wait()
+
+    async def news(self) -> None:
+        """``wait``; raises NotLeader when this master has stepped down meanwhile."""
+        generation = self.master.generation
+        await self.wait()
         self.require_generation(generation)
 
     async def run(self) -> None:
@@ -145,19 +229,26 @@ class MasterServer:
             is_ready = directory.is_ready
             if is_ready and not was_ready:
                 _log.info("directory.ready", num_keys=directory.num_keys)
-            elif is_ready or was_ready:
+            elif is_ready or was_ready or not self.ownership.owned:
                 told_s = self.now_s
             elif self.now_s > told_s + INCOMPLETE_S:
                 told_s = self.now_s
                 known_slots, waits_for = directory.num_known_slots, directory.unreported()[:MAX_NAMED]
                 _log.warning("directory.incomplete", known_slots=known_slots, waits_for=waits_for)
             self.master.plan(self.now_s, WALK_KEYS)
+            if self.ownership.map is not self._map:
+                self._map = self.ownership.map
+                for callback in self.on_map:
+                    callback()
             for callback in self.on_tick:
                 callback()
             self.changed()
 
-    async def _forget_gone_nodes(self, leadership: Leadership) -> None:
+    async def _forget_gone_nodes(self, leadership: LeaderRole) -> None:
         """Take nodes that are gone out of the admitted ones, once it is known which nodes are there."""
-        directory = self.master.directory
-        if directory.is_ready and len(leadership.admitted) > directory.num_nodes:
+        directory, admitted = self.master.directory, leadership.admitted
+        if self.ownership.shares:
+            if admitted.ids - self.master.present_nodes(admitted.ids, self.now_s):
+                await admitted.keep(lambda: self.master.present_nodes(admitted.ids, self.now_s))
+        elif directory.is_ready and len(leadership.admitted) > directory.num_nodes:
             await leadership.admitted.keep(lambda: frozenset(directory.candidates()))

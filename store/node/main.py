@@ -59,6 +59,7 @@ from tanghulu.store.node.state.write_buffers import AREA_BYTES
 from tanghulu.store.node.writes.puts import PutService
 from tanghulu.store.protocol.access_rules import refuse_open_carriers
 from tanghulu.store.protocol.methods import NODE_GRPC_RULES
+from tanghulu.store.protocol.range_map import PROTOCOL, RANGES_FROM
 from tanghulu.store.protocol.shared_index import MAX_SILENCE_S, IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES
 from tanghulu.transfer_engine.core.access import AccessTable
@@ -98,7 +99,6 @@ class NodeConfig(TransferOptions, MasterOptions, PortOptions, ProcessConfig):
     ssd_size: int = option(0, "size of the SSD tier's file", size=True)
     ssd_admission: str = option("all", "which evicted chunks go to the SSD", choices=MODES)
     ssd_write_rate: int = option(0, "bytes a second that may be written to the SSD; 0: no limit", size=True)
-    tokens: Path | None = option(None, "let in only whoever shows one of the tokens in this file")
     lease_ms: int = option(10_000, "how long a reservation or a pin lasts")
     prefault: bool = option(False, "touch the whole segment at the start")
     debug_checks: bool = option(False, "assert all invariants of the node twenty times a second")
@@ -327,7 +327,11 @@ class Node:
             place=self._config.place,
             generation=self._process.generation,
             unix_path=self._port.unix_path,
-            attributes={"memory_bytes": str(self._config.memory), "host_id": processes.host_id()}
+            attributes={
+                "memory_bytes": str(self._config.memory),
+                "host_id": processes.host_id(),
+                PROTOCOL: str(RANGES_FROM),
+            }
             | ({"draining": "true"} if self.state.draining else {}),
         )
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from tanghulu.auth.tenants import Identity, Right, TokenTable
 from tanghulu.errors import ConfigError, Forbidden
 from tanghulu.protos import directory_pb2, membership_pb2, store_pb2
 from tanghulu.rpc.methods import Rule
+from tanghulu.store.protocol.messages import MastersReply
 from tanghulu.types import Role
 
 
@@ -76,9 +79,14 @@ def refuse_open_carriers(table: TokenTable, transports: str) -> None:
         )
 
 
+def _with_scope(identity: Identity, reply: MastersReply) -> MastersReply:
+    return msgspec.structs.replace(reply, key_scope=identity.scope)
+
+
 EVICTION = Rule("switching the eviction policy", _to_switch)
 TENANTS = Rule("tenants", None, None, _only_itself)
 ANNOUNCE = Rule("announcing chunks", Right.JOIN, _of_no_tenant)
+MASTERS = Rule("nodes", None, None, _with_scope)
 LIST_KEYS = Rule("ls", Right.READ, _in_listing, _out_of_listing)
 EVENTS = Rule("following events", Right.READ, _in_events, _out_of_events)
 REGISTER = Rule("registering", Right.JOIN, _no_node)

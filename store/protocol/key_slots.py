@@ -12,11 +12,16 @@ Example: ``slot_of("kv/a")`` is 812 everywhere, and its range 50. A master to wh
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from xxhash import xxh3_64_intdigest
 
 NUM_SLOTS = 1024
 NUM_RANGES = 64
 RANGE_SLOTS = NUM_SLOTS // NUM_RANGES
+ALL_RANGES = frozenset(range(NUM_RANGES))
+#: The same as one number, a bit for each range.
+ALL_BITS = (1 << NUM_RANGES) - 1
 
 
 def slot_of(key: str) -> int:
@@ -27,3 +32,13 @@ def slot_of(key: str) -> int:
 def range_of(key: str) -> int:
     """The range of ``key``, 0 to NUM_RANGES - 1: that of its slot."""
     return (xxh3_64_intdigest(key.encode()) & (NUM_SLOTS - 1)) // RANGE_SLOTS
+
+
+def bits_of(numbers: Iterable[int]) -> int:
+    """Ranges as one number: a bit for each."""
+    return sum(1 << number for number in set(numbers))
+
+
+def known_below(num_slots: int) -> bytes:
+    """Of each range how many of its slots, from the first on, are among the first ``num_slots`` of all."""
+    return bytes(min(max(num_slots - number * RANGE_SLOTS, 0), RANGE_SLOTS) for number in range(NUM_RANGES))

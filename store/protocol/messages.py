@@ -14,16 +14,19 @@ Example: the put of "ab" = b"xyz" at version 7 with checksum 9, to be acknowledg
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, TypeAlias
+from typing import Annotated, ClassVar, TypeAlias
 
 import msgspec
 
-from tanghulu.errors import TanghuluError, error_from_code
+from tanghulu.errors import InvalidRequest, TanghuluError, error_from_code
 from tanghulu.rpc.wire import U32, U64, FastMessage
 from tanghulu.store.protocol.checksums import Checksums
+from tanghulu.store.protocol.key_slots import NUM_RANGES
+from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.terms import NO_TERM, Term
 from tanghulu.store.protocol.types import ClientCommit, CommitResult, NewChunk
 from tanghulu.store.protocol.write_buffer import BufferPlace
+from tanghulu.types import Address
 
 _MAX_TEXT = (1 << 16) - 1
 
@@ -237,8 +240,8 @@ class Location(FastMessage, frozen=True):
 class LocateReply(FastMessage, frozen=True):
     """A location a key, None where nobody is known to hold it; or, with ``count_only``, a byte a key in ``found``.
 
-    ``incomplete``: the master is rebuilding, and nobody known does not mean nobody. ``term`` and ``term_of``, here and
-    in the other replies of a master: see ``terms``.
+    ``incomplete``: the master is rebuilding, and nobody known does not mean nobody. ``term``, ``term_of`` and
+    ``renewals``, here and in the other replies of a master: see ``terms``.
     """
 
     incomplete: bool
@@ -246,6 +249,7 @@ class LocateReply(FastMessage, frozen=True):
     found: bytes = b""
     term: U64 = 0
     term_of: U64 = 0
+    renewals: U64 = 0
 
     @property
     def existence(self) -> list[bool]:
@@ -274,6 +278,7 @@ class CommitKeyReply(FastMessage, frozen=True):
     commit_result: CommitResult
     term: U64 = 0
     term_of: U64 = 0
+    renewals: U64 = 0
 
 
 class CommitKeysReply(FastMessage, frozen=True):
@@ -282,3 +287,80 @@ class CommitKeysReply(FastMessage, frozen=True):
     commit_results: list[CommitResult]
     term: U64 = 0
     term_of: U64 = 0
+    renewals: U64 = 0
+
+
+class ProveRequest(FastMessage, frozen=True):
+    """Ask an elected master for a proof that it still leads: whoever has none, at first or after a silence."""
+
+
+class ProveReply(FastMessage, frozen=True):
+    """``renewals``, one of which was asked for after the request came; ``asked_before`` were asked for before it.
+
+    ``ttl_ms`` is how long a renewal keeps the lease. All is 0 from a master that was not elected.
+    """
+
+    term: U64 = 0
+    term_of: U64 = 0
+    renewals: U64 = 0
+    asked_before: U64 = 0
+    ttl_ms: U32 = 0
+
+
+class MastersRequest(FastMessage, frozen=True):
+    """Ask any master which master owns which range. What the caller knows: 0 stands for no map."""
+
+    known_version: U64 = 0
+    known_cluster: U64 = 0
+
+
+#: Stands in ``MastersReply.owners`` for a range that nobody owns now.
+VACANT = 255
+
+
+class MastersReply(FastMessage, frozen=True):
+    """The map. Of each range in order the number of its owner in ``addresses``, a byte in ``owners``, and its term.
+
+    ``owners`` is empty if the map that the caller has is not older than that which this master knows. ``key_scope`` is
+    what stands in front of the caller's keys, and belongs to what their ranges are counted by.
+    """
+
+    version: U64
+    cluster: U64
+    addresses: Sequence[str] = ()
+    owners: bytes = b""
+    terms: Sequence[U64] = ()
+    key_scope: str = ""
+    #: Nobody has to prove a map: who goes by an old one is told so by those whom it names.
+    term: ClassVar[int] = 0
+    term_of: ClassVar[int] = 0
+    renewals: ClassVar[int] = 0
+
+    def validate(self) -> None:
+        """Refuse a map that lacks ranges, or names owners without an address."""
+        owners, num_masters = self.owners, len(self.addresses)
+        if not owners:
+            return
+        if len(owners) != NUM_RANGES or len(self.terms) != NUM_RANGES:
+            raise InvalidRequest(f"a map has {NUM_RANGES} ranges; this one {len(owners)}, and {len(self.terms)} terms")
+        if num_masters > NUM_RANGES or any(each >= num_masters and each != VACANT for each in owners):
+            raise InvalidRequest(f"the map's owners are not among its {num_masters} addresses")
+
+    @classmethod
+    def of(cls, known: RangeMap, request: MastersRequest) -> MastersReply:
+        """The answer of a master that knows the map ``known``."""
+        if known.version and request.known_version >= known.version and request.known_cluster == known.cluster:
+            return cls(known.version, known.cluster)
+        addresses = list(dict.fromkeys(each for each in known.owners if each is not None))
+        numbers: dict[Address | None, int] = {each: number for number, each in enumerate(addresses)}
+        owners = bytes([numbers.get(each, VACANT) for each in known.owners])
+        return cls(known.version, known.cluster, list(map(str, addresses)), owners, known.terms)
+
+    @property
+    def map(self) -> RangeMap | None:
+        """The map that was told; None: no later one is known. Raises InvalidRequest for what is no address."""
+        if not self.owners:
+            return None
+        addresses = list(map(Address.parse, self.addresses))
+        owners = tuple(None if each == VACANT else addresses[each] for each in self.owners)
+        return RangeMap(self.version, self.cluster, owners, tuple(self.terms))

@@ -63,6 +63,9 @@ REPLICATE = Method(
     Rule("replicate", Right.WRITE, _KEYS),
 )
 
+MASTERS = Method(39, "masters", m.MastersRequest, m.MastersReply, access.MASTERS)
+PROVE = Method(40, "prove", m.ProveRequest, m.ProveReply, Rule("nodes", None))
+
 METHODS: tuple[Method[Any, Any], ...] = tuple(each for each in globals().values() if isinstance(each, Method))
 assert len({each.number for each in METHODS}) == len({each.name for each in METHODS}) == len(METHODS)
 

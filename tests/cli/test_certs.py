@@ -1,9 +1,11 @@
 """``tanghulu certs init``: what it makes is what masters, nodes and clients accept, and nobody else's."""
 
 import os
+import re
 import ssl
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -28,6 +30,21 @@ def test_files_and_modes(tmp_path):
         context.load_cert_chain(folder / f"{role}.pem", folder / f"{role}.key")
 
 
+@pytest.mark.slow
+def test_the_commands_of_security_md(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    block = re.search(r"```sh\n(.*?)```", page, re.DOTALL)[1]
+    program = tmp_path / "tanghulu"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m tanghulu "$@"\n')
+    program.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-ec", block], cwd=tmp_path, env=os.environ | path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {"certs", "keys.toml"} <= set(os.listdir(tmp_path))
+    assert re.search(r"tgh_\w+", done.stdout)
+    assert "[[tokens]]" in done.stderr
+
+
 def test_what_is_there_stays(tmp_path):
     make(tmp_path, ("localhost",), 1)
     before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
@@ -45,7 +62,9 @@ def test_a_master_lets_in_whom_its_authority_signed(tmp_path):
     make(ours, ("127.0.0.1", "localhost"), 1)
     make(theirs, ("127.0.0.1", "localhost"), 1)
     flags = ("--tls-cert", str(ours / "master.pem"), "--tls-key", str(ours / "master.key"))
-    master = Process("tanghulu.store.master.main", *flags, "--tls-ca", str(ours / "ca.pem"), "--tls-mutual")
+    master = Process(
+        "tanghulu.store.master.main", "--port", "0", *flags, "--tls-mutual", "--tls-ca", str(ours / "ca.pem")
+    )
     try:
 
         def nodes(folder, ca):

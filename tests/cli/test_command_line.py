@@ -48,6 +48,19 @@ def test_more_memory_than_the_machine_has_refuses_to_start(tmp_path):
     assert "--nodes 1 of --node-memory, together" in done.stderr
 
 
+def test_vllm_s_worker_says_what_it_lacks(tmp_path):
+    done = _run("up", "--engine", "vllm", "--state-dir", str(tmp_path))
+    assert done.returncode == 7
+    assert "vLLM is not installed here" in done.stderr
+    done = _run("vllm-worker", "--model", str(tmp_path))
+    assert done.returncode == 7
+    assert "needs a directory with config.json" in done.stderr
+    (tmp_path / "config.json").write_text("{}")
+    done = _run("vllm-worker", "--model", str(tmp_path), "--port", "0", "--master", "127.0.0.1:1")
+    assert done.returncode == 1
+    assert "a vLLM worker runs in vLLM's environment" in done.stderr
+
+
 def test_up_says_what_is_wrong_with_its_directory_and_with_tables_of_its_parts(tmp_path):
     taken = tmp_path / "file"
     taken.touch()
@@ -65,6 +78,9 @@ def test_a_table_of_a_part_goes_before_what_up_gives_to_all():
     given = ["--host", "h", "--memory", "1", "--eviction", "lru"]
     assert without_options(given, {}) == given
     assert without_options(given, {"memory": "2MiB", "max_connections": 3}) == ["--host", "h", "--eviction", "lru"]
+    flagged = ["--batch-invariant", "--model", "m", "--checks"]
+    assert without_options(flagged, {}) == flagged
+    assert without_options(flagged, {"batch_invariant": False, "model": "other"}) == ["--checks"]
 
 
 def test_help_names_every_command_without_importing_them():

@@ -5,9 +5,10 @@ import json
 from click.testing import CliRunner
 
 from tanghulu.cli.main import root
-from tanghulu.cli.status import part_of, problems_of
+from tanghulu.cli.status import part_of, part_of_master, problems_of
 from tanghulu.discovery.base import Instance
 from tanghulu.runtime.scraping import samples_in, summed
+from tanghulu.store.client.model import MasterView
 from tanghulu.types import Address, InstanceId, Role
 from tests.store.cluster import Cluster
 
@@ -39,6 +40,15 @@ def test_a_worker_and_a_conductor_say_what_they_do():
     assert (part.load, part.hit_ratio) == ("0 in flight, 0 queued", 0.25)
 
 
+def test_a_master_that_is_registered_says_what_it_owns():
+    registered = part_of(_instance(Role.MASTER), {}, None, 0.0)
+    view = MasterView("h:1", tuple(range(8)), 3, num_keys=5, num_rebuilding=2)
+    part = part_of_master(view, registered, "h:1")
+    assert (part.id, part.address, part.load) == ("master-x", "h:1", "5 keys, 2 of 8 ranges rebuilding")
+    silent = part_of_master(MasterView("h:2", (), 0, answers=False), None, "h:2")
+    assert problems_of([silent])[0] == "master does not answer at h:2"
+
+
 def test_problems_name_who_is_silent_and_who_is_missing():
     def parts(*roles, figures):
         return [part_of(_instance(role), figures, None, 0.0) for role in roles]
@@ -58,8 +68,10 @@ def test_a_real_cluster():
         done = CliRunner().invoke(root, [*asked, "--json"])
         assert done.exit_code == 0, done.output
         status = json.loads(done.output)
-        assert [part["role"] for part in status["parts"]] == ["node", "node"]
-        assert all(part["health"] == "up" and "256.0 MiB" in part["load"] for part in status["parts"])
+        master, *nodes = status["parts"]
+        assert (master["role"], master["address"], master["load"]) == ("master", cluster.address, "0 keys, leads")
+        assert [part["role"] for part in nodes] == ["node", "node"]
+        assert all(part["health"] == "up" and "256.0 MiB" in part["load"] for part in nodes)
         done = CliRunner().invoke(root, asked)
         for part in status["parts"]:
             assert part["id"] in done.output

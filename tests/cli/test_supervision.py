@@ -69,6 +69,16 @@ def test_a_refused_configuration_is_not_tried_again(plan):
     assert end == EndAll("master: bad --port")
 
 
+@pytest.mark.parametrize("name", ["master", "worker"])
+def test_what_was_ready_with_its_configuration_is_started_again_when_it_refuses_it(name):
+    plan = ready_cluster()
+    assert plan.exited(name, -9, 1.0) == []
+    plan.tick(plan.next_tick_s())
+    assert plan.refused(name, "cannot listen on 127.0.0.1:7410: Address already in use") == []
+    assert plan.exited(name, 1, 2.0) == []
+    assert plan.tick(plan.next_tick_s()) == [Spawn(name)]
+
+
 def ready_cluster(hung_s: float = 0.0) -> Supervision:
     plan = Supervision(hung_s=hung_s)
     plan.add("master", vital=True)

@@ -1,4 +1,4 @@
-"""A worker that is real on the wire (gRPC behind a PortMux, real sockets) and a script behind it.
+"""A worker that is real on the wire (fast lane and gRPC behind a PortMux, real sockets) and a script behind it.
 
 It says ``script`` token by token, one token of every request a step. A request that already has generated tokens
 goes on at the right place, so a moved request must give the same text as an unmoved one.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.memory import MemoryDiscovery
+from tanghulu.errors import NodeUnavailable
 from tanghulu.hashing import TokenSequence, root_hash
 from tanghulu.protos import common_pb2, session_pb2_grpc
 from tanghulu.protos import session_pb2 as pb
-from tanghulu.rpc.fast_server import FastService
+from tanghulu.rpc.fast_server import NO_ANSWER, AnswerStream, FastService, Later, Peer
+from tanghulu.rpc.methods import SESSION
 from tanghulu.rpc.port_mux import PortMux
 from tanghulu.types import InstanceId, Role
 
@@ -58,6 +59,7 @@ class Running:
     session: Session
     submit: pb.Submit
     tokens: list[int]
+    scored: bool = False
 
     @property
     def num_generated(self) -> int:
@@ -66,8 +68,11 @@ class Running:
 
 @dataclass(eq=False)
 class Session:
-    out: asyncio.Queue[pb.FromWorker | None] = field(default_factory=asyncio.Queue)
+    stream: AnswerStream = field(default_factory=lambda: AnswerStream(lambda: None))
     event_sequence: int = 1
+
+    def say(self, message: pb.FromWorker) -> None:
+        self.stream.send(message)
 
 
 class FakeWorker(session_pb2_grpc.WorkerServicer):
@@ -90,12 +95,16 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
         self.sessions: list[Session] = []
         self.die_after_tokens: int | None = None
         self.fail_sources = False
+        #: Whether it knows of log probabilities of prompts.
+        self.scores = True
         self.fail_with: common_pb2.Status | None = None
         self.skip_sequence = 0
         self.probes = 0
         #: What it promises of its engine's heartbeat; 0: nothing. It sends none in any case.
         self.beat_s = 0.0
         self.num_emitted = 0
+        #: What it tells of where a request's time went; None: nothing.
+        self.phases: pb.PhaseTimes | None = None
         #: What its steps say of the submissions that their load holds; None: nothing.
         self.taken: int | None = None
         self.changed = asyncio.Condition()
@@ -103,13 +112,16 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
         self._go = asyncio.Event()
         self._permits: int | None = None
         self._exports = 100
-        self._port_mux = PortMux(FastService(), run_dir, name)
+        self._service = FastService()
+        self._by_peer: dict[Peer, Session] = {}
+        self._port_mux = PortMux(self._service, run_dir, name)
         self._engine: asyncio.Task[None] | None = None
         self._registration: Any = None
         self._dead = False
 
     async def start(self, discovery: MemoryDiscovery | None = None) -> None:
         session_pb2_grpc.add_WorkerServicer_to_server(self, self._port_mux.grpc_server)
+        self._service.register(SESSION, self._receive)
         await self._port_mux.start("127.0.0.1", 0)
         self._engine = asyncio.create_task(self._run())
         if discovery is not None:
@@ -141,7 +153,7 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
     def end_sessions(self) -> None:
         self._running.clear()
         for session in self.sessions:
-            session.out.put_nowait(None)
+            session.stream.end()
         self.sessions.clear()
 
     def hold(self) -> None:
@@ -204,23 +216,29 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
             self._tell(session, pb.StepOutput(kv_events=[pb.KvEvent(cleared=True)]))
         return pb.DropCacheReply(num_blocks=num_blocks)
 
-    async def Session(self, requests: AsyncIterator[pb.ToWorker], context: Any) -> AsyncIterator[pb.FromWorker]:
+    def _receive(self, peer: Peer, message: pb.ToWorker, _: memoryview) -> AnswerStream | Later:
+        session = self._by_peer.get(peer)
+        asyncio.get_running_loop().create_task(self._notify())
+        if session is not None:
+            self._take(session, message)
+            return NO_ANSWER
         if self._dead:
-            await context.abort(14, "dead")
-        first = await anext(requests)
-        assert first.hello.protocol_version == 1
-        session = Session()
+            raise NodeUnavailable("dead")
+        assert message.hello.protocol_version == 1
+        session = self._by_peer[peer] = Session()
+        peer.on_close.append(lambda: self._left(session))
         self.sessions.append(session)
-        welcome = self._welcome(session)
-        reading = asyncio.create_task(self._read(session, requests))
-        try:
-            yield pb.FromWorker(welcome=welcome)
-            while (message := await session.out.get()) is not None:
-                yield message
-        finally:
-            reading.cancel()
-            self._running = {k: r for k, r in self._running.items() if r.session is not session}
-        await context.abort(14, "worker died")
+        asyncio.get_running_loop().call_soon(session.say, pb.FromWorker(welcome=self._welcome(session)))
+        return session.stream
+
+    def _left(self, session: Session) -> None:
+        self._running = {k: r for k, r in self._running.items() if r.session is not session}
+        if session in self.sessions:
+            self.sessions.remove(session)
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
 
     def _welcome(self, session: Session) -> pb.SessionWelcome:
         return pb.SessionWelcome(
@@ -231,24 +249,21 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
             beat_s=self.beat_s,
         )
 
-    async def _read(self, session: Session, requests: AsyncIterator[pb.ToWorker]) -> None:
-        async for message in requests:
-            async with self.changed:
-                match message.WhichOneof("message"):
-                    case "hello":
-                        session.out.put_nowait(pb.FromWorker(welcome=self._welcome(session)))
-                    case "submit":
-                        submit = message.submit
-                        self.submits.append(submit)
-                        tokens = np.frombuffer(submit.tokens, "<u4").tolist()
-                        self._running[submit.request_id] = Running(session, submit, tokens)
-                        self._go.set()
-                    case "abort":
-                        self.aborts.append(message.abort.request_id)
-                        self._running.pop(message.abort.request_id, None)
-                    case "release":
-                        self.releases.append(message.release.export_id)
-                self.changed.notify_all()
+    def _take(self, session: Session, message: pb.ToWorker) -> None:
+        match message.WhichOneof("message"):
+            case "hello":
+                session.say(pb.FromWorker(welcome=self._welcome(session)))
+            case "submit":
+                submit = message.submit
+                self.submits.append(submit)
+                tokens = np.frombuffer(submit.tokens, "<u4").tolist()
+                self._running[submit.request_id] = Running(session, submit, tokens)
+                self._go.set()
+            case "abort":
+                self.aborts.append(message.abort.request_id)
+                self._running.pop(message.abort.request_id, None)
+            case "release":
+                self.releases.append(message.release.export_id)
 
     # --- the engine
 
@@ -271,6 +286,7 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
             if self.die_after_tokens is not None and self.num_emitted >= self.die_after_tokens:
                 self.die()
                 return
+            self._score(running)
             by_session.setdefault(running.session, []).append(self._advance(running, stored))
         for session in self.sessions:
             outputs = by_session.get(session, [])
@@ -284,7 +300,7 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
             self.skip_sequence = 0
         if self.taken is not None:
             step.submits_taken = self.taken
-        session.out.put_nowait(pb.FromWorker(step=step))
+        session.say(pb.FromWorker(step=step))
 
     def report(self) -> None:
         """Tell every conductor the load, in a step of its own."""
@@ -306,12 +322,36 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
         running.tokens.append(token)
         self.num_emitted += 1
         output = pb.RequestOutput(request_id=request_id, tokens=[token], cached_tokens=cached)
+        if self.phases is not None:
+            output.phases.CopyFrom(self.phases)
         if submit.sampling.HasField("num_logprobs"):
             top = list(range(submit.sampling.num_logprobs))
-            probabilities = [-0.5, *(-1.0 - t for t in top)]
-            output.logprobs.append(pb.TokenLogprobs(token_ids=[token, *top], logprobs=probabilities))
+            asked = submit.sampling.logprob_token_ids
+            probabilities = [-0.5, *(-1.0 - t for t in top), *(-7.0 for _ in asked)]
+            output.logprobs.append(pb.TokenLogprobs(token_ids=[token, *top, *asked], logprobs=probabilities))
         self._finish(running, token, output)
         return output
+
+    def _score(self, running: Running) -> None:
+        """Tell the prompt's log probabilities that are wanted, two tokens at a time: -p/8 at position p."""
+        submit = running.submit
+        if not submit.HasField("scoring") or running.scored or not self.scores:
+            return
+        running.scored = True
+        num_top, asked = submit.scoring.num_top, len(submit.sampling.logprob_token_ids)
+        for start in range(submit.scoring.start, submit.num_prompt_tokens, 2):
+            positions = np.arange(start, min(start + 2, submit.num_prompt_tokens))
+            shape = (len(positions), num_top)
+            part = pb.PromptScores(
+                request_id=submit.request_id,
+                position=start,
+                logprobs=(-positions / 8).astype("<f4").tobytes(),
+                ranks=np.full(len(positions), 3, "<u4").tobytes(),
+                top_ids=np.broadcast_to(np.arange(num_top, dtype="<u4"), shape).tobytes(),
+                top_logprobs=np.broadcast_to(-np.arange(num_top, dtype="<f4") / 16, shape).tobytes(),
+                asked_logprobs=np.full((len(positions), asked), -7, "<f4").tobytes(),
+            )
+            self._tell(running.session, pb.StepOutput(scores=[part]))
 
     def _take_blocks(self, running: Running, stored: list[bytes]) -> int:
         block_hash = self.card.get("block_hash", "xxh3_128")

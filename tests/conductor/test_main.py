@@ -24,7 +24,7 @@ from tanghulu.errors import ConfigError
 from tanghulu.hashing import TokenSequence, root_hash
 from tanghulu.protos import common_pb2, conductor_pb2_grpc, directory_pb2, directory_pb2_grpc
 from tanghulu.rpc.grpc_edge import channel
-from tanghulu.runtime.process import Process, SupervisorLine
+from tanghulu.runtime.process import Process, SupervisorLine, own_address
 from tanghulu.store.master import main as master_main
 from tanghulu.store.master.main import MasterConfig
 from tanghulu.types import Address, InstanceId, Role, kv_chunk_key
@@ -110,6 +110,15 @@ async def test_it_registers_serves_and_mirrors_the_store(tmp_path):
         async with asyncio.timeout(30):
             while (await http.post("/route", json={"prompt": prompt})).json()["hit_blocks"]["store"] != 2:
                 pass
+
+
+async def test_on_all_addresses_it_registers_one_that_others_can_reach(tmp_path):
+    async with _cluster(tmp_path, host="0.0.0.0") as (_, http, discovery):
+        async for event in discovery.watch(Role.CONDUCTOR):
+            assert event.instance is not None
+            assert event.instance.address.host == own_address()
+            break
+        assert (await http.get("/live")).status_code == 200
 
 
 async def _announce(discovery: MasterDiscovery, prompt: str, num_blocks: int) -> None:

@@ -87,6 +87,29 @@ async def test_prefill_hands_over_to_decode(cluster):
     assert cluster.metric("hand_overs_total") == 1
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_the_decode_worker_is_the_one_that_was_reserved_unless_it_is_lost(cluster, is_lost):
+    prefill, decoders = await cluster.add(Role.PREFILL), [await cluster.add(Role.DECODE) for _ in range(2)]
+    prefill.hold()
+    answer = asyncio.create_task(stream(cluster, LONG))
+    await prefill.until(lambda: len(prefill.submits) == 1)
+    loads = {worker.id: cluster.registry.workers[worker.id].load for worker in decoders}
+    reserved, other = sorted(
+        decoders, key=lambda worker: not loads[worker.id].view(worker.id, worker.role, 0).coming_requests
+    )
+    if is_lost:
+        await reserved.stop()
+        await cluster.until(lambda: reserved.id not in cluster.registry.workers)
+    else:  # it would not be chosen anew
+        reserved.load.num_running, reserved.load.blocks_free = 900, 1
+        reserved.report()
+        await cluster.until(lambda: loads[reserved.id].reported.num_running == 900)
+    prefill.release()
+    assert (await answer)[0] == LONG_TEXT
+    taken = other if is_lost else reserved
+    assert [len(worker.submits) for worker in decoders] == [int(worker is taken) for worker in decoders]
+
+
 async def test_a_hand_over_names_who_else_has_the_prompt(cluster):
     """Whom to ask where the KV is gone: neither the prefill worker, which is asked first, nor the decode worker."""
     prefill, decode = await cluster.add(Role.PREFILL), await cluster.add(Role.DECODE)
@@ -209,6 +232,24 @@ async def test_a_worker_that_leaves_finishes_what_it_has(cluster):
     assert not other.submits
     assert (await stream(cluster, LONG))[0] == LONG_TEXT
     assert len(other.submits) == 1
+
+
+async def test_a_worker_that_leaves_is_not_silent_between_two_of_its_beats(cluster):
+    """A step may take as long as a beat, and a beat come late: both are no hang."""
+    leaving = await cluster.add()
+    leaving.beat_s = 30.0
+    leaving.end_sessions()
+    await cluster.until(lambda: cluster.registry.workers[leaving.id].beat_s == 30.0)
+    leaving.hold()
+    asked = asyncio.create_task(stream(cluster, LONG))
+    await leaving.until(lambda: leaving.num_running == 1)
+    await leaving.unregister()
+    known = cluster.registry.workers[leaving.id]
+    await cluster.until(lambda: known.leaving)
+    patience_s = known.silence.when() - asyncio.get_running_loop().time()
+    leaving.release()
+    assert (await asked)[0] == LONG_TEXT
+    assert patience_s > 30.0
 
 
 async def test_a_hung_worker_is_left_when_its_lease_is_over(cluster):

@@ -5,16 +5,18 @@ from __future__ import annotations
 import heapq
 import itertools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.dispatch.registry import RegisteredWorker
+from tanghulu.conductor.dispatch.token_stream import Arrivals
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile
 from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing.requests import (
+    BegunExport,
     GenerationRequest,
     KvChange,
     KvSource,
@@ -94,19 +96,61 @@ class VirtualTime:
             event()
 
 
-class VirtualWorker:
-    """A worker of both roles. The dispatcher takes it for a session."""
+class VirtualPull:
+    """A pull at ``reader``, as far as its blocks are on their way."""
 
-    def __init__(self, name: str, num_blocks: int, cluster: VirtualCluster) -> None:
+    def __init__(self, reader: VirtualWorker, wanted: FetchWanted) -> None:
+        self._reader, self._wanted, self._num_sent = reader, wanted, 0
+
+    def sees(self, num_shown: int) -> None:
+        fresh = min(num_shown - self._wanted.first_block, len(self._wanted.block_ids)) - self._num_sent
+        if fresh > 0:
+            self._num_sent += fresh
+            self._reader.pulled(self._wanted.request_id, fresh, ended=False)
+
+    def end(self) -> None:
+        self._reader.pulled(self._wanted.request_id, 0, ended=True)
+
+
+class VirtualExport:
+    """What is shown of a prefill, and who reads it."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.num_shown = number, 0
+        self.pulls: list[VirtualPull] = []
+
+    def grow(self, num_blocks: int) -> None:
+        self.num_shown += num_blocks
+        for pull in self.pulls:
+            pull.sees(self.num_shown)
+
+    def end(self) -> None:
+        for pull in self.pulls:
+            pull.end()
+
+
+class VirtualWorker:
+    """A worker, of both roles if no other is named. The dispatcher takes it for a session."""
+
+    def __init__(
+        self,
+        name: str,
+        num_blocks: int,
+        cluster: VirtualCluster,
+        role: Role = Role.BOTH,
+        step_tokens: int = STEP_TOKENS,
+    ) -> None:
         self.pool = BlockPool(num_blocks)
-        self.scheduler = Scheduler(SchedulerConfig(BLOCK_TOKENS, 131_072, STEP_TOKENS, 32, can_fetch=True), self.pool)
-        self.num_hand_overs = 0
+        self.scheduler = Scheduler(SchedulerConfig(BLOCK_TOKENS, 131_072, step_tokens, 32, can_fetch=True), self.pool)
+        self.num_hand_overs = self.num_pulled = 0
+        self._numbers = itertools.count(10**9)
+        self._shown: dict[RequestId, VirtualExport] = {}
         self._cluster, self._time = cluster, cluster.time
-        self._speed, self._timing = SpeedMeter(STEP_TOKENS), TIMINGS["gpu-8b"]
+        self._speed, self._timing = SpeedMeter(step_tokens), TIMINGS["gpu-8b"]
         self._busy, self._sequence = False, 0
         self._exports: dict[int, RequestId] = {}
         address = Address(name, 1)
-        self.registered = RegisteredWorker(Instance(InstanceId(name), Role.BOTH, address))
+        self.registered = RegisteredWorker(Instance(InstanceId(name), role, address))
         self.registered.card, self.registered.session = _CARD, self
         self.registered.model = cluster.model
         self.registered.load.block_tokens = BLOCK_TOKENS
@@ -114,26 +158,50 @@ class VirtualWorker:
 
     # --- the session
 
-    def submit(self, request, wire_id, tokens, hand_over, source, holder=None, moved=False) -> None:
+    def submit(self, request, to, tokens, holder=None, moved=False) -> None:
+        source, ahead = to.source, to.ahead
         sequence = TokenSequence(root_hash(_CARD.fingerprint), BLOCK_TOKENS, tokens)
         peer = PeerExport(source.address, str(source.export_id), source.num_tokens) if source is not None else None
         engine_request = EngineRequest(
-            RequestId(wire_id),
+            RequestId(to.wire_id),
             sequence,
             len(request.prompt),
             SamplingParams(),
             StopParams(request.stop.max_new_tokens, ignore_eos=True),
-            hold_kv=hand_over,
+            hold_kv=to.hand_over,
             peer=peer,
             holder=PeerPrefix(holder.address, holder.num_blocks) if holder is not None else None,
             moved=moved,
+            ahead=RequestId(ahead) if ahead else None,
         )
         self.num_hand_overs += peer is not None
         self._time.after(WIRE_S, lambda: self._add(engine_request))
 
+    def pull(self, name, tokens, salt, source) -> None:
+        sequence = TokenSequence(root_hash(_CARD.fingerprint), BLOCK_TOKENS, tokens)
+        peer = PeerExport(source.address, str(source.export_id), source.num_tokens)
+        holder = self._cluster.by_address[source.address]
+
+        def begin() -> None:
+            wanted = self.scheduler.pull_ahead(RequestId(name), sequence, peer)
+            if wanted is not None:
+                holder.read_early(source.export_id, VirtualPull(self, wanted))
+
+        self._time.after(WIRE_S, begin)
+
+    def abort(self, wire_id: str) -> None:
+        def abort() -> None:
+            if not self.scheduler.abort(RequestId(wire_id)):
+                self.scheduler.pulls.drop(RequestId(wire_id))
+            self._show_early()
+            self._begin_step()
+
+        self._time.after(WIRE_S, abort)
+
     def release(self, export_id: int) -> None:
-        name = self._exports.pop(export_id)
-        self._time.after(WIRE_S, lambda: self.scheduler.held.release_export(name))
+        name = self._exports.pop(export_id, None)  # by its reader, or by the conductor
+        if name is not None:
+            self._time.after(WIRE_S, lambda: self.scheduler.held.release_export(name))
 
     def _add(self, request: EngineRequest) -> None:
         self.scheduler.add(request)
@@ -143,6 +211,7 @@ class VirtualWorker:
     # --- steps
 
     def _begin_step(self) -> None:
+        self.scheduler.pulls.take_left()
         if self._busy or not self.scheduler.has_work:
             return
         plan = self.scheduler.schedule()
@@ -161,8 +230,45 @@ class VirtualWorker:
         outcome = self.scheduler.step_done([1] * sum(run.samples for run in plan.runs))
         self._busy = False
         self._speed.step(plan.num_tokens, len(plan.runs), seconds, plan.work)
-        self._report([self._output(o.request, o.token, _KINDS[o.finish_reason]) for o in outcome.outputs])
+        begun = self._show_early()
+        self._report([self._output(o.request, o.token, _KINDS[o.finish_reason]) for o in outcome.outputs], begun)
         self._begin_step()
+
+    def _show_early(self) -> list[BegunExport]:
+        begun = []
+        for change in self.scheduler.early_exports.take():
+            if change.over:
+                self._shown.pop(change.name).end()
+                self.scheduler.held.release_export(change.name)
+                continue
+            shown = self._shown.get(change.name)
+            if shown is None:
+                shown = self._shown[change.name] = VirtualExport(next(self._numbers))
+                address = str(self.registered.instance.address)
+                source = KvSource(self.registered.id, address, "", shown.number, 0)
+                begun.append(BegunExport(change.request_id, source))
+            shown.grow(len(change.block_ids))
+        return begun
+
+    def read_early(self, number: int, pull: VirtualPull) -> None:
+        shown = next((shown for shown in self._shown.values() if shown.number == number), None)
+        if shown is None:
+            pull.end()
+        else:
+            shown.pulls.append(pull)
+            shown.grow(0)
+
+    def pulled(self, name: RequestId, num_blocks: int, ended: bool) -> None:
+        """After what a fetch takes, blocks have come, or the pull has ended."""
+
+        def arrive() -> None:
+            self.num_pulled += num_blocks
+            self.scheduler.pulls.arrived(name, num_blocks)
+            if ended:
+                self.scheduler.pulls.done(name)
+                self._begin_step()
+
+        self._time.after(FETCH_S, arrive)
 
     def _output(self, request: EngineRequest, token: int, kind: OutputKind) -> Output:
         source = None
@@ -190,12 +296,12 @@ class VirtualWorker:
 
     # --- what it tells
 
-    def _report(self, outputs: list[Output]) -> None:
+    def _report(self, outputs: list[Output], begun: Sequence[BegunExport] = ()) -> None:
         changes = []
         for kind, events in itertools.groupby(self.pool.take_events(), key=lambda event: event.kind):
             hashes = tuple(event.block_hash for event in events)
             changes.append(KvChange(stored=hashes) if kind is KvEventKind.STORED else KvChange(removed=hashes))
-        step = Step(outputs, self._sequence, tuple(changes), self._load())
+        step = Step(outputs, self._sequence, tuple(changes), self._load(), begun=begun)
         self._sequence += len(changes)
         self._time.after(WIRE_S, lambda: self._cluster.dispatcher.worker_step(self.registered, step))
 
@@ -207,7 +313,7 @@ class VirtualWorker:
             scheduler.num_waiting + scheduler.num_fetching,
             self.pool.num_blocks,
             self.pool.num_available,
-            scheduler.num_pending_tokens,
+            scheduler.pending[0],
             speeds.prefill_tokens_per_s,
             speeds.decode_step_s,
             peer_bytes_per_s=speeds.peer_bytes_per_s,
@@ -217,20 +323,30 @@ class VirtualWorker:
             decode=DecodeProfile(costs.decode_fixed_s, costs.decode_sequence_s, costs.decode_context_s)
             if costs and costs.decode_fixed_s
             else None,
-            prefill_pairs_waiting=scheduler.num_pending_pairs,
+            prefill_pairs_waiting=scheduler.pending[1],
         )
 
 
 class VirtualCluster:
     """A dispatcher with ``num_workers`` such workers; needs a running event loop, whose time stands still."""
 
-    def __init__(self, policy: str, num_workers: int, num_blocks: int) -> None:
+    def __init__(
+        self,
+        policy: str,
+        num_workers: int,
+        num_blocks: int,
+        roles: Sequence[Role] = (Role.BOTH,),
+        step_tokens: int = STEP_TOKENS,
+    ) -> None:
         self.time = VirtualTime()
         metrics = ConductorMetrics(CollectorRegistry())
         policies = RoutingPolicies(policy, parse_weights(""))
         self.dispatcher = Dispatcher("conductor", policies, metrics, Limits(), self.time)
         self.model = self.dispatcher.registry.models["mock"] = ServedModel(_CARD)
-        self.workers = [VirtualWorker(f"worker-{n}", num_blocks, self) for n in range(num_workers)]
+        self.workers = [
+            VirtualWorker(f"worker-{n}", num_blocks, self, roles[n % len(roles)], step_tokens)
+            for n in range(num_workers)
+        ]
         self.by_address = {str(worker.registered.instance.address): worker for worker in self.workers}
         for worker in self.workers:
             self.dispatcher.registry.workers[worker.registered.id] = worker.registered
@@ -241,7 +357,7 @@ class VirtualCluster:
         request = GenerationRequest(
             RequestId(f"r{number}"), "mock", prompt, Sampling(), StopRule(num_tokens, ignore_eos=True)
         )
-        stream = self.dispatcher.submit(request, self.model)
+        stream = self.dispatcher.submit(request, self.model, Arrivals())
         told = stream.end
 
         def end(how) -> None:

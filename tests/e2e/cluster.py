@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +107,12 @@ class LiveCluster:
 
     def settle(self) -> None:
         """Chunks are written behind the computation: wait until nothing is under way."""
+        self.settle_role("prefill")
+        self.settle_role("decode")
+
+    def settle_role(self, role: str) -> None:
         name = "tanghulu_worker_store_pending_blocks"
-        eventually(lambda: self.metric("prefill", name) + self.metric("decode", name) == 0, what="chunks are written")
+        eventually(lambda: self.metric(role, name) == 0, what="chunks are written")
 
     def drop_worker_caches(self) -> None:
         assert self.http.post(f"{self.url}/flush_cache").status_code == 200
@@ -138,9 +142,11 @@ class LiveCluster:
 
 
 @contextlib.contextmanager
-def running_cluster(state_dir: Path, *flags: str) -> Iterator[LiveCluster]:
+def running_cluster(
+    state_dir: Path, *flags: str, program: Sequence[str] = (sys.executable, "-m", "tanghulu")
+) -> Iterator[LiveCluster]:
     """A ready cluster on free ports; ended at the block's end."""
-    command = [sys.executable, "-m", "tanghulu", "up", "--port", "0", "--master-port", "0"]
+    command = [*program, "up", "--port", "0", "--master-port", "0"]
     command += ["--state-dir", str(state_dir), "--dtype", "float32", *flags]
     state_dir.mkdir(parents=True, exist_ok=True)
     with (state_dir / "up.log").open("wb") as log:

@@ -46,6 +46,14 @@ class Reference:
         folder, gguf = next(iter(spec.submodule_search_locations)), "SmolLM2-135M-Instruct.Q4_1.gguf"
         return AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=torch.float32).eval()
 
+    def prompt_logprobs(self, prompt: list[int]) -> list[float]:
+        """The log probability of each token but the first."""
+        import torch
+
+        with torch.inference_mode():
+            values = torch.log_softmax(self._model(torch.tensor([prompt])).logits[0, :-1], dim=-1)
+        return values.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
         """The next ``num_tokens`` token ids (fewer if the sequence ends) by generate()."""
         import torch

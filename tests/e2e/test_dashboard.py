@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
+from tests.browser import PATIENCE_MS, all_is_reachable, launched, opened
 from tests.e2e.cluster import LiveCluster, running_cluster
 
 FLAGS = ("--engine", "mock", "--model", "mock", "--mock-speedup", "20", "--prefill", "1", "--decode", "2")
-PATIENCE_MS = 60_000
 
 
 @pytest.fixture(scope="module")
@@ -27,24 +25,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    path = shutil.which("chromium")
-    if path is None:
-        pytest.skip("extra: no browser is here; apt-get install chromium")
-    with sync_playwright() as playwright:
-        flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        launched = playwright.chromium.launch(executable_path=path, args=flags)
-        yield launched
-        launched.close()
+    with launched() as browser:
+        yield browser
 
 
 def _opened(browser: Browser, cluster: LiveCluster, width: int = 1280, scheme: str = "light") -> tuple[Page, list[str]]:
-    page = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme).new_page()  # type: ignore[arg-type]
-    errors: list[str] = []
-    page.on("console", lambda message: errors.append(message.text))
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(f"{cluster.url}/dashboard")
-    page.wait_for_selector("#workers table", timeout=PATIENCE_MS)
-    return page, errors
+    return opened(browser, f"{cluster.url}/dashboard", "#workers table", width, scheme)
 
 
 def _ask(cluster: LiveCluster, number: int, max_tokens: int = 8) -> None:
@@ -88,13 +74,9 @@ def test_the_page_shows_what_happens(cluster: LiveCluster, browser: Browser) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_nothing_is_cut_off(cluster: LiveCluster, browser: Browser, tmp_path: Path, width: int, scheme: str) -> None:
+def test_nothing_is_cut_off(cluster: LiveCluster, browser: Browser, width: int, scheme: str) -> None:
     page, errors = _opened(browser, cluster, width, scheme)
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    # By keyboard: whatever scrolls by itself can be reached.
-    assert page.evaluate("[...document.querySelectorAll('.scroll, ol')].every(e => e.tabIndex === 0)")
-    assert page.evaluate("[...document.querySelectorAll('svg, meter')].every(e => e.getAttribute('aria-label'))")
-    page.screenshot(path=tmp_path / "page.png", full_page=True)
+    all_is_reachable(page, width)
     assert errors == []
 
 

@@ -123,3 +123,10 @@ def test_store_over_http(gateway):
         "remove: 200",
         "get what is gone: 404 chunk_not_found",
     ]
+
+
+def test_the_guide_shows_the_policy_of_the_example():
+    page = (EXAMPLES.parent / "docs/guides/write_a_policy.md").read_text()
+    shown = page.partition("```python\n")[2].partition("\n```")[0]
+    assert shown in (EXAMPLES / "replay_policies.py").read_text()
+    assert len(shown) > 500

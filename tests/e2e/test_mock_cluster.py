@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -147,8 +148,65 @@ def test_a_killed_decode_worker_is_not_noticed(mock_cluster: LiveCluster) -> Non
         killed = mock_cluster.kill("decode")
         texts = [future.result(60)["choices"][0]["text"] for future in asked]
     assert {len(text) for text in texts} == {300}
+    stories = mock_cluster.http.get(f"{mock_cluster.url}/debug/requests?limit=8").json()["requests"]
+    moved = [story for story in stories if "lost" in [visit["left"] for visit in story["workers"]]]
+    assert moved, "each shows the worker that it lost, and where it went on"
+    for story in moved:
+        assert story["workers"][-1]["left"] == "ended"
+        assert sum(story["phases"].values()) == pytest.approx(story["seconds"], abs=2e-5)
     mock_cluster.wait_restarted("decode", killed)
     assert texts[0] == ask(mock_cluster, mock_cluster.url, words(400, 640), 300)["choices"][0]["text"]
+
+
+def story_of(cluster: LiveCluster, name: str) -> dict:
+    """The one story of a request that is over; its phases add up."""
+
+    def found() -> dict | None:
+        answer = cluster.http.get(f"{cluster.url}/debug/requests/{name}").json()
+        (story,) = answer.get("requests", [{"status": "under_way"}])
+        return story if story["status"] != "under_way" else None
+
+    story = eventually(found, what=f"the story of {name}")
+    assert sum(story["phases"].values()) == pytest.approx(story["seconds"], abs=2e-5)
+    return story
+
+
+def answer_id(streamed: httpx.Response) -> str:
+    first, _, _ = streamed.text.partition("\n\n")
+    return json.loads(first.removeprefix("data: "))["id"]
+
+
+def test_a_request_tells_its_story(mock_cluster: LiveCluster) -> None:
+    """Handed over, refused, aborted: each with the phases that it had, and a worker's own among them."""
+    url, trace = f"{mock_cluster.url}/v1/completions", "0af7651916cd43dd8448eb211c80319c"
+    body = {"model": "mock", "prompt": words(600, 640), "max_tokens": 20, "stream": True, "seed": 1}
+    headers = {"x-request-id": "served", "traceparent": f"00-{trace}-b7ad6b7169203331-01"}
+    answer = mock_cluster.http.post(url, json=body, headers=headers)
+    assert answer.headers["traceresponse"].startswith(f"00-{trace}-")
+    served = story_of(mock_cluster, "served")
+    assert (served["status"], served["generated_tokens"]) == ("served", 20)
+    wanted = {
+        "receive",
+        "tokenise",
+        "queue",
+        "route",
+        "transit",
+        "worker_queue",
+        "prefill",
+        "hand_off",
+        "decode",
+        "send",
+    }
+    assert wanted <= served["phases"].keys()
+    assert [visit["left"] for visit in served["workers"]] == ["handed_over", "ended"]
+    assert [story_of(mock_cluster, name)["id"] for name in (trace, answer_id(answer))] == [served["id"]] * 2
+    refused = mock_cluster.http.post(url, json=body | {"regex": "a+"}, headers={"x-request-id": "refused"})
+    assert refused.status_code == 400, "a mock knows no grammar"
+    assert story_of(mock_cluster, "refused")["status"] == "refused"
+    body["max_tokens"] = 4000
+    with mock_cluster.http.stream("POST", url, json=body, headers={"x-request-id": "aborted"}) as response:
+        next(response.iter_raw())
+    assert story_of(mock_cluster, "aborted")["status"] == "aborted"
 
 
 def pid_of(cluster: LiveCluster, name: str) -> int:

@@ -1,4 +1,4 @@
-"""What the README shows is what happens: its commands are run as they stand, only the ports are this cluster's."""
+"""What README and docs/index.md show is what happens: their commands run as they stand, only the ports are others."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
+START = (Path(__file__).parents[2] / "docs" / "index.md").read_text()
 
 
 def _block(language: str, marker: str) -> str:
@@ -47,6 +48,23 @@ def test_the_python_examples_run(cluster, marker):
     output = _run(cluster, sys.executable, "-W", "error", "-c", code)
     expected = {"OpenAI(": "Paris", "tanghulu.connect(": "b'forty-two'\nFalse 1"}[marker]
     assert expected in output
+
+
+def test_the_start_page_runs(cluster):
+    curl = re.search(r"^    curl .*?\n\n", START, re.DOTALL | re.MULTILINE)
+    answer = json.loads(_run(cluster, "bash", "-c", _here(cluster, curl[0])))
+    assert answer["choices"][0]["message"]["content"]
+    code = re.search(r"```python\n(.*?)```", START, re.DOTALL)
+    assert _run(cluster, sys.executable, "-W", "error", "-c", _here(cluster, code[1])) == "b'hello'\n"
+
+
+def test_a_long_prompt_of_the_start_page_is_cached_the_second_time(cluster, tmp_path):
+    commands = re.search(r"```sh\n(.*?)```", START, re.DOTALL)
+    output = _run(cluster, "bash", "-c", f"cd {tmp_path}\n" + _here(cluster, commands[1]))
+    usages = [json.loads(line)["usage"] for line in output.splitlines()]
+    first, second = (usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    assert first == 0
+    assert second > usages[1]["prompt_tokens"] - 2 * 64
 
 
 def test_chat_answers_one_message(cluster):

@@ -31,6 +31,21 @@ def test_batched_and_with_prefixes_from_the_store(cluster: LiveCluster, texts: C
 
 
 @pytest.mark.slow
+def test_log_probabilities_of_prompts(cluster: LiveCluster, texts: Continuations) -> None:
+    """As evaluations ask for them, of texts that are cached and in the store, too."""
+    reference = Reference()
+    for prompt in texts.prompts[1:6]:
+        expected = reference.prompt_logprobs(prompt)
+        for _ in range(2):
+            body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 0}
+            answer = cluster.http.post(f"{cluster.url}/v1/completions", json=body).json()
+            got = answer["choices"][0]["logprobs"]["token_logprobs"]
+            assert got[0] is None
+            assert got[1:] == pytest.approx(expected, abs=1e-3)
+            cluster.settle()
+
+
+@pytest.mark.slow
 def test_what_is_kept_is_what_transformers_say(texts: Continuations) -> None:
     reference = Reference()
     assert [len(prompt) for prompt in texts.prompts] == list(LENGTHS)

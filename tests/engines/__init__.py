@@ -1,1 +1,2 @@
-"""Tests of the connectors; those that start an engine are marked ``engine_vllm`` (``make test-engines``)."""
+"""Tests of the connectors; what starts engines is marked ``engine_vllm``, ``engine_lmcache``, ``engine_sglang``:
+``make test-engines``."""

@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from tanghulu.runtime.scraping import metrics_url
 from tests.free_ports import free_port
 
 START_DEADLINE_S = 60.0
@@ -47,6 +48,7 @@ class Process:
         self.name: str = ready["name"]
         self.address: str = ready["address"]
         self.metrics_address: str = ready["metrics_address"]
+        self.token = os.environ.get("TANGHULU_TOKEN", "")  # which it shows itself, and which shows its metrics
 
     def log_text(self) -> str:
         return (self.run_dir / "log").read_text()
@@ -75,7 +77,8 @@ class Process:
     def metric(self, name: str, **labels: str) -> float:
         """A sample from GET /metrics."""
         wanted = name + ("{" + ",".join(f'{k}="{v}"' for k, v in labels.items()) + "}" if labels else "")
-        with urllib.request.urlopen(f"http://{self.metrics_address}/metrics") as answer:
+        shown = {"authorization": f"Bearer {self.token}"} if self.token else {}
+        with urllib.request.urlopen(urllib.request.Request(metrics_url(self.metrics_address), headers=shown)) as answer:
             for line in answer.read().decode().splitlines():
                 if line.rpartition(" ")[0] == wanted:
                     return float(line.rpartition(" ")[2])

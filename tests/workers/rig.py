@@ -60,7 +60,7 @@ class NoPeers:
     def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         raise NodeUnavailable("the holder is away")
 
-    def release(self, peer: PeerExport, bytes_read: int = 0) -> None:
+    def release(self, peer: PeerExport, bytes_read: int = 0, *, keep: bool = False) -> None:
         raise NodeUnavailable("the prefill worker is away")
 
 
@@ -95,7 +95,7 @@ class Rig:
         self.thread.start()
 
     def _report(self, report: StepReport) -> None:
-        self.metrics.report(report)
+        self.metrics.report([report])
         self.reports.put(report)
 
     def run(self, name: str, prompt: Sequence[int], num_tokens: int, **more: object) -> tuple[list[int], int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -18,12 +19,14 @@ from tanghulu.workers.compute.models.registry import dtype_name, load_model
 from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.requests import PromptScoring, SamplingParams
 from tanghulu.workers.weights import ModelSource
 from tanghulu.workers.weights.gguf_file import GgufFile
 from tanghulu.workers.weights.gguf_tokenizer import build_gguf_tokenizer
 from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets, load_tokenizer_assets
 from tests.workers.cpus import CPUS
 from tests.workers.tiny import request, run_all
+from tests.workers.ways import WAYS, Served
 
 pytestmark = pytest.mark.needs_model
 
@@ -219,6 +222,29 @@ def test_prefill_in_two_runs_equals_transformers(tokenizer: Tokenizer, smollm2: 
     assert (got - expected).abs().max() / expected.abs().max() < 1e-4
 
 
+@pytest.mark.slow
+def test_log_probabilities_of_a_prompt_equal_transformers(
+    tokenizer: Tokenizer, smollm2: ModelSource, core: EngineCore
+) -> None:
+    """In runs of 64 tokens, from the first on and, with a part of the prompt cached, from the middle on."""
+    tokens = tokenizer.encode(" ".join(TEXTS[9:33])).ids
+    assert len(tokens) > 3 * 64
+    with torch.inference_mode():
+        logits = _transformers_model(smollm2)(torch.tensor([tokens])).logits[0]
+    expected = torch.log_softmax(logits, dim=-1)
+    for name, start in (("all", 1), ("rest", 100)):
+        core.add(request(name, tokens, 1, block_tokens=64, scoring=PromptScoring(start, 5)))
+        parts = []
+        while core.scheduler.has_work:
+            parts += core.step().scores
+        assert (parts[0].position, parts[-1].end) == (start, len(tokens))
+        rows = expected[start - 1 : -1]
+        own = rows.gather(1, torch.tensor(tokens[start:])[:, None])[:, 0].numpy()
+        assert np.abs(np.concatenate([part.logprobs for part in parts]) - own).max() < 1e-4
+        top = np.concatenate([part.top_logprobs for part in parts])
+        assert np.abs(top - rows.topk(5).values.numpy()).max() < 1e-4
+
+
 def _transformers_model(source: ModelSource) -> Any:
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -245,3 +271,18 @@ def _transformers_model(source: ModelSource) -> Any:
     # Nothing ends the text, and nothing of the constructor's defaults intervenes.
     reference.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
     return reference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_name)
+def test_an_invariant_answer_is_the_same_bits_in_every_way(smollm2: ModelSource, dtype: torch.dtype) -> None:
+    model = load_model(smollm2, dtype, arithmetic=Arithmetic.of(dtype, invariant=True))
+    ids = np.random.default_rng(5).integers(2, 49_000, 160).tolist()
+    prompts = [
+        (ids[:40] + ids[start:end], SamplingParams(temperature=0.8 * (start % 2), top_p=0.9, seed=start, logprobs=2))
+        for start, end in ((41, 44), (50, 160), (60, 81))
+    ]
+    served = Served(model, prompts, num_new=18, block_tokens=16)
+    alone = served.alone()
+    for name, way in WAYS.items():
+        assert way(served) == alone, name

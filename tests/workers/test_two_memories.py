@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -44,9 +44,10 @@ class Watched(WorkerServer):
         super().__init__(process, config, loaded)
         self.reports: asyncio.Queue[StepReport] = asyncio.Queue()
 
-    def _spread(self, report: StepReport) -> None:
-        super()._spread(report)
-        self.reports.put_nowait(report)
+    def _spread(self, reports: Sequence[StepReport]) -> None:
+        super()._spread(reports)
+        for report in reports:
+            self.reports.put_nowait(report)
 
     async def text(self, name: str, prompt: list[int], **more: object) -> tuple[list[int], int]:
         """(tokens, tokens that were found) of a request."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from tanghulu.errors import NodeUnavailable
-from tanghulu.rpc.pacing import unpace_within_machine
+from tanghulu.rpc.pacing import SILENT_HOST_S, notice_dead_peer, unpace_within_machine
 from tanghulu.runtime.fork import lose_in_children
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.types import Address
@@ -123,6 +123,7 @@ class KernelNetwork:
             if refusal not in (0, errno.EINPROGRESS):
                 raise OSError(refusal, errno.errorcode.get(refusal, "unknown error"))
             unpace_within_machine(sock, target)
+            notice_dead_peer(sock, SILENT_HOST_S)
             lose_in_children(sock)
         except OSError as error:
             sock.close()

@@ -49,7 +49,7 @@ class DecodeShape(NamedTuple):
 
 def is_decode(chunks: Sequence[SequenceChunk]) -> bool:
     """Whether every sequence computes one token and wants its logits."""
-    return all(len(chunk.token_ids) == 1 and chunk.wants_logits for chunk in chunks)
+    return all(len(chunk.token_ids) == 1 and chunk.wants_logits and chunk.scores is None for chunk in chunks)
 
 
 def pack_decodes(

@@ -21,8 +21,7 @@ from tanghulu.workers.compute.device_sampling import sample_on_device
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import DeviceKvCache
 from tanghulu.workers.compute.models.registry import Model, dtype_name
-from tanghulu.workers.compute.sampling import SamplingRow
-from tanghulu.workers.compute.torch_runner import chunk_of
+from tanghulu.workers.compute.torch_runner import chunk_of, rows_of, scores_of
 from tanghulu.workers.engine.engine import Computed
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.step_plan import StepPlan
@@ -55,24 +54,27 @@ class DeviceRunner:
         self._announce = announce
         self._clock = SystemClock()
         self._graphs: DecodeGraphs | None = None
-        if graphs and model.device.type == "cuda" and num_parts == 1:
+        # How many rows an expert gets is known by reading it from the device, which no graph can.
+        routed = model.config.experts is not None
+        if graphs and model.device.type == "cuda" and num_parts == 1 and not model.batch_invariant and not routed:
             self._graphs = DecodeGraphs(model, self.cache)
 
     def run(self, plan: StepPlan) -> Computed:
         """Compute the step and sample. On a GPU ``forward_s`` is the time to launch the kernels."""
         started = self._clock.now_s()
-        chunks = [chunk_of(run) for run in plan.runs]
+        chunks = [chunk_of(run, self.vocab) for run in plan.runs]
         if self._announce is not None:
             self._announce(chunks)
         with _current(self.model.device):
             logits = self._forward(chunks)
             launched = self._clock.now_s()
             sampled = self._sample(plan, logits)
-        return Computed(sampled, launched - started, self._clock.now_s() - launched)
+        return Computed(sampled, launched - started, self._clock.now_s() - launched, scores_of(chunks))
 
     def _forward(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
         block_tokens, device = self.layout.block_tokens, self.model.device
-        if self._announce is not None or not is_decode(chunks):  # all ranks must compute one shape
+        # All ranks must compute one shape; static shapes follow from the batch.
+        if self._announce is not None or self.model.batch_invariant or not is_decode(chunks):
             return self.model.forward(build_forward_batch(chunks, block_tokens, device), self.cache)
         shape = DecodeShape.of(chunks, block_tokens)
         packed = pack_decodes(chunks, shape, block_tokens, self.cache.scratch)
@@ -82,7 +84,9 @@ class DeviceRunner:
         return logits[: len(chunks)]
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
-        rows = [SamplingRow.of(run.request) for run in plan.runs if run.samples]
+        rows = rows_of(plan)
+        if rows and self.model.batch_invariant:  # scans and sorts of several rows may round otherwise than of one
+            return _joined([sample_on_device(logits[at : at + 1], [row]) for at, row in enumerate(rows)])
         if rows:
             return sample_on_device(logits, rows)
         wait_for(self.model.device)
@@ -90,6 +94,12 @@ class DeviceRunner:
 
     def __repr__(self) -> str:
         return f"DeviceRunner({self.model.config.architecture} on {self.model.device}, {self.cache!r})"
+
+
+def _joined(samples: Sequence[Sampled]) -> Sampled:
+    """``samples`` as one, in their order."""
+    tokens = [token for each in samples for token in each.tokens]
+    return Sampled(tokens, [logprobs for each in samples for logprobs in each.logprobs])
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -203,7 +203,10 @@ def _redrawn(
 def _pack(
     logits: torch.Tensor, rows: Sequence[SamplingRow], tokens: torch.Tensor, suffices: torch.Tensor | None
 ) -> torch.Tensor:
-    """Float64 [R, 2 + 1 + 2 T]: token, suffices, its logprob, and the T most likely ids and their logprobs."""
+    """Float64 [R, 2 + 1 + 2 T + A]: token, suffices, its logprob, the T most likely ids and their logprobs.
+
+    Behind them stand the logprobs of the ids that rows ask for, of at most A each.
+    """
     columns = [tokens[:, None], torch.ones_like(tokens)[:, None] if suffices is None else suffices[:, None]]
     wanted = [row.params.logprobs for row in rows if row.params.logprobs is not None]
     if wanted:
@@ -211,12 +214,23 @@ def _pack(
         columns.append(values.gather(1, tokens[:, None]))
         best = values.topk(min(max(wanted), logits.shape[1]), dim=-1)
         columns += [best.indices, best.values]
+        if (asked := _asked_ids(rows)).size:
+            columns.append(values.gather(1, upload(asked, logits.device)))
     return torch.cat([column.double() for column in columns], dim=1)
+
+
+def _asked_ids(rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
+    """Return the ids that rows ask log probabilities of, int64 [R, A], filled up with zeros."""
+    ids = np.zeros((len(rows), max(len(row.params.logprob_token_ids) for row in rows)), dtype=np.int64)
+    for line, row in zip(ids, rows, strict=True):
+        line[: len(row.params.logprob_token_ids)] = row.params.logprob_token_ids
+    return ids
 
 
 def _unpack(copied: npt.NDArray[np.float64], rows: Sequence[SamplingRow]) -> Sampled:
     tokens = [int(token) for token in copied[:, 0]]
-    num_top = (copied.shape[1] - 3) // 2
+    num_asked = max((len(row.params.logprob_token_ids) for row in rows if row.params.logprobs is not None), default=0)
+    num_top = (copied.shape[1] - 3 - num_asked) // 2
     logprobs: list[Logprobs | None] = []
     for row, token, line in zip(rows, tokens, copied, strict=True):
         if row.params.logprobs is None:
@@ -224,5 +238,7 @@ def _unpack(copied: npt.NDArray[np.float64], rows: Sequence[SamplingRow]) -> Sam
             continue
         count = min(row.params.logprobs, num_top)
         top = zip(line[3 : 3 + count].astype(int).tolist(), line[3 + num_top :][:count].tolist(), strict=True)
-        logprobs.append(Logprobs(TokenLogprob(token, float(line[2])), tuple(TokenLogprob(*each) for each in top)))
+        asked = zip(row.params.logprob_token_ids, line[3 + 2 * num_top :].tolist(), strict=False)
+        chosen = TokenLogprob(token, float(line[2]))
+        logprobs.append(Logprobs(chosen, *(tuple(TokenLogprob(*each) for each in some) for some in (top, asked))))
     return Sampled(tokens, logprobs)

@@ -17,6 +17,8 @@ import torch
 
 from tanghulu.workers.compute.device import CPU, upload
 from tanghulu.workers.compute.lane_turn import LaneTurn
+from tanghulu.workers.compute.prompt_scoring import ScoredRows
+from tanghulu.workers.engine.prompt_scores import PromptScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +26,16 @@ class SequenceChunk:
     """The run of tokens ``start .. start+len(token_ids)`` of one sequence that a step computes.
 
     ``block_ids`` covers the sequence from its first token to at least the end of the run. ``wants_logits``
-    asks for the logits of the run's last token.
+    asks for the logits of the run's last token and of the ``num_more_logits`` before it. ``scores`` are to be filled in
+    from the logits of those of its tokens that stand in front of a scored one.
     """
 
     token_ids: Sequence[int] | np.ndarray
     start: int
     block_ids: Sequence[int]
     wants_logits: bool
+    scores: PromptScores | None = None
+    num_more_logits: int = 0
 
     @property
     def end(self) -> int:
@@ -64,8 +69,9 @@ class ForwardBatch:
     """The tensors of a step of N tokens of S sequences, of which L logits are wanted.
 
     ``token_ids`` and ``positions``: int64 [N]. ``blocks`` and ``offsets``: int64 [N], the block that each
-    token's KV goes to and its place inside. ``logit_rows``: int64 [L], in the order of the sequences. A batch of
+    token's KV goes to and its place inside. ``logit_rows``: int64 [L], in the order of the tokens. A batch of
     static shape (`decode_batch`) has ``decodes`` instead of ``spans``. One that is a lane of a step has its ``turn``.
+    The logits of ``scored`` rows give log probabilities of prompts.
     """
 
     token_ids: torch.Tensor
@@ -76,6 +82,7 @@ class ForwardBatch:
     logit_rows: torch.Tensor
     decodes: DecodeTables | None = None
     turn: LaneTurn | None = None
+    scored: tuple[ScoredRows, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -89,7 +96,9 @@ def build_forward_batch(
     """Lay ``chunks`` flat, in their order, on ``device``; ``turn``, if they are a lane of a step."""
     assert chunks, "a step without tokens has no forward batch"
     spans: list[SequenceSpan] = []
-    token_ids, positions, blocks, logit_rows = [], [], [], []
+    token_ids, positions, blocks = [], [], []
+    logit_rows: list[int] = []
+    scored: list[ScoredRows] = []
     row = 0
     for chunk in chunks:
         num_new = len(chunk.token_ids)
@@ -102,10 +111,24 @@ def build_forward_batch(
         positions.append(at)
         blocks.append(np.asarray(table, dtype=np.int64)[at // block_tokens])
         spans.append(SequenceSpan(row, num_new, chunk.end, table))
+        if (own := _scored_rows(chunk, row)) is not None:
+            scored.append(own)
         row += num_new
         if chunk.wants_logits:
-            logit_rows.append(row - 1)
+            logit_rows += range(row - 1 - chunk.num_more_logits, row)
     wanted = np.asarray(logit_rows, dtype=np.int64)
     flat = upload(np.concatenate([*token_ids, *positions, *blocks, wanted]), device)  # one copy to the device
     ids, where, places, rows = torch.split(flat, [row, row, row, len(wanted)])
-    return ForwardBatch(ids, where, places, where % block_tokens, tuple(spans), rows, turn=turn)
+    return ForwardBatch(ids, where, places, where % block_tokens, tuple(spans), rows, turn=turn, scored=tuple(scored))
+
+
+def _scored_rows(chunk: SequenceChunk, first_row: int) -> ScoredRows | None:
+    """Return the rows of ``chunk``, which begins at ``first_row``, that give some of its scores."""
+    scores = chunk.scores
+    if scores is None:
+        return None
+    first, end = max(scores.position, chunk.start + 1), min(scores.end, chunk.end + 1)
+    if first >= end:
+        return None
+    part = scores.part(first - scores.position, end - scores.position)
+    return ScoredRows(first_row + first - 1 - chunk.start, part)

@@ -37,14 +37,14 @@ _ATTENTION_SPEED = 0.7
 def context_like_row(config: ModelConfig) -> float:
     """Estimate the context at which attention takes as long as the rest of a row, by counting multiplications."""
     width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    rest = config.hidden * (2 * width + 2 * kv_width + 3 * config.intermediate)
+    rest = config.hidden * (2 * width + 2 * kv_width) + config.active_mlp_elements / config.num_layers
     return rest / (2 * width) * _ATTENTION_SPEED
 
 
 def cut_lanes(chunks: Sequence[SequenceChunk], num_lanes: int, row_context: float) -> list[list[SequenceChunk]]:
     """Cut ``chunks`` into at most ``num_lanes`` runs of rows of equal work, in their order, none empty.
 
-    ``row_context``: see `context_like_row`. A sequence's logits are wanted of the lane with its last row.
+    ``row_context``: see `context_like_row`. A sequence's logits are wanted of the lanes with its last rows.
     """
     contexts = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks]) + 1.0
     work = 1.0 + contexts / row_context
@@ -61,8 +61,17 @@ def _between(chunks: Sequence[SequenceChunk], first: int, end: int) -> list[Sequ
         length = len(chunk.token_ids)
         low, high = max(0, first - row), min(length, end - row)
         if low < high:
-            wants_logits = chunk.wants_logits and high == length
-            found.append(SequenceChunk(chunk.token_ids[low:high], chunk.start + low, chunk.block_ids, wants_logits))
+            wanted = high - max(low, length - 1 - chunk.num_more_logits) if chunk.wants_logits else 0
+            found.append(
+                SequenceChunk(
+                    chunk.token_ids[low:high],
+                    chunk.start + low,
+                    chunk.block_ids,
+                    wanted > 0,
+                    chunk.scores,
+                    num_more_logits=max(0, wanted - 1),
+                )
+            )
         row += length
     return found
 

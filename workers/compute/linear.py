@@ -38,6 +38,11 @@ _TOP_EXPONENT = 15
 #: A weight in half form is as good as exact if it is off by less than this part of the largest weight.
 _NEGLIGIBLE = 2.0**-36
 
+#: Rows of each call of a kernel whose results hang on the number of rows, where they must not. On CPUs decoding one
+#: sequence pays for all of them, and prompts for the weights being read more often; on GPUs both are cheap.
+INVARIANT_ROWS = 16
+INVARIANT_ROWS_ON_GPU = 128
+
 _Multiply = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -45,19 +50,30 @@ _Multiply = Callable[[torch.Tensor], torch.Tensor]
 class Arithmetic:
     """The types in which a model is computed: ``few`` where there are at most `MOST_FEW_ROWS`, else ``many``.
 
-    Each weight has a form for each type, one if both are the same.
+    Each weight has a form for each type, one if both are the same. ``invariant``: a row's results are the same bits
+    whatever the other rows are and however many, so one kernel serves all numbers of rows.
     """
 
     cpu: CpuFeatures
     few: torch.dtype
     many: torch.dtype
+    invariant: bool = False
 
     @classmethod
-    def of(cls, dtype: torch.dtype, device: torch.device = CPU, cpu: CpuFeatures | None = None) -> Arithmetic:
+    def of(
+        cls,
+        dtype: torch.dtype,
+        device: torch.device = CPU,
+        cpu: CpuFeatures | None = None,
+        *,
+        invariant: bool = False,
+    ) -> Arithmetic:
         """The fastest for a model of ``dtype`` on ``device``; one that is a CPU is like ``cpu``, else `this_cpu`."""
         cpu = cpu or this_cpu()
         if device.type != "cpu":
-            return cls(cpu, dtype, dtype)
+            return cls(cpu, dtype, dtype, invariant)
+        if invariant:
+            return cls(cpu, torch.float32, torch.float32, invariant)
         if dtype is not torch.bfloat16 or not (cpu.native_bfloat16 and cpu.has_onednn):
             return cls(cpu, torch.float32, torch.float32)
         return cls(cpu, torch.float32 if cpu.has_fbgemm else torch.bfloat16, torch.bfloat16)
@@ -135,22 +151,34 @@ class Linear:
 def _products(weight: torch.Tensor, arithmetic: Arithmetic) -> tuple[dict[torch.dtype, _Multiply], float]:
     """A product by ``weight`` for each type of inputs, and the factor that all of them need."""
     few, many = arithmetic.few, arithmetic.many
-    product = _product(weight.to(few), arithmetic.cpu)
+    product = _product(weight.to(few), arithmetic)
     products = {few: product.multiply}
     if many is not few:  # with the same factor, which is a power of two: it rounds nothing
-        products[many] = _product(weight.to(many) / product.factor, arithmetic.cpu).multiply
+        products[many] = _product(weight.to(many) / product.factor, arithmetic).multiply
     return products, product.factor
 
 
-def _product(weight: torch.Tensor, cpu: CpuFeatures) -> _Product:
+def _product(weight: torch.Tensor, arithmetic: Arithmetic) -> _Product:
     """The fastest product by ``weight``, which it may keep, for inputs of its type."""
-    if weight.device.type == "cpu":
+    cpu, on_cpu = arithmetic.cpu, weight.device.type == "cpu"
+    if on_cpu:
         half = _half(weight) if weight.dtype is torch.float32 and cpu.has_fbgemm else None
-        if half is not None:
+        if half is not None:  # FBGEMM sums every row alike, whatever their number
             return half
-        if cpu.has_onednn:
-            return _packed(weight)
-    return _Product(lambda inputs: F.linear(inputs, weight))
+    product = _packed(weight) if on_cpu and cpu.has_onednn else _Product(lambda inputs: F.linear(inputs, weight))
+    if not arithmetic.invariant:
+        return product
+    return replace(product, multiply=_in_tiles(product.multiply, INVARIANT_ROWS if on_cpu else INVARIANT_ROWS_ON_GPU))
+
+
+def _in_tiles(multiply: _Multiply, num_rows: int) -> _Multiply:
+    """``multiply`` in calls of ``num_rows`` rows, the last filled up: the kernel is the same whatever comes."""
+
+    def in_tiles(inputs: torch.Tensor) -> torch.Tensor:
+        filled = F.pad(inputs, (0, 0, 0, -len(inputs) % num_rows))
+        return torch.cat([multiply(tile) for tile in torch.split(filled, num_rows)])[: len(inputs)]
+
+    return in_tiles
 
 
 def _half(weight: torch.Tensor) -> _Product | None:

@@ -46,10 +46,10 @@ class MemoryPlan:
         multiplied, in all its forms.
         """
         vocabulary = config.vocab * config.hidden
-        weights = config.num_layers * _layer_elements(config) * computed_item_bytes
+        weights = _layers_elements(config) * computed_item_bytes
         weights += vocabulary * (num_ranks * stored_item_bytes + computed_item_bytes)
         queries = config.num_heads * config.head_dim
-        widest = 4 * config.hidden + 3 * queries + 3 * config.intermediate
+        widest = 4 * config.hidden + 3 * queries + config.mlp_row_elements
         masks = config.max_context * config.num_heads // config.num_kv_heads
         workspace = (
             num_batched_tokens * (widest + masks) * _FLOAT32 * num_ranks + 3 * num_seqs * config.vocab * _FLOAT32
@@ -78,9 +78,9 @@ class MemoryPlan:
         """
         vocabulary = config.vocab * config.hidden * item_bytes
         heads = 0 if config.tie_embeddings else vocabulary // num_ranks
-        layers = config.num_layers * _layer_elements(config) * item_bytes // num_ranks
+        layers = _layers_elements(config) * item_bytes // num_ranks
         rotary = 2 * config.max_context * config.head_dim * _FLOAT32
-        widest = 4 * config.hidden + (3 * config.num_heads * config.head_dim + 3 * config.intermediate) // num_ranks
+        widest = 4 * config.hidden + (3 * config.num_heads * config.head_dim + config.mlp_row_elements) // num_ranks
         gathered = 2 * max(gathered_tokens, config.max_context) * config.num_kv_heads * config.head_dim // num_ranks
         # Sampling holds probabilities, keys and sums of all rows: some ten numbers of 8 bytes for each token.
         sampling = 10 * 2 * _FLOAT32 * num_seqs * config.vocab
@@ -110,9 +110,9 @@ class MemoryPlan:
         return ", ".join(f"{name} {format_size(size)}" for name, size in parts.items())
 
 
-def _layer_elements(config: ModelConfig) -> int:
+def _layers_elements(config: ModelConfig) -> int:
     heads = 2 * config.num_heads + 2 * config.num_kv_heads
-    return config.hidden * (heads * config.head_dim + 3 * config.intermediate)
+    return config.num_layers * config.hidden * heads * config.head_dim + config.mlp_elements
 
 
 def available_bytes(meminfo: Path = _MEMINFO) -> int | None:

@@ -50,6 +50,17 @@ class SamplingRow:
             request.grammar,
         )
 
+    @classmethod
+    def behind(cls, request: EngineRequest, draft: tuple[int, ...]) -> SamplingRow:
+        """The row of the token behind ``draft``, if that is what follows; ``request`` has no grammar."""
+        tokens = request.sequence.tokens
+        return cls(
+            request.sampling,
+            np.append(tokens, np.asarray(draft, dtype=tokens.dtype)),
+            request.num_prompt_tokens,
+            request.stop.banned_ids(request.num_generated + len(draft)),
+        )
+
     @property
     def num_generated(self) -> int:
         """Index of the token to be drawn among the generated ones."""
@@ -72,7 +83,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Sampled:
         if row.params.temperature > 0:
             tokens[index] = draw_one(adjusted[index], row.params, unit_uniform(row.params.seed, row.num_generated))
     logprobs = [
-        None if row.params.logprobs is None else _logprobs(logits[index], tokens[index], row.params.logprobs)
+        None if row.params.logprobs is None else _logprobs(logits[index], tokens[index], row.params)
         for index, row in enumerate(rows)
     ]
     return Sampled(tokens, logprobs)
@@ -153,7 +164,7 @@ def draw_one(logits: torch.Tensor, params: SamplingParams, uniform: float) -> in
 
 def _nucleus(probabilities: torch.Tensor, ids: torch.Tensor | None, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The smallest set of most likely tokens whose share is at least ``top_p``, best first."""
-    total = probabilities.sum()
+    total = probabilities.cumsum(dim=-1)[-1]  # in one order, where a sum's follows from the number of threads
     if ids is None:
         best, ids = probabilities.topk(min(_NUCLEUS_FIRST, len(probabilities)))
         if best.sum() < top_p * total:
@@ -166,8 +177,9 @@ def _nucleus(probabilities: torch.Tensor, ids: torch.Tensor | None, top_p: float
     return best[:count], ids[:count]
 
 
-def _logprobs(logits: torch.Tensor, token: int, num_top: int) -> Logprobs:
-    values = torch.log_softmax(logits, dim=-1)
+def _logprobs(logits: torch.Tensor, token: int, params: SamplingParams) -> Logprobs:
+    values, num_top = torch.log_softmax(logits, dim=-1), params.logprobs or 0
     best = values.topk(min(num_top, len(values))) if num_top else None
     top = () if best is None else tuple(map(TokenLogprob, best.indices.tolist(), best.values.tolist()))
-    return Logprobs(TokenLogprob(token, float(values[token])), top)
+    asked = tuple(TokenLogprob(each, float(values[each])) for each in params.logprob_token_ids)
+    return Logprobs(TokenLogprob(token, float(values[token])), top, asked)

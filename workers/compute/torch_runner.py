@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from tanghulu.runtime.clock import SystemClock
@@ -14,6 +15,7 @@ from tanghulu.workers.compute.models.registry import Model, dtype_name
 from tanghulu.workers.compute.sampling import SamplingRow, sample
 from tanghulu.workers.engine.engine import Computed
 from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.prompt_scores import PromptScores
 from tanghulu.workers.engine.step_plan import ScheduledRun, StepPlan
 from tanghulu.workers.engine.step_result import Sampled
 
@@ -45,24 +47,42 @@ class TorchRunner:
 
     def run(self, plan: StepPlan) -> Computed:
         started = self._clock.now_s()
-        chunks = [chunk_of(run) for run in plan.runs]
+        chunks = [chunk_of(run, self.vocab) for run in plan.runs]
         if self._announce is not None:
             self._announce(chunks)
         logits = self._forward(chunks)
         computed = self._clock.now_s()
         sampled = self._sample(plan, logits)
-        return Computed(sampled, computed - started, self._clock.now_s() - computed)
+        return Computed(sampled, computed - started, self._clock.now_s() - computed, scores_of(chunks))
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
-        rows = [SamplingRow.of(run.request) for run in plan.runs if run.samples]
+        rows = rows_of(plan)
         return sample(logits, rows) if rows else Sampled([], [])
 
     def __repr__(self) -> str:
         return f"TorchRunner({self.model.config.architecture}, {self.cache!r})"
 
 
-def chunk_of(run: ScheduledRun) -> SequenceChunk:
+def chunk_of(run: ScheduledRun, vocab: int) -> SequenceChunk:
     """What the model is fed for ``run``."""
     request = run.request
     tokens = request.sequence.tokens[run.start : run.start + run.num_tokens]
-    return SequenceChunk(tokens, run.start, request.block_ids, run.samples)
+    if run.draft:
+        tokens = np.append(tokens, np.asarray(run.draft, dtype=tokens.dtype))
+    scores = PromptScores.of(run, vocab)
+    return SequenceChunk(tokens, run.start, request.block_ids, run.samples, scores, num_more_logits=len(run.draft))
+
+
+def rows_of(plan: StepPlan) -> list[SamplingRow]:
+    """The draws of a step, in the order of the logits that `chunk_of` its runs gives."""
+    rows: list[SamplingRow] = []
+    for run in plan.runs:
+        if run.samples:
+            rows.append(SamplingRow.of(run.request))
+            rows += (SamplingRow.behind(run.request, run.draft[: at + 1]) for at in range(len(run.draft)))
+    return rows
+
+
+def scores_of(chunks: Sequence[SequenceChunk]) -> tuple[PromptScores, ...]:
+    """The log probabilities of prompts that computing ``chunks`` has filled in."""
+    return tuple(chunk.scores for chunk in chunks if chunk.scores is not None)

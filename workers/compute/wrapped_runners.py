@@ -42,7 +42,7 @@ class ThreadedRunner(WrappedRunner):
 
     def run(self, plan: StepPlan) -> Computed:
         """Run the step on as many threads as have proved best for steps of its size."""
-        num_tokens = plan.num_tokens
+        num_tokens = plan.num_tokens + plan.num_drafted
         threads = self.choice.threads(num_tokens)
         if threads != self._threads:
             torch.set_num_threads(threads)  # of the products that this thread starts from now on

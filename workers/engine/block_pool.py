@@ -24,8 +24,9 @@ one with a new tail of 13, in a pool of 2,048, LRU keeps yesterday's tails and f
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 from tanghulu.eviction.base import Policy
 from tanghulu.eviction.policies import make_policy
@@ -41,8 +42,7 @@ class KvEventKind(Enum):
     REMOVED = "removed"
 
 
-@dataclass(frozen=True, slots=True)
-class KvEvent:
+class KvEvent(Struct, frozen=True):
     """One change of the prefix cache, to be published in order."""
 
     kind: KvEventKind

@@ -12,24 +12,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec import Struct
+
 from tanghulu.errors import InvalidRequest
+from tanghulu.hashing import TokenSequence
 from tanghulu.runtime.clock import Clock, SystemClock
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import DEFAULT_EVICTION, BlockPool
 from tanghulu.workers.engine.kv_layout import KvBlocks, KvLayout
+from tanghulu.workers.engine.ngram_drafts import NgramProposer
+from tanghulu.workers.engine.phase_times import PhaseBook
+from tanghulu.workers.engine.prompt_scores import PromptScores
 from tanghulu.workers.engine.requests import EngineRequest, EngineRequestState, PeerExport
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, KvExport, StepOutcome, StepPlan
 from tanghulu.workers.engine.step_result import RequestOutput, Sampled, StepResult, StepTimings
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """What a runner made of a plan: a token for each run that samples, in order, and where the time went."""
+class Computed(Struct, frozen=True):
+    """What a runner made of a plan: the tokens of each run that samples, in order, and where the time went.
+
+    ``scores`` are the log probabilities of prompts that its runs owed.
+    """
 
     sampled: Sampled
     forward_s: float
     sample_s: float
+    scores: tuple[PromptScores, ...] = ()
 
 
 class ModelRunner(Protocol):
@@ -63,6 +72,15 @@ class KvFetcher(Protocol):
     def forgo(self, peer: PeerExport) -> None:
         """Tell the export's holder that none of it is needed, so that the holder can release its blocks."""
 
+    def pull(self, wanted: FetchWanted) -> None:
+        """Begin to fetch from a peer's export that grows; ``wanted.request_id`` names the pull.
+
+        `EngineCore.pull_arrived` follows as blocks come, in order, then `EngineCore.pull_done` exactly once.
+        """
+
+    def leave(self, name: RequestId) -> None:
+        """End the pull soon, wherever it is; no error if it has ended."""
+
 
 class KvSink(Protocol):
     """Hears of blocks that are worth keeping outside the engine."""
@@ -84,7 +102,8 @@ class KvSink(Protocol):
 class EngineCoreConfig:
     """Sizes and bounds of an engine. ``debug_checks`` asserts all invariants after every step.
 
-    ``moves_preempted``: the sink keeps what preempted requests give up, and the fetcher finds it.
+    ``moves_preempted``: the sink keeps what preempted requests give up, and the fetcher finds it. With a ``proposer``,
+    which the runner must know of, decodes are speculative.
     """
 
     block_tokens: int = 64
@@ -93,6 +112,7 @@ class EngineCoreConfig:
     max_num_waiting: int = 1024
     eviction: str = DEFAULT_EVICTION
     moves_preempted: bool = False
+    proposer: NgramProposer | None = None
     debug_checks: bool = False
 
 
@@ -116,6 +136,7 @@ class EngineCore:
         self._sink = sink
         self.scheduler = Scheduler(self._scheduler_config(can_fetch=fetcher is not None), pool)
         self._clock = clock or SystemClock()
+        self._phases = PhaseBook()
 
     @property
     def cache(self) -> KvBlocks:
@@ -131,6 +152,7 @@ class EngineCore:
             max_num_waiting=config.max_num_waiting,
             can_fetch=can_fetch,
             moves_preempted=config.moves_preempted and can_fetch and self._sink is not None,
+            proposer=config.proposer,
         )
 
     def add(self, request: EngineRequest) -> None:
@@ -142,14 +164,40 @@ class EngineCore:
         vocab = self.runner.vocab
         if int(request.sequence.tokens.max()) >= vocab:
             raise InvalidRequest(f"request {request.request_id} has a token id outside the vocabulary of {vocab}")
-        named = {token for token, _ in request.sampling.logit_bias} | request.stop.ending_ids
+        sampling = request.sampling
+        named = {token for token, _ in sampling.logit_bias} | request.stop.ending_ids | {*sampling.logprob_token_ids}
         unknown = sorted(token for token in named if not 0 <= token < vocab)
         if unknown:
-            raise InvalidRequest(f"logit_bias or stop ids name tokens {unknown[:5]}; the vocabulary has {vocab}")
+            raise InvalidRequest(
+                f"logit_bias, stop or logprob ids name tokens {unknown[:5]}; the vocabulary has {vocab}"
+            )
         self.scheduler.add(request)
+        self._phases.added(request.request_id, self._clock.now_s())
+        self._leave_pulls()
+
+    def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: PeerExport) -> bool:
+        """Begin to pull the prompt ``sequence`` from a prefill under way; False if there is no room or nothing to do.
+
+        `abort` ends it, and a request that names it (``ahead``) goes on from what it has brought.
+        """
+        wanted = self.scheduler.pull_ahead(name, sequence, peer)
+        if wanted is not None and self._fetcher is not None:
+            self._fetcher.pull(wanted)
+        return wanted is not None
+
+    def pull_arrived(self, name: RequestId, num_blocks: int) -> None:
+        self.scheduler.pulls.arrived(name, num_blocks)
+
+    def pull_done(self, name: RequestId) -> None:
+        self.scheduler.pulls.done(name)
+
+    def _leave_pulls(self) -> None:
+        if self._fetcher is not None:
+            for name in self.scheduler.pulls.take_left():
+                self._fetcher.leave(name)
 
     def abort(self, request_id: RequestId) -> bool:
-        """Drop the request without further output; False if the engine does not have it (any more).
+        """Drop the request, or the pull, without further output; False if the engine does not have it (any more).
 
         A peer's export that waits for it is forgone; one that is being fetched is released when the fetch has ended.
         """
@@ -157,10 +205,14 @@ class EngineCore:
         peer = request.peer if request is not None and request.state is EngineRequestState.WAITING else None
         if peer is not None and self._fetcher is not None:
             self._fetcher.forgo(peer)
-        return self.scheduler.abort(request_id)
+        self._phases.dropped(request_id)
+        dropped = self.scheduler.abort(request_id) if request is not None else self.scheduler.pulls.drop(request_id)
+        self._leave_pulls()
+        return dropped
 
     def fetch_done(self, request_id: RequestId, num_blocks_ok: int) -> None:
         self.scheduler.fetch_done(request_id, num_blocks_ok)
+        self._phases.fetched(request_id, self._clock.now_s())
 
     def release_export(self, request_id: RequestId) -> bool:
         """Give up a handed-over request's blocks; False if there are none."""
@@ -183,6 +235,7 @@ class EngineCore:
         """Plan, compute and sample once. Takes as long as the model takes."""
         started = self._clock.now_s()
         plan = self.scheduler.schedule()
+        self._leave_pulls()
         if self._sink is not None and plan.displaced:
             self._sink.blocks_preempted(plan.displaced)
         if self._fetcher is not None:
@@ -193,43 +246,50 @@ class EngineCore:
         if self._sink is not None and plan.reused:
             self._sink.blocks_reused(plan.reused)
         planned = self._clock.now_s()
+        self._phases.planned(plan, planned)
         computed = self.runner.run(plan) if plan.runs else _NOTHING
         outcome = self.scheduler.step_done(computed.sampled.tokens)
         if self._sink is not None and outcome.committed:
+            began = self._clock.now_s()
             self._sink.blocks_committed(outcome.committed)
+            self._phases.stored(outcome.committed, self._clock.now_s() - began)
         if self.config.debug_checks:
             self.scheduler.check()
         timings = StepTimings(planned - started, computed.forward_s, computed.sample_s)
-        return self._result(plan, computed.sampled, outcome, timings)
+        return self._result(plan, computed, outcome, timings)
 
     def rest(self) -> None:
         """Tell the sink if there is nothing to compute; call it after each step and each event."""
         if self._sink is not None and not self.scheduler.has_work:
             self._sink.engine_idle()
 
-    def _result(self, plan: StepPlan, sampled: Sampled, outcome: StepOutcome, timings: StepTimings) -> StepResult:
-        sampling = [run.request.request_id for run in plan.runs if run.samples]
-        logprobs = dict(zip(sampling, sampled.logprobs, strict=True))
-        outputs = tuple(
+    def _result(self, plan: StepPlan, computed: Computed, outcome: StepOutcome, timings: StepTimings) -> StepResult:
+        logprobs = computed.sampled.logprobs
+        now_s = self._clock.now_s()
+        outputs = [
             RequestOutput(
-                request_id=output.request.request_id,
-                tokens=(output.token,),
-                logprobs=logprobs[output.request.request_id],
-                finish_reason=output.finish_reason,
-                num_prompt_tokens=output.request.num_prompt_tokens,
-                num_generated_tokens=output.request.num_generated,
-                num_cached_tokens=output.request.num_cached_tokens,
+                output.request.request_id,
+                (output.token,),
+                logprobs[output.sample],
+                output.finish_reason,
+                output.request.num_prompt_tokens,
+                output.num_generated,
+                output.request.num_cached_tokens,
+                self._phases.token(output.request.request_id, output.finish_reason is not None, now_s),
             )
             for output in outcome.outputs
-        )
+        ]
         return StepResult(
-            outputs=outputs,
-            num_computed_tokens=plan.num_tokens,
+            outputs=tuple(outputs),
+            num_computed_tokens=plan.num_tokens + plan.num_drafted,
             num_sequences=len(plan.runs),
             preempted=plan.preempted,
             kv_events=tuple(self.scheduler.pool.take_events()),
             timings=timings,
             work=plan.work,
+            scores=computed.scores,
+            num_drafted_tokens=plan.num_drafted,
+            num_accepted_tokens=outcome.num_accepted,
         )
 
     def check(self) -> None:

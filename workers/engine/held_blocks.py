@@ -39,6 +39,20 @@ class HeldBlocks:
         self.add(export)
         return export
 
+    def grow(self, name: RequestId, block_ids: Sequence[int], *, new: bool) -> bool:
+        """Keep ``block_ids``, which somebody else holds too, under ``name``, behind those that are kept under it.
+
+        False, and nothing is kept, if what was kept has been given up: nobody reads it. ``new``: nothing was kept yet.
+        """
+        assert not (new and name in self._exports), f"{name} is kept already"
+        kept = () if new else self._exports[name].block_ids if name in self._exports else None
+        if kept is None:
+            return False
+        self._pool.retain(block_ids)
+        blocks = (*kept, *block_ids)
+        self._exports[name] = KvExport(name, blocks, len(blocks) * self._block_tokens)
+        return True
+
     def export(self, name: RequestId) -> KvExport | None:
         return self._exports.get(name)
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import TokenSequence
 from tanghulu.types import RequestId
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+_MAX_WEIGHT = 1e6
+MAX_LOGPROB_TOKEN_IDS = 128
 
 
 class EngineRequestState(Enum):
@@ -76,13 +80,12 @@ class EngineFinishReason(Enum):
     ABORTED = "aborted"
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(Struct, frozen=True):
     """How the next token is drawn. Applied in the order of the fields.
 
     ``temperature`` 0 is the exact argmax after penalties and bias. ``top_k`` 0 and ``top_p`` 1 and ``min_p`` 0
     are off. ``seed`` names the random stream; equal seeds give equal text whatever else is in the batch.
-    ``logprobs`` None is off, 0 the chosen token only, n the n most likely too.
+    ``logprobs`` None is off, 0 the chosen token only, n the n most likely too, and then ``logprob_token_ids``.
     """
 
     repetition_penalty: float = 1.0
@@ -95,6 +98,7 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require(self.temperature >= 0, f"temperature is {self.temperature}; it must be 0 or more")
@@ -105,6 +109,8 @@ class SamplingParams:
         _require(len(self.logit_bias) <= MAX_LOGIT_BIAS, f"logit_bias has more than {MAX_LOGIT_BIAS} entries")
         logprobs = self.logprobs
         _require(logprobs is None or 0 <= logprobs <= MAX_LOGPROBS, f"logprobs is {logprobs}; at most {MAX_LOGPROBS}")
+        asked, most = len(self.logprob_token_ids), MAX_LOGPROB_TOKEN_IDS
+        _require(asked <= most, f"logprob_token_ids has {asked} tokens; at most {most} are told of")
 
     @property
     def has_penalties(self) -> bool:
@@ -112,8 +118,7 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class StopParams:
+class StopParams(Struct, frozen=True):
     """When generation ends. Counts are of tokens generated beyond the original prompt, wherever it was.
 
     ``eos_ids`` end the text unless ``ignore_eos``; ``stop_token_ids`` always do. Neither is drawn before
@@ -141,8 +146,19 @@ class StopParams:
         return self.ending_ids if num_generated < self.min_tokens else frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class PeerExport:
+class PromptScoring(Struct, frozen=True):
+    """The prompt's own log probabilities that a request wants: from position ``start`` on, which is at least 1."""
+
+    start: int
+    num_top: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.start >= 1, "the first token of a prompt has no log probability: start from position 1")
+        top = self.num_top
+        _require(0 <= top <= MAX_LOGPROBS, f"{top} most likely tokens beside each of a prompt; at most {MAX_LOGPROBS}")
+
+
+class PeerExport(Struct, frozen=True):
     """KV that another worker keeps for this request: its first ``num_tokens`` tokens, partial last block included.
 
     ``instance`` and ``export_id`` are opaque here; the connector resolves them.
@@ -153,8 +169,7 @@ class PeerExport:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class PeerPrefix:
+class PeerPrefix(Struct, frozen=True):
     """A worker whose prefix cache had the prompt's first ``num_blocks`` blocks; ``instance`` as in `PeerExport`."""
 
     instance: str
@@ -169,8 +184,10 @@ class EngineRequest:
     were generated, here or elsewhere before the request was resubmitted. ``hold_kv`` ends the request after
     its first sampled token and keeps its blocks for a decode worker. ``fetch_blocks`` bounds how many leading
     blocks may be looked for outside (None: all, 0: none); ``holder`` is asked before the store. ``grammar`` bounds
-    what may be generated. ``client`` is who takes turns with others; a request that was ``moved`` from a lost worker
-    goes ahead of new ones.
+    what may be generated. ``scoring`` asks for log probabilities of the prompt, of which those in front of position
+    ``num_scored`` have been computed. ``client`` is who takes turns with others, ``weight`` of them for each of
+    another's. A request that was ``moved`` from a lost worker goes ahead of new ones. ``ahead`` names the pull that has
+    brought some of its KV already.
     """
 
     request_id: RequestId
@@ -186,6 +203,9 @@ class EngineRequest:
     grammar: Grammar | None = None
     client: str = ""
     moved: bool = False
+    ahead: RequestId | None = None
+    weight: float = 1.0
+    scoring: PromptScoring | None = None
 
     arrival: int = -1
     turn: float = 0.0
@@ -196,6 +216,7 @@ class EngineRequest:
     num_hit_tokens: int | None = None
     num_fetched_tokens: int = 0
     num_preemptions: int = 0
+    num_scored: int = 0
 
     def __post_init__(self) -> None:
         _require(len(self.sequence) > 0, f"request {self.request_id} has no tokens")
@@ -203,6 +224,7 @@ class EngineRequest:
             0 < self.num_prompt_tokens <= len(self.sequence),
             f"request {self.request_id} says {self.num_prompt_tokens} prompt tokens of {len(self.sequence)}",
         )
+        _require(0 < self.weight <= _MAX_WEIGHT, f"request {self.request_id} has a client of weight {self.weight}")
 
     def on(self, event: EngineRequestEvent) -> None:
         """Move along the table; asserts that the pair is in it."""
@@ -225,6 +247,20 @@ class EngineRequest:
         return len(self.sequence) - self.num_computed
 
     @property
+    def owed_position(self) -> int | None:
+        """The first position of the prompt whose log probability is still to be computed; None if there is none."""
+        if self.scoring is None:
+            return None
+        position = max(self.scoring.start, self.num_scored)
+        return position if position < self.num_prompt_tokens else None
+
+    @property
+    def most_reused(self) -> int:
+        """Leading tokens whose KV need not be computed here: their logits are not needed."""
+        owed = self.owed_position
+        return self.num_tokens - 1 if owed is None else owed - 1
+
+    @property
     def num_cached_tokens(self) -> int:
         """Tokens that this worker did not have to compute: found here at first admission, or fetched."""
         return (self.num_hit_tokens or 0) + self.num_fetched_tokens
@@ -237,14 +273,15 @@ class EngineRequest:
     def finish_reason(self, max_tokens: int) -> EngineFinishReason | None:
         """Whether the last, generated token ends the request; ``max_tokens`` bounds the whole sequence."""
         stop = self.stop
-        last = int(self.sequence.tokens[-1])
+        last, num_tokens = self.sequence.last, len(self.sequence)
+        num_generated = num_tokens - self.num_prompt_tokens
         if self.grammar is not None:
             ended = last in stop.eos_ids | stop.stop_token_ids
         else:
-            ended = self.num_generated > stop.min_tokens and last in stop.ending_ids
+            ended = num_generated > stop.min_tokens and last in stop.ending_ids
         if ended:
             return EngineFinishReason.STOP
-        if self.num_generated >= stop.max_new_tokens or self.num_tokens >= max_tokens:
+        if num_generated >= stop.max_new_tokens or num_tokens >= max_tokens:
             return EngineFinishReason.LENGTH
         return EngineFinishReason.HANDED_OVER if self.hold_kv else None
 

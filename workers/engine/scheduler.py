@@ -3,7 +3,8 @@
 There is no prefill phase and no decode phase. Every request has tokens whose KV is not computed yet: many at
 first (prefill), one from then on (decode). A step takes, within ``max_num_batched_tokens``, first one token of
 everybody who decodes, then runs of prompts in their order, then admits waiting requests; a request that
-reaches its last token samples the next. (Chunked prefill: Sarathi-Serve, https://arxiv.org/abs/2403.02310.)
+reaches its last token samples the next. (Chunked prefill: Sarathi-Serve, https://arxiv.org/abs/2403.02310.) What is
+left of the budget may go to drafts (`ngram_drafts`).
 
 Worked example, budget 8, blocks of 4. A decodes; B waits with 10 tokens, C with 3. Step 1: A 1 token, B its
 first 7. Step 2: A 1, B its last 3 and samples, C 3 and samples. Step 3: A, B, C one each.
@@ -23,15 +24,25 @@ Events in: `add`, `abort`, `fetch_done`, `step_done`. Decisions out: `schedule`.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tanghulu.errors import ConfigError, ContextLengthExceeded, InvalidRequest, Overloaded
 from tanghulu.fair_turns import FairTurns
+from tanghulu.hashing import TokenSequence
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
+from tanghulu.workers.engine.early_exports import EarlyExports
+from tanghulu.workers.engine.early_pulls import EarlyPulls
 from tanghulu.workers.engine.held_blocks import HeldBlocks
-from tanghulu.workers.engine.requests import EngineFinishReason, EngineRequest, EngineRequestEvent, EngineRequestState
+from tanghulu.workers.engine.ngram_drafts import NgramProposer
+from tanghulu.workers.engine.requests import (
+    EngineFinishReason,
+    EngineRequest,
+    EngineRequestEvent,
+    EngineRequestState,
+    PeerExport,
+)
 from tanghulu.workers.engine.step_plan import (
     CommittedBlock,
     FetchWanted,
@@ -47,7 +58,7 @@ from tanghulu.workers.engine.step_plan import (
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Bounds of a step and of the queue. ``can_fetch``: somebody performs FetchWanted; ``moves_preempted``: and keeps
-    what `StepPlan.displaced` names where fetches find it.
+    what `StepPlan.displaced` names where fetches find it. With a ``proposer`` decodes have drafts.
     """
 
     block_tokens: int
@@ -57,6 +68,7 @@ class SchedulerConfig:
     max_num_waiting: int = 1024
     can_fetch: bool = False
     moves_preempted: bool = False
+    proposer: NgramProposer | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -75,6 +87,8 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.held = HeldBlocks(pool, config.block_tokens)
+        self.early_exports = EarlyExports(self.held)
+        self.pulls = EarlyPulls(pool, config.block_tokens)
         self.max_tokens = min(config.max_context, pool.num_blocks * config.block_tokens)
         self._requests: dict[RequestId, EngineRequest] = {}
         self._waiting: list[EngineRequest] = []
@@ -103,10 +117,18 @@ class Scheduler:
         if len(self._waiting) >= self.config.max_num_waiting:
             raise Overloaded(f"{len(self._waiting)} requests wait already; send it to another worker or later")
         request.arrival = self._num_added
-        request.turn = 0.0 if request.moved else self._turns.take(request.client)
+        request.turn = 0.0 if request.moved else self._turns.take(request.client, request.weight)
         self._num_added += 1
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=_order)
+        self.pulls.leave(request.ahead)
+
+    def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: PeerExport) -> FetchWanted | None:
+        """Begin to pull the full blocks of ``sequence`` from ``peer``, as far as no request needs the room."""
+        if not self.config.can_fetch:
+            return None
+        spare = len(self._running) + sum(self._num_blocks(request.num_tokens) for request in self._admissible())
+        return self.pulls.begin(name, list(sequence.block_hashes), peer, spare)
 
     def abort(self, request_id: RequestId) -> bool:
         """Drop the request; False if the scheduler does not have it (any more): it may have ended a moment ago."""
@@ -138,7 +160,7 @@ class Scheduler:
             request.fetch_blocks = 0
             covered = (wanted.first_block + num_blocks_ok) * self.config.block_tokens
         # The last token is computed here in any case: its logits are what the next token is drawn from.
-        computed = min(covered, request.num_tokens - 1)
+        computed = min(covered, request.most_reused)
         if request.num_preemptions == 0:
             request.num_fetched_tokens = computed - request.num_computed
         request.num_computed = computed
@@ -148,19 +170,38 @@ class Scheduler:
         """The plan is computed; ``tokens`` are the samples of its runs that sample, in order."""
         plan, self._plan = self._plan, None
         assert plan is not None, "no step was planned"
-        assert len(tokens) == sum(run.samples for run in plan.runs)
-        samples = iter(tokens)
+        assert len(tokens) == sum(run.num_samples for run in plan.runs)
         outputs: list[TokenOutput] = []
         committed: list[CommittedBlock] = []
+        sample = num_accepted = 0
         for run in plan.runs:
-            token = next(samples) if run.samples else None
+            first, sample = sample, sample + run.num_samples
             if run.request.state is not EngineRequestState.RUNNING:
                 continue  # aborted while the step ran
-            run.request.num_computed += run.num_tokens
-            committed += self._commit_full_blocks(run.request)
-            if token is not None:
-                outputs.append(self._append(run.request, token))
-        return StepOutcome(tuple(outputs), tuple(committed))
+            request = run.request
+            request.num_computed += run.num_tokens
+            request.num_scored = max(request.num_scored, request.num_computed + 1)
+            committed += self._commit_full_blocks(request)
+            if not run.samples:
+                self.early_exports.filled(request)
+                continue
+            outputs.append(self._append(request, tokens[first], first))
+            for at, proposed in enumerate(run.draft, first):
+                if proposed != tokens[at] or request.state is not EngineRequestState.RUNNING:
+                    break
+                num_accepted += 1
+                request.num_computed += 1  # the KV of what was just appended is there
+                committed += self._commit_full_blocks(request)
+                outputs.append(self._append(request, tokens[at + 1], at + 1))
+            if run.draft:
+                self._shorten(request)
+        return StepOutcome(tuple(outputs), tuple(committed), num_accepted)
+
+    def _shorten(self, request: EngineRequest) -> None:
+        """Give back the blocks behind those of the request's own tokens, which held what was drafted in vain."""
+        kept = self._num_blocks(request.num_tokens)
+        self.pool.release(request.block_ids[kept:], used=False)
+        del request.block_ids[kept:]
 
     # ---- the decision
 
@@ -168,15 +209,39 @@ class Scheduler:
         """Decide the next step; `step_done` must follow before the next call."""
         assert self._plan is None, "the last step is not done"
         draft = StepDraft(self.config.max_num_batched_tokens)
-        self._plan_running(draft, decoding=True)
-        self._plan_running(draft, decoding=False)
+        decoding, prefilling = list[EngineRequest](), list[EngineRequest]()
+        for request in self._running:
+            (decoding if request.num_pending == 1 else prefilling).append(request)
+        self._plan_running(draft, decoding)
+        self._plan_running(draft, prefilling)
         if not draft.preempted:  # who was just displaced must not come back over the blocks it gave up
             self._admit_waiting(draft)
+            self._add_drafts(draft)
         self._plan = draft.plan()
         return self._plan
 
-    def _plan_running(self, draft: StepDraft, *, decoding: bool) -> None:
-        for request in [request for request in self._running if (request.num_pending == 1) is decoding]:
+    def _add_drafts(self, draft: StepDraft) -> None:
+        """Let decodes go ahead of themselves, with what budget and room everybody else has left over."""
+        proposer = self.config.proposer
+        for at, run in enumerate(draft.runs if proposer is not None else ()):
+            request = run.request
+            # A grammar's state moves forward only, and what is handed over has one token.
+            if run.num_tokens != 1 or not run.samples or request.grammar is not None or request.hold_kv:
+                continue
+            # One token is drawn in any case, behind the drafted ones.
+            ahead = min(self.max_tokens - request.num_tokens, request.stop.max_new_tokens - request.num_generated) - 1
+            assert proposer is not None
+            proposed = proposer.propose(request.sequence.tokens, min(draft.budget, ahead))
+            missing = self._num_blocks(request.num_tokens + len(proposed)) - len(request.block_ids)
+            if 0 < missing <= self.pool.num_available - len(self._running):
+                request.block_ids += self.pool.allocate(missing) or ()
+            room = len(request.block_ids) * self.config.block_tokens - request.num_tokens
+            if proposed := proposed[:room]:
+                draft.budget -= len(proposed)
+                draft.runs[at] = run._replace(draft=proposed)
+
+    def _plan_running(self, draft: StepDraft, requests: Sequence[EngineRequest]) -> None:
+        for request in requests:
             if request.state is not EngineRequestState.RUNNING:
                 continue  # preempted for an older one, just now
             if draft.budget == 0:
@@ -187,7 +252,11 @@ class Scheduler:
     def _make_room(self, request: EngineRequest, draft: StepDraft) -> bool:
         """Allocate blocks for all the request's tokens, preempting the youngest; False if that was ``request``."""
         missing = self._num_blocks(request.num_tokens) - len(request.block_ids)
+        if missing <= 0:
+            return True
         while missing > self.pool.num_available:
+            if self.pulls.give_way():
+                continue
             victim = self._running[-1]
             self._preempt(victim, draft)
             if victim is request:
@@ -206,6 +275,7 @@ class Scheduler:
         if self.config.moves_preempted:
             draft.displaced += self._own_blocks(victim)
             victim.fetch_blocks = victim.num_committed_blocks
+        self.early_exports.over(victim.request_id)
         self._give_back_blocks(victim)
         insort(self._waiting, victim, key=_order)
 
@@ -219,13 +289,12 @@ class Scheduler:
         ]
 
     def _admit_waiting(self, draft: StepDraft) -> None:
-        while self._waiting and draft.budget > 0:
+        while draft.budget > 0 and (request := next(self._admissible(), None)) is not None:
             if len(self._running) + len(self._fetches) >= self.config.max_num_seqs:
                 return
-            request = self._waiting[0]
             if not self._take_blocks(request):
                 return
-            self._waiting.pop(0)
+            self._waiting.remove(request)
             self._turns.served(request.turn)
             draft.add_hits(request)
             wanted = plan_fetch(request, self.config.block_tokens) if self.config.can_fetch else None
@@ -242,21 +311,29 @@ class Scheduler:
                     draft.forgone.append(request.peer)
                     request.peer = None
 
+    def _admissible(self) -> Iterator[EngineRequest]:
+        """Those who wait, in order, without those of whom a last part is just being pulled."""
+        return (request for request in self._waiting if not self.pulls.is_pulling(request.ahead))
+
     def _take_blocks(self, request: EngineRequest) -> bool:
         """Match what is cached and allocate the rest of the blocks; False (and nothing taken) if too few are left."""
         # At least the last token stays to be computed, even if every block of the prompt is cached.
-        usable = (request.num_tokens - 1) // self.config.block_tokens
+        usable = request.most_reused // self.config.block_tokens
         hits = self.pool.match(request.sequence.block_hashes[:usable])
         missing = self._num_blocks(request.num_tokens) - len(hits)
         # One block for each running request, so that it is not displaced by the newcomer at its next full block.
-        if missing + len(self._running) > self.pool.num_available and not self._fits_alone(missing):
-            self.pool.release(hits, used=False)
-            return False
+        while missing + len(self._running) > self.pool.num_available and not self._fits_alone(missing):
+            in_sight = self.pool.num_available + self.pulls.num_blocks
+            if missing > in_sight or not self.pulls.give_way():
+                self.pool.release(hits, used=False)
+                return False
         fresh = self.pool.allocate(missing)
         assert fresh is not None
         request.block_ids = hits + fresh
         request.num_computed = len(hits) * self.config.block_tokens
         request.num_committed_blocks = len(hits)
+        if request.ahead is not None:
+            self.pulls.drop(request.ahead)
         if request.num_hit_tokens is None:
             request.num_hit_tokens = request.num_computed
         return True
@@ -266,12 +343,12 @@ class Scheduler:
 
     # ---- progress and ends
 
-    def _append(self, request: EngineRequest, token: int) -> TokenOutput:
-        request.sequence.append((token,))
+    def _append(self, request: EngineRequest, token: int, sample: int) -> TokenOutput:
+        request.sequence.append_one(token)
         reason = request.finish_reason(self.max_tokens)
         if reason is not None:
             self._finish(request, reason)
-        return TokenOutput(request, token, reason)
+        return TokenOutput(request, token, reason, sample, request.num_generated)
 
     def _finish(self, request: EngineRequest, reason: EngineFinishReason) -> None:
         request.on(EngineRequestEvent.FINISH)
@@ -285,6 +362,9 @@ class Scheduler:
         self._drop(request)
 
     def _drop(self, request: EngineRequest) -> None:
+        self.early_exports.over(request.request_id)
+        if request.ahead is not None:
+            self.pulls.drop(request.ahead)
         self._give_back_blocks(request)
         del self._requests[request.request_id]
 
@@ -296,12 +376,14 @@ class Scheduler:
 
     def _commit_full_blocks(self, request: EngineRequest) -> list[CommittedBlock]:
         full = request.num_computed // self.config.block_tokens
-        fresh = []
+        fresh: list[CommittedBlock] = []
+        if full <= request.num_committed_blocks:
+            return fresh
         for index in range(request.num_committed_blocks, full):
             block, block_hash = request.block_ids[index], request.sequence.block_hashes[index]
             if self.pool.commit(block, block_hash):
                 fresh.append(CommittedBlock(request.request_id, index, block, block_hash))
-        request.num_committed_blocks = max(full, request.num_committed_blocks)
+        request.num_committed_blocks = full
         return fresh
 
     def _num_blocks(self, num_tokens: int) -> int:
@@ -324,19 +406,22 @@ class Scheduler:
         return len(self._fetches)
 
     @property
-    def num_pending_tokens(self) -> int:
-        """Tokens of all live requests that are still to be computed: the queue as a load figure."""
-        return sum(request.num_pending for request in self._requests.values())
+    def pending(self) -> tuple[int, int]:
+        """The queue as a load figure: tokens of all live requests that are still to be computed, and their pairs.
+
+        Twice the (query, key) pairs of these tokens: long prompts cost more than their tokens.
+        """
+        tokens = pairs = 0
+        for request in self._requests.values():
+            length, computed = len(request.sequence), request.num_computed
+            tokens += length - computed
+            pairs += length * length - computed * computed
+        return tokens, pairs
 
     @property
     def num_added(self) -> int:
         """How many requests were ever added."""
         return self._num_added
-
-    @property
-    def num_pending_pairs(self) -> int:
-        """Twice the (query, key) pairs of these tokens: long prompts cost more than their tokens."""
-        return sum(len(r.sequence) ** 2 - r.num_computed**2 for r in self._requests.values())
 
     @property
     def has_work(self) -> bool:
@@ -357,13 +442,14 @@ class Scheduler:
         assert self._waiting == sorted(self._waiting, key=_order)
         assert self._running == sorted(self._running, key=_order)
         assert len(self._running) + len(self._fetches) <= self.config.max_num_seqs
-        holders = self.held.references()
+        self.pulls.check()
+        holders = self.held.references() + self.pulls.references()
         for request in live:
             request.check(self.config.block_tokens)
             holders.update(request.block_ids)
         assert all(self.pool.num_references(block) == holders[block] for block in range(self.pool.num_blocks))
         moving = {block for wanted in self._fetches.values() for block in wanted.block_ids}
-        assert self.pool.num_in_transfer == len(moving)
+        assert self.pool.num_in_transfer == len(moving) + self.pulls.num_coming
 
     def __repr__(self) -> str:
         return (

@@ -6,7 +6,7 @@ long as one of 5, because reading the weights dominates, and 84 tokens/s would b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from tanghulu.workers.engine.step_model import NO_WORK, StepCosts, StepModel, StepWork
 
@@ -21,8 +21,7 @@ DEFAULT_STEP_TOKENS = 512
 _DECODE_TOKENS = 32  # steps of at most this many tokens, one a sequence, count as decode
 
 
-@dataclass(frozen=True, slots=True)
-class Speeds:
+class Speeds(Struct, frozen=True):
     """The measured speeds; 0 while unknown, but for ``peer_bytes_per_s``."""
 
     prefill_tokens_per_s: float = 0.0
@@ -32,8 +31,7 @@ class Speeds:
     costs: StepCosts | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PeerReadTotal:
+class PeerReadTotal(Struct, frozen=True):
     """What was read from the worker at ``address``, and how long that took."""
 
     address: str

@@ -17,7 +17,8 @@ A prompt of n tokens in chunks of b takes n / b steps, so ``costs`` adds ``prefi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 #: What is left of the past at each step of the kind.
 FADE = 0.995
@@ -28,8 +29,7 @@ _SWEEPS = 30
 _PRIOR = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
+class StepWork(Struct, frozen=True):
     """What a step computed: see the module for T, P, S and C."""
 
     prefill_tokens: int = 0
@@ -41,8 +41,7 @@ class StepWork:
 NO_WORK = StepWork()
 
 
-@dataclass(frozen=True, slots=True)
-class StepCosts:
+class StepCosts(Struct, frozen=True):
     """The constants, in seconds. ``prefill_token_s`` has the fixed part of a chunk's step in it."""
 
     prefill_fixed_s: float
@@ -63,25 +62,29 @@ class _Fit:
         self._targets = [0.0] * 3
 
     def add(self, features: Sequence[float], seconds: float) -> None:
-        row = [feature / seconds for feature in features]
-        for i, one in enumerate(row):
-            self._targets[i] = FADE * self._targets[i] + one
-            products = self._products[i]
-            for j, other in enumerate(row):
-                products[j] = FADE * products[j] + one * other
+        a, b, c = [feature / seconds for feature in features]
+        targets, (of_a, of_b, of_c) = self._targets, self._products
+        targets[:] = FADE * targets[0] + a, FADE * targets[1] + b, FADE * targets[2] + c
+        of_a[:] = FADE * of_a[0] + a * a, FADE * of_a[1] + a * b, FADE * of_a[2] + a * c
+        of_b[:] = of_a[1], FADE * of_b[1] + b * b, FADE * of_b[2] + b * c
+        of_c[:] = of_a[2], of_b[2], FADE * of_c[2] + c * c
         self.num_steps += 1
         if self.num_steps >= MIN_STEPS and (self.num_steps == MIN_STEPS or self.num_steps % EVERY == 0):
             self._solve()
 
     def _solve(self) -> None:
         constants = self.constants
+        products = self._products
+        terms = [
+            (i, j, k, self._targets[i], products[i][i], products[i][j], products[i][k])
+            for i, j, k in ((0, 1, 2), (1, 2, 0), (2, 0, 1))
+            if products[i][i] > 0
+        ]
         for _ in range(_SWEEPS):
-            for i, products in enumerate(self._products):
-                own = products[i]
-                if own > 0:
-                    others = sum(products[j] * constants[j] for j in range(3) if j != i)
-                    towards = self._targets[i] - others + _PRIOR * own * constants[i]
-                    constants[i] = max(0.0, towards / (own * (1 + _PRIOR)))
+            for i, j, k, target, own, by_j, by_k in terms:
+                others = by_j * constants[j] + by_k * constants[k]
+                towards = target - others + _PRIOR * own * constants[i]
+                constants[i] = max(0.0, towards / (own * (1 + _PRIOR)))
 
 
 class StepModel:

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from msgspec import Struct
 
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.requests import EngineFinishReason, EngineRequest, PeerExport, PeerPrefix
 from tanghulu.workers.engine.step_model import StepWork
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRun:
-    """Compute tokens ``start .. start+num_tokens`` of ``request``; ``samples`` if that reaches its last token."""
+class ScheduledRun(NamedTuple):
+    """Compute tokens ``start .. start+num_tokens`` of ``request``; ``samples`` if that reaches its last token.
+
+    A run that samples may have a ``draft``: tokens that may follow, which are computed behind its own. A token is then
+    drawn behind its last and behind each of the draft, as if all before it were accepted.
+    """
 
     request: EngineRequest
     start: int
     num_tokens: int
     samples: bool
+    draft: tuple[int, ...] = ()
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that are drawn."""
+        return 1 + len(self.draft) if self.samples else 0
 
 
-@dataclass(frozen=True, slots=True)
-class FetchWanted:
+class FetchWanted(Struct, frozen=True):
     """Write KV into ``block_ids``, the prompt's blocks from number ``first_block`` on, then tell `fetch_done`.
 
     ``num_tokens`` counts from the prompt's first token: the last block is partial if it is no multiple of the
@@ -38,8 +49,7 @@ class FetchWanted:
     holder: PeerPrefix | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(Struct, frozen=True):
     """One step: what to compute, which requests it preempted, and what to fetch meanwhile.
 
     ``forgone``: exports of other workers that need not be fetched, because all of it was found here. ``reused``: cached
@@ -56,7 +66,13 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that are computed, without those of drafts."""
         return sum(run.num_tokens for run in self.runs)
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens of drafts that are computed besides."""
+        return sum(len(run.draft) for run in self.runs)
 
     @property
     def work(self) -> StepWork:
@@ -93,17 +109,18 @@ class StepDraft:
         )
 
     def add_hits(self, request: EngineRequest) -> None:
-        """Note the blocks that the just admitted ``request`` found here; not its own from before a preemption."""
-        if request.num_preemptions == 0:
+        """Note the blocks that the just admitted ``request`` found here; not its own: pulled, or from before."""
+        if request.num_preemptions == 0 and request.ahead is None:
             found = zip(request.block_ids, request.sequence.block_hashes, strict=False)
             for index, (block, block_hash) in zip(range(request.num_committed_blocks), found, strict=False):
                 self.reused.append(CommittedBlock(request.request_id, index, block, block_hash))
 
     def add_run(self, request: EngineRequest) -> None:
         """Plan as many of the pending tokens as the budget allows."""
-        count = min(request.num_pending, self.budget)
+        pending = request.num_pending
+        count = min(pending, self.budget)
         self.budget -= count
-        self.runs.append(ScheduledRun(request, request.num_computed, count, count == request.num_pending))
+        self.runs.append(ScheduledRun(request, request.num_computed, count, count == pending))
 
     def drop_runs(self, request: EngineRequest) -> None:
         """Take back what was planned for ``request`` (a young decode, planned before an older prefill)."""
@@ -111,8 +128,7 @@ class StepDraft:
         self.runs = [run for run in self.runs if run.request is not request]
 
 
-@dataclass(frozen=True, slots=True)
-class CommittedBlock:
+class CommittedBlock(Struct, frozen=True):
     """A block that became full and can be matched: number ``index`` of its request, new to this worker."""
 
     request_id: RequestId
@@ -121,25 +137,28 @@ class CommittedBlock:
     block_hash: BlockHash
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
-    """One request's new token and, if that was its last, why."""
+class TokenOutput(NamedTuple):
+    """One request's new token, its ``num_generated``-th, and, if that was its last, why.
+
+    It is number ``sample`` of what the step drew.
+    """
 
     request: EngineRequest
     token: int
     finish_reason: EngineFinishReason | None
+    sample: int
+    num_generated: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """What a completed step changed."""
+class StepOutcome(Struct, frozen=True):
+    """What a completed step changed; ``num_accepted`` tokens of drafts were right."""
 
     outputs: tuple[TokenOutput, ...]
     committed: tuple[CommittedBlock, ...]
+    num_accepted: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class KvExport:
+class KvExport(Struct, frozen=True):
     """Blocks that a finished request left for a decode worker: KV of its first ``num_tokens`` tokens."""
 
     request_id: RequestId
@@ -152,12 +171,14 @@ def plan_fetch(request: EngineRequest, block_tokens: int) -> FetchWanted | None:
 
     ``request.num_computed`` tokens (whole blocks) were found here. From a peer's export everything is wanted,
     the partial last block included; from the store whole blocks, and never the one with the last token, so
-    that something remains to compute logits from.
+    that something remains to compute logits from; nor, of either, one with tokens whose logits are wanted themselves.
     """
+    usable = request.most_reused // block_tokens
     if request.peer is not None:
         num_tokens = min(request.peer.num_tokens, request.num_tokens)
+        if request.owed_position is not None:
+            num_tokens = min(num_tokens, block_tokens * usable)
     else:
-        usable = (request.num_tokens - 1) // block_tokens
         num_tokens = block_tokens * (usable if request.fetch_blocks is None else min(usable, request.fetch_blocks))
     start, end = request.num_computed // block_tokens, -(-num_tokens // block_tokens)
     if end <= start:

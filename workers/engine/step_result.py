@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
+
+from msgspec import Struct
 
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
+from tanghulu.workers.engine.phase_times import PhaseTimes
+from tanghulu.workers.engine.prompt_scores import PromptScores
 from tanghulu.workers.engine.requests import EngineFinishReason
 from tanghulu.workers.engine.step_model import NO_WORK, StepWork
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(Struct, frozen=True):
     """Natural logarithm of the model's own probability of ``token``, before penalties and temperature."""
 
     token: int
     logprob: float
 
 
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """The chosen token's logprob and those of the most likely ones, best first."""
+class Logprobs(Struct, frozen=True):
+    """The chosen token's logprob, those of the most likely ones, best first, and those that were asked for by id."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
+    asked: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(Struct, frozen=True):
     """One token for each row, in order; ``logprobs`` has None where none were asked for."""
 
     tokens: list[int]
     logprobs: list[Logprobs | None]
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """One request's output of a step. The token counts are of the whole request so far.
+class RequestOutput(NamedTuple):
+    """One token of a request; a step may have several, in order. The token counts are of the request up to it.
 
-    ``num_cached_tokens`` were found in this worker's cache or fetched instead of computed.
+    ``num_cached_tokens`` were found in this worker's cache or fetched instead of computed. ``phases`` come with the
+    first token and with the last.
     """
 
     request_id: RequestId
@@ -48,10 +50,10 @@ class RequestOutput:
     num_prompt_tokens: int
     num_generated_tokens: int
     num_cached_tokens: int
+    phases: PhaseTimes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimings:
+class StepTimings(Struct, frozen=True):
     """Where a step's time went, in seconds."""
 
     schedule_s: float = 0.0
@@ -59,9 +61,11 @@ class StepTimings:
     sample_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The result of one step; empty (`idle`) if there was nothing to compute."""
+class StepResult(Struct, frozen=True):
+    """The result of one step; empty (`idle`) if there was nothing to compute.
+
+    ``num_drafted_tokens`` of the computed ones were proposed, of which ``num_accepted_tokens`` became text.
+    """
 
     outputs: tuple[RequestOutput, ...] = ()
     num_computed_tokens: int = 0
@@ -70,6 +74,9 @@ class StepResult:
     kv_events: tuple[KvEvent, ...] = ()
     timings: StepTimings = StepTimings()
     work: StepWork = NO_WORK
+    scores: tuple[PromptScores, ...] = ()
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def idle(self) -> bool:

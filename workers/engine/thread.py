@@ -10,17 +10,21 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import structlog
+from msgspec import Struct, field
 
 from tanghulu.errors import TanghuluError
-from tanghulu.types import RequestId
+from tanghulu.hashing import TokenSequence
+from tanghulu.types import BlockHash, RequestId
+from tanghulu.workers.engine.block_pool import KvEvent
+from tanghulu.workers.engine.early_exports import EarlyBlocks
 from tanghulu.workers.engine.engine import EngineCore
-from tanghulu.workers.engine.requests import EngineFinishReason
+from tanghulu.workers.engine.requests import EngineFinishReason, EngineRequest, PeerExport
 from tanghulu.workers.engine.speed import PeerReadTotal, SpeedMeter, Speeds
 from tanghulu.workers.engine.step_plan import KvExport
 from tanghulu.workers.engine.step_result import StepResult
@@ -31,8 +35,7 @@ Command = Callable[[EngineCore], object]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
+class EngineLoad(Struct, frozen=True):
     """How busy the engine is: requests, blocks, tokens that wait to be computed, measured speeds."""
 
     num_running: int = 0
@@ -50,17 +53,24 @@ class EngineLoad:
     num_added: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What leaves the engine after a step: its result, new exports of handed-over requests, the load."""
+class StepReport(Struct, frozen=True):
+    """What leaves the engine after a step: its result, new exports of handed-over requests, the load.
+
+    ``early``: what may be read of prefills under way, in order, and before ``exports``.
+    """
 
     result: StepResult
     exports: Mapping[RequestId, KvExport]
     load: EngineLoad
+    early: tuple[EarlyBlocks, ...] = ()
 
 
 class EngineThread:
-    """Runs ``core`` until ``stop``. ``on_report`` and ``on_failure`` are called in the engine's thread."""
+    """Runs ``core`` until ``stop``. ``on_report`` and ``on_failure`` are called in the engine's thread.
+
+    ``in_turn`` has a function called in the event loop in its place among the reports, if these do not go there one by
+    one by ``call_soon_threadsafe``.
+    """
 
     def __init__(
         self,
@@ -68,8 +78,10 @@ class EngineThread:
         on_report: Callable[[StepReport], None],
         on_failure: Callable[[BaseException], None],
         speed: SpeedMeter | None = None,
+        in_turn: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         self._core = core
+        self._in_turn = in_turn
         self._on_report = on_report
         self._on_failure = on_failure
         self._commands: deque[Command] = deque()
@@ -102,13 +114,51 @@ class EngineThread:
         self.post(run)
         return await asyncio.shield(result)
 
-    def stop(self) -> None:
-        """End after the step under way; commands that came before are run."""
+    def submit(
+        self, request: EngineRequest, added: Callable[[int], None], refused: Callable[[TanghuluError], None]
+    ) -> None:
+        """Add ``request``; one of the two is called in the event loop, in front of the reports of what comes of it."""
+        in_turn = self._in_turn or asyncio.get_running_loop().call_soon_threadsafe
+
+        def add(core: EngineCore) -> None:
+            try:
+                core.add(request)
+                in_turn(partial(added, core.scheduler.num_added))
+            except TanghuluError as error:
+                in_turn(partial(refused, error))
+
+        self.post(add)
+
+    def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: PeerExport) -> None:
+        """Begin to fetch a prompt that another worker computes."""
+        self.post(lambda core: core.pull_ahead(name, sequence, peer))
+
+    def abort(self, request_id: RequestId) -> None:
+        """Abort a request; one that has ended has its report on its way."""
+        self.post(lambda core: core.abort(request_id))
+
+    def snapshot(self, take: Callable[[Sequence[BlockHash], EngineLoad, Sequence[KvEvent]], None]) -> None:
+        """List the cached blocks; ``take`` is called in the event loop, between the reports so far and later ones."""
+        in_turn = self._in_turn or asyncio.get_running_loop().call_soon_threadsafe
+
+        def look(core: EngineCore) -> None:
+            hashes, events = core.scheduler.pool.matchable_hashes(), core.scheduler.pool.take_events()
+            in_turn(partial(take, hashes, self.load(), events))
+
+        self.post(look)
+
+    def beat(self) -> None:
+        """Have a report come, whether there is work or not."""
+        self.post(lambda core: None)
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """End after the step under way; commands that came before are run. False: it has not ended in ``timeout_s``."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):  # for people who look at the process's threads
@@ -145,21 +195,27 @@ class EngineThread:
         self._can_step = scheduler.has_work and not result.idle
         if not result.idle:
             seconds = result.timings.forward_s + result.timings.sample_s
-            self._speed.step(result.num_computed_tokens, result.num_sequences, seconds, result.work)
-        if told or events or not result.idle:
+            num_tokens = result.num_computed_tokens - result.num_drafted_tokens
+            self._speed.step(num_tokens, result.num_sequences, seconds, result.work)
+        early = scheduler.early_exports.take()
+        if told or events or early or not result.idle:
             report = StepReport(
-                _with_events(result, events), self._exports(result), self.load(self._speed.take_reads())
+                _with_events(result, events), self._exports(result), self.load(self._speed.take_reads()), early
             )
             self._on_report(report)
 
     def _exports(self, result: StepResult) -> dict[RequestId, KvExport]:
-        handed = [o.request_id for o in result.outputs if o.finish_reason is EngineFinishReason.HANDED_OVER]
-        found = {request_id: self._core.scheduler.held.export(request_id) for request_id in handed}
-        return {request_id: export for request_id, export in found.items() if export is not None}
+        held, found = self._core.scheduler.held, dict[RequestId, KvExport]()
+        for output in result.outputs:
+            handed = output.finish_reason is EngineFinishReason.HANDED_OVER
+            if handed and (export := held.export(output.request_id)) is not None:
+                found[output.request_id] = export
+        return found
 
     def load(self, reads: tuple[PeerReadTotal, ...] = ()) -> EngineLoad:
         """The engine's load now, to be called in the engine's thread (by a command); with ``reads`` from peers."""
         scheduler, pool = self._core.scheduler, self._core.scheduler.pool
+        pending_tokens, pending_pairs = scheduler.pending
         return EngineLoad(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -169,10 +225,10 @@ class EngineThread:
             blocks_cached=pool.num_cached,
             blocks_in_use=pool.num_in_use,
             blocks_in_transfer=pool.num_in_transfer,
-            pending_tokens=scheduler.num_pending_tokens,
+            pending_tokens=pending_tokens,
             speeds=self._speed.speeds,
             reads=reads,
-            pending_pairs=scheduler.num_pending_pairs,
+            pending_pairs=pending_pairs,
             num_added=scheduler.num_added,
         )
 

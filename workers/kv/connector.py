@@ -7,23 +7,27 @@ leading blocks arrived whole (0 is always an answer), and computes the rest.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
 
 from tanghulu.errors import TanghuluError
-from tanghulu.types import BlockHash
+from tanghulu.types import BlockHash, RequestId
+from tanghulu.workers.engine.early_pulls import MAX_PULLS
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted
 from tanghulu.workers.engine.thread import Command
+from tanghulu.workers.kv.peer_reader import Watch
 from tanghulu.workers.kv.ports import BlockPort, Move
 from tanghulu.workers.kv.store_policy import StorePolicy, WorthKeeping, make_store_policy
 from tanghulu.workers.metrics import WorkerMetrics
@@ -36,6 +40,8 @@ _IDLE_BLOCKS = 16
 #: Threads that load; on a GPU each has pinned memory of its own.
 NUM_FETCH_THREADS = 2
 
+#: What a pull fetches before it says what has come and looks whether it is still wanted.
+_PULL_TURN_BYTES = 16 << 20
 #: Hashes that are remembered as written; what is forgotten is at worst written again, which the store finds a hit.
 _MAX_WRITTEN = 65_536
 
@@ -59,11 +65,14 @@ class KvPeers(Protocol):
         The export is held for more until `release`.
         """
 
+    def watch(self, peer: PeerExport) -> AbstractContextManager[Watch]:
+        """Give a function that waits until an export has more blocks than are known; it raises when that is over."""
+
     def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers`` with cached blocks of another worker; returns how many leading ones arrived whole."""
 
-    def release(self, peer: PeerExport, bytes_read: int = 0) -> None:
-        """Tell the export's holder that this worker will not read (more of) it."""
+    def release(self, peer: PeerExport, bytes_read: int = 0, *, keep: bool = False) -> None:
+        """Tell the export's holder that this worker will not read (more of) it; with ``keep`` others may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,8 @@ class KvConnector:
         self._post: Callable[[Command], None]
         self._policy: StorePolicy
         self._fetchers = ThreadPoolExecutor(NUM_FETCH_THREADS, "kv-fetch")
+        self._pullers = ThreadPoolExecutor(MAX_PULLS, "kv-pull")  # they wait; what moves blocks are the fetchers
+        self._pulls: dict[RequestId, threading.Event] = {}  # set when a pull is to end; the engine's thread alone
         self._releaser = ThreadPoolExecutor(1, "kv-release")  # other workers' blocks wait for no slow fetch
         self._writer = ThreadPoolExecutor(1, "kv-save")
         self._pending_blocks = 0  # the engine's thread alone changes it
@@ -117,6 +128,9 @@ class KvConnector:
 
     def close(self) -> None:
         """Wait for transfers under way; later ones are refused by the executors."""
+        for left in list(self._pulls.values()):
+            left.set()
+        self._pullers.shutdown(wait=True, cancel_futures=True)
         self._fetchers.shutdown(wait=True, cancel_futures=True)
         self._releaser.shutdown(wait=True, cancel_futures=True)
         self._writer.shutdown(wait=True, cancel_futures=True)
@@ -131,6 +145,14 @@ class KvConnector:
 
     def forgo(self, peer: PeerExport) -> None:
         self._release(peer)
+
+    def pull(self, wanted: FetchWanted) -> None:
+        left = self._pulls[wanted.request_id] = threading.Event()
+        self._pullers.submit(self._pull, wanted, left)
+
+    def leave(self, name: RequestId) -> None:
+        if (left := self._pulls.get(name)) is not None:
+            left.set()
 
     def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
         """Keep in the store, behind the computation, what the policy finds worth it."""
@@ -246,6 +268,50 @@ class KvConnector:
         if store is not None and self._store_answers:
             yield "store", len(hashes), lambda at, buffers: store.load(hashes[at : at + len(buffers)], buffers)
 
+    def _pull(self, wanted: FetchWanted, left: threading.Event) -> None:
+        """Fetch blocks of an export that grows, as they are computed there, until it is over or the pull is left."""
+        peer, name = wanted.peer, wanted.request_id
+        assert peer is not None
+        try:
+            with self._peers.watch(peer) as num_blocks:
+                self._pull_turns(wanted, left, num_blocks)
+        except TanghuluError as error:  # over, or away: the request will ask whoever has the rest
+            _log.debug("pull.ended", name=name, code=error.code, error=error.message)
+        except Exception:  # noqa: BLE001 - a bug here must not keep the blocks for ever: the request fetches them
+            _log.exception("pull.failed", name=name)
+        finally:
+            self._release(peer, keep=True)
+            self._post(lambda core: self._pulled(core, name))
+
+    def _pulled(self, core: EngineCore, name: RequestId) -> None:
+        del self._pulls[name]
+        core.pull_done(name)
+
+    def _pull_turns(self, wanted: FetchWanted, left: threading.Event, num_blocks: Watch) -> None:
+        at, ids = 0, wanted.block_ids
+        turn_blocks = max(1, _PULL_TURN_BYTES // self._layout.block_bytes)
+        while at < len(ids) and not left.is_set():
+            complete = num_blocks(wanted.first_block + at) - wanted.first_block
+            until = min(complete, len(ids), at + turn_blocks)
+            if until <= at or left.is_set():
+                continue
+            num_ok = self._fetchers.submit(self._pull_turn, wanted, at, until).result()
+            if num_ok < until - at:
+                return
+            at = until
+
+    def _pull_turn(self, wanted: FetchWanted, at: int, until: int) -> int:
+        """Fetch the wanted blocks from number ``at`` up to ``until``, called in a fetcher's thread."""
+        peer, started_s = wanted.peer, time.monotonic()
+        assert peer is not None
+        num_ok = self._port.fill(
+            wanted.block_ids[at:until], lambda n, buffers: self._read_export(peer, wanted, at + n, buffers)
+        )
+        if num_ok:
+            self._count_fetch(wanted, "peer", at, num_ok, time.monotonic() - started_s)
+            self._post(lambda core: core.pull_arrived(wanted.request_id, num_ok))
+        return num_ok
+
     def _read_export(self, peer: PeerExport, wanted: FetchWanted, at: int, buffers: Sequence[memoryview]) -> int:
         return self._peers.read(peer, wanted.first_block + at, buffers)
 
@@ -265,13 +331,13 @@ class KvConnector:
         self._count_fetch(wanted, source, first, num_ok, time.monotonic() - started_s)
         return num_ok
 
-    def _release(self, peer: PeerExport, bytes_read: int = 0) -> None:
-        """Have the export's holder told that none of it is needed any more, whatever came of it."""
-        self._releaser.submit(self._released, peer, bytes_read)
+    def _release(self, peer: PeerExport, bytes_read: int = 0, *, keep: bool = False) -> None:
+        """Have the export's holder told that this worker needs none of it any more, whatever came of it."""
+        self._releaser.submit(self._released, peer, bytes_read, keep)
 
-    def _released(self, peer: PeerExport, bytes_read: int) -> None:
+    def _released(self, peer: PeerExport, bytes_read: int, keep: bool) -> None:
         try:
-            self._peers.release(peer, bytes_read)
+            self._peers.release(peer, bytes_read, keep=keep)
         except TanghuluError as error:
             _log.warning("export.release_failed", code=error.code, error=error.message)
 

@@ -16,6 +16,8 @@ import itertools
 from dataclasses import dataclass, field
 from enum import Enum
 
+from msgspec import structs
+
 from tanghulu.errors import ChunkNotFound
 from tanghulu.types import LeaseId, RequestId
 from tanghulu.workers.engine.step_plan import KvExport
@@ -85,6 +87,17 @@ class ExportTable:
         export = Export(next(self._ids), kv.request_id, kv, now_s + self._ttl_s)
         self._exports[export.export_id] = export
         return export
+
+    def grow(self, export_id: int, block_ids: tuple[int, ...], block_tokens: int) -> None:
+        """Add blocks to the export of a prefill under way; one that was released meanwhile is no error."""
+        export = self._exports.get(export_id)
+        if export is not None:
+            blocks = (*export.kv.block_ids, *block_ids)
+            export.kv = structs.replace(export.kv, block_ids=blocks, num_tokens=len(blocks) * block_tokens)
+
+    def watched(self, export: Export, now_s: float) -> None:
+        """Note that a reader waits for more of the export."""
+        export.expires_at_s = now_s + self._ttl_s
 
     def get(self, export_id: int) -> Export:
         """The export; raises ChunkNotFound when it was released or its time ran out."""

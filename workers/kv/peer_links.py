@@ -14,10 +14,12 @@ from typing import TypeVar
 
 import structlog
 
-from tanghulu.errors import NodeUnavailable
+from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
+from tanghulu.errors import DeadlineExceeded, NodeUnavailable, PeerSilent
 from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.methods import HELLO
+from tanghulu.rpc.pacing import SILENT_HOST_S
 from tanghulu.rpc.versions import SPOKEN, settled
 from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.process import host_id
@@ -34,6 +36,8 @@ _T = TypeVar("_T")
 HELLO_DEADLINE_S = 10.0
 #: A connection that was not used for so long is closed: its worker may have gone, or come back at another address.
 MAX_IDLE_S = 300.0
+#: A worker that let somebody wait for a deadline in vain is asked by nobody for so long: each would wait as long again.
+SILENT_PAUSE_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -63,24 +67,37 @@ class _Place:
 class PeerLinks:
     """The links to other workers, by their instance as `PeerExport` has it."""
 
-    def __init__(self, engine: TransferEngine, client_id: str, clock: Clock) -> None:
+    def __init__(
+        self, engine: TransferEngine, client_id: str, clock: Clock, credentials: Credentials = NOTHING_TO_SHOW
+    ) -> None:
+        self._credentials = credentials
         self._engine = engine
         self._client_id = client_id
         self._clock = clock
         self._lock = threading.Lock()  # never held while somebody waits for a peer
         self._places: dict[str, _Place] = {}
+        self._silent_until_s: dict[str, float] = {}
         self._closed = False
 
     def use(self, instance: str, use: Callable[[PeerLink], _T]) -> _T:
         """Call ``use`` with the link to ``instance``, and again with a new one if an older one turns out to be stale.
 
-        Raises what ``use`` does, and NodeUnavailable or DeadlineExceeded if the worker cannot be reached.
+        Raises what ``use`` does, and NodeUnavailable or DeadlineExceeded if the worker cannot be reached, or could not
+        a moment ago.
         """
+        try:
+            return self._use_latest(instance, use)
+        except (DeadlineExceeded, PeerSilent):
+            with self._lock:
+                self._silent_until_s[instance] = self._clock.now_s() + SILENT_PAUSE_S
+            raise
+
+    def _use_latest(self, instance: str, use: Callable[[PeerLink], _T]) -> _T:
         link, fresh = self._borrow(instance)
         try:
             return self._use(link, use)
         except NodeUnavailable as error:
-            if fresh:
+            if fresh or isinstance(error, PeerSilent):
                 raise
             _log.info("peer.opened_anew", peer=instance, error=error.message)
         return self._use(self._borrow(instance)[0], use)
@@ -109,6 +126,7 @@ class PeerLinks:
         try:
             with place.opening:
                 with self._lock:
+                    self._refuse_silent(instance)
                     if (known := self._lend(place.link)) is not None:
                         return known, False
                 fresh = self._open(instance)
@@ -121,6 +139,15 @@ class PeerLinks:
         finally:
             with self._lock:
                 place.num_waiting -= 1
+
+    def _refuse_silent(self, instance: str) -> None:
+        """Raise NodeUnavailable if the worker has just let somebody wait."""
+        until_s = self._silent_until_s.get(instance)
+        if until_s is None:
+            return
+        if self._clock.now_s() < until_s:
+            raise NodeUnavailable(f"worker {instance} did not answer a moment ago")
+        del self._silent_until_s[instance]
 
     def _lend(self, link: PeerLink | None) -> PeerLink | None:
         if link is None or not link.usable:
@@ -146,7 +173,9 @@ class PeerLinks:
 
     def _take_stale(self) -> list[PeerLink]:
         """Forget links of workers that are gone, and those that nobody used for long."""
-        since_s = self._clock.now_s() - MAX_IDLE_S
+        now_s = self._clock.now_s()
+        since_s = now_s - MAX_IDLE_S
+        self._silent_until_s = {name: until_s for name, until_s in self._silent_until_s.items() if until_s > now_s}
         stale: list[PeerLink] = []
         for instance, place in list(self._places.items()):
             link = place.link
@@ -167,27 +196,49 @@ class PeerLinks:
     # --- opening
 
     def _open(self, instance: str) -> PeerLink:
+        return self._dial(instance, self._greet)
+
+    def open_apart(self, instance: str) -> FastConnection:
+        """Open a connection for the caller alone, who closes it; nothing is mapped under it.
+
+        Raises NodeUnavailable or DeadlineExceeded.
+        """
+        return self._dial(instance, self._introduce)
+
+    def _introduce(self, connection: FastConnection) -> FastConnection:
+        self._hello(connection, wants_shm=False)
+        return connection
+
+    def _dial(self, instance: str, greet: Callable[[FastConnection], _T]) -> _T:
         address, unix_path = split_instance(instance)
-        connection = FastConnection(Address.parse(address), unix_path or None)
+        connection = FastConnection(
+            Address.parse(address), unix_path or None, tls=self._credentials.tls_between, dead_s=SILENT_HOST_S
+        )
         try:
-            return self._greet(connection)
+            return greet(connection)
         except BaseException:  # an interrupt, too: nobody else would close it; raised on
             connection.close()
             raise
 
     def _greet(self, connection: FastConnection) -> PeerLink:
+        reply = self._hello(connection, wants_shm=True)
+        segment = self._engine.open_segment(from_proto(reply.segment), reply.session_id)
+        return PeerLink(connection, segment, self._clock.now_s())
+
+    def _hello(self, connection: FastConnection, *, wants_shm: bool) -> store_pb2.HelloReply:
         hello = store_pb2.HelloRequest(
             protocol_version=SPOKEN.lowest,
             highest_version=SPOKEN.highest,
             client_id=self._client_id,
             pid=os.getpid(),
             host_id=host_id(),
-            wants_shm=True,
+            wants_shm=wants_shm,
+            tenant=self._credentials.tenant,
+            token=self._credentials.token,
         )
         reply = connection.call(HELLO.number, hello, HELLO.reply, deadline_s=HELLO_DEADLINE_S)
         settled(reply.message, connection.peer)
-        segment = self._engine.open_segment(from_proto(reply.message.segment), reply.message.session_id)
-        return PeerLink(connection, segment, self._clock.now_s())
+        return reply.message
 
     def close(self) -> None:
         """Hang up on all workers; reads under way fail."""

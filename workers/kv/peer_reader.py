@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import structlog
 import xxhash
 
+from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
 from tanghulu.errors import ChecksumMismatch, Overloaded, TanghuluError
 from tanghulu.protos import session_pb2
 from tanghulu.rpc.fast_client import Call
 from tanghulu.runtime.clock import Clock, SystemClock
-from tanghulu.transfer_engine.client.remote import RemoteSegment
-from tanghulu.transfer_engine.client.requests import TransferRequest
+from tanghulu.transfer_engine.client.requests import TransferBatch, TransferRequest
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.types import BlockHash, Fingerprint
 from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
 from tanghulu.workers.kv.peer_links import PeerLink, PeerLinks
-from tanghulu.workers.kv.peer_methods import EXPORT_PIN, EXPORT_RELEASE, PREFIX_PIN
+from tanghulu.workers.kv.peer_methods import EXPORT_PIN, EXPORT_RELEASE, EXPORT_WATCH, PREFIX_PIN
 from tanghulu.workers.kv.ports import wipe
+from tanghulu.workers.kv.silence import SilenceWatch
 
 _log = structlog.get_logger(__name__)
 
@@ -29,8 +31,14 @@ _log = structlog.get_logger(__name__)
 PREFIX_DEADLINE_S = 5.0
 #: Of every other call and read.
 DEADLINE_S = 10.0
+#: Of one question for more of an export, after which the reader may think again.
+WATCH_S = 0.2
 #: Before a peer whose pinned memory others read is asked once more.
 OVERLOADED_PAUSE_S = 0.1
+
+
+#: Waits for more blocks of an export than it is told are known; returns how many are complete.
+Watch = Callable[[int], int]
 
 
 class _Arrived(NamedTuple):
@@ -47,11 +55,17 @@ class PeerReader:
     """
 
     def __init__(
-        self, engine: TransferEngine, client_id: str, fingerprint: Fingerprint, clock: Clock | None = None
+        self,
+        engine: TransferEngine,
+        client_id: str,
+        fingerprint: Fingerprint,
+        clock: Clock | None = None,
+        credentials: Credentials = NOTHING_TO_SHOW,
     ) -> None:
         self._engine = engine
         self._fingerprint = fingerprint
-        self._links = PeerLinks(engine, client_id, clock or SystemClock())
+        self._watch = SilenceWatch()
+        self._links = PeerLinks(engine, client_id, clock or SystemClock(), credentials)
 
     def read(self, peer: PeerExport, first_block: int, buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers`` with the export's blocks from ``first_block`` on.
@@ -100,7 +114,7 @@ class PeerReader:
         blocks = reply.blocks[: len(buffers)]
         num_whole = 0
         try:
-            self._transfer(link.segment, blocks, buffers, deadline_s)
+            self._transfer(link, blocks, buffers, deadline_s)
             num_whole = _count_whole(blocks, buffers)
         finally:
             wipe(buffers[num_whole : len(blocks)])
@@ -108,13 +122,40 @@ class PeerReader:
                 self._release_prefix(link, reply.export_id, num_whole * len(buffers[0]))
         return _Arrived(num_whole, bool(blocks) and num_whole == len(blocks))
 
-    def release(self, peer: PeerExport, bytes_read: int = 0) -> None:
-        """Tell the export's holder that this worker reads no more of it; raises NodeUnavailable or DeadlineExceeded."""
-        self._links.use(peer.instance, lambda link: _release(link, int(peer.export_id), bytes_read))
+    @contextlib.contextmanager
+    def watch(self, peer: PeerExport) -> Iterator[Watch]:
+        """Give a function that waits for an export to have more blocks than the ``num_known`` it is called with.
+
+        It returns how many are complete, after ``WATCH_S`` also if none came; it raises ChunkNotFound when the export
+        is over. No other read waits meanwhile. Raises NodeUnavailable or DeadlineExceeded, as the function does.
+        """
+        connection = self._links.open_apart(peer.instance)
+
+        def num_blocks(num_known: int) -> int:
+            request = session_pb2.ExportWatchRequest(
+                export_id=int(peer.export_id),
+                num_known=num_known,
+                fingerprint=self._fingerprint,
+                wait_ms=int(1000 * WATCH_S),
+            )
+            reply = connection.call(EXPORT_WATCH.number, request, EXPORT_WATCH.reply, deadline_s=WATCH_S + DEADLINE_S)
+            return int(reply.message.num_blocks)
+
+        try:
+            yield num_blocks
+        finally:
+            connection.close()
+
+    def release(self, peer: PeerExport, bytes_read: int = 0, *, keep: bool = False) -> None:
+        """Tell the export's holder that this worker reads no more of it; raises NodeUnavailable or DeadlineExceeded.
+
+        ``keep``: another worker, or a later read of this one, still needs the export.
+        """
+        self._links.use(peer.instance, lambda link: _release(link, int(peer.export_id), bytes_read, keep=keep))
 
     def _transfer(
         self,
-        segment: RemoteSegment,
+        link: PeerLink,
         blocks: Sequence[session_pb2.ExportedBlock],
         buffers: Sequence[memoryview],
         deadline_s: float,
@@ -123,15 +164,24 @@ class PeerReader:
             TransferRequest(
                 Opcode.READ,
                 self._engine.register(buffer),
-                segment,
+                link.segment,
                 target_offset=block.offset,
                 length=block.length,
                 lease_id=block.lease_id,
             )
             for block, buffer in zip(blocks, buffers, strict=False)
         ]
-        if requests:
+        if not requests:
+            return
+        if link.segment.transport == "shm":
             self._engine.transfer(requests, deadline_s)
+            return
+        handle = self._engine.submit(TransferBatch(requests))
+        with self._watch.over(link.connection, handle.cancel) as lost:
+            result = handle.wait(deadline_s)
+        if lost:
+            raise lost[0]
+        result.raise_first()
 
     def _release_prefix(self, link: PeerLink, export_id: int, bytes_read: int) -> None:
         """Tell the peer that its blocks are free; it would find out by its own time limit too."""
@@ -142,10 +192,11 @@ class PeerReader:
 
     def close(self) -> None:
         self._links.close()
+        self._watch.close()
 
 
-def _release(link: PeerLink, export_id: int, bytes_read: int) -> None:
-    request = session_pb2.ExportReleaseRequest(export_id=export_id, bytes_read=bytes_read)
+def _release(link: PeerLink, export_id: int, bytes_read: int, *, keep: bool = False) -> None:
+    request = session_pb2.ExportReleaseRequest(export_id=export_id, bytes_read=bytes_read, keep=keep)
     link.connection.call(EXPORT_RELEASE.number, request, EXPORT_RELEASE.reply, deadline_s=DEADLINE_S)
 
 

@@ -7,6 +7,7 @@ module grants the leases, adds the checksums and gives blocks back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import secrets
@@ -28,11 +29,12 @@ from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.owner.server import SegmentServer
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, LeaseId, RequestId
+from tanghulu.workers.engine.early_exports import EarlyBlocks
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.step_plan import KvExport
 from tanghulu.workers.engine.thread import StepReport
 from tanghulu.workers.kv.exports import Export, ExportTable
-from tanghulu.workers.kv.peer_methods import EXPORT_PIN, EXPORT_RELEASE, PREFIX_PIN
+from tanghulu.workers.kv.peer_methods import EXPORT_PIN, EXPORT_RELEASE, EXPORT_WATCH, PREFIX_PIN
 from tanghulu.workers.kv.ports import ExportWindow
 from tanghulu.workers.metrics import WorkerMetrics
 
@@ -40,6 +42,8 @@ EXPORT_TTL_S = 30.0
 #: Cached prefixes that other workers read at a time; who asks for more computes or asks the store.
 MAX_PREFIXES = 16
 SWEEP_S = 1.0
+#: The longest that a reader's question for more of an export is left open.
+MAX_WATCH_S = 1.0
 #: Of the number at which a run's export ids begin: no later run comes near the ids of an earlier one.
 _FIRST_ID_BITS = 63
 
@@ -86,6 +90,8 @@ class PeerServer:
         self._prefixes: set[RequestId] = set()
         self._exports = ExportTable(EXPORT_TTL_S, 1 + secrets.randbits(_FIRST_ID_BITS))
         self._session_ids = itertools.count(1)
+        self._early: dict[RequestId, int] = {}  # the exports that grow, by the name under which their blocks are held
+        self._news = asyncio.Event()  # replaced when it was set
         self._segment: SegmentServer
         self.address, self.unix_path = "", ""
         self.idle = asyncio.Event()
@@ -98,15 +104,44 @@ class PeerServer:
         service.register(EXPORT_PIN, self._pin)
         service.register(PREFIX_PIN, self._pin_prefix)
         service.register(EXPORT_RELEASE, self._release)
+        service.register(EXPORT_WATCH, self._watch)
 
     # --- exports of this worker's own requests
 
     def add_exports(self, report: StepReport) -> dict[RequestId, session_pb2.KvSource]:
-        """Hold the step's hand-overs ready; returns where each can be fetched."""
+        """Hold the step's hand-overs ready, and show what was computed of prefills that go on.
+
+        Returns where each hand-over, and each prefill of which nothing was shown before, can be fetched.
+        """
         now_s = self._clock.now_s()
         if report.exports:
             self.idle.clear()
-        return {request_id: self._source(self._exports.add(kv, now_s)) for request_id, kv in report.exports.items()}
+        begun = self._show_early(report.early, now_s)
+        return begun | {name: self._source(self._exports.add(kv, now_s)) for name, kv in report.exports.items()}
+
+    def _show_early(self, changes: Sequence[EarlyBlocks], now_s: float) -> dict[RequestId, session_pb2.KvSource]:
+        begun: dict[RequestId, session_pb2.KvSource] = {}
+        for change in changes:
+            known = self._early.get(change.name)
+            if change.over:
+                begun.pop(change.request_id, None)
+                if known is not None:
+                    self.release(known)
+            elif known is not None:
+                self._exports.grow(known, change.block_ids, self._layout.block_tokens)
+            elif change.first == 0:  # else it was given up meanwhile, and its blocks with it
+                num_tokens = len(change.block_ids) * self._layout.block_tokens
+                export = self._exports.add(KvExport(change.name, change.block_ids, num_tokens), now_s)
+                self._early[change.name] = export.export_id
+                self.idle.clear()
+                begun[change.request_id] = self._source(export)
+        if changes:
+            self._tell_watchers()
+        return begun
+
+    def _tell_watchers(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
 
     def _source(self, export: Export) -> session_pb2.KvSource:
         self._metrics.exports.set(len(self._exports))
@@ -116,11 +151,13 @@ class PeerServer:
             unix_path=self.unix_path,
             export_id=export.export_id,
             num_tokens=export.kv.num_tokens,
+            host_id=host_id(),
         )
 
     def release(self, export_id: int) -> None:
         """Release the export: no worker will fetch it (any more)."""
         self._gone(self._exports.release(export_id))
+        self._tell_watchers()
 
     def on_freed(self, freed: Sequence[Freed]) -> None:
         """Give back exports whose last lease has ended."""
@@ -140,6 +177,7 @@ class PeerServer:
     def _gone(self, requests: Sequence[RequestId]) -> None:
         for request_id in requests:
             self._prefixes.discard(request_id)
+            self._early.pop(request_id, None)
             self._holder.give_back(request_id)
         self._metrics.exports.set(len(self._exports))
         if len(self._exports) == 0:
@@ -173,6 +211,19 @@ class PeerServer:
             self._drop_leases(request.export_id, peer.state)  # it comes for more, so it has what it came for before
         wanted = export.kv.block_ids[request.first_block :]
         return await self._pinned(peer, export, wanted[: request.max_blocks or None])
+
+    async def _watch(
+        self, peer: Peer, request: session_pb2.ExportWatchRequest, _: memoryview
+    ) -> session_pb2.ExportWatchReply:
+        """Answer as soon as the export has more than the reader knows of; an error says that it will not."""
+        self._require_known(peer, request.fingerprint)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(request.wait_ms / 1000, MAX_WATCH_S)):
+                while len(self._exports.get(request.export_id).kv.block_ids) <= request.num_known:
+                    await self._news.wait()
+        export = self._exports.get(request.export_id)
+        self._exports.watched(export, self._clock.now_s())
+        return session_pb2.ExportWatchReply(num_blocks=len(export.kv.block_ids))
 
     async def _pin_prefix(
         self, peer: Peer, request: session_pb2.PrefixPinRequest, _: memoryview
@@ -255,7 +306,8 @@ class PeerServer:
     ) -> session_pb2.ExportReleaseReply:
         self._metrics.export_bytes.inc(request.bytes_read)
         self._drop_leases(request.export_id, peer.state or 0)
-        self.release(request.export_id)
+        if not request.keep:
+            self.release(request.export_id)
         return session_pb2.ExportReleaseReply()
 
     def _drop_leases(self, export_id: int, session_id: int) -> None:

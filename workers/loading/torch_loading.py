@@ -13,6 +13,7 @@ import torch
 
 from tanghulu.workers.compute.attention.backends import AttentionNeeds, pick_attention
 from tanghulu.workers.compute.attention.base import AttentionBackend, SdpaAttention
+from tanghulu.workers.compute.attention.invariant import InvariantAttention
 from tanghulu.workers.compute.attention.paged import MAX_GATHERED_TOKENS
 from tanghulu.workers.compute.device import describe_device, device_of_rank, free_bytes, pick_device
 from tanghulu.workers.compute.device_runner import DeviceRunner
@@ -24,6 +25,7 @@ from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.compute.wrapped_runners import ProfiledRunner, ThreadedRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.kv.staging import DeviceStaging
+from tanghulu.workers.loading.invariance import require_invariance
 from tanghulu.workers.loading.loaded_model import LoadedModel
 from tanghulu.workers.ranks.processes import RankProcesses, RankTask
 from tanghulu.workers.weights.fingerprint import fingerprint
@@ -54,8 +56,11 @@ class _Placement:
         device = pick_device(config.device)
         device_of_rank(device, config.tp - 1)
         dtype = pick_dtype(config.dtype, device)
-        needs = AttentionNeeds(device, dtype, source.config.head_dim, config.block_tokens)
-        return cls(device, dtype, Arithmetic.of(dtype, device), pick_attention(config.attention, needs))
+        windows = source.config.sliding is not None
+        needs = AttentionNeeds(device, dtype, source.config.head_dim, config.block_tokens, windows)
+        invariant = config.batch_invariant
+        attention = InvariantAttention() if invariant else pick_attention(config.attention, needs)
+        return cls(device, dtype, Arithmetic.of(dtype, device, invariant=invariant), attention)
 
     @property
     def on_gpu(self) -> bool:
@@ -65,7 +70,7 @@ class _Placement:
 
 def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel:
     """Read the model's files; takes seconds. Raises ModelUnsupported or ConfigError."""
-    source = resolve_model(config.model)
+    source = resolve_model(config.model, config.lora)
     require_split(source.config, config.tp)
     assets = load_tokenizer_assets(source)
     placed = _Placement.of(config, source)
@@ -76,7 +81,13 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
     threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // config.tp)
     torch.set_num_threads(threads)
     model, ranks = _load_shards(config, source, placed, threads, progress)
-    name = fingerprint(source, dtype=layout.dtype, block_tokens=config.block_tokens, tp_size=config.tp)
+    name = fingerprint(
+        source,
+        dtype=layout.dtype,
+        block_tokens=config.block_tokens,
+        tp_size=config.tp,
+        arithmetic=require_invariance(model, threads) if config.batch_invariant else b"",
+    )
 
     def make_runner(buffer: memoryview) -> ModelRunner:
         runner = _make_runner(config, model, layout, ranks, None if placed.on_gpu else buffer)
@@ -140,7 +151,7 @@ def _plan(config: WorkerConfig, source: ModelSource, layout: KvLayout, placed: _
             num_seqs=config.max_num_seqs,
             item_bytes=placed.dtype.itemsize,
             gathered_tokens=MAX_GATHERED_TOKENS,
-            has_masks=isinstance(placed.attention, SdpaAttention),
+            has_masks=isinstance(placed.attention, SdpaAttention | InvariantAttention),
             num_ranks=config.tp,
         )
     return MemoryPlan.of(
@@ -177,6 +188,7 @@ def _load_shards(
             str(device),
             config.attention,
             in_one_form=len(placed.arithmetic.dtypes) == 1,
+            lora=config.lora,
         )
     )
     try:

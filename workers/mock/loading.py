@@ -16,8 +16,10 @@ import xxhash
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tanghulu.types import Fingerprint
+from tanghulu.workers.engine.engine import ModelRunner
 from tanghulu.workers.engine.kv_layout import ITEM_BYTES, KvLayout
 from tanghulu.workers.loading.loaded_model import LoadedModel
+from tanghulu.workers.mock.holding import HoldingRunner
 from tanghulu.workers.mock.runner import MockRunner
 from tanghulu.workers.mock.timing import TIMINGS
 from tanghulu.workers.weights.model_config import config_from_hf
@@ -46,8 +48,8 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
     text_ids = _text_ids(tokenizer, assets)
     progress(1.0)
 
-    def make_runner(buffer: memoryview) -> MockRunner:
-        return MockRunner(
+    def make_runner(buffer: memoryview) -> ModelRunner:
+        runner = MockRunner(
             layout,
             buffer,
             timing,
@@ -57,6 +59,7 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
             deterministic=config.deterministic,
             checks=config.checks,
         )
+        return runner if config.mock_hold is None else HoldingRunner(runner, config.mock_hold)
 
     return LoadedModel(name, layout, _fingerprint(assets, layout), assets, make_runner)
 

@@ -18,6 +18,7 @@ import xxhash
 
 from tanghulu.workers.engine.engine import Computed
 from tanghulu.workers.engine.kv_layout import KvLayout, KvMemory
+from tanghulu.workers.engine.prompt_scores import PromptScores
 from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.step_plan import ScheduledRun, StepPlan
 from tanghulu.workers.engine.step_result import Logprobs, Sampled, TokenLogprob
@@ -76,11 +77,15 @@ class MockRunner:
         left_s = started + seconds - time.monotonic()
         if left_s > _LEAST_SLEEP_S:
             self._sleep(left_s)
-        return Computed(sampled, seconds, 0.0)
+        return Computed(sampled, seconds, 0.0, self._scores(plan))
 
     # --- KV
 
     def _write(self, run: ScheduledRun) -> None:
+        if run.num_tokens == 1 and run.samples:
+            index, row = divmod(run.start, self.layout.block_tokens)
+            self._kv[run.request.block_ids[index], :, row] = _pattern(run.request.sequence.last, run.start)
+            return
         self._rows(run.request, run.start, run.start + run.num_tokens, write=True)
 
     def _verify(self, request: EngineRequest) -> None:
@@ -118,11 +123,31 @@ class MockRunner:
         count = request.sampling.logprobs
         if count is None:
             return None
-        each = -math.log(len(self._text_ids))
-        return Logprobs(TokenLogprob(token, each), tuple(TokenLogprob(t, each) for t in self._text_ids[:count]))
+        each = self._logprob
+        asked = tuple(TokenLogprob(t, each) for t in request.sampling.logprob_token_ids)
+        return Logprobs(TokenLogprob(token, each), tuple(TokenLogprob(t, each) for t in self._text_ids[:count]), asked)
+
+    @property
+    def _logprob(self) -> float:
+        return -math.log(len(self._text_ids))
+
+    def _scores(self, plan: StepPlan) -> tuple[PromptScores, ...]:
+        """Return the scores that the plan's runs owe, of the same distribution."""
+        found = [scores for run in plan.runs if (scores := PromptScores.of(run, len(self._text_ids))) is not None]
+        for scores in found:
+            for values in (scores.logprobs, scores.top_logprobs, scores.asked_logprobs):
+                values.fill(self._logprob)
+            scores.ranks.fill(1)
+            scores.top_ids[:] = self._text_ids[: scores.num_top]
+        return tuple(found)
 
     def __repr__(self) -> str:
         return f"MockRunner({self._timing}, {self.cache!r})"
+
+
+def _pattern(token: int, position: int) -> int:
+    """One of `_patterns`."""
+    return (token + 1) * 2654435761 & 0xFFFFFFFF ^ position * 40503 & 0xFFFFFFFF
 
 
 def _patterns(tokens: npt.NDArray[np.uint32], start: int) -> npt.NDArray[np.uint32]:

@@ -45,8 +45,9 @@ def _serve(worker: Connection) -> None:
     device = device_of_rank(pick_device(task.device), task.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    source, dtype = resolve_model(task.model), pick_dtype(task.dtype, device)
-    needs = AttentionNeeds(device, dtype, source.config.head_dim, task.block_tokens)
+    source, dtype = resolve_model(task.model, task.lora), pick_dtype(task.dtype, device)
+    windows = source.config.sliding is not None
+    needs = AttentionNeeds(device, dtype, source.config.head_dim, task.block_tokens, windows)
     attention = pick_attention(task.attention, needs)
     arithmetic = Arithmetic.of(dtype, device)
     if task.in_one_form:

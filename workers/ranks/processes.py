@@ -47,6 +47,7 @@ class RankTask:
     device: str = "cpu"
     attention: str = "auto"
     in_one_form: bool = False
+    lora: str = ""
     rank: int = 0
     meeting_file: str = ""
 

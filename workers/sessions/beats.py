@@ -1,6 +1,6 @@
 """The heartbeat of the engine: a report at least every ``BEAT_S``, whether there is work or not.
 
-A command that does nothing is posted to the engine's thread; the report behind it travels to every conductor as a step
+The engine is asked to report, though nothing happened; the report travels to every conductor as a step
 does, and the supervisor is told. An engine that stands still, as in a call to a GPU that does not return, sends
 neither, though the process answers calls.
 """
@@ -11,7 +11,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from tanghulu.workers.engine.thread import EngineThread, StepReport
+from tanghulu.workers.engine.thread import StepReport
+from tanghulu.workers.sessions.port import Beating
 
 BEAT_S: Final = 1.0
 
@@ -19,7 +20,7 @@ BEAT_S: Final = 1.0
 class EngineBeats:
     """Asks the engine for signs of life; ``alive`` is called about once a beat while there are any."""
 
-    def __init__(self, engine: EngineThread, alive: Callable[[], None]) -> None:
+    def __init__(self, engine: Beating, alive: Callable[[], None]) -> None:
         self._engine = engine
         self._alive = alive
         self._waits = False
@@ -30,7 +31,7 @@ class EngineBeats:
         while True:
             if not self._waits:
                 self._waits = True
-                self._engine.post(lambda core: None)
+                self._engine.beat()
             await asyncio.sleep(BEAT_S)
             if self._heard:
                 self._heard = False

@@ -1,85 +1,71 @@
-"""Sessions with conductors: requests come in by one stream each, a step's outputs leave in one message each.
+"""Sessions with conductors: requests come in by a fast-lane stream each, outputs leave as `Untold` says.
 
-Everything here runs on the process's event loop; the engine's thread is reached by commands and answers by reports.
+A session writes while its conductor takes what it is told; what comes meanwhile waits in `Untold` for one message.
+Everything here runs on the process's event loop. Which engine computes, and in which thread or process, is behind
+``SessionEngine``: it is told what to do, and answers by reports.
 A session that ends takes its requests along: nobody would read their tokens.
-
-A step's outputs leave at once. A conductor that has none in it hears of the load and the KV events only every
-``SPREAD_S``, of all that came meanwhile in one message: with many conductors each would otherwise read each step of
-each worker, and more conductors could carry no more. Example: of eight conductors one has requests at a worker that
-makes 100 steps a second: it gets 100 messages a second, each of the others 20.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic
 
-import grpc.aio
 import structlog
+from msgspec import structs
 
-from tanghulu.errors import Overloaded, TanghuluError
+from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError
 from tanghulu.protos import session_pb2
-from tanghulu.runtime.tasks import cancelled
+from tanghulu.rpc.fast_server import NO_ANSWER, AnswerStream, FastService, Later, Peer
+from tanghulu.rpc.methods import SESSION
 from tanghulu.types import BlockHash, InstanceId, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
-from tanghulu.workers.engine.engine import EngineCore
-from tanghulu.workers.engine.thread import EngineLoad, EngineThread, StepReport
-from tanghulu.workers.sessions.wire import (
-    RequestFactory,
-    error_message,
-    event_messages,
-    load_message,
-    output_message,
-    welcome_message,
-)
+from tanghulu.workers.engine.prompt_scores import PromptScores
+from tanghulu.workers.engine.thread import EngineLoad, StepReport
+from tanghulu.workers.sessions.port import MakesRequests, RequestT, SessionEngine
+from tanghulu.workers.sessions.untold import Untold
+from tanghulu.workers.sessions.wire import error_message, event_messages, score_messages, welcome_message
 
 _log = structlog.get_logger(__name__)
 
 #: A conductor that is this many steps behind does not read: its session ends, and it may open another.
 MAX_UNREAD_STEPS = 4096
-#: Between two messages to a conductor that has no output in them.
-SPREAD_S = 0.05
-#: KV events that wait for the next message at the most.
-MAX_UNTOLD_EVENTS = 1024
 
 
 @dataclass(eq=False)
 class ConductorSession:
     """One conductor's stream. ``requests`` are those of its requests that are in the engine.
 
-    ``events`` and ``load`` have not been told yet; ``telling`` will tell them, or ``next_s`` is the time from which on
-    they may be told at once. ``load`` holds the first ``num_taken`` of the session's ``num_submits``. ``added`` has
-    those that the engine took and no load held yet, each with how many requests of all sessions it had taken then.
+    There is something to write: the ``welcome``, ``scores`` of prompts, each piece in a message of its own and before
+    the tokens behind it, what is untold where that ``is_due``, or the stream's end. ``telling`` will make it due;
+    ``will_write``: it is written in the next step of the loop.
     """
 
-    conductor_id: str
-    outbox: asyncio.Queue[session_pb2.FromWorker | None]
+    stream: AnswerStream
+    conductor_id: str = ""
     requests: set[RequestId] = field(default_factory=set)
-    events: list[session_pb2.KvEvent] = field(default_factory=list)
-    load: session_pb2.Load | None = None
+    untold: Untold = field(default_factory=Untold)
+    welcome: session_pb2.SessionWelcome | None = None
+    scores: deque[session_pb2.PromptScores] = field(default_factory=deque)
     telling: asyncio.TimerHandle | None = None
-    next_s: float = 0.0
-    num_submits: int = 0
-    num_taken: int = 0
-    added: deque[tuple[int, int]] = field(default_factory=deque)
-
-    def heard(self, load: EngineLoad) -> None:
-        """Count the submits that ``load``, of the engine, holds."""
-        while self.added and self.added[0][0] <= load.num_added:
-            self.num_taken = self.added.popleft()[1]
+    is_due: bool = False
+    will_write: bool = False
+    ended: bool = False
 
 
-class SessionHub:
+class SessionHub(Generic[RequestT]):
     """All sessions of a worker; performs Submit and Abort, spreads reports."""
 
     def __init__(
         self,
         instance_id: InstanceId,
         generation: int,
-        factory: RequestFactory,
-        engine: EngineThread,
+        factory: MakesRequests[RequestT],
+        engine: SessionEngine[RequestT],
         add_exports: Callable[[StepReport], dict[RequestId, session_pb2.KvSource]],
         release_export: Callable[[int], None],
     ) -> None:
@@ -90,7 +76,8 @@ class SessionHub:
         self._add_exports = add_exports
         self._release_export = release_export
         self._loop = asyncio.get_running_loop()
-        self._sessions: set[ConductorSession] = set()
+        self._open: dict[Peer, ConductorSession] = {}
+        self._sessions: set[ConductorSession] = set()  # those of them that were welcomed
         self._owners: dict[RequestId, ConductorSession] = {}
         self._step = 0
         self._sequence = 0
@@ -104,50 +91,110 @@ class SessionHub:
 
     # --- the stream
 
-    async def serve(self, requests: AsyncIterator[session_pb2.ToWorker]) -> AsyncIterator[session_pb2.FromWorker]:
-        """Serve one session, from its hello to its end."""
-        session = ConductorSession("", asyncio.Queue(MAX_UNREAD_STEPS))
-        reading = asyncio.create_task(self._read(session, requests))
-        try:
-            while (message := await session.outbox.get()) is not None:
-                yield message
-        finally:
-            await cancelled(reading)
-            self._leave(session)
+    def serve(self, service: FastService) -> None:
+        """Answer conductors that come to ``service``."""
+        service.register(SESSION, self.receive)
 
-    async def _read(self, session: ConductorSession, requests: AsyncIterator[session_pb2.ToWorker]) -> None:
+    def receive(self, peer: Peer, message: session_pb2.ToWorker, _: memoryview) -> AnswerStream | Later:
+        """Take a message of a conductor; its first, a hello, begins its session, which lasts as long as ``peer`` does.
+
+        Raises InvalidRequest for another first message.
+        """
+        session = self._open.get(peer)
+        if session is None:
+            if not message.HasField("hello"):
+                raise InvalidRequest("a session begins with a hello")
+            session = self._new_session(peer)
+            self._receive(session, message)
+            return session.stream
         try:
-            async for message in requests:
+            if not session.ended:
                 self._receive(session, message)
-        except grpc.aio.UsageError:
-            pass  # the call ended between two reads
-        finally:
+        except Exception:
             self._end(session)
+            raise
+        return NO_ANSWER
+
+    def _new_session(self, peer: Peer) -> ConductorSession:
+        stream = AnswerStream(lambda: self._write(session))
+        session = self._open[peer] = ConductorSession(stream)
+        peer.on_close.append(partial(self._leave, peer))
+        return session
+
+    def _wake(self, session: ConductorSession) -> None:
+        """Write in the next step of the loop, with all that comes until then."""
+        if not session.will_write:
+            session.will_write = True
+            self._loop.call_soon(self._write, session)
+
+    def _write(self, session: ConductorSession) -> None:
+        """Send what there is to say, while the conductor takes it; the last words in any case."""
+        session.will_write = False
+        stream = session.stream
+        try:
+            if session.welcome is not None and stream.has_room:
+                welcome, session.welcome = session.welcome, None
+                stream.send(session_pb2.FromWorker(welcome=welcome))
+            while session.scores and (stream.has_room or session.ended):
+                piece = session.scores.popleft()
+                stream.send(session_pb2.FromWorker(step=session_pb2.StepOutput(step=self._step, scores=[piece])))
+            if session.is_due and (stream.has_room or session.ended):
+                session.is_due = False
+                step = session.untold.take(self._step, self._sequence, self._loop.time())
+                stream.send(session_pb2.FromWorker(step=step))
+        except InvalidRequest as error:
+            _log.error("session.message_too_large", conductor=session.conductor_id, error=error.message)
+            self._end(session)
+        if session.ended:
+            stream.end()
+            self._abort_all(session)
 
     def _receive(self, session: ConductorSession, message: session_pb2.ToWorker) -> None:
         match message.WhichOneof("message"):
             case "hello":
                 session.conductor_id = message.hello.conductor_id
-                self._engine.post(lambda core: self._snapshot(core, session))
+                self._engine.snapshot(lambda hashes, load, pending: self._welcome(session, hashes, load, pending))
             case "submit":
                 self._submit(session, message.submit)
             case "abort":
                 self._abort(RequestId(message.abort.request_id))
             case "release":
                 self._release_export(message.release.export_id)
+            case "pull":
+                self._pull(session, message.pull)
 
     def _submit(self, session: ConductorSession, submit: session_pb2.Submit) -> None:
         request_id = RequestId(submit.request_id)
-        session.num_submits += 1
-        number = session.num_submits
+        session.untold.num_submits += 1
+        number = session.untold.num_submits
+        ahead = RequestId(submit.ahead) if submit.ahead else None
+        if ahead is not None:
+            self._forget(ahead)  # it ends with the request from now on
         if self._draining:
+            if ahead is not None:
+                self._abort(ahead)
             self._refuse(session, request_id, Overloaded(f"worker {self._instance_id} is about to end"))
             return
         try:
             request = self._factory.request(submit)
         except TanghuluError as error:
+            if ahead is not None:
+                self._abort(ahead)
             self._refuse(session, request_id, error)
             return
+        self._own(session, request_id)
+        ids = {"x_request_id": submit.x_request_id, "traceparent": submit.traceparent}
+        _log.debug("request.taken", request=request_id, **ids)
+
+        def refused(error: TanghuluError) -> None:
+            if ahead is not None:
+                self._abort(ahead)
+            self._refuse(session, request_id, error)
+
+        self._engine.submit(request, lambda num_added: session.untold.added.append((num_added, number)), refused)
+
+    def _own(self, session: ConductorSession, request_id: RequestId) -> None:
+        """Note that ``request_id``, of a request or a pull, ends with the session."""
         previous = self._owners.get(request_id)
         if previous is not None:
             previous.requests.discard(request_id)
@@ -155,23 +202,27 @@ class SessionHub:
         session.requests.add(request_id)
         self.idle.clear()
 
-        def add(core: EngineCore) -> None:
-            try:
-                core.add(request)
-                session.added.append((core.scheduler.num_added, number))
-            except TanghuluError as error:
-                self._loop.call_soon_threadsafe(self._refuse, session, request_id, error)
-
-        self._engine.post(add)
+    def _pull(self, session: ConductorSession, pull: session_pb2.PullAhead) -> None:
+        """Begin to fetch a prompt that another worker computes; what fails is fetched when its request comes."""
+        name = RequestId(pull.name)
+        if self._draining:
+            return
+        try:
+            sequence, peer = self._factory.pulled(pull)
+        except TanghuluError as error:
+            _log.warning("pull.refused", name=name, code=error.code, error=error.message)
+            return
+        self._own(session, name)
+        self._engine.pull_ahead(name, sequence, peer)
 
     def _refuse(self, session: ConductorSession, request_id: RequestId, error: TanghuluError) -> None:
         self._forget(request_id)
-        step = session_pb2.StepOutput(step=self._step, outputs=[error_message(request_id, error)])
-        self._send(session, session_pb2.FromWorker(step=step))
+        session.untold.refusal(error_message(request_id, error))
+        self._tell(session)
 
     def _abort(self, request_id: RequestId) -> None:
         self._forget(request_id)
-        self._engine.post(lambda core: core.abort(request_id))  # False: it has ended, its report is on its way
+        self._engine.abort(request_id)
 
     def _forget(self, request_id: RequestId) -> None:
         owner = self._owners.pop(request_id, None)
@@ -182,113 +233,101 @@ class SessionHub:
 
     # --- from the engine
 
-    def _snapshot(self, core: EngineCore, session: ConductorSession) -> None:
-        """List the cached blocks, in the engine's thread: after all events reported so far, before all later ones."""
-        hashes = core.scheduler.pool.matchable_hashes()
-        load = self._engine.load()
-        pending = core.scheduler.pool.take_events()
-        self._loop.call_soon_threadsafe(self._welcome, session, hashes, load, pending)
-
     def _welcome(
-        self, session: ConductorSession, hashes: list[BlockHash], load: EngineLoad, pending: list[KvEvent]
+        self, session: ConductorSession, hashes: Sequence[BlockHash], load: EngineLoad, pending: Sequence[KvEvent]
     ) -> None:
         if pending:  # events of commands before the snapshot: they belong in front of it
             self._broadcast_events(pending, load)
-        session.events.clear()  # the snapshot holds them
-        message = welcome_message(self._instance_id, self._generation, hashes, self._sequence, load)
+        session.untold.snapshot()
+        session.welcome = welcome_message(self._instance_id, self._generation, hashes, self._sequence, load)
         self._sessions.add(session)
-        self._send(session, session_pb2.FromWorker(welcome=message))
+        self._wake(session)
         _log.info("session.opened", conductor=session.conductor_id, cached_blocks=len(hashes))
 
-    def _broadcast_events(self, events: list[KvEvent], load: EngineLoad) -> None:
-        messages, told = event_messages(events), load_message(load)
+    def _broadcast_events(self, events: Sequence[KvEvent], load: EngineLoad, num_steps: int = 0) -> None:
+        messages = event_messages(events)
         self._sequence += len(messages)
         for session in list(self._sessions):
-            session.heard(load)
-            self._note(session, messages, told)
+            session.untold.steps(num_steps, messages, load)
+            self._note(session)
 
-    def on_report(self, report: StepReport) -> None:
-        """Spread a step's report: to each conductor its requests' outputs, to all the events and the load."""
-        self._step += 1
-        sources = self._add_exports(report)
-        outputs: dict[ConductorSession, list[session_pb2.RequestOutput]] = {}
-        for output in report.result.outputs:
-            owner, source = self._owners.get(output.request_id), sources.get(output.request_id)
+    def on_reports(self, reports: Sequence[StepReport]) -> None:
+        """Spread reports of steps: to each conductor its requests' outputs, to all the events and the load."""
+        self._step += len(reports)
+        for report in reports:
+            self._keep_scores(report.result.scores)
+            sources = self._add_exports(report) if report.exports or report.early else {}
+            for output in report.result.outputs:
+                owner, source = self._owners.get(output.request_id), sources.get(output.request_id)
+                if owner is not None:
+                    owner.untold.output(output, source)
+                elif source is not None:
+                    self._release_export(source.export_id)  # its conductor is gone: nobody will fetch it
+                if output.finish_reason is not None:
+                    self._forget(output.request_id)
+            for request_id in sources.keys() - report.exports.keys():  # of prefills that go on
+                owner = self._owners.get(request_id)
+                if owner is not None:
+                    owner.untold.begun(request_id, sources[request_id])
+        events = [event for report in reports for event in report.result.kv_events]
+        reads = tuple(read for report in reports for read in report.load.reads)
+        self._broadcast_events(events, structs.replace(reports[-1].load, reads=reads), len(reports))
+
+    def _keep_scores(self, scores: Iterable[PromptScores]) -> None:
+        for each in scores:
+            owner = self._owners.get(each.request_id)
             if owner is not None:
-                outputs.setdefault(owner, []).append(output_message(output, source))
-            elif source is not None:
-                self._release_export(source.export_id)  # its conductor is gone: nobody will fetch it
-            if output.finish_reason is not None:
-                self._forget(output.request_id)
-        events, load = event_messages(report.result.kv_events), load_message(report.load)
-        self._sequence += len(events)
-        for session in list(self._sessions):
-            session.heard(report.load)
-            self._note(session, events, load, outputs.get(session, ()))
+                owner.scores.extend(score_messages(each))
+                self._wake(owner)
 
-    def _note(
-        self,
-        session: ConductorSession,
-        events: Sequence[session_pb2.KvEvent],
-        load: session_pb2.Load,
-        outputs: Sequence[session_pb2.RequestOutput] = (),
-    ) -> None:
-        """Tell ``session`` at once if it has ``outputs``, or was told nothing for a while; else soon."""
-        session.events.extend(events)
-        session.load = load
-        now_s = self._loop.time()
-        # Reads are told once, so that a later load must not take the place of one that has them.
-        if outputs or load.reads or len(session.events) > MAX_UNTOLD_EVENTS or now_s >= session.next_s:
-            self._tell(session, outputs)
+    def _note(self, session: ConductorSession) -> None:
+        """Tell ``session`` at once if it has outputs, or was told nothing for a while; else soon."""
+        untold = session.untold
+        if untold.num_steps > MAX_UNREAD_STEPS:
+            _log.warning("session.too_slow", conductor=session.conductor_id, unread=MAX_UNREAD_STEPS)
+            self._end(session)
+        elif untold.is_due or self._loop.time() >= untold.due_s:
+            self._tell(session)
         elif session.telling is None:
-            session.telling = self._loop.call_at(session.next_s, self._tell, session)
+            session.telling = self._loop.call_at(untold.due_s, self._tell, session)
 
-    def _tell(self, session: ConductorSession, outputs: Sequence[session_pb2.RequestOutput] = ()) -> None:
+    def _tell(self, session: ConductorSession) -> None:
         self._calm(session)
-        session.next_s = self._loop.time() + SPREAD_S
-        step = session_pb2.StepOutput(
-            step=self._step,
-            outputs=outputs,
-            event_sequence=self._sequence - len(session.events),
-            kv_events=session.events,
-            load=session.load,
-            submits_taken=session.num_taken,
-        )
-        session.events.clear()
-        self._send(session, session_pb2.FromWorker(step=step))
+        session.is_due = True
+        self._wake(session)
 
     def _calm(self, session: ConductorSession) -> None:
         if session.telling is not None:
             session.telling.cancel()
             session.telling = None
 
-    def _send(self, session: ConductorSession, message: session_pb2.FromWorker) -> None:
-        try:
-            session.outbox.put_nowait(message)
-        except asyncio.QueueFull:
-            _log.warning("session.too_slow", conductor=session.conductor_id, unread=MAX_UNREAD_STEPS)
-            self._end(session)
-
     # --- ends
 
     def _end(self, session: ConductorSession) -> None:
-        """Make the stream's writing side stop, whatever is still in the outbox."""
+        """End the session, behind what it has to tell now."""
         self._sessions.discard(session)
         self._calm(session)
-        while session.outbox.full():
-            session.outbox.get_nowait()
-        session.outbox.put_nowait(None)
+        if not session.ended:
+            session.ended = True
+            self._wake(session)
 
-    def _leave(self, session: ConductorSession) -> None:
+    def _leave(self, peer: Peer) -> None:
+        session = self._open.pop(peer)
         self._sessions.discard(session)
+        self._calm(session)
+        self._abort_all(session)
+        _log.info("session.closed", conductor=session.conductor_id)
+
+    def _abort_all(self, session: ConductorSession) -> None:
         for request_id in list(session.requests):
             self._abort(request_id)
-        _log.info("session.closed", conductor=session.conductor_id)
 
     def drain(self) -> None:
         """Refuse new requests from now on, so that they go to other workers; those that are here go on."""
         self._draining = True
 
     def close(self) -> None:
+        """End all sessions, now: the port closes next."""
         for session in list(self._sessions):
             self._end(session)
+            self._write(session)

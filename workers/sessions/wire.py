@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import xxhash
+from msgspec import structs
 
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.hashing import TokenSequence, as_tokens, root_hash
 from tanghulu.protos import session_pb2
 from tanghulu.rpc.wire import status_of
+from tanghulu.runtime.process import host_id
 from tanghulu.types import BlockHash, Fingerprint, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent, KvEventKind
 from tanghulu.workers.engine.grammar import Grammar, GrammarCompiler, GrammarKind
-from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.phase_times import PhaseTimes
 from tanghulu.workers.engine.probe import PRIORITY
+from tanghulu.workers.engine.prompt_scores import PromptScores
 from tanghulu.workers.engine.requests import (
     EngineFinishReason,
     EngineRequest,
     PeerExport,
     PeerPrefix,
+    PromptScoring,
     SamplingParams,
     StopParams,
 )
@@ -29,6 +34,12 @@ from tanghulu.workers.engine.step_result import Logprobs, RequestOutput
 from tanghulu.workers.engine.thread import EngineLoad
 from tanghulu.workers.sessions.beats import BEAT_S
 from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets
+
+#: Of one message of a prompt's log probabilities.
+MAX_SCORES_BYTES = 1 << 20
+#: Of the hashes in a snapshot; a frame holds 16 MiB.
+MAX_WELCOME_BYTES = 14 << 20
+_HASH_HEAD_BYTES = 2
 
 _FINISH = {
     None: session_pb2.FINISH_NONE,
@@ -70,11 +81,20 @@ class RequestFactory:
             hold_kv=submit.hand_over,
             priority=submit.priority,
             client=submit.client,
+            weight=submit.weight or 1.0,
             moved=submit.moved,
+            ahead=RequestId(submit.ahead) if submit.ahead else None,
             peer=peer_of(source) if source is not None else None,
             holder=_holder(submit.holder) if submit.HasField("holder") else None,
             grammar=self._grammar(submit.sampling),
+            scoring=_scoring(submit.scoring) if submit.HasField("scoring") else None,
         )
+
+    def pulled(self, pull: session_pb2.PullAhead) -> tuple[TokenSequence, PeerExport]:
+        """Make the prompt that ``pull`` names, and where its KV is computed."""
+        root = root_hash(self._fingerprint, pull.salt, self._block_hash)
+        sequence = TokenSequence(root, self._block_tokens, as_tokens(pull.tokens), self._block_hash)
+        return sequence, peer_of(pull.source)
 
     def probe(self, request_id: RequestId) -> EngineRequest:
         """Make a request of one token that leaves nothing behind; see `EngineProbe`."""
@@ -121,16 +141,26 @@ def _sampling(sampling: session_pb2.Sampling, request_id: str) -> SamplingParams
         min_p=sampling.min_p,
         seed=seed,
         logprobs=sampling.num_logprobs if sampling.HasField("num_logprobs") else None,
+        logprob_token_ids=tuple(sampling.logprob_token_ids),
     )
+
+
+def _scoring(scoring: session_pb2.PromptScoring) -> PromptScoring:
+    return PromptScoring(scoring.start, scoring.num_top)
 
 
 def peer_of(source: session_pb2.KvSource) -> PeerExport:
     """Read where the KV is, as the engine carries it: ``address|unix path`` and the export's number."""
-    return PeerExport(f"{source.address}|{source.unix_path}", str(source.export_id), source.num_tokens)
+    return PeerExport(_instance(source), str(source.export_id), source.num_tokens)
 
 
 def _holder(holder: session_pb2.PrefixHolder) -> PeerPrefix:
-    return PeerPrefix(f"{holder.address}|{holder.unix_path}", holder.num_blocks)
+    return PeerPrefix(_instance(holder), holder.num_blocks)
+
+
+def _instance(where: session_pb2.KvSource | session_pb2.PrefixHolder) -> str:
+    """The worker as `split_instance` reads it; a Unix path of another host names somebody else's socket here."""
+    return f"{where.address}|{where.unix_path if where.host_id == host_id() else ''}"
 
 
 def split_instance(instance: str) -> tuple[str, str]:
@@ -141,25 +171,56 @@ def split_instance(instance: str) -> tuple[str, str]:
     return address, unix_path
 
 
-def output_message(output: RequestOutput, source: session_pb2.KvSource | None) -> session_pb2.RequestOutput:
-    """Make the message of one request's output of a step."""
+def output_message(outputs: Sequence[RequestOutput], source: session_pb2.KvSource | None) -> session_pb2.RequestOutput:
+    """Make the message of one request's outputs of the steps since the last message."""
+    last = outputs[-1]
     message = session_pb2.RequestOutput(
-        request_id=output.request_id,
-        tokens=output.tokens,
-        finish=_FINISH[output.finish_reason],
-        cached_tokens=min(output.num_cached_tokens, output.num_prompt_tokens),
+        request_id=last.request_id,
+        tokens=last.tokens if len(outputs) == 1 else [token for output in outputs for token in output.tokens],
+        finish=_FINISH[last.finish_reason],
+        cached_tokens=min(last.num_cached_tokens, last.num_prompt_tokens),
         source=source,
     )
-    if output.finish_reason is EngineFinishReason.STOP:
-        message.stop_token = output.tokens[-1]
-    if output.logprobs is not None:
-        message.logprobs.append(_logprobs(output.logprobs))
+    if last.finish_reason is EngineFinishReason.STOP:
+        message.stop_token = last.tokens[-1]
+    if (phases := next((output.phases for output in reversed(outputs) if output.phases is not None), None)) is not None:
+        message.phases.CopyFrom(phases_message(phases))
+    if last.logprobs is not None:
+        message.logprobs.extend(_logprobs(output.logprobs) for output in outputs if output.logprobs is not None)
     return message
 
 
+def phases_message(phases: PhaseTimes) -> session_pb2.PhaseTimes:
+    """Make the message of where a request's time went."""
+    return session_pb2.PhaseTimes(
+        queue_s=phases.queue_s,
+        kv_load_s=phases.kv_load_s,
+        prefill_s=phases.prefill_s,
+        kv_store_s=phases.kv_store_s,
+        decode_s=phases.decode_s,
+    )
+
+
 def _logprobs(logprobs: Logprobs) -> session_pb2.TokenLogprobs:
-    entries = (logprobs.chosen, *logprobs.top)
+    entries = (logprobs.chosen, *logprobs.top, *logprobs.asked)
     return session_pb2.TokenLogprobs(token_ids=[e.token for e in entries], logprobs=[e.logprob for e in entries])
+
+
+def score_messages(scores: PromptScores) -> Iterator[session_pb2.PromptScores]:
+    """Make the messages of a prompt's log probabilities, none of more than about `MAX_SCORES_BYTES`."""
+    each = 8 + 8 * scores.num_top + 4 * len(scores.asked)
+    most = max(1, MAX_SCORES_BYTES // each)
+    for start in range(0, len(scores.targets), most):
+        part = scores.part(start, start + most)
+        yield session_pb2.PromptScores(
+            request_id=part.request_id,
+            position=part.position,
+            logprobs=part.logprobs.astype("<f4").tobytes(),
+            ranks=part.ranks.astype("<u4").tobytes(),
+            top_ids=part.top_ids.astype("<u4").tobytes(),
+            top_logprobs=part.top_logprobs.astype("<f4").tobytes(),
+            asked_logprobs=part.asked_logprobs.astype("<f4").tobytes(),
+        )
 
 
 def error_message(request_id: str, error: TanghuluError) -> session_pb2.RequestOutput:
@@ -195,26 +256,48 @@ def load_message(load: EngineLoad) -> session_pb2.Load:
     for read in load.reads:
         message.reads.add(address=read.address, num_bytes=read.num_bytes, seconds=read.seconds)
     if load.speeds.costs is not None:
-        message.costs.CopyFrom(session_pb2.StepCosts(**dataclasses.asdict(load.speeds.costs)))
+        message.costs.CopyFrom(session_pb2.StepCosts(**structs.asdict(load.speeds.costs)))
     return message
 
 
 def welcome_message(
     instance_id: str, generation: int, hashes: Iterable[BlockHash], sequence: int, load: EngineLoad
 ) -> session_pb2.SessionWelcome:
-    """Make the snapshot of the cache with which a session begins; its events go on from there."""
+    """Make the snapshot of the cache with which a session begins; its events go on from there.
+
+    Of more than ``MAX_WELCOME_BYTES`` of hashes only the first are told: requests are not routed by the others.
+    """
+    told, num_bytes = list[BlockHash](), 0
+    for each in hashes:
+        num_bytes += len(each) + _HASH_HEAD_BYTES
+        if num_bytes > MAX_WELCOME_BYTES:
+            break
+        told.append(each)
     return session_pb2.SessionWelcome(
         instance_id=instance_id,
         generation=generation,
-        cached_blocks=list(hashes),
+        cached_blocks=told,
         event_sequence=sequence,
         load=load_message(load),
         beat_s=BEAT_S,
     )
 
 
+class BlockShape(Protocol):
+    """What a card says of a block; ``dtype`` is the KV's."""
+
+    @property
+    def block_tokens(self) -> int: ...
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+
 def model_card(
-    layout: KvLayout,
+    layout: BlockShape,
     assets: TokenizerAssets,
     *,
     name: str,

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import xxhash
 
 from tanghulu.types import Fingerprint
+from tanghulu.workers.weights.model_config import ModelConfig
 from tanghulu.workers.weights.source import ModelSource
 
 _READ_BYTES = 16 << 20
 _LAYOUT = "blocks,layers,kv,tokens,heads,dim/1"
+#: What some models have, and their KV follows from.
+_OF_SOME = ("experts", "sliding", "activation", "embedding_scale", "norm_offset", "query_scale", "sandwich_norms")
+_DEFAULTS = {field.name: field.default for field in fields(ModelConfig)}
 
 
-def fingerprint(source: ModelSource, *, dtype: str, block_tokens: int, tp_size: int = 1) -> Fingerprint:
-    """16 bytes, xxh3_128 over the bytes of the weight files and over what shapes a block's KV.
+def fingerprint(
+    source: ModelSource, *, dtype: str, block_tokens: int, tp_size: int = 1, arithmetic: bytes = b""
+) -> Fingerprint:
+    """16 bytes, xxh3_128 over the bytes of the weight files, an adapter's too, and over what shapes a block's KV.
 
     File names do not count, so copies of a model agree. ``dtype`` is the cache's (``float32``); ``tp_size``
     the number of tensor-parallel ranks that share out the heads (a chunk's ``part`` names the rank).
+    ``arithmetic`` names how KV is computed where it must be the same bits; empty: equal to a rounding will do.
     Reads all the files, at the disk's speed the first time and the page cache's afterwards.
     """
     config = source.config
     digest = xxhash.xxh3_128()
-    for path in source.weight_files:
+    for path in (*source.weight_files, *(source.adapter.files if source.adapter is not None else ())):
         _update_from_file(digest, path)
     layout = {
         "layout": _LAYOUT,
@@ -38,8 +45,13 @@ def fingerprint(source: ModelSource, *, dtype: str, block_tokens: int, tp_size: 
         "rope_scaling": asdict(config.rope_scaling),
         "rms_eps": config.rms_eps,
     }
-    digest.update(json.dumps(layout, sort_keys=True).encode())
+    layout |= {name: value for name in _OF_SOME if (value := getattr(config, name)) != _DEFAULTS[name]}
+    digest.update(json.dumps(layout, sort_keys=True, default=_as_json).encode() + arithmetic)
     return Fingerprint(digest.digest())
+
+
+def _as_json(value: object) -> object:
+    return sorted(value) if isinstance(value, frozenset) else asdict(value)  # type: ignore[call-overload]
 
 
 def _update_from_file(digest: xxhash.xxh3_128, path: Path) -> None:

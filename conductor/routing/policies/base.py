@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from msgspec import Struct
+
 from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile
 from tanghulu.conductor.routing.links import LinkSpeeds
 from tanghulu.types import InstanceId, Place
@@ -119,8 +121,7 @@ class WorkerView:
         return self.cost.seconds(request.num_tokens, hit_blocks * request.block_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestView:
+class RequestView(Struct, frozen=True):
     """A request as routing sees it. ``store_hit_blocks``: leading blocks that the store can give to any worker.
 
     ``session`` names the conversation ("" if unknown), ``place`` where the request came in. ``named_blocks`` have a

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+from msgspec import structs
 
 from tanghulu.conductor.routing.policies.base import (
     ASSUMED_STORE_BYTES_PER_S,
@@ -55,7 +56,7 @@ def decide(
     if not able:
         return None
     if request.links is not None:
-        request = replace(request, kv_place=prefill.place)
+        request = structs.replace(request, kv_place=prefill.place)
     decode = able[place_of_least_cost(request, able, prefill.id, ties)]
     return Decision(
         prefill.id,

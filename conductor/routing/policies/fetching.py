@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from tanghulu.conductor.routing.policies.base import (
     ASSUMED_STORE_BYTES_PER_S,
@@ -22,8 +23,7 @@ _send_wait_s = operator.attrgetter("send_wait_s")
 _ttft_s = operator.attrgetter("ttft_s")
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(Struct, frozen=True):
     """A way to begin a prefill: seconds until it can, then seconds of computing, with ``hit_blocks`` reused."""
 
     wait_s: float

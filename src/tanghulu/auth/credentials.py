@@ -48,6 +48,11 @@ class Credentials:
         return bool(self.token)
 
     @property
+    def tls_between(self) -> TlsFiles:
+        """The TLS files between workers, conductors and routers, which listen, too: with a certificate of their own."""
+        return self.tls if self.tls.cert else NO_TLS
+
+    @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         if not self.token:
             return ()

@@ -33,6 +33,7 @@ class Right(Enum):
     READ = "read"  # get, exists, list, stat, follow events
     WRITE = "write"  # put, remove
     JOIN = "join"  # be a process of the cluster: register, announce
+    METRICS = "metrics"  # see the metrics of processes, which tell of all tenants
     ADMIN = "admin"  # everything, of every tenant: drain, evict, policies, checks
 
     __hash__ = object.__hash__  # see store.protocol.types.Pin
@@ -79,6 +80,11 @@ class Identity:
 
     def may(self, right: Right) -> bool:
         return right in self.rights or Right.ADMIN in self.rights
+
+    @property
+    def sees_metrics(self) -> bool:
+        """Whether the caller may see metrics, which tell of all tenants; processes of the cluster show them."""
+        return self.may(Right.METRICS) or (self.may(Right.JOIN) and not self.tenant)
 
     def require(self, right: Right, what: str) -> None:
         """Raise Forbidden unless the token gives ``right``; ``what`` names the call."""
@@ -138,8 +144,11 @@ class TokenTable:
             raise ConfigError(f"token {token.name!r}: sha256 is not 64 hexadecimal digits; see `tanghulu store token`")
         if token.sha256 in self._by_hash:
             raise ConfigError(f"tokens {self._by_hash[token.sha256].name!r} and {token.name!r} are the same")
-        if token.tenant and Right.ADMIN in token.rights:
-            raise ConfigError(f"token {token.name!r}: admin sees all tenants, so such a token has no tenant")
+        for right in (Right.ADMIN, Right.METRICS):
+            if token.tenant and right in token.rights:
+                raise ConfigError(
+                    f"token {token.name!r}: {right.value} sees all tenants, so such a token has no tenant"
+                )
         if not token.rights:
             raise ConfigError(f"token {token.name!r} has no rights")
         if token.tenant:

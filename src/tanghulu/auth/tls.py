@@ -15,12 +15,19 @@ from tanghulu.auth.credentials import TlsFiles
 from tanghulu.errors import ConfigError
 
 _HTTP2 = "h2"
+#: What ports speak that understand HTTP/1.1 alone: who offers both must not begin with the other.
+HTTP1 = "http/1.1"
+#: How often listeners look at their files.
+REFRESH_S = 30.0
 
 
 class ServerTls:
-    """The listening side's context. ``refresh`` reads replaced files again; open connections stay."""
+    """The listening side's context. ``refresh`` reads replaced files again; open connections stay.
 
-    def __init__(self, files: TlsFiles, *, mutual: bool) -> None:
+    ``protocol``: what is spoken inside.
+    """
+
+    def __init__(self, files: TlsFiles, *, mutual: bool, protocol: str = _HTTP2) -> None:
         if not (files.cert and files.key):
             raise ConfigError("--tls-cert and --tls-key come together: what to show, and its private key")
         if mutual and not files.ca:
@@ -28,7 +35,7 @@ class ServerTls:
         self._files = files
         self._stamps = _stamps(files)
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.set_alpn_protocols([_HTTP2])
+        self.context.set_alpn_protocols([protocol])
         _load(self.context, files)
         if mutual:
             self.context.verify_mode = ssl.CERT_REQUIRED

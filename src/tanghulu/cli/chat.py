@@ -12,14 +12,15 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from tanghulu.errors import NodeUnavailable, TanghuluError, error_from_code
+from tanghulu.errors import ConfigError, NodeUnavailable, TanghuluError, error_from_code
 from tanghulu.runtime.config import command, option
+from tanghulu.runtime.master_options import HttpClientOptions
 
 _HELP = "/new starts afresh, /system TEXT sets the system prompt, /quit or Ctrl-D ends"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatConfig:
+class ChatConfig(HttpClientOptions):
     """The options of ``tanghulu chat``."""
 
     url: str = option("http://127.0.0.1:8000", "the conductor's HTTP address")
@@ -28,6 +29,15 @@ class ChatConfig:
     message: str = option("", "send this one message, print the answer and end")
     max_tokens: int = option(512, "longest answer in tokens")
     temperature: float = option(0.7, "0 always takes the most likely token")
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"--url {self.url} names no scheme; say --url http://{self.url}")
+
+    @property
+    def base_url(self) -> str:
+        """The address without the /v1 at its end, with which clients of OpenAI's API write it."""
+        return self.url.rstrip("/").removesuffix("/v1")
 
 
 class Conversation:
@@ -103,6 +113,13 @@ def _answer(conversation: Conversation, text: str, console: Console) -> None:
         console.print(f"[dim]{note}[/]", highlight=False)
 
 
+def _first_model(http: httpx.Client) -> str:
+    answer = http.get("/v1/models")
+    if answer.status_code in (401, 403):
+        raise _error_of(answer)
+    return str(answer.raise_for_status().json()["data"][0]["id"])
+
+
 def _loop(conversation: Conversation, console: Console) -> None:
     console.print(f"[bold]{conversation.model}[/]  [dim]{_HELP}[/]", highlight=False)
     while True:
@@ -136,8 +153,14 @@ def run(config: ChatConfig) -> None:
     """Talk until the person ends it, or answer one --message."""
     console = Console()
     try:
-        with httpx.Client(base_url=config.url, timeout=httpx.Timeout(600, connect=5), trust_env=False) as http:
-            model = config.model or http.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+        with httpx.Client(
+            base_url=config.base_url,
+            timeout=httpx.Timeout(600, connect=5),
+            trust_env=False,
+            headers=config.shown,
+            verify=config.verified_by,
+        ) as http:
+            model = config.model or _first_model(http)
             conversation = Conversation(http, config, model)
             message = config.message or ("" if sys.stdin.isatty() else sys.stdin.read().strip())
             if message:

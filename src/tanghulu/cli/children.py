@@ -16,6 +16,8 @@ from typing import Any, BinaryIO
 
 #: Roles whose command is not called as they are.
 _COMMANDS = {"gateway": ("store", "serve")}
+#: Where the last line of a log is looked for.
+_LAST_BYTES = 4096
 
 
 @dataclass
@@ -53,6 +55,20 @@ class ChildProcess:
         theirs.close()
         self._status = ours
         self._watching = asyncio.create_task(self._watch(ours, self.process, on_status))
+
+    def last_words(self) -> str:
+        """The last line of the log; of a line in JSON, the error that it names. Nothing if there is no log."""
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _LAST_BYTES))
+                lines = log.read().decode("utf-8", "replace").split("\n")
+        except OSError:
+            return ""
+        line = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        with contextlib.suppress(ValueError, AttributeError):
+            said = json.loads(line)
+            return str(said.get("error") or said.get("event") or line)
+        return line
 
     def _open_log(self) -> BinaryIO:
         """The log file; where it cannot be had any more, as when its directory was removed, none."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from tanghulu.auth.credentials import NO_TLS
 from tanghulu.cli.printing import counted, print_json, store_options
 from tanghulu.conductor.peers.group import ATTRIBUTE as PEERS
 from tanghulu.discovery.base import EventKind, Instance
@@ -80,12 +79,11 @@ async def _end(instance: Instance, master: Masters) -> EndReply:
     """Tell the process to end in order. Raises NodeUnavailable, DeadlineExceeded, Unauthorized."""
     credentials, is_conductor = master.credentials, instance.role is Role.CONDUCTOR
     address = Address.parse(instance.attributes[PEERS]) if is_conductor else instance.address
-    tls = credentials.tls if is_conductor and credentials.tls.cert else NO_TLS
-    channel = grpc_edge.channel(address, tls=tls)
+    channel = grpc_edge.channel(address, tls=credentials.tls_between)
     try:
         made: Any = conductor_pb2_grpc.ConductorPeerStub if is_conductor else session_pb2_grpc.WorkerStub
         async with grpc_edge.typed_errors(instance.id):
-            shown = credentials.metadata if is_conductor else ()
+            shown = credentials.metadata
             reply: EndReply = await made(channel).Drain(EndRequest(), timeout=_DEADLINE_S, metadata=shown)
             return reply
     finally:

@@ -21,11 +21,16 @@ _WELCOME = """
     "model": "{model}", "stream": true, "temperature": 0,
     "messages": [{{"role": "user", "content": "What is a KV cache? Answer in two sentences."}}]}}'
 
-  {program} chat --url {url}
+  {program} chat --url {url}{chat}
   {program} status --master {master}{store}
   {url}/dashboard in a browser
-
+{secure}
 Ctrl-C ends everything."""
+
+_SECURE = """
+Each request shows the API key, and clients verify the certificates; with curl:
+  -H "Authorization: Bearer $(cat {key})" --cacert {authority}
+"""
 
 
 class Board:
@@ -97,12 +102,25 @@ def program() -> str:
     return str(beside.relative_to(here)) if beside.is_relative_to(here) else str(beside)
 
 
-def welcome(board: Board, url: str, model: str, master: str, store_url: str) -> None:
-    """Say that the cluster serves, and what to try first."""
+def welcome(
+    board: Board, url: str, model: str, master: str, store_url: str, secure: tuple[Path, Path] | None = None
+) -> None:
+    """Say that the cluster serves, and what to try first.
+
+    ``secure``: the files with the API key, and with the authority that its certificates are verified by.
+    """
     board.stop()
+    files, chat = "", ""
+    if secure is not None:
+        key, authority = secure
+        chat = f" --api-key @{key} --tls-ca {authority}"
+        folder = key.parent
+        files = _SECURE.format(key=key, authority=authority)
+        master += f" --token @{folder}/operator.token --tls-ca {authority}"
+        master += f" --tls-cert {folder}/certs/client.pem --tls-key {folder}/certs/client.key"
     store = f"\n  curl {store_url}/v1/stat" if store_url else ""
     board.console.print(
-        _WELCOME.format(program=program(), url=url, model=model, master=master, store=store),
+        _WELCOME.format(program=program(), url=url, model=model, master=master, store=store, chat=chat, secure=files),
         highlight=False,
         soft_wrap=True,
     )

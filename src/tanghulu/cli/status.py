@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import click
 from rich.console import Console
@@ -16,6 +16,7 @@ from rich.text import Text
 
 from tanghulu.cli.printing import print_json, store_options, wide_console
 from tanghulu.discovery.base import EventKind, Instance
+from tanghulu.discovery.masters import MasterFinder
 from tanghulu.discovery.open import HELP, open_discovery
 from tanghulu.errors import MasterUnavailable, TanghuluError
 from tanghulu.masters import Masters
@@ -23,7 +24,7 @@ from tanghulu.runtime.config import PREFIX
 from tanghulu.runtime.scraping import scrape, summed
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.client import aio
-from tanghulu.store.client.model import NodeView
+from tanghulu.store.client.model import MasterView, NodeView
 from tanghulu.types import Role, format_size
 
 _DEADLINE_S = 5.0
@@ -70,9 +71,19 @@ def part_of(instance: Instance, figures: Figures, view: NodeView | None, now_s: 
     )
 
 
+def part_of_master(view: MasterView, registered: Part | None, address: str) -> Part:
+    """The line of the master at ``address``, as it is ``registered`` with the others if it is."""
+    rebuilding = f", {view.num_rebuilding} of {len(view.ranges)} ranges rebuilding" if view.num_rebuilding else ""
+    load = f"{view.num_keys} keys{', leads' if view.leads else ''}{rebuilding}" if view.answers else ""
+    if registered is not None:
+        return replace(registered, load=load)
+    return Part(Role.MASTER.value, "master", address, "up" if view.answers else "silent", load, None, None, "")
+
+
 def problems_of(parts: Sequence[Part]) -> list[str]:
     """What is missing for serving, and who does not answer."""
-    found = [f"{each.id} does not answer at {each.metrics_address}" for each in parts if each.health == "silent"]
+    silent = (each for each in parts if each.health == "silent")
+    found = [f"{each.id} does not answer at {each.metrics_address or each.address}" for each in silent]
     roles = {each.role for each in parts}
     if Role.NODE.value not in roles:
         found.append("no store node is registered: nothing can be stored")
@@ -126,19 +137,27 @@ async def look(master: Masters, discovery: str, namespace: str) -> ClusterStatus
         where = discovery if discovery not in ("", "master") else str(master)
         raise MasterUnavailable(f"{where} did not say within {_DEADLINE_S:g} s which processes there are") from None
     views: dict[str, NodeView] = {}
+    masters: list[MasterView] = []
+    asked = str(master)
     problems: list[str] = []
     try:
         async with aio.connect(master) as store:
             views = {view.id: view for view in await store.nodes()}
+            masters = await store.masters()
+            asked = str(await MasterFinder(master).find())
     except TanghuluError as error:
         problems.append(f"the master: {error.message}")
-    pages = await scrape(each.metrics_address for each in instances)
+    pages = await scrape((each.metrics_address for each in instances), master.credentials)
     now_s = time.time()
     order = [role.value for role in Role]
     parts = [
         part_of(each, None if page is None else summed(page), views.get(each.id), now_s)
         for each, page in zip(instances, pages, strict=True)
     ]
+    registered = {part.address: part for part in parts if part.role == Role.MASTER.value}
+    known = {view.address or asked: view for view in masters}
+    lines = {address: part_of_master(view, registered.get(address), address) for address, view in known.items()}
+    parts = [part for part in parts if part.address not in lines] + [*lines.values()]
     parts.sort(key=lambda part: (order.index(part.role), part.id))
     return ClusterStatus(str(master), tuple(parts), (*problems, *problems_of(parts)))
 

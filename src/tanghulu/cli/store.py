@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import click
 
 from tanghulu.cli import store_admin, store_check, store_top
 from tanghulu.cli.printing import counted, print_json, print_table, store_options
+from tanghulu.errors import InvalidRequest
 from tanghulu.masters import Masters
 from tanghulu.runtime.config import command
 from tanghulu.runtime.process import run
@@ -178,15 +180,19 @@ def get(key: str, output: Path | None, master: Masters, as_json: bool) -> None:
 
 @COMMAND.command(short_help="Remove chunks by key or pattern.")
 @click.argument("keys", nargs=-1)
-@click.option("--matching", metavar="REGEX", help="remove every key that this pattern matches")
+@click.option("--matching", metavar="REGEX", help="remove every key in which this pattern is found; ^ is its beginning")
+@click.option("--dry-run", is_flag=True, help="only say which keys --matching would remove")
 @store_options
-def rm(keys: tuple[str, ...], matching: str | None, master: Masters, as_json: bool) -> None:
-    """Remove the chunks of KEYS, or all that match a pattern.
+def rm(keys: tuple[str, ...], matching: str | None, dry_run: bool, master: Masters, as_json: bool) -> None:
+    """Remove the chunks of KEYS, or all that match a pattern; look first with --dry-run: kv/ holds the workers' own.
 
     Exit code 3 if one was not there; of what could not be removed the first reason is told.
     """
     if bool(keys) == bool(matching):
         raise click.UsageError("name KEYS or give --matching REGEX")
+    if dry_run:
+        _would_remove(matching, master, as_json)
+        return
     with connect(master) as store:
         outcome = RemovalOutcome(store.remove_matching(matching)) if matching else perform(store, orders.remove(keys))
     if as_json:
@@ -194,6 +200,23 @@ def rm(keys: tuple[str, ...], matching: str | None, master: Masters, as_json: bo
     else:
         click.echo(f"removed {outcome.num_removed}")
     outcome.complain()
+
+
+def _would_remove(pattern: str | None, master: Masters, as_json: bool) -> None:
+    if pattern is None:
+        raise click.UsageError("--dry-run goes with --matching")
+    try:
+        wanted = re.compile(pattern)
+    except re.error as error:
+        raise InvalidRequest(f"{pattern!r} is no regular expression: {error}") from None
+    with connect(master) as store:
+        found = [info.key for info in store.list_keys() if wanted.search(info.key)]
+    if as_json:
+        print_json({"would_remove": found})
+        return
+    for key in found:
+        click.echo(key)
+    click.echo(f"{counted(len(found), 'key')} would be removed", err=True)
 
 
 @COMMAND.command(short_help="Show or switch the eviction policy.")

@@ -1,4 +1,4 @@
-"""``tanghulu store drain | undrain | evict | replicate | watch | tenants | token``: operations on a running store."""
+"""``tanghulu store masters | drain | undrain | evict | replicate | watch | tenants | token``: a store that runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tanghulu.store.admin import orders, rows
 from tanghulu.store.admin.rows import Beginning, Row, plain
 from tanghulu.store.admin.steps import perform
 from tanghulu.store.client import Client, connect
-from tanghulu.store.client.model import NodeView, TenantView
+from tanghulu.store.client.model import MasterView, NodeView, TenantView
 from tanghulu.store.directory_feed import follow_directory
 from tanghulu.types import format_size, parse_size
 
@@ -154,6 +154,38 @@ def _line(row: Row, as_json: bool) -> str:
     return json.dumps(row) if as_json else " ".join(filter(None, (row["event"], row["node"], row["key"])))
 
 
+@click.command("masters", short_help="List the masters and the keys that each has.")
+@store_options
+def masters_command(master: Masters, as_json: bool) -> None:
+    """List the masters that own ranges of keys: how many ranges, since which term, their keys, who leads.
+
+    A master that rebuilds does not know yet who holds which keys of some ranges. With --json the ranges' numbers.
+    """
+    with connect(master) as store:
+        found = store.masters()
+    if as_json:
+        print_json([{**plain(each), "state": _state(each)} for each in found])
+        return
+    lines = (
+        (
+            each.address or str(master),
+            len(each.ranges),
+            each.term or "-",
+            "leader" if each.leads else "",
+            each.num_keys if each.answers else "-",
+            _state(each),
+        )
+        for each in found
+    )
+    print_table(("master", "ranges", "term", "", "keys", "state"), lines)
+
+
+def _state(master: MasterView) -> str:
+    if not master.answers:
+        return "silent"
+    return f"rebuilding {counted(master.num_rebuilding, 'range')}" if master.num_rebuilding else "ready"
+
+
 @click.command(short_help="What each tenant holds and may hold.")
 @store_options
 def tenants(master: Masters, as_json: bool) -> None:
@@ -211,8 +243,9 @@ def token(name: str, tenant: str, rights: tuple[str, ...], as_json: bool) -> Non
     """
     if tenant:
         validate_tenant(tenant)
-        if Right.ADMIN.value in rights:
-            raise click.UsageError("admin sees all tenants: leave --tenant out")
+        for right in (Right.ADMIN.value, Right.METRICS.value):
+            if right in rights:
+                raise click.UsageError(f"{right} sees all tenants: leave --tenant out")
     chosen = rights or ((Right.READ.value, Right.WRITE.value) if tenant else (Right.ADMIN.value,))
     made = new_token()
     if as_json:
@@ -225,4 +258,4 @@ def token(name: str, tenant: str, rights: tuple[str, ...], as_json: bool) -> Non
     click.echo("\n" + "\n".join(filter(None, lines)), err=True)
 
 
-COMMANDS = (drain, undrain, evict, replicate, watch, tenants, token)
+COMMANDS = (masters_command, drain, undrain, evict, replicate, watch, tenants, token)

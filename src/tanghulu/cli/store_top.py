@@ -14,8 +14,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from tanghulu.auth.credentials import Credentials
+from tanghulu.auth.tls import client_context
 from tanghulu.cli.printing import print_json, store_options, wide_console
 from tanghulu.masters import Masters
+from tanghulu.runtime.scraping import metrics_url
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.client import Client, connect
 from tanghulu.store.client.model import NodeView
@@ -81,10 +84,12 @@ def row(before: Sample | None, now: Sample) -> Row:
     return Row(view.id, view.used_bytes, view.capacity_bytes, view.num_chunks, state, **rates)
 
 
-def _sample(view: NodeView) -> Sample:
-    counters = None
+def _sample(view: NodeView, credentials: Credentials) -> Sample:
+    counters, url = None, metrics_url(view.metrics_address)
     try:
-        with urllib.request.urlopen(f"http://{view.metrics_address}/metrics", timeout=_METRICS_DEADLINE_S) as answer:
+        asked = urllib.request.Request(url, headers=dict(credentials.metadata))  # noqa: S310 - http or https
+        tls = client_context(credentials.tls) if url.startswith("https") else None
+        with urllib.request.urlopen(asked, timeout=_METRICS_DEADLINE_S, context=tls) as answer:  # noqa: S310 - as above
             counters = counters_in(answer.read().decode())
     except (urllib.error.URLError, OSError, ValueError):
         pass  # a node that is gone, or whose metrics are not for us: what the master knows is shown
@@ -105,13 +110,13 @@ def _table(rows: list[Row]) -> Table:
 class _View:
     """The samples of the last call."""
 
-    def __init__(self, store: Client) -> None:
-        self._store = store
+    def __init__(self, store: Client, credentials: Credentials) -> None:
+        self._store, self._credentials = store, credentials
         self._before: dict[str, Sample] = {}
 
     def rows(self) -> list[Row]:
         """All nodes, with rates since the last call."""
-        samples = {view.id: _sample(view) for view in self._store.nodes()}
+        samples = {view.id: _sample(view, self._credentials) for view in self._store.nodes()}
         rows = [row(self._before.get(node), sample) for node, sample in samples.items()]
         self._before = samples
         return rows
@@ -127,7 +132,7 @@ def COMMAND(interval_s: float, count: int | None, master: Masters, as_json: bool
     """Show live what the nodes hold and do. With --json one list of nodes a look."""
     console = wide_console()
     with connect(master) as store:
-        view = _View(store)
+        view = _View(store, master.credentials)
         if console.is_terminal and not as_json:
             _show_live(view, console, interval_s, count)
             return

@@ -5,9 +5,11 @@
     STARTING, READY --exited--> DEAD                                      and then the whole cluster ends
 
 Until all children have been ready together a child is restarted MAX_RESTARTS times at most: what fails then is most
-likely its configuration. From then on one that dies is restarted for ever, with delays that grow up to MAX_BACKOFF_S,
-as the others serve meanwhile; only a ``vital`` one ends the cluster, without which nothing is served. A child that
-stayed ready for STABLE_S has its restarts forgiven.
+likely its configuration. A child that refuses its configuration before it was ever ready ends the cluster at once; one
+that was ready with the same configuration refuses it for a reason that passes, as a port that somebody took meanwhile.
+From then on one that dies is restarted for ever, with delays that grow up to MAX_BACKOFF_S, as the others serve
+meanwhile; only a ``vital`` one ends the cluster, without which nothing is served. A child that stayed ready for
+STABLE_S has its restarts forgiven.
 
 A child that has said that it is alive is expected to go on saying so. Where it is silent for ``hung_s`` it is killed,
 and so restarted. A look that comes late does not count as its silence: then this process stood still itself.
@@ -68,6 +70,7 @@ class Child:
     state: ChildState = ChildState.WAITING
     vital: bool = False
     num_restarts: int = 0
+    been_ready: bool = False
     alive_s: float | None = None
     ready_since_s: float = 0.0
     start_at_s: float = 0.0
@@ -161,6 +164,7 @@ class Supervision:
         child = self.children[name]
         child.on(ChildEvent.READY)
         child.ready_since_s = now_s
+        child.been_ready = True
         self.been_ready = self.been_ready or self.all_ready
 
     def exited(self, name: str, code: int, now_s: float) -> list[EndAll]:
@@ -178,8 +182,11 @@ class Supervision:
         return []
 
     def refused(self, name: str, message: str) -> list[EndAll]:
-        """Plan the cluster's end: the child refused its configuration, and would refuse it again."""
-        self.children[name].on(ChildEvent.GIVEN_UP)
+        """Plan the cluster's end if the child would refuse its configuration again; else its exit is as any other."""
+        child = self.children[name]
+        if child.been_ready:
+            return []
+        child.on(ChildEvent.GIVEN_UP)
         return [EndAll(f"{name}: {message}")]
 
     def stop(self) -> None:

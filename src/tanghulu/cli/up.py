@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import importlib.util
 import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -19,14 +21,19 @@ from typing import Any
 
 import httpx
 
+from tanghulu.auth.credentials import NO_TLS
+from tanghulu.auth.tls import client_context
 from tanghulu.cli.children import ChildProcess
 from tanghulu.cli.progress import Board, welcome
+from tanghulu.cli.secure import SecureFiles, prepare
 from tanghulu.cli.supervision import LOOKS, EndAll, Supervision
 from tanghulu.conductor.tools.choosing import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
 from tanghulu.errors import ConfigError, TanghuluError
+from tanghulu.eviction import POLICIES
 from tanghulu.runtime import extras
 from tanghulu.runtime.config import check_bounds, command, configuration_file, option, table_in
 from tanghulu.runtime.machine_memory import refuse_too_much
+from tanghulu.runtime.process import own_address
 from tanghulu.runtime.tasks import cancelled
 from tanghulu.types import is_loopback
 
@@ -36,14 +43,14 @@ _HUNG_TIMEOUTS = 2.0
 #: What a process may take to end beyond its own grace.
 _END_S = 5.0
 #: The conductor, as long as it goes on, has workers finish what it has; then they have nothing left.
-_STOP_ORDER = (("conductor",), ("prefill", "decode", "worker", "gateway"), ("node",), ("master",))
+_STOP_ORDER = (("conductor",), ("prefill", "decode", "worker", "vllm-worker", "gateway"), ("node",), ("master",))
 _VITAL = ("master", "conductor")
 _MASTER_TO_NODES = 10  # 7400 -> 7410
 _MASTER_TO_WORKERS = 30  # 7400 -> 7430
 _TO_METRICS = 100  # 7400 -> 7500, 7410 -> 7510; the conductor's metrics stand on its HTTP port, too
 #: What `up` alone decides for its parts; in their tables these keys would contradict it.
 _DECIDED_HERE = frozenset({"host", "port", "metrics_port", "master", "run_dir", "status_fd"})
-_PARTS = ("master", "node", "prefill", "decode", "worker", "conductor")
+_PARTS = ("master", "node", "prefill", "decode", "worker", "vllm-worker", "conductor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,22 +58,36 @@ class UpConfig:
     """The options of ``tanghulu up``."""
 
     model: str = option("smollm2", "a directory with safetensors or GGUF, a .gguf file, or smollm2", metavar="DIR")
-    engine: str = option("torch", "torch computes; mock takes as long as a model would", choices=("torch", "mock"))
+    engine: str = option(
+        "torch",
+        "torch computes, or vllm where it is installed; mock takes as long as a model would",
+        choices=("torch", "vllm", "mock"),
+    )
     mock_speedup: float = option(1.0, "the mock engine runs this many times faster than its timing")
     dtype: str = option("auto", "arithmetic and KV type", choices=("auto", "float32", "bfloat16", "float16"))
     device: str = option("auto", "where the workers compute: auto, cpu, cuda or cuda:N")
+    batch_invariant: bool = option(
+        False, "the same bits for a request whatever is computed beside it, chunked, cached or moved; slower prefills"
+    )
+    speculative: str = option(
+        "", "ngram:K: propose up to K tokens from where the last ones stood before; the same text in fewer steps"
+    )
     prefill: int = option(1, "prefill workers", least=0)
     decode: int = option(1, "decode workers", least=0)
-    workers: int = option(1, "workers that do both phases; started with --prefill 0 --decode 0", least=1)
+    workers: int = option(
+        1, "workers that do both phases; started with --prefill 0 --decode 0, or --engine vllm", least=1
+    )
+    conductors: int = option(1, "conductors, which share the ports of the HTTP API and of gRPC", least=1)
     nodes: int = option(1, "store nodes", least=0)
     node_memory: int = option(1 << 30, "memory of each store node", size=True)
     node_ssd: int = option(0, "SSD tier of each store node, a file of this size in --state-dir; 0: none", size=True)
-    eviction: str = option("lru", "eviction policy of the store nodes")
+    eviction: str = option("lru", "eviction policy of the store nodes", choices=tuple(POLICIES))
     policy: str = option("ttft-min", "routing policy of the conductor")
     tool_call_parser: str = option(AUTO, "form of the model's tool calls", choices=TOOL_CALL_PARSERS)
     reasoning_parser: str = option(AUTO, "form of the model's reasoning", choices=REASONING_PARSERS)
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port of the HTTP API; 0 picks one")
+    grpc_port: int = option(-1, "port of inference over gRPC; 0 picks one; -1: it is not served so", least=-1)
     master_port: int = option(7400, "port of the master; nodes follow from +10, workers from +30; 0 picks all")
     store_http_port: int = option(0, "port of the store over HTTP; 0: it is not served so")
     grace_s: float = option(10.0, "at the end, how long answers under way may go on, in seconds", least=0)
@@ -76,6 +97,9 @@ class UpConfig:
         "0: never",
         least=0,
     )
+    secure: bool = option(
+        False, "certificates, tokens and API keys for all doors of the cluster, made in --state-dir at the first start"
+    )
     state_dir: Path = option(Path(".tanghulu"), "cluster.json and logs go here")
     log_level: str = option("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
 
@@ -83,7 +107,15 @@ class UpConfig:
         check_bounds(self)
         if bool(self.prefill) != bool(self.decode):
             raise ConfigError("--prefill and --decode come together: each needs the other; both 0 start --workers")
-        if self.store_http_port and not is_loopback(self.host):
+        if self.conductors > 1 and not (self.port and self.grpc_port):
+            raise ConfigError(
+                "--conductors share a port that is known before they start: --port and --grpc-port above 0"
+            )
+        if self.batch_invariant and self.engine != "torch":
+            raise ConfigError("--batch-invariant takes --engine torch")
+        if self.speculative and self.engine != "torch":
+            raise ConfigError("--speculative takes --engine torch")
+        if self.store_http_port and not self.secure and not is_loopback(self.host):
             raise ConfigError(
                 f"--store-http-port with --host {self.host} would open the store to everybody: run "
                 "`tanghulu store serve` by itself, with --tls-cert and --require-token"
@@ -93,8 +125,11 @@ class UpConfig:
 class Cluster:
     """The running cluster: performs what Supervision decides and shows it on the Board."""
 
-    def __init__(self, config: UpConfig, file: Path | None, run_dir: Path, board: Board) -> None:
+    def __init__(
+        self, config: UpConfig, file: Path | None, run_dir: Path, board: Board, secure: SecureFiles | None = None
+    ) -> None:
         self._config = config
+        self._secure = secure
         self._file = file
         self._tables = _tables_of_parts(file)
         self._board = board
@@ -104,6 +139,7 @@ class Cluster:
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
         self._failure: str | None = None
+        self._broken: Exception | None = None  # a fault of our own, behind which nothing is known any more
         self._spawned: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -123,8 +159,10 @@ class Cluster:
             self._plan.stop()
             self._board.say("stopping; a second Ctrl-C ends everything at once")
             await self._stop_children()
+        if self._broken is not None:
+            raise self._broken
         if self._failure is not None:
-            raise TanghuluError(f"{self._failure}; see the logs in {self._config.state_dir}")
+            raise TanghuluError(self._failure)
 
     # --- what there is to run
 
@@ -132,11 +170,15 @@ class Cluster:
         run_dir = self._run_dir / name
         base = ["--host", self._config.host, "--port", str(port), "--log-level", self._config.log_level]
         metrics = port + _TO_METRICS if port and role not in ("conductor", "gateway") else 0
-        given = without_options([*base, "--metrics-port", str(metrics), *arguments], self._tables.get(role, {}))
+        table, secure = self._tables.get(role, {}), self._secure
+        shown = [] if secure is None else secure.options(role)
+        given = without_options([*base, "--metrics-port", str(metrics), *arguments, *shown], table)
+        if secure is not None:
+            given += secure.flags(role)
         log_path = self._config.state_dir / f"{name}.log"
         log_path.unlink(missing_ok=True)
         self._children[name] = ChildProcess(role, name, given, log_path, run_dir, self._file)
-        self._plan.add(name, needs, vital=role in _VITAL)
+        self._plan.add(name, needs, vital=role in _VITAL and not (role == "conductor" and self._config.conductors > 1))
         self._board.add(name)
 
     def _add_master(self) -> None:
@@ -151,12 +193,18 @@ class Cluster:
             ssd = ("--ssd-path", str(config.state_dir / f"node-{i}.tier"), "--ssd-size", str(config.node_ssd))
             below = ssd if config.node_ssd else ()
             self._add("node", f"node-{i}", base and base + _MASTER_TO_NODES + i, *at, *memory, *below)
-        roles = ["prefill"] * config.prefill + ["decode"] * config.decode or ["worker"] * config.workers
+        if config.engine == "vllm":
+            roles = ["vllm-worker"] * config.workers
+        else:
+            roles = ["prefill"] * config.prefill + ["decode"] * config.decode or ["worker"] * config.workers
         for i, role in enumerate(roles):
             name = f"{role}-{i - config.prefill if role == 'decode' else i}"
-            model = ["--model", config.model, "--dtype", config.dtype, "--engine", config.engine]
+            model = ["--model", config.model, "--dtype", config.dtype]
+            if config.engine != "vllm":
+                model += ["--engine", config.engine]
             if config.engine == "torch":
-                model += ["--device", config.device]
+                model += ["--device", config.device, *["--batch-invariant"] * config.batch_invariant]
+                model += ["--speculative", config.speculative] if config.speculative else []
             if config.engine == "mock":
                 model += ["--mock-speedup", str(config.mock_speedup)]
             self._add(role, name, base and base + _MASTER_TO_WORKERS + i, *at, *model)
@@ -164,9 +212,11 @@ class Cluster:
             self._add("gateway", "store-http", config.store_http_port, *at)
         ends = ("--grace-s", str(config.grace_s), "--notice-s", "0")
         timeout = ("--worker-timeout", str(config.worker_timeout))
-        self._add(
-            "conductor", "conductor", config.port, *at, "--policy", config.policy, *timeout, *ends, *self._parsers()
-        )
+        ports = ("--grpc-port", str(config.grpc_port)) if config.grpc_port >= 0 else ()
+        given = (*at, "--policy", config.policy, *timeout, *ends, *ports, *self._parsers())
+        shared = ("--reuse-port",) if config.conductors > 1 else ()
+        for i in range(config.conductors):
+            self._add("conductor", f"conductor-{i}" if i else "conductor", config.port, *given, *shared)
 
     def _parsers(self) -> tuple[str, ...]:
         config = self._config
@@ -175,7 +225,15 @@ class Cluster:
     # --- events
 
     def _on_status(self, name: str, message: dict[str, Any]) -> None:
-        now_s, outcome = time.monotonic(), list[EndAll]()
+        try:
+            self._take(name, message)
+        except Exception as error:
+            self._broken = error
+            self._end()
+            raise
+
+    def _take(self, name: str, message: dict[str, Any]) -> None:
+        now_s, outcome, last_words = time.monotonic(), list[EndAll](), ""
         if self._stopping.is_set():
             return
         match message["event"]:
@@ -188,18 +246,20 @@ class Cluster:
                 outcome = self._plan.refused(name, self._own_words(name, message["message"]))
             case "exited":
                 outcome = self._plan.exited(name, message["code"], now_s)
+                last_words = self._children[name].last_words()
             case "alive":
                 self._plan.alive(name, now_s)
                 return
         self._board.show(name, message)
         for end in outcome:
-            self._failure = end.because
+            said = f'; it said last: "{last_words}"' if last_words else ""
+            self._failure = f"{end.because}{said}; see {self._children[name].log_path}"
             self._end()
         self._wake.set()
 
     def _own_words(self, name: str, message: str) -> str:
         """A child's refusal with the flag of `up` that is behind the child's own."""
-        return message if name == "conductor" else message.replace("another --port", "another --master-port")
+        return message if name.startswith("conductor") else message.replace("another --port", "another --master-port")
 
     def _signalled(self) -> None:
         """End in order; told a second time, at once."""
@@ -217,8 +277,13 @@ class Cluster:
     async def _perform(self) -> None:
         for spawn in self._plan.tick(time.monotonic()):
             child = self._children[spawn.name]
-            child.run_dir.mkdir(mode=0o700, exist_ok=True)
-            await child.spawn(self._on_status)
+            try:
+                child.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+                await child.spawn(self._on_status)
+            except OSError as error:  # a full disk, no process or descriptor to be had: as if it had ended at once
+                self._board.show(child.name, {"event": "failed", "message": str(error)})
+                self._on_status(child.name, {"event": "exited", "code": os.EX_OSERR})
+                continue
             self._board.show(child.name, {"event": "starting"})
         self._write_cluster()
 
@@ -252,30 +317,41 @@ class Cluster:
 
     async def _announce_ready(self) -> None:
         """Ask the conductor until it would serve a request, then say what to try."""
-        async with httpx.AsyncClient(trust_env=False, timeout=2.0) as http:
+        secure, shown, tls = self._secure, {}, NO_TLS
+        if secure is not None:
+            shown, tls = {"authorization": f"Bearer {secure.key_file.read_text().strip()}"}, secure.tls
+        context = client_context(tls)
+        async with httpx.AsyncClient(trust_env=False, timeout=2.0, headers=shown, verify=context) as http:
             while True:
                 await asyncio.sleep(_READY_POLL_S)
                 conductor = self._children.get("conductor")
                 if conductor is None or not conductor.info or not self._plan.all_ready:
                     continue
                 with contextlib.suppress(httpx.HTTPError):
-                    address = conductor.info["address"].replace("0.0.0.0:", "127.0.0.1:")
-                    url = f"http://{address}"
+                    url = f"{'http' if secure is None else 'https'}://{conductor.info['address']}"
                     if (await http.get(f"{url}/ready")).status_code == 200:
                         models = (await http.get(f"{url}/v1/models")).json()["data"]
                         master = self._children["master"].info["address"]
-                        welcome(self._board, url, models[0]["id"], master, self._store_url())
+                        files = None if secure is None else (secure.key_file, secure.authority)
+                        welcome(self._board, url, models[0]["id"], master, self._store_url(), files)
                         return
 
     def _store_url(self) -> str:
         gateway = self._children.get("store-http")
-        return f"http://{gateway.info['address']}" if gateway is not None else ""
+        scheme = "http" if self._secure is None else "https"
+        return f"{scheme}://{gateway.info['address']}" if gateway is not None else ""
 
 
 def without_options(arguments: Sequence[str], table: Mapping[str, Any]) -> list[str]:
-    """``arguments``, pairs of a flag and its value, without those that a part's own table decides."""
-    pairs = zip(arguments[::2], arguments[1::2], strict=True)
-    return [each for pair in pairs if pair[0].removeprefix("--").replace("-", "_") not in table for each in pair]
+    """``arguments``, flags with their values if they have one, without those that a part's own table decides."""
+    kept: list[str] = []
+    is_kept = True
+    for each in arguments:
+        if each.startswith("--"):
+            is_kept = each.removeprefix("--").replace("-", "_") not in table
+        if is_kept:
+            kept.append(each)
+    return kept
 
 
 def _tables_of_parts(file: Path | None) -> dict[str, dict[str, Any]]:
@@ -287,13 +363,19 @@ def _tables_of_parts(file: Path | None) -> dict[str, dict[str, Any]]:
     return tables
 
 
+def _names(host: str) -> tuple[str, ...]:
+    """The names that the certificates of a cluster at ``host`` hold for."""
+    return (host,) if host not in ("", "0.0.0.0", "::") else (socket.gethostname(), own_address())
+
+
 @contextlib.contextmanager
 def _locked(state_dir: Path) -> Iterator[None]:
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
+        lock = (state_dir / "lock").open("w")
     except OSError as error:
         raise ConfigError(f"--state-dir {state_dir} cannot be used: {error.strerror}; choose another") from None
-    with (state_dir / "lock").open("w") as lock:
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -303,16 +385,21 @@ def _locked(state_dir: Path) -> Iterator[None]:
 
 def run(config: UpConfig) -> None:
     """Run the cluster in the foreground until it is told to end."""
+    # Logs, cluster.json and SSD files, those of all processes of the cluster, are for this user.
+    os.umask(0o077)
     if config.engine == "torch":
         extras.require("worker", "--engine torch")
+    if config.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError("--engine vllm: vLLM is not installed here; run `tanghulu up` in vLLM's environment")
     file = configuration_file()
     if config.nodes:
         refuse_too_much(config.nodes * config.node_memory, f"--nodes {config.nodes} of --node-memory, together")
     with _locked(config.state_dir):
+        secure = prepare(config.state_dir / "secure", _names(config.host)) if config.secure else None
         run_dir = Path(tempfile.mkdtemp(prefix="tanghulu-"))
         try:
             with Board() as board:
-                asyncio.run(Cluster(config, file, run_dir, board).run())
+                asyncio.run(Cluster(config, file, run_dir, board, secure).run())
         finally:
             shutil.rmtree(run_dir, ignore_errors=True)
             with contextlib.suppress(FileNotFoundError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import grpc
 import grpc.aio
@@ -102,14 +102,22 @@ class EtcdClient:
 
     async def watch(self, key: bytes, end: bytes, revision: int) -> AsyncGenerator[etcd_pb2.Event, None]:
         """Changes of the keys from ``revision`` on; ends when etcd cancels the watch. Close it to stop."""
+        async with aclosing(self.watch_together(key, end, revision)) as responses:
+            async for changes in responses:
+                for change in changes:
+                    yield change
+
+    async def watch_together(
+        self, key: bytes, end: bytes, revision: int
+    ) -> AsyncGenerator[Sequence[etcd_pb2.Event], None]:
+        """As ``watch``, the changes of one revision always together."""
         create = etcd_pb2.WatchCreateRequest(key=key, range_end=end, start_revision=revision)
         async with self._asking() as link:
             call = etcd_pb2_grpc.WatchStub(link).Watch()
             try:
                 await call.write(etcd_pb2.WatchRequest(create_request=create))
                 async for response in call:
-                    for change in response.events:
-                        yield change
+                    yield response.events
                     if response.canceled:
                         return
             finally:

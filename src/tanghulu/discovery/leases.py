@@ -44,6 +44,10 @@ class LeaseTable:
         """Number of live instances."""
         return len(self._leases)
 
+    def holds(self, instance_id: str) -> bool:
+        """Whether that instance has a lease that is not over."""
+        return instance_id in self._leases
+
     def instances(self) -> list[Instance]:
         """All live instances, by id."""
         return [self._leases[key].instance for key in sorted(self._leases)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from random import Random
 
 from tanghulu.discovery.etcd_client import EtcdClient, read_blocking
-from tanghulu.errors import MasterUnavailable, NotLeader, TanghuluError
+from tanghulu.errors import KeysMoved, MasterUnavailable, NotLeader, TanghuluError
 from tanghulu.masters import Masters
 from tanghulu.protos import common_pb2
 from tanghulu.runtime.backoff import Backoff
@@ -27,9 +27,14 @@ SILENCE_MS = 1000
 _ETCD_DEADLINE_S = 1.0
 
 
+def masters_prefix(namespace: str) -> bytes:
+    """What all keys in etcd of the masters of ``namespace`` begin with."""
+    return f"/tanghulu-masters/{namespace}/".encode()
+
+
 def leader_key(namespace: str) -> bytes:
     """The key in etcd that holds the leader of ``namespace``, as an Instance message under its lease."""
-    return f"/tanghulu-masters/{namespace}/leader".encode()
+    return masters_prefix(namespace) + b"leader"
 
 
 def leader_in(value: bytes | None) -> Address | None:
@@ -99,7 +104,8 @@ class Seeking:
     """The tries of one call until its deadline: how long the next may take, and the pause after a failure. Pure.
 
     One of several masters is always sought. A single one is waited for if the caller ``waits``; not if it answers that
-    another leads, for that one is not among those that the caller was told of.
+    another leads, for that one is not among those that the caller was told of. A master that does not own the keys of
+    the call is no reason to seek another leader: the caller asks for their owners.
 
     Example: a single master is away from 0 s to 1 s, and a call with a deadline of 5 s comes at 0.4 s. It tries at 0.4,
     0.45, 0.53, 0.71, 0.9 and 1.2 s, when it is answered; with a deadline of 0.5 s it fails at 0.71 s.
@@ -130,8 +136,9 @@ class Seeking:
 
     def pause_s(self, asked: Address | None, error: TanghuluError, now_s: float) -> float | None:
         """``asked`` failed with ``error``: seconds until the next try; None if there is none, and ``error`` stands."""
-        if asked is not None:
+        if asked is not None and not isinstance(error, KeysMoved):
             self._finder.failed(asked, error)
         pause_s = self._backoff.pause_s()
         leads_elsewhere = not self._finder.several and isinstance(error, NotLeader) and bool(error.leader)
-        return None if not self._waits or leads_elsewhere or now_s + pause_s >= self._until_s else pause_s
+        is_final = leads_elsewhere or isinstance(error, KeysMoved)
+        return None if not self._waits or is_final or now_s + pause_s >= self._until_s else pause_s

@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 import structlog
 
+from tanghulu.auth.api_keys import ApiKeysFile, KeyRight
 from tanghulu.auth.credentials import Credentials, from_metadata
 from tanghulu.auth.tenants import Identity
 from tanghulu.auth.tokens import TokensFile
@@ -89,6 +90,13 @@ async def _later(rule: Rule, identity: Identity, answer: Coroutine[Any, Any, Any
     return rule.answer(identity, await answer)
 
 
+async def follow_tokens(tokens: TokensFile) -> None:
+    """Read the file again when it changes, for a process whose only port is gRPC's; until cancelled."""
+    while True:
+        await asyncio.sleep(REFRESH_S)
+        await asyncio.to_thread(tokens.refresh)
+
+
 class GrpcAuthorizer(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's own types are not strict
     """gRPC's side: an interceptor; ``rules`` by full method name (``/tanghulu.v1.Directory/Locate``)."""
 
@@ -133,6 +141,35 @@ class GrpcAuthorizer(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc'
                 yield rule.answer(identity, message)
 
         return grpc.unary_stream_rpc_method_handler(stream, handler.request_deserializer, handler.response_serializer)
+
+
+class GrpcKeyAuthorizer(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # as above
+    """Lets in callers that show an API key with the right that ``rights`` has for the method, by its full name.
+
+    None there: any key will do. What is not there is for administrators.
+    """
+
+    def __init__(self, keys: ApiKeysFile, rights: Mapping[str, KeyRight | None]) -> None:
+        self._keys, self._rights = keys, rights
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Let the call through as it is, or refuse it."""
+        handler, method = await continuation(handler_call_details), handler_call_details.method
+        if handler is None:
+            return handler
+        try:
+            shown = from_metadata(tuple(handler_call_details.invocation_metadata or ()))
+            key = self._keys.table.authenticate(shown.token)
+            right = self._rights.get(method, KeyRight.ADMIN)
+            if right is not None:
+                key.require(right, method)
+        except TanghuluError as error:
+            return _refusal(handler, error)
+        return handler
 
 
 def _guarded_unary(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import ssl
@@ -9,9 +10,9 @@ import struct
 
 from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.auth.tls import client_context
-from tanghulu.errors import NodeUnavailable, Unauthorized
+from tanghulu.errors import NodeUnavailable, PeerSilent, Unauthorized
 from tanghulu.rpc import nearby
-from tanghulu.rpc.pacing import unpace_within_machine
+from tanghulu.rpc.pacing import notice_dead_peer, unpace_within_machine
 from tanghulu.rpc.tls_socket import TlsSocket
 from tanghulu.runtime.fork import lose_in_children
 from tanghulu.types import Address
@@ -20,6 +21,8 @@ from tanghulu.types import Address
 _TICK_S = 0.05
 _TICK = struct.pack("ll", 0, int(_TICK_S * 1e6))
 CONNECT_TIMEOUT_S = 5.0
+#: A kernel lets a connection in at once, however busy its processes are; one that does not for so long is out of reach.
+REACH_S = 2.0
 
 
 def dial(
@@ -29,8 +32,12 @@ def dial(
     *,
     shortcut: bool = False,
     tls: TlsFiles = NO_TLS,
+    dead_s: int = 0,
 ) -> socket.socket | TlsSocket:
     """A connected blocking socket, by the Unix socket if its path exists here; raises NodeUnavailable.
+
+    PeerSilent if the host does not answer within ``REACH_S``. ``dead_s``: see `notice_dead_peer`; 0: nothing but the
+    deadlines of calls ends them.
 
     ``shortcut``: to an address of this host, come by its Unix socket of that name if there is one. ``tls`` with files:
     TCP is encrypted; raises Unauthorized if a certificate is not what it should be.
@@ -48,7 +55,9 @@ def dial(
         elif address is not None and shortcut and (near := nearby.dial(address)) is not None:
             sock = near
         elif address is not None:
-            sock = socket.create_connection((address.host, address.port), timeout=timeout_s)
+            sock = _reach(address, timeout_s)
+            if dead_s:
+                notice_dead_peer(sock, dead_s)
             sock.settimeout(None)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             unpace_within_machine(sock, sock.getpeername())
@@ -64,3 +73,17 @@ def dial(
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TICK)
     return sock
+
+
+def _reach(address: Address, timeout_s: float) -> socket.socket:
+    try:
+        return socket.create_connection((address.host, address.port), timeout=min(timeout_s, REACH_S))
+    except OSError as error:
+        if not is_silence(error) or timeout_s < REACH_S:  # it had no time
+            raise
+        raise PeerSilent(f"{address} cannot be reached: {error}") from error
+
+
+def is_silence(error: OSError) -> bool:
+    """Whether ``error`` says that a host does not answer, rather than a process on it."""
+    return isinstance(error, TimeoutError) or error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)

@@ -13,12 +13,21 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.auth.tls import client_context
-from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TanghuluError, Unauthorized
+from tanghulu.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NodeUnavailable,
+    Overloaded,
+    PeerSilent,
+    TanghuluError,
+    Unauthorized,
+)
 from tanghulu.protos import common_pb2
 from tanghulu.rpc import nearby
+from tanghulu.rpc.dialling import is_silence
 from tanghulu.rpc.fast_client import Call, LateReplies, Reply, outcome_of, tell_late
 from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, call_id_of, encode_head
-from tanghulu.rpc.pacing import unpace_within_machine
+from tanghulu.rpc.pacing import SILENT_HOST_S, notice_dead_peer, unpace_within_machine
 from tanghulu.rpc.wire import Body, decode, encode
 from tanghulu.runtime.fork import lose_in_children
 from tanghulu.types import Address
@@ -47,6 +56,7 @@ class AsyncFastConnection(asyncio.Protocol):
         self._reader = FrameReader()
         self._numbers = itertools.count()
         self._pending: dict[int, tuple[type[Any], OnReply]] = {}
+        self._streams: dict[int, tuple[type[Any], OnReply]] = {}
         self._transport: asyncio.Transport | None = None
         self._lost = asyncio.get_running_loop().create_future()
         self._reason = ""  # that the peer gave, or that we had
@@ -84,7 +94,8 @@ class AsyncFastConnection(asyncio.Protocol):
         except ssl.SSLCertVerificationError as error:
             raise Unauthorized(f"{address} is not what its certificate should say: {error.verify_message}") from error
         except OSError as error:  # TimeoutError is one
-            raise NodeUnavailable(f"cannot connect to {connection.peer}: {error or 'no answer'}") from error
+            kind = PeerSilent if is_silence(error) else NodeUnavailable
+            raise kind(f"cannot connect to {connection.peer}: {error or 'no answer'}") from error
         return connection
 
     @property
@@ -113,7 +124,7 @@ class AsyncFastConnection(asyncio.Protocol):
             for frame in self._reader.feed(data) if only is None else (only,):
                 if frame.call_id == 0:
                     self._reason = decode(common_pb2.Status, frame.body).message
-                waiting = self._pending.pop(frame.call_id, None)
+                waiting = self._pending.pop(frame.call_id, None) or self._streams.get(frame.call_id)
                 if waiting is not None:
                     waiting[1](_outcome(waiting[0], frame))
         except InvalidRequest as error:
@@ -127,8 +138,9 @@ class AsyncFastConnection(asyncio.Protocol):
             self._lost.set_result(None)
         self._writable.set()
         reason = self._reason or exc or "closed"
-        pending, self._pending = self._pending, {}
-        for _, on_reply in pending.values():
+        waiting = [*self._pending.values(), *self._streams.values()]
+        self._pending, self._streams = {}, {}
+        for _, on_reply in waiting:
             on_reply(NodeUnavailable(f"connection to {self.peer} was lost: {reason}"))
 
     def pause_writing(self) -> None:
@@ -220,6 +232,44 @@ class AsyncFastConnection(asyncio.Protocol):
         else:
             transport.write(head)
         return call_id
+
+    def stream(self, method: int, request: Body, reply_type: type[Any], on_reply: OnReply) -> int:
+        """Begin a call that is answered by many messages; ``on_reply`` is told each, and last why there are no more.
+
+        Returns the call's number, for ``send_on``. Raises NodeUnavailable, and then tells nothing.
+        """
+        transport = self._open_transport()
+        call_id, head = self._encode(method, request)
+        self._streams[call_id] = reply_type, on_reply
+        notice_dead_peer(transport.get_extra_info("socket"), SILENT_HOST_S)
+        transport.write(head)
+        return call_id
+
+    def send_on(self, call_id: int, method: int, request: Body, most_unsent_bytes: int) -> None:
+        """Send one more message of a stream, which has no answer of its own.
+
+        Raises Overloaded if more than ``most_unsent_bytes`` would wait for the peer, and InvalidRequest for a message
+        that is too large. On a connection that is lost it is dropped: ``on_reply`` is told of that.
+        """
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        body = encode(request)
+        head = encode_head(method, call_id, len(body), 0)
+        unsent_bytes = transport.get_write_buffer_size()
+        if unsent_bytes + len(body) > most_unsent_bytes:
+            raise Overloaded(f"{self.peer} takes no messages: {unsent_bytes} bytes are unsent")
+        transport.write(head + body)
+
+    def pause_reading(self) -> None:
+        """Read nothing more from the peer, so that it holds what it has to say, until ``resume_reading``."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read again."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def _open_transport(self) -> asyncio.Transport:
         if self._transport is None or self._transport.is_closing():

@@ -8,6 +8,8 @@ receive time-out, so that no call costs an extra poll.
 from __future__ import annotations
 
 import itertools
+import os
+import select
 import socket
 import threading
 import time
@@ -17,9 +19,9 @@ from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from tanghulu.auth.credentials import NO_TLS, TlsFiles
-from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TanghuluError
+from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, PeerSilent, TanghuluError
 from tanghulu.protos import common_pb2
-from tanghulu.rpc.dialling import CONNECT_TIMEOUT_S, dial
+from tanghulu.rpc.dialling import CONNECT_TIMEOUT_S, dial, is_silence
 from tanghulu.rpc.frames import ERROR, HEAD, PREAMBLE, Frame, call_id_of, decode_head, encode_head
 from tanghulu.rpc.tls_socket import TlsSocket
 from tanghulu.rpc.wire import Body, decode, encode, error_of, parser_of
@@ -78,6 +80,7 @@ class FastConnection:
     A reply of a type in ``on_late`` is wanted even if it comes late: it may carry what has to be given back. A
     connection that was broken before it came stays open for it alone, see ``take_late``.
 
+    ``dead_s``: calls fail with PeerSilent when the peer's host has answered nothing for so long, and `failure` tells.
     With a ``poller``, its own, it asks for the answer to a single call for a moment before it sleeps, where that pays.
     """
 
@@ -91,9 +94,10 @@ class FastConnection:
         tls: TlsFiles = NO_TLS,
         poller: BusyPoller | None = None,
         on_late: LateReplies | None = None,
+        dead_s: int = 0,
     ) -> None:
         self.peer = unix_path or str(address)
-        self._socket = dial(address, unix_path, timeout_s, shortcut=shortcut, tls=tls)
+        self._socket = dial(address, unix_path, timeout_s, shortcut=shortcut, tls=tls, dead_s=dead_s)
         self._sleep, self._spin = _waits(self._socket, poller)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -112,6 +116,23 @@ class FastConnection:
     def closed(self) -> bool:
         """Whether the connection is of no use for calls any more."""
         return self._closed
+
+    def failure(self) -> NodeUnavailable | None:
+        """Why the connection is lost, if the kernel has noticed that while nobody called. Never waits."""
+        if not self._lock.acquire(blocking=False):
+            return None  # the call that is under way will say
+        try:
+            if self._closed:
+                return NodeUnavailable(f"connection to {self.peer} is closed")
+            poll = select.poll()
+            poll.register(self._socket.fileno(), select.POLLRDHUP)
+            if not poll.poll(0):
+                return None
+            number = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            self.close()
+            return _failed(self.peer, OSError(number, os.strerror(number) if number else "closed"))
+        finally:
+            self._lock.release()
 
     @property
     def owes_replies(self) -> bool:
@@ -227,7 +248,7 @@ class FastConnection:
                 self.close()
             self._closed = True
             if isinstance(error, OSError):
-                raise NodeUnavailable(f"connection to {self.peer} failed: {error}") from error
+                raise _failed(self.peer, error) from error
             raise
         finally:
             self._lock.release()
@@ -466,6 +487,11 @@ def tell_late(on_late: LateReplies, reply_type: type[Any], outcome: Reply[Any] |
     tell = on_late.get(reply_type)
     if tell is not None and isinstance(outcome, Reply):
         tell(outcome.message)
+
+
+def _failed(peer: str, error: OSError) -> NodeUnavailable:
+    kind = PeerSilent if is_silence(error) else NodeUnavailable
+    return kind(f"connection to {peer} failed: {error}")
 
 
 def _stray(peer: str, frame: Frame) -> TanghuluError:

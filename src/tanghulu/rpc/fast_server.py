@@ -1,9 +1,9 @@
 """The fast lane's server side, as an asyncio protocol: frames in, handlers called, frames out.
 
 A handler that needs no waiting is a plain function and is answered in the same loop step. One that waits for a single
-event returns a Later, which is set by whoever learns of that event, without a task in between; others are
-coroutines. Handlers raise typed errors; what else they raise is a bug: it is logged with its trace, answered as
-INTERNAL, and the connection lives on.
+event returns a Later, which is set by whoever learns of that event, without a task in between; others are coroutines.
+An AnswerStream is an answer of many messages; the caller may send on under the same call id. Handlers raise typed
+errors; what else they raise is a bug: it is logged with its trace, answered as INTERNAL, and the connection lives on.
 
 Thirty bytes may ask for megabytes, so requests are answered only while their peer takes the answers: those that came
 behind wait as the bytes that they came in, and nothing more is read.
@@ -27,14 +27,15 @@ from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError, Unauthori
 from tanghulu.rpc.frames import ERROR, PREAMBLE, Frame, FrameReader, PartialFrame, PlacedFrame, encode_head
 from tanghulu.rpc.latency import Latencies
 from tanghulu.rpc.methods import Method
-from tanghulu.rpc.unsent import SlowPeer, UnsentAnswers
+from tanghulu.rpc.pacing import notice_dead_peer
+from tanghulu.rpc.unsent import SLOW_PEER_S, SlowPeer, UnsentAnswers
 from tanghulu.rpc.wire import Body, encode, parser_of, status_of
 
 _log = structlog.get_logger(__name__)
 
 #: A reply (a message or the bytes of one), or a reply with raw payload behind it.
 Answer: TypeAlias = Body | tuple[Body, Sequence[bytes | memoryview]]
-Handler: TypeAlias = Callable[["Peer", Any, memoryview], "Answer | Later | Coroutine[Any, Any, Answer]"]
+Handler: TypeAlias = Callable[["Peer", Any, memoryview], "Answer | Later | AnswerStream | Coroutine[Any, Any, Answer]"]
 #: Asked when the head of a large request is there and its payload, of so many bytes, is not; None: nowhere special.
 SinkMaker: TypeAlias = Callable[["Peer", Any, int], "PayloadSink | None"]
 
@@ -102,6 +103,40 @@ class Later:
 
 #: The answer of a method whose callers wait for none.
 NO_ANSWER: Final = Later()
+
+
+class AnswerStream:
+    """An answer of many messages, until the connection ends. Whoever makes it sends, once the handler has returned it.
+
+    ``send`` keeps what the peer does not take, so ask ``has_room`` first; ``on_room`` is called when there is some
+    again. A peer that takes too little for too long is hung up on, as with all answers (``unsent``).
+    """
+
+    __slots__ = ("_frame", "_protocol", "on_room")
+
+    def __init__(self, on_room: Callable[[], None]) -> None:
+        self.on_room = on_room
+        self._protocol: FastServerProtocol | None = None
+        self._frame = Frame(0, 0, b"")
+
+    def begin(self, protocol: FastServerProtocol, frame: Frame) -> None:
+        """Answer the call in ``frame`` from now on; for the protocol."""
+        self._protocol, self._frame = protocol, frame
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the peer takes what it is sent."""
+        return self._protocol is not None and self._protocol.takes
+
+    def send(self, message: Body) -> None:
+        """Send the next message; a peer that is gone gets none. Raises InvalidRequest for one that is too large."""
+        assert self._protocol is not None, "the handler has returned by now"
+        self._protocol.answer(self._frame, message)
+
+    def end(self) -> None:
+        """Hang up when the peer has taken what was sent, or did not take it in ``SLOW_PEER_S``."""
+        assert self._protocol is not None, "the handler has returned by now"
+        self._protocol.hang_up()
 
 
 class PayloadSink(NamedTuple):
@@ -174,6 +209,7 @@ class FastServerProtocol(asyncio.Protocol):
         self._paused = False
         self._ending: asyncio.TimerHandle | None = None
         self._hello_due: asyncio.TimerHandle | None = None  # while the peer is unknown
+        self._streams: list[AnswerStream] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the transport; refuse it when the process has too many peers."""
@@ -186,6 +222,22 @@ class FastServerProtocol(asyncio.Protocol):
         self._hello_due = asyncio.get_running_loop().call_later(HELLO_S, self._hello_missed)
         if len(service.unknown) > MAX_UNKNOWN_PEERS:
             next(iter(service.unknown)).turn_out()
+
+    @property
+    def takes(self) -> bool:
+        """Whether the peer takes its answers."""
+        return self._slow is None
+
+    def answer(self, frame: Frame, answer: Answer) -> None:
+        """Send one more answer to the call in ``frame``."""
+        self._send(frame, answer)
+
+    def hang_up(self) -> None:
+        """Close behind what was sent; in ``SLOW_PEER_S`` in any case."""
+        transport = self._transport
+        if transport is not None and not transport.is_closing():
+            transport.close()
+            self._ending = asyncio.get_running_loop().call_later(SLOW_PEER_S, transport.abort)
 
     def turn_out(self) -> None:
         """Make way for others, without having been known."""
@@ -331,6 +383,8 @@ class FastServerProtocol(asyncio.Protocol):
         """The peer reads again."""
         self._slow_no_more()
         self._pace()
+        for stream in self._streams:
+            stream.on_room()
 
     def _slow_no_more(self) -> None:
         self._slow = None
@@ -419,7 +473,7 @@ class FastServerProtocol(asyncio.Protocol):
             else:
                 answer = sink.landed()
             kind = type(answer)
-            if kind is not Later and kind is not CoroutineType:
+            if kind is not Later and kind is not CoroutineType and kind is not AnswerStream:
                 self._send(frame, cast(Answer, answer))
                 self._service.latencies.took(method.name, perf_counter() - begun)
                 return
@@ -432,6 +486,9 @@ class FastServerProtocol(asyncio.Protocol):
             return
         if answer is NO_ANSWER:
             return
+        if isinstance(answer, AnswerStream):
+            self._begin(answer, frame)
+            return
         if isinstance(answer, Later):
             self._num_later += 1
             answer.then(partial(self._send_later, frame, method.name, begun))
@@ -442,6 +499,12 @@ class FastServerProtocol(asyncio.Protocol):
             self._tasks.add(task)
             task.add_done_callback(self._task_done)
         self._pace()
+
+    def _begin(self, stream: AnswerStream, frame: Frame) -> None:
+        assert self._transport is not None
+        notice_dead_peer(self._transport.get_extra_info("socket"))
+        stream.begin(self, frame._replace(body=b""))
+        self._streams.append(stream)
 
     def _send_later(self, frame: Frame, name: str, begun: float, answer: Answer) -> None:
         self._num_later -= 1
@@ -525,6 +588,7 @@ __all__ = [
     "NO_ANSWER",
     "PREAMBLE",
     "Answer",
+    "AnswerStream",
     "FastServerProtocol",
     "FastService",
     "Handler",

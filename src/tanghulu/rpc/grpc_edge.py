@@ -12,19 +12,25 @@ import grpc.aio
 
 from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.auth.tls import client_context
-from tanghulu.errors import DeadlineExceeded, NodeUnavailable, TanghuluError, error_from_code
+from tanghulu.errors import ConfigError, DeadlineExceeded, NodeUnavailable, TanghuluError, error_from_code
 from tanghulu.types import Address
 
 _STATUS = {
     "CHUNK_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
     "MODEL_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
+    "NODE_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
     "NODE_UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
     "MASTER_UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
     "NOT_LEADER": grpc.StatusCode.UNAVAILABLE,
+    "MOVED": grpc.StatusCode.UNAVAILABLE,
     "DIRECTORY_INCOMPLETE": grpc.StatusCode.UNAVAILABLE,
     "STORE_FULL": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "QUOTA_EXCEEDED": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "OVERLOADED": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "RATE_LIMIT_EXCEEDED": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "BODIES_FULL": grpc.StatusCode.UNAVAILABLE,
+    "REQUEST_KILLS_WORKERS": grpc.StatusCode.FAILED_PRECONDITION,
+    "CONFLICT": grpc.StatusCode.FAILED_PRECONDITION,
     "VERSION_MISMATCH": grpc.StatusCode.FAILED_PRECONDITION,
     "CHECKSUM_MISMATCH": grpc.StatusCode.DATA_LOSS,
     "LEASE_EXPIRED": grpc.StatusCode.FAILED_PRECONDITION,
@@ -92,17 +98,58 @@ def _channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(ca, key, cert)
 
 
-def listening_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """For a gRPC server that listens by itself; with ``ca`` those who connect show a certificate that it has signed."""
-    client_context(files)  # as above
-    ca, key, cert = (Path(path).read_bytes() if path else None for path in (files.ca, files.key, files.cert))
-    return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=ca is not None)
+def listening_credentials(files: TlsFiles, *, mutual: bool) -> grpc.ServerCredentials:
+    """For a gRPC server that listens by itself; ``mutual``: who connects shows a certificate that ``ca`` has signed.
+
+    Files that were replaced count for new connections.
+    """
+    in_use = client_context(files)  # as above
+
+    def read() -> grpc.ServerCertificateConfiguration:
+        ca, key, cert = (Path(path).read_bytes() if path else None for path in (files.ca, files.key, files.cert))
+        return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
+
+    def replaced() -> grpc.ServerCertificateConfiguration | None:
+        """The files if they are others than those in use; None as well while they do not fit. gRPC's threads ask."""
+        nonlocal in_use
+        try:
+            found = client_context(files)
+            if found is in_use:
+                return None
+            fresh = read()
+        except (ConfigError, OSError):
+            return None
+        in_use = found
+        return fresh
+
+    return grpc.dynamic_ssl_server_credentials(read(), replaced, require_client_authentication=mutual)
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TanghuluError) -> None:
-    """End a server call with the status of ``error``; its code travels in the trailing metadata."""
-    status = _STATUS.get(error.code, grpc.StatusCode.INTERNAL)
-    await context.abort(status, error.message, trailing_metadata=((_CODE_KEY, error.code),))
+def listen(server: grpc.aio.Server, where: Address, tls: TlsFiles | None, *, mutual: bool, flag: str) -> Address:
+    """Have ``server`` listen at ``where``, encrypted if there is ``tls``; returns the address with its port.
+
+    Raises ConfigError if the port, which ``flag`` names, is taken.
+    """
+    try:
+        if tls is None:
+            port = server.add_insecure_port(str(where))
+        else:
+            port = server.add_secure_port(str(where), listening_credentials(tls, mutual=mutual))
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {where}: choose another {flag}") from error
+    return Address(where.host, int(port))
+
+
+def status_of(error: TanghuluError) -> grpc.StatusCode:
+    """The gRPC status of a typed error."""
+    return _STATUS.get(error.code, grpc.StatusCode.INTERNAL)
+
+
+async def abort(
+    context: grpc.aio.ServicerContext[Any, Any], error: TanghuluError, more: tuple[tuple[str, str], ...] = ()
+) -> None:
+    """End a server call with the status of ``error``; its code travels in the trailing metadata, beside ``more``."""
+    await context.abort(status_of(error), error.message, trailing_metadata=((_CODE_KEY, error.code), *more))
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> TanghuluError:

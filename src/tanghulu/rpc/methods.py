@@ -14,7 +14,7 @@ import msgspec
 from google.protobuf.message import Message
 
 from tanghulu.auth.tenants import Identity, Right
-from tanghulu.protos import store_pb2
+from tanghulu.protos import session_pb2, store_pb2
 from tanghulu.rpc.fast_client import Call
 from tanghulu.rpc.wire import Body, FastMessage
 
@@ -69,6 +69,9 @@ class Method(Generic[Q, A]):
 #: The first call of a connection: who asks, and what it is given. Of nodes, masters and workers.
 HELLO = Method(1, "hello", store_pb2.HelloRequest, store_pb2.HelloReply)
 
+#: A conductor's session with a worker: it begins with a hello, and both sides send on under its call id.
+SESSION = Method(54, "session", session_pb2.ToWorker, session_pb2.FromWorker, Rule("session", Right.JOIN))
+
 
 def scope_keys(*fields: str) -> Scoping:
     """Put the tenant's scope in front of the keys in these fields of a request.
@@ -103,4 +106,4 @@ def _changed(value: Any, path: Sequence[str], change: Callable[[str], str]) -> A
     return value
 
 
-__all__ = ["HELLO", "Method", "Rule", "Scoping", "scope_keys"]
+__all__ = ["HELLO", "SESSION", "Method", "Rule", "Scoping", "scope_keys"]

@@ -1,11 +1,17 @@
-"""Takes congestion control from connections that never leave the machine. Owns one socket option and nothing else."""
+"""Options of TCP sockets: no congestion control where a connection never leaves the machine, and an end for those whose
+peer's host is gone.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import socket
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
+#: A host that answers nothing for so long is gone, whether something was sent to it or not.
+DEAD_PEER_S: Final = 30
+#: The same where somebody waits meanwhile for an answer that he would go and get elsewhere.
+SILENT_HOST_S: Final = 4
 #: Sends what the peer takes, as it takes it; Linux allows it to everybody.
 _UNPACED = b"reno"
 
@@ -17,7 +23,7 @@ class OpenSocket(Protocol):
         """Where this end is."""
         ...
 
-    def setsockopt(self, level: int, option: int, value: bytes, /) -> None:
+    def setsockopt(self, level: int, option: int, value: int | bytes, /) -> None:
         """Set an option."""
         ...
 
@@ -32,3 +38,21 @@ def unpace_within_machine(sock: OpenSocket, peer: Any) -> None:
     with contextlib.suppress(OSError):  # it is a matter of speed alone
         if sock.getsockname()[0] == peer[0]:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _UNPACED)
+
+
+def notice_dead_peer(sock: OpenSocket | None, dead_s: int = DEAD_PEER_S) -> None:
+    """Have the kernel end a connection whose peer's host has answered nothing for ``dead_s``.
+
+    For connections on which nobody waits for an answer with a deadline, and where one side may be silent for long. Not
+    every transport has a socket. A peer that reads nothing for ``dead_s`` although more is sent than its kernel keeps
+    counts as dead, too.
+    """
+    ask_s = max(1, dead_s // 3)
+    if sock is None:
+        return
+    with contextlib.suppress(OSError):  # a Unix socket: its peer is on this host
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ask_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ask_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, dead_s // ask_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, dead_s * 1000)

@@ -30,6 +30,7 @@ from tanghulu.rpc.fast_server import HELLO_S, FastServerProtocol, FastService, P
 from tanghulu.rpc.frames import PREAMBLE
 from tanghulu.rpc.grpc_edge import SERVER_OPTIONS
 from tanghulu.rpc.pacing import unpace_within_machine
+from tanghulu.runtime.accepting import accept_no_more
 from tanghulu.types import Address
 
 _log = structlog.get_logger(__name__)
@@ -67,6 +68,7 @@ class PortMux:
         self._handshakes: Handshakes | None = None
         self._num_relays = 0
         self._servers: list[asyncio.Server] = []
+        self._is_closing = False
         self._transports: set[asyncio.Transport] = set()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -91,7 +93,8 @@ class PortMux:
                 make = self._handshakes = Handshakes(self.tls.context, make, HELLO_S)
             tcp = await loop.create_server(make, host, port, start_serving=False)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+            why = os.strerror(error.errno) if error.errno else error.strerror  # asyncio says the address once more
+            raise ConfigError(f"cannot listen on {host}:{port}: {why}; choose another --port") from error
         self._servers.append(tcp)
         try:
             with _private_files():
@@ -120,6 +123,8 @@ class PortMux:
 
     async def close(self, grace_s: float = 1.0) -> None:
         """Stop listening, end gRPC calls after ``grace_s``, close every connection, remove the socket files."""
+        self._is_closing = True
+        await accept_no_more(self._servers)
         for server in self._servers:
             server.close()
         if self._refreshing is not None:
@@ -145,9 +150,15 @@ class PortMux:
         return 0 if self._handshakes is None else len(self._handshakes)
 
     def enter(self, transport: asyncio.Transport) -> None:
-        """Count a new connection; if too many have not said what they want, the oldest of those is closed."""
+        """Count a new connection; if too many have not said what they want, the oldest of those is closed.
+
+        A connection that the kernel had accepted before the mux was closed is cut.
+        """
         self._transports.add(transport)
         self._empty.clear()
+        if self._is_closing:
+            transport.abort()
+            return
         self._undecided[transport] = None
         if len(self._undecided) > MAX_UNDECIDED:
             oldest = next(iter(self._undecided))

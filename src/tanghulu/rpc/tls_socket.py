@@ -74,6 +74,14 @@ class TlsSocket:
         """False: a call that would have to wait raises BlockingIOError at once."""
         self._sock.setblocking(flag)
 
+    def fileno(self) -> int:
+        """The descriptor, to be polled."""
+        return self._sock.fileno()
+
+    def getsockopt(self, level: int, option: int) -> int:
+        """As a socket's."""
+        return self._sock.getsockopt(level, option)
+
     def close(self) -> None:
         """Hang up."""
         self._sock.close()

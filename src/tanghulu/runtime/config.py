@@ -239,7 +239,11 @@ def _hint(name: str, known: set[str]) -> str:
 def describe(config: Any) -> dict[str, Any]:
     """The values of ``config`` for the one line that a process prints at its start; secrets are masked."""
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    return {k: "***" if "token" in k and v and isinstance(v, str) else _plain(v) for k, v in values.items()}
+    return {k: "***" if _is_secret(k) and v and isinstance(v, str) else _plain(v) for k, v in values.items()}
+
+
+def _is_secret(name: str) -> bool:
+    return "token" in name or name == "api_key"
 
 
 def _plain(value: Any) -> Any:

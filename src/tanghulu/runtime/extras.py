@@ -14,6 +14,7 @@ EXTRAS = {
     "worker": ("torch", "gguf", "safetensors"),
     "certs": ("cryptography",),
     "grammar": ("llguidance",),
+    "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
     "plot": ("matplotlib",),
     "ucx": ("nixl",),
     "vllm": ("zmq",),
@@ -23,6 +24,7 @@ PURPOSES = {
     "worker": "computing with a real model",
     "certs": "`tanghulu certs init`",
     "grammar": "JSON schemas and regular expressions in requests",
+    "otel": "requests as OpenTelemetry's spans (--otlp-endpoint)",
     "plot": "drawings of replayed traces",
     "ucx": "the transport ucx",
     "vllm": "following the KV events of vLLM",
@@ -30,8 +32,15 @@ PURPOSES = {
 
 
 def missing_modules(extra: str) -> list[str]:
-    """The modules of ``extra`` that are not installed; nothing is imported."""
-    return [each for each in EXTRAS[extra] if importlib.util.find_spec(each) is None]
+    """The modules of ``extra`` that are not installed; nothing is imported but the packages around them."""
+    return [each for each in EXTRAS[extra] if not _is_there(each)]
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package around it
+        return False
 
 
 def require(extra: str, what: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
+from pathlib import Path
 
 from tanghulu.auth.credentials import Credentials, TlsFiles, read_token
-from tanghulu.auth.tls import ServerTls
+from tanghulu.auth.tls import HTTP1, ServerTls, client_context
 from tanghulu.errors import ConfigError
 from tanghulu.masters import Masters
 from tanghulu.runtime.config import option
@@ -48,6 +50,45 @@ class PortOptions(TlsOptions):
     def server_tls(self) -> ServerTls | None:
         """The TLS context to listen with; None without files. Raises ConfigError."""
         return ServerTls(self.tls, mutual=self.tls_mutual) if self.tls or self.tls_mutual else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpOptions(TlsOptions):
+    """The options of an HTTP port for clients: API keys, TLS, and the number of connections."""
+
+    api_keys: Path | None = option(None, "let in only who shows one of the API keys in this file")
+    tls_mutual: bool = option(False, "let in only who shows a certificate that --tls-ca has signed")
+    max_connections: int = option(4096, "connections of clients that are let in; others get 503", least=1)
+
+    @property
+    def scheme(self) -> str:
+        """Of the port's URLs."""
+        return "https" if self.tls_cert else "http"
+
+    def http_tls(self) -> ServerTls | None:
+        """The TLS context of the HTTP port; None without a certificate. Raises ConfigError."""
+        if not (self.tls_cert or self.tls_mutual):
+            return None
+        return ServerTls(self.tls, mutual=self.tls_mutual, protocol=HTTP1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpClientOptions:
+    """The options of commands that ask a conductor over HTTP."""
+
+    api_key: str = option("", "what to show to a conductor with --api-keys; @FILE reads it from a file")
+    tls_ca: str = option("", TLS_CA_HELP, metavar="FILE")
+
+    @property
+    def shown(self) -> dict[str, str]:
+        """The headers that show the key; raises ConfigError for a file that cannot be read."""
+        key = read_token(self.api_key)
+        return {"authorization": f"Bearer {key}"} if key else {}
+
+    @property
+    def verified_by(self) -> ssl.SSLContext:
+        """The context that verifies the conductor's certificate."""
+        return client_context(TlsFiles(ca=self.tls_ca))
 
 
 @dataclass(frozen=True, kw_only=True)

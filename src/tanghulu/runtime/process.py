@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -28,15 +29,22 @@ from typing import Any, TypeVar, cast
 import structlog
 from prometheus_client import CollectorRegistry
 
+from tanghulu.auth.api_keys import ApiKeysFile
+from tanghulu.auth.credentials import NOTHING_TO_SHOW
+from tanghulu.auth.tls import HTTP1, ServerTls
+from tanghulu.auth.tokens import TokensFile
 from tanghulu.errors import ConfigError, TanghuluError
 from tanghulu.runtime import garbage
 from tanghulu.runtime.config import describe, option
-from tanghulu.runtime.master_options import MasterOptions
+from tanghulu.runtime.master_options import HttpOptions, MasterOptions, TlsOptions
+from tanghulu.runtime.metrics_server import MetricsAuthorizer, MetricsServer
 from tanghulu.runtime.stalls import LoopWatch
-from tanghulu.runtime.telemetry import LOG_LEVELS, MetricsServer, configure_log, new_registry
-from tanghulu.types import Address, InstanceId, Place, Role
+from tanghulu.runtime.telemetry import LOG_LEVELS, configure_log, new_registry
+from tanghulu.types import Address, InstanceId, Place, Role, is_loopback
 
 _log = structlog.get_logger(__name__)
+#: An address that is nobody's (RFC 5737).
+_ELSEWHERE = "192.0.2.1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +54,7 @@ class ProcessConfig:
     host: str = option("127.0.0.1", "address to listen on")
     advertise_host: str = option("", "address under which others reach this process; default: --host")
     metrics_port: int = option(0, "port of GET /metrics; 0 picks one")
+    tokens: Path | None = option(None, "let in only callers that show one of the tokens in this file")
     place: Place = option(Place(), "where this process stands, zone/rack/host")
     namespace: str = option("default", "instances see each other within one namespace")
     run_dir: Path | None = option(None, "directory for Unix sockets; default: a private temporary one")
@@ -57,14 +66,35 @@ class ProcessConfig:
         """The host to publish; where the process listens on a wildcard, this machine's own address."""
         if self.advertise_host:
             return self.advertise_host
-        return _own_address() if self.host in ("", "0.0.0.0", "::") else self.host
+        return own_address() if self.host in ("", "0.0.0.0", "::") else self.host
 
 
-def _own_address() -> str:
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError as error:
-        raise ConfigError(f"this machine's name has no address ({error}): say --advertise-host") from error
+def own_address() -> str:
+    """This machine's own address as others see it; raises ConfigError.
+
+    The one that the machine's name has, unless that is one of the loopback, as Debian writes it into /etc/hosts: then
+    the one from which the machine sends to elsewhere. A machine without a way to elsewhere has the loopback alone.
+    """
+    named = ""
+    with contextlib.suppress(OSError):
+        named = socket.gethostbyname(socket.gethostname())
+    if named and not is_loopback(named):
+        return named
+    found = _address_to_elsewhere() or named
+    if not found:
+        raise ConfigError("this machine's name has no address, nor has it a way to others: say --advertise-host")
+    return found
+
+
+def _address_to_elsewhere() -> str:
+    """The address from which this machine sends to where its default route leads; "" without one. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((_ELSEWHERE, 9))
+        except OSError:
+            return ""
+        address: str = probe.getsockname()[0]
+        return address
 
 
 class SupervisorLine:
@@ -143,6 +173,7 @@ P = TypeVar("P", bound=ProcessConfig)
 Serve = Callable[[Process, P], Awaitable[None]]
 
 
+@functools.cache
 def host_id() -> str:
     """The kernel's boot and its IPC namespace: equal for processes that can share memory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -185,9 +216,10 @@ async def _run(role: Role, config: P, serve: Serve[P]) -> None:
     registry = new_registry()
     metrics, collecting = None, None
     try:
-        metrics = MetricsServer(registry, config.host, config.metrics_port)
+        tls = _metrics_tls(config)
+        metrics = MetricsServer(registry, config.host, config.metrics_port, _metrics_authorizer(config), tls)
         generation = secrets.randbits(48)
-        metrics_address = str(Address(config.reachable_host, metrics.port))
+        metrics_address = ("https://" if tls else "") + str(Address(config.reachable_host, metrics.port))
         process = Process(role, config, run_dir, status, registry, metrics_address, generation, stopping)
         collecting = asyncio.create_task(_collect_garbage(process))
         with LoopWatch(registry):
@@ -207,6 +239,23 @@ async def _run(role: Role, config: P, serve: Serve[P]) -> None:
                 run_dir.parent.rmdir()
         status.close()
         _log.info("process.stopped")
+
+
+def _metrics_authorizer(config: ProcessConfig) -> MetricsAuthorizer | None:
+    """Who may see the metrics of a process; None: everybody who reaches the port."""
+    keys = config.api_keys if isinstance(config, HttpOptions) else None
+    if config.tokens is None and keys is None:
+        return None
+    own = config.credentials if isinstance(config, MasterOptions) else NOTHING_TO_SHOW
+    tokens = None if config.tokens is None else TokensFile(config.tokens)
+    return MetricsAuthorizer(tokens, None if keys is None else ApiKeysFile(keys), own)
+
+
+def _metrics_tls(config: ProcessConfig) -> ServerTls | None:
+    """The TLS context of the metrics' port: of every process that has a certificate."""
+    if not isinstance(config, TlsOptions) or not config.tls_cert:
+        return None
+    return ServerTls(config.tls, mutual=getattr(config, "tls_mutual", False), protocol=HTTP1)
 
 
 async def _collect_garbage(process: Process) -> None:

@@ -9,6 +9,9 @@ from typing import TypeAlias
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
+from tanghulu.auth.tls import client_context
+
 #: Seconds that a process may take to show its metrics.
 DEADLINE_S = 2.0
 #: Pages that are fetched side by side.
@@ -45,11 +48,24 @@ def summed_by(samples: Samples, name: str, *labels: str) -> dict[tuple[str, ...]
     return totals
 
 
-async def scrape(addresses: Iterable[str]) -> list[Samples | None]:
-    """The metrics at each of ``addresses``; None of one that does not answer, nothing of an empty address."""
+async def scrape(addresses: Iterable[str], credentials: Credentials = NOTHING_TO_SHOW) -> list[Samples | None]:
+    """The metrics at each of ``addresses``, for which ``credentials`` are shown.
+
+    None of one that does not answer, nothing of an empty address, or of one that says that these are not allowed to.
+    """
     slots = asyncio.Semaphore(AT_ONCE)
-    async with httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S) as http:
+    async with httpx.AsyncClient(
+        trust_env=False,
+        timeout=DEADLINE_S,
+        verify=client_context(credentials.tls),
+        headers=dict(credentials.metadata),
+    ) as http:
         return await asyncio.gather(*(_page(http, slots, each) for each in addresses))
+
+
+def metrics_url(address: str) -> str:
+    """Where the metrics are of a process that publishes ``address``: host:port, with a scheme if it is not http."""
+    return f"{'' if '://' in address else 'http://'}{address}/metrics"
 
 
 async def _page(http: httpx.AsyncClient, slots: asyncio.Semaphore, address: str) -> Samples | None:
@@ -57,7 +73,9 @@ async def _page(http: httpx.AsyncClient, slots: asyncio.Semaphore, address: str)
         return []
     async with slots:
         try:
-            answer = await http.get(f"http://{address}/metrics")
+            answer = await http.get(metrics_url(address))
+            if answer.status_code == httpx.codes.FORBIDDEN:
+                return []
             return samples_in(answer.raise_for_status().text)
-        except (httpx.HTTPError, ValueError):
+        except (httpx.HTTPError, OSError, ValueError):  # ssl's errors may come as they are
             return None

@@ -1,27 +1,40 @@
 """The structured log and the Prometheus metrics of a process.
 
 The log has one line a lifecycle event, JSON in files and pipes, coloured text on a terminal. The metrics are one
-registry a process, served over HTTP on its --metrics-port; each component holds its metric names in one file of its own
+registry a process (``metrics_server`` serves it); each component holds its metric names in one file of its own
 (``<component>/metrics.py``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+from typing import TextIO, cast
 
 import structlog
-from prometheus_client import CollectorRegistry, Info, disable_created_metrics, start_http_server
+from prometheus_client import CollectorRegistry, Info, disable_created_metrics
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
-from tanghulu.errors import ConfigError
 from tanghulu.version import __version__
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 #: Else each counter and histogram comes with a second line that says when it began, and nobody asks for it.
 disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+class _LossyStderr:
+    """Standard error for the log: what it cannot take, as a file on a full disk, is lost, and nothing else."""
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
 
 
 def configure_log(component: str, level: str = "info") -> None:
@@ -38,7 +51,7 @@ def configure_log(component: str, level: str = "info") -> None:
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _LossyStderr())),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(component=component)
@@ -53,20 +66,3 @@ def new_registry() -> CollectorRegistry:
     GCCollector(registry=registry)
     Info("tanghulu_build", "This program", registry=registry).info({"version": __version__})
     return registry
-
-
-class MetricsServer:
-    """GET /metrics in a thread of its own, so that a busy loop is still observed."""
-
-    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
-        try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
-        except OSError as error:
-            raise ConfigError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from error
-        self.port = int(self._server.server_port)
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()

@@ -11,7 +11,7 @@ import contextlib
 import math
 import mmap
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect
@@ -235,6 +235,17 @@ class Bodies:
         finally:
             body.clear()
             self._arriving.pop(held, None)
+            self.room.end(held)
+
+    @contextlib.contextmanager
+    def holding(self, num_bytes: int) -> Iterator[None]:
+        """Room for a request that has come whole by another way, until the block ends. Raises BodiesFull."""
+        held = self.room.begin(time.monotonic())
+        try:
+            self._make_room(held, num_bytes)
+            self.room.arrived(held)
+            yield
+        finally:
             self.room.end(held)
 
     def stop(self) -> None:

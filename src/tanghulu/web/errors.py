@@ -31,6 +31,8 @@ _STATUS = {
     "CHUNK_NOT_FOUND": 404,
     "MODEL_NOT_FOUND": 404,
     "NODE_NOT_FOUND": 404,
+    "REQUEST_NOT_FOUND": 404,
+    "RESPONSE_NOT_FOUND": 404,
     "BODY_TOO_SLOW": REQUEST_TIMEOUT,
     "CONFLICT": 409,
     "LENGTH_REQUIRED": 411,
@@ -39,10 +41,12 @@ _STATUS = {
     "RANGE_NOT_SATISFIABLE": 416,
     "REQUEST_KILLS_WORKERS": 422,
     "OVERLOADED": 429,
+    "RATE_LIMIT_EXCEEDED": 429,
     "NODE_UNAVAILABLE": 503,
     "VERSION_MISMATCH": 503,
     "MASTER_UNAVAILABLE": 503,
     "NOT_LEADER": 503,
+    "MOVED": 503,
     "DIRECTORY_INCOMPLETE": 503,
     "BODIES_FULL": 503,
     "STORE_FULL": 503,
@@ -74,6 +78,18 @@ class BadField(InvalidRequest):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class ResponseNotFound(InvalidRequest):
+    """A response that a client refers to is not kept here."""
+
+    code = "RESPONSE_NOT_FOUND"
+
+
+class RequestNotFound(InvalidRequest):
+    """A request that is asked about is not known here."""
+
+    code = "REQUEST_NOT_FOUND"
 
 
 class BodyTooLarge(TanghuluError):

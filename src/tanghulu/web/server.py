@@ -9,18 +9,24 @@ import ssl
 from collections.abc import Callable, Iterator
 from typing import ClassVar, cast
 
+import structlog
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from tanghulu.auth.tls import REFRESH_S, ServerTls
 from tanghulu.errors import ConfigError
+from tanghulu.runtime.accepting import accept_no_more
 from tanghulu.types import Address
 
+_log = structlog.get_logger(__name__)
 _BACKLOG = 2048
 #: Longer than clients keep idle connections, so that none of them sends into one that is being closed.
 _KEEP_ALIVE_S = 75
 #: Connections that have not come to the end of a header; the oldest goes when another comes.
 MAX_HEADLESS = 256
+#: A client that leaves what it was sent unread for so long is hung up on; what is unread is bounded meanwhile.
+READ_STALL_S = 30.0
 
 
 def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
@@ -48,17 +54,39 @@ def address_of(listener: socket.socket) -> Address:
     return Address(host, port)
 
 
+async def follow_files(tls: ServerTls) -> None:
+    """Use certificates that were replaced for new connections, until cancelled."""
+    while True:
+        await asyncio.sleep(REFRESH_S)
+        try:
+            if tls.refresh():
+                _log.info("tls.reloaded")
+        except ConfigError as error:
+            _log.error("tls.not_reloaded", error=error.message)
+
+
 class _Connection(HttpToolsProtocol):
-    """uvicorn's, and no connection stays that does not come to the end of a request's header in ``header_s``."""
+    """uvicorn's; none stays that does not end a request's header in ``header_s``, or reads nothing for ``stall_s``.
+
+    A client that reads too slowly first stops its answer: no more is taken from the application while 64 KiB are
+    unread. When it is hung up on the application learns that it is gone, as of any client.
+    """
 
     header_s = float(_KEEP_ALIVE_S)
+    stall_s: float | None = READ_STALL_S
+    _stalled: asyncio.TimerHandle | None = None
     #: Connections of the server from which a header is coming, the oldest first.
     headless: ClassVar[dict[_Connection, None]]
+    #: Whether the server is ending; then a connection without a request goes.
+    is_ending: ClassVar[bool] = False
     _waiting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
-        self._wait()
+        if self.is_ending:
+            self.shutdown()
+        else:
+            self._wait()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -70,6 +98,32 @@ class _Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._wait_no_more()
+        self._read_again()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stalled is None and self.stall_s is not None:
+            self._stalled = asyncio.get_running_loop().call_later(self.stall_s, self._hang_up_on_reader)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._read_again()
+
+    def _read_again(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    def _hang_up_on_reader(self) -> None:
+        state = self.scope.get("state", {}) if self.scope is not None else {}
+        _log.warning(
+            "http.reader_too_slow",
+            path=self.scope["path"] if self.scope is not None else None,
+            request=state.get("request_id"),
+            x_request_id=state.get("x_request_id"),
+            seconds=self.stall_s,
+        )
+        self.transport.abort()
 
     def _wait(self) -> None:
         """Start the time limit at the first piece of a header; later pieces do not prolong it."""
@@ -91,7 +145,8 @@ class _Connection(HttpToolsProtocol):
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers (the process has its own), and without waking up ten times a second.
 
-    Beyond ``max_connections`` it answers 503 by itself; a client has ``header_s`` to send a request's header.
+    Beyond ``max_connections`` it answers 503 by itself; a client has ``header_s`` to send a request's header, and
+    ``stall_s`` to read some of an answer (None: the application looks after that).
     """
 
     def __init__(
@@ -102,8 +157,9 @@ class HttpServer(uvicorn.Server):
         tls: ssl.SSLContext | None = None,
         max_connections: int | None = None,
         header_s: float = _KEEP_ALIVE_S,
+        stall_s: float | None = READ_STALL_S,
     ) -> None:
-        protocol = type("Connection", (_Connection,), {"header_s": header_s, "headless": {}})
+        protocol = type("Connection", (_Connection,), {"header_s": header_s, "stall_s": stall_s, "headless": {}})
         self._handshake_s = header_s
         super().__init__(
             uvicorn.Config(
@@ -153,10 +209,11 @@ class HttpServer(uvicorn.Server):
         """Close each connection behind its next answer, so that its client connects to another server."""
         self.server_state.default_headers.append((b"connection", b"close"))
 
-    def stop_accepting(self) -> None:
+    async def stop_accepting(self) -> None:
         """Take the connections that are made but not accepted yet, and listen no more: a close would reset them."""
         loop, connection = asyncio.get_running_loop(), self._connection
         assert connection is not None, "it has started"
+        await accept_no_more(self.servers)
         for listener, server in zip(self._listeners, self.servers, strict=True):
             with contextlib.suppress(BlockingIOError):
                 while True:
@@ -169,6 +226,12 @@ class HttpServer(uvicorn.Server):
         """Accept no more connections, let the open requests end, then end ``serve``."""
         self.should_exit = True
         self._stopping.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End as uvicorn does, with those connections, too, that were accepted just before."""
+        await accept_no_more(self.servers)
+        cast("type[_Connection]", self.config.http_protocol_class).is_ending = True
+        await super().shutdown(sockets)
 
     async def main_loop(self) -> None:
         await self._stopping.wait()

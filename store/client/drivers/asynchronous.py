@@ -9,8 +9,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from tanghulu.discovery.masters import MasterFinder, Seeking
-from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, TanghuluError, VersionMismatch
+from tanghulu.discovery.masters import ATTEMPT_S, MasterFinder, Seeking
+from tanghulu.errors import (
+    InvalidRequest,
+    MasterUnavailable,
+    NodeUnavailable,
+    PeerSilent,
+    TanghuluError,
+    VersionMismatch,
+)
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.greeting import show
@@ -20,12 +27,15 @@ from tanghulu.runtime.fork import tell_in_children
 from tanghulu.store.client.drivers.connections import (
     NodeSessions,
     Target,
+    is_proven,
     late_replies,
     make_context,
     master_failure,
     obeyed,
     refuse_closed,
+    take_proof,
     target_of,
+    unproven,
     warn_unclosed,
 )
 from tanghulu.store.client.drivers.transfers import move_async
@@ -43,9 +53,13 @@ from tanghulu.store.client.logic.effects import (
     Sleep,
     Stream,
     Transfer,
+    is_owner,
+    owner_address,
 )
 from tanghulu.store.client.logic.messages import AnyCall, AnyReply, Welcome
 from tanghulu.store.client.settings import Settings
+from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.messages import ProveRequest
 from tanghulu.transfer_engine.core.config import EngineConfig
 from tanghulu.transfer_engine.engine import Buffer, TransferEngine
 
@@ -234,7 +248,7 @@ class AsyncioDriver:
                 return VersionMismatch(f"{wanted.node} takes no streamed values")
             commit = wanted.commit_call(0 if welcome is None else welcome.generation)
             if commit is not None:
-                asking = self._loop.create_task(self._exchange(MASTER, commit, wanted.within_s, waits=False))
+                asking = self._loop.create_task(self._exchange(*commit, wanted.within_s, waits=False))
             left_s = max(until_s - self._loop.time(), 0.0)
             return await connection.call_then(wanted.call, end, wanted.drop_call, deadline_s=left_s)
         except TanghuluError as error:
@@ -243,15 +257,15 @@ class AsyncioDriver:
             if asking is not None:
                 asking.cancel()
 
-    async def _transfer(self, wanted: Transfer, deadline_s: float) -> tuple[list[TanghuluError | None], Outcome | None]:
-        if wanted.call is None:
-            return await move_async(self._engine, wanted.requests, deadline_s), None
-        asking = self._loop.create_task(self._exchange(MASTER, wanted.call, wanted.within_s, waits=False))
+    async def _transfer(self, wanted: Transfer, deadline_s: float) -> tuple[list[TanghuluError | None], list[Outcome]]:
+        within_s = wanted.within_s
+        asked = [self._loop.create_task(self._exchange(*each, within_s, waits=False)) for each in wanted.calls]
         try:
             errors = await move_async(self._engine, wanted.requests, deadline_s)
-            return errors, await asking
+            return errors, [await asking for asking in asked]
         finally:
-            asking.cancel()
+            for asking in asked:
+                asking.cancel()
 
     async def _notify(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
         for position, (peer, call) in enumerate(calls):
@@ -270,9 +284,11 @@ class AsyncioDriver:
         if peer == MASTER:
             return await self._ask_master(call, min(deadline_s, self.settings.master_answer_s), waits)
         try:
+            if is_owner(peer):  # one that stands still is not waited for longer than one of several masters
+                deadline_s = min(deadline_s, self.settings.master_answer_s, ATTEMPT_S)
             return await self._call(peer, call, deadline_s)
         except TanghuluError as error:
-            return error
+            return master_failure(owner_address(peer), error) if is_owner(peer) else error
 
     async def _ask_master(self, call: AnyCall, deadline_s: float, waits: bool) -> Outcome:
         """The leader's answer; while no master answers, and if that may be waited for, until the deadline."""
@@ -304,14 +320,26 @@ class AsyncioDriver:
     async def _call(self, peer: PeerId, call: AnyCall, deadline_s: float) -> AnyReply:
         until_s = self._loop.time() + deadline_s
         connection = await self._connected(peer, deadline_s)
-        deadline_s = max(until_s - self._loop.time(), 0.0)
+        sent_s = self._loop.time()
+        deadline_s = max(until_s - sent_s, 0.0)
         reply = await connection.call(
             call.method, call.request, call.reply_type, call.attachment, deadline_s=deadline_s
         )
-        outcome = obeyed(self.context, reply) if peer == MASTER else reply
+        if peer != MASTER and not is_owner(peer):
+            return reply
+        outcome = obeyed(self.context, reply, sent_s, peer)
+        if not is_proven(self.context, outcome, peer):
+            await self._prove(connection, max(until_s - self._loop.time(), 0.0), peer)
+            outcome = outcome if is_proven(self.context, outcome, peer) else unproven()
         if isinstance(outcome, TanghuluError):
             raise outcome
         return outcome
+
+    async def _prove(self, connection: AsyncFastConnection, deadline_s: float, peer: PeerId) -> None:
+        """Have the master at the other end prove that its lease lives; raises its typed error."""
+        sent_s, call = self._loop.time(), methods.PROVE.call(ProveRequest())
+        proof = await connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s)
+        take_proof(self.context, proof.message, sent_s, peer)
 
     async def _connected(self, peer: PeerId, deadline_s: float) -> AsyncFastConnection:
         connection = self._connections.get(peer)
@@ -332,7 +360,7 @@ class AsyncioDriver:
             if peer == MASTER:
                 target = Target(await self._masters.find(), None, self.settings.uses_unix)
             else:
-                target = target_of(peer, self.settings, self.context.nodes)
+                target = target_of(peer, self.settings, self.context.nodes, self.context.clock.now_s())
             try:
                 connection = await AsyncFastConnection.connect(
                     target.address,
@@ -341,15 +369,18 @@ class AsyncioDriver:
                     tls=self.settings.master.credentials.tls,
                     on_late=late_replies(self.context, peer, self.flush),
                 )
-            except NodeUnavailable:
-                self.context.nodes.expire()
+            except NodeUnavailable as error:
+                if not is_owner(peer):
+                    self.context.nodes.expire()
+                if isinstance(error, PeerSilent) and peer != MASTER and not is_owner(peer):
+                    self.context.nodes.note_silent(peer, self.context.clock.now_s())
                 raise
             try:
-                if peer != MASTER:
+                if peer != MASTER and not is_owner(peer):
                     await self._greet(peer, connection, deadline_s)
                 else:
                     await show(connection, self.settings.master.credentials, deadline_s)
-                    self._has_met_master = True
+                    self._has_met_master = self._has_met_master or peer == MASTER
             except (TanghuluError, asyncio.CancelledError):
                 await connection.close()
                 raise
@@ -357,7 +388,7 @@ class AsyncioDriver:
             return connection
 
     async def _greet(self, peer: PeerId, connection: AsyncFastConnection, deadline_s: float) -> None:
-        target = target_of(peer, self.settings, self.context.nodes)
+        target = target_of(peer, self.settings, self.context.nodes, self.context.clock.now_s())
         call = self._sessions.hello(peer, target)
         reply = await connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s)
         welcome = self._sessions.greeted(peer, target, reply)

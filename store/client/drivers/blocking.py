@@ -12,11 +12,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from tanghulu.discovery.masters import MasterFinder, Seeking
-from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, TanghuluError, VersionMismatch
+from tanghulu.discovery.masters import ATTEMPT_S, MasterFinder, Seeking
+from tanghulu.errors import (
+    InvalidRequest,
+    KeysMoved,
+    MasterUnavailable,
+    NodeUnavailable,
+    PeerSilent,
+    TanghuluError,
+    VersionMismatch,
+)
 from tanghulu.rpc.fast_client import Asking, FastConnection
 from tanghulu.rpc.greeting import show_blocking
 from tanghulu.rpc.versions import STREAMS_FROM
@@ -26,18 +35,22 @@ from tanghulu.runtime.fork import tell_in_children
 from tanghulu.store.client.drivers.connections import (
     NodeSessions,
     Target,
+    is_proven,
     late_replies,
     make_context,
     master_failure,
     obeyed,
     refuse_closed,
+    take_proof,
     target_of,
+    unproven,
     warn_unclosed,
 )
 from tanghulu.store.client.drivers.transfers import move
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.effects import (
     MASTER,
+    OWNER,
     CallPeers,
     Deadline,
     Effect,
@@ -49,9 +62,13 @@ from tanghulu.store.client.logic.effects import (
     Sleep,
     Stream,
     Transfer,
+    is_owner,
+    owner_address,
 )
 from tanghulu.store.client.logic.messages import AnyCall, AnyReply, Welcome
 from tanghulu.store.client.settings import Settings
+from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.messages import ProveRequest
 from tanghulu.transfer_engine.core.config import EngineConfig
 from tanghulu.transfer_engine.engine import Buffer, TransferEngine
 
@@ -66,6 +83,16 @@ _MAX_THREADS = 16
 MAX_OWING = 256
 #: What a connection may take even if the deadline has come; 0 would mean that it must not wait at all.
 MIN_CONNECT_S = 0.001
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A call to a master that was sent at ``sent_s``, or why it was not, and until when its answer is waited for."""
+
+    peer: PeerId
+    asking: Asking[Any] | TanghuluError
+    sent_s: float
+    until_s: float
 
 
 class BlockingDriver:
@@ -205,7 +232,7 @@ class BlockingDriver:
         if len(calls) == 1:
             peer, call = calls[0]
             pool = self._idle.get(peer)
-            if pool and (peer or not self._several):  # the commonest case: on a connection that is open
+            if pool and (peer[0] != OWNER if peer else not self._several):  # the commonest: a connection is open
                 until_s = time.monotonic() + deadline_s
                 outcome = self._exchange_one(peer, pool, call, deadline_s, waits)
                 if outcome is not None:
@@ -217,6 +244,8 @@ class BlockingDriver:
             by_peer.setdefault(peer, []).append(call)
         if len(by_peer) == 1:
             return self._exchange(*by_peer.popitem(), deadline_s, waits)
+        if calls and is_owner(calls[0][0]):
+            return self._ask_owners(calls, deadline_s)
         executor = self._executor()
         asked = {peer: executor.submit(self._exchange, peer, own, deadline_s, waits) for peer, own in by_peer.items()}
         try:
@@ -243,14 +272,14 @@ class BlockingDriver:
                 self._owing.append((peer, connection))
 
     def _call_meanwhile(self, node: PeerId, call: AnyCall, deadline_s: float, meanwhile: Callable[[], None]) -> Outcome:
-        asking = self._begin(node, call, deadline_s)
-        if isinstance(asking, TanghuluError):
-            return asking
+        asked = self._begin(node, call, deadline_s)
         try:
+            if not isinstance(asked.asking, Asking):
+                return asked.asking
             meanwhile()
-            return asking.end()
+            return asked.asking.end()
         finally:
-            self._asked(node, asking)
+            self._end(asked)
 
     def _stream(self, wanted: Stream, deadline_s: float) -> Outcome:
         until_s = time.monotonic() + deadline_s
@@ -262,16 +291,16 @@ class BlockingDriver:
         if welcome is not None and welcome.version < STREAMS_FROM:
             self._put_back(wanted.node, connection)
             return VersionMismatch(f"{wanted.node} takes no streamed values")
-        asking: Asking[Any] | TanghuluError | None = None
+        asked: _Asked | None = None
 
         def ahead() -> None:
-            nonlocal asking
+            nonlocal asked
             commit = wanted.commit_call(0 if welcome is None else welcome.generation)
-            asking = None if commit is None else self._begin(MASTER, commit, wanted.within_s)
+            asked = None if commit is None else self._begin(*commit, wanted.within_s)
             wanted.meanwhile()
 
         def end() -> AnyCall:
-            return wanted.end_call(self._answer_of_master(asking))
+            return wanted.end_call(None if asked is None else self._answer_of_master(asked))
 
         try:
             return connection.call_then(wanted.call, ahead, end, deadline_s=_left_s(until_s))
@@ -279,39 +308,73 @@ class BlockingDriver:
             return error
         finally:
             self._put_back(wanted.node, connection)
-            self._asked(MASTER, asking)
+            self._end(asked)
 
-    def _begin(self, peer: PeerId, call: AnyCall, deadline_s: float) -> Asking[Any] | TanghuluError:
-        """Send ``call`` without waiting for its answer; end with ``_asked``."""
-        deadline_s = deadline_s if peer else min(deadline_s, self.settings.master_answer_s)
+    def _begin(self, peer: PeerId, call: AnyCall, deadline_s: float) -> _Asked:
+        """Send ``call`` without waiting for its answer; end with ``_end``."""
+        if not peer:
+            deadline_s = min(deadline_s, self.settings.master_answer_s)
+        elif is_owner(peer):  # one that stands still is not waited for longer than one of several masters
+            deadline_s = min(deadline_s, self.settings.master_answer_s, ATTEMPT_S)
+        until_s = time.monotonic() + deadline_s
         try:
-            connection, _ = self._take(peer, time.monotonic() + deadline_s, fresh=False)
+            connection, _ = self._take(peer, until_s, fresh=False)
         except TanghuluError as error:
-            return error
+            return _Asked(peer, error, until_s, until_s)
+        sent_s = time.monotonic()
         try:
-            return connection.begin(call, deadline_s=deadline_s)
+            return _Asked(peer, connection.begin(call, deadline_s=deadline_s), sent_s, until_s)
         except TanghuluError as error:
             self._put_back(peer, connection)
-            return error
+            return _Asked(peer, error, sent_s, until_s)
 
-    def _answer_of_master(self, asking: Asking[Any] | TanghuluError | None) -> Outcome | None:
-        return obeyed(self.context, asking.end()) if isinstance(asking, Asking) else asking
-
-    def _asked(self, peer: PeerId, asking: Asking[Any] | TanghuluError | None) -> None:
-        """What was begun is over."""
-        if isinstance(asking, Asking):
-            asking.close()
-            self._put_back(peer, asking.connection)
-
-    def _transfer(self, wanted: Transfer, deadline_s: float) -> tuple[list[TanghuluError | None], Outcome | None]:
-        if wanted.call is None:
-            return move(self._engine, wanted.requests, deadline_s), None
-        asking = self._begin(MASTER, wanted.call, wanted.within_s)
+    def _answer_of_master(self, asked: _Asked) -> Outcome:
+        """What the leader or an owner answered, if it can prove that it still is that."""
+        asking = asked.asking
+        if not isinstance(asking, Asking):
+            return asking
+        outcome = obeyed(self.context, asking.end(), asked.sent_s, asked.peer)
+        if is_proven(self.context, outcome, asked.peer):
+            return outcome
         try:
-            errors = move(self._engine, wanted.requests, deadline_s)
-            return errors, self._answer_of_master(asking)
+            self._prove(asking.connection, asked.until_s, asked.peer)
+        except TanghuluError as error:
+            return error
+        return outcome if is_proven(self.context, outcome, asked.peer) else unproven()
+
+    def _end(self, asked: _Asked | None) -> None:
+        """What was begun is over."""
+        if asked is not None and isinstance(asked.asking, Asking):
+            asked.asking.close()
+            self._put_back(asked.peer, asked.asking.connection)
+
+    def _ask_owners(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
+        """Send every call before the first answer is waited for."""
+        begun: list[_Asked] = []
+        try:
+            for peer, call in calls:
+                begun.append(self._begin(peer, call, deadline_s))
+            return [self._of_owner(asked.peer, self._answer_of_master(asked)) for asked in begun]
         finally:
-            self._asked(MASTER, asking)
+            for asked in begun:
+                self._end(asked)
+
+    def _of_owner(self, peer: PeerId, outcome: Outcome) -> Outcome:
+        if isinstance(outcome, NodeUnavailable):  # it is gone, or was restarted: other connections to it are dead, too
+            for connection in self._idle.pop(peer, ()):
+                connection.close()
+        return master_failure(owner_address(peer), outcome) if isinstance(outcome, TanghuluError) else outcome
+
+    def _transfer(self, wanted: Transfer, deadline_s: float) -> tuple[list[TanghuluError | None], list[Outcome]]:
+        begun: list[_Asked] = []
+        try:
+            for peer, call in wanted.calls:
+                begun.append(self._begin(peer, call, wanted.within_s))
+            errors = move(self._engine, wanted.requests, deadline_s)
+            return errors, [self._answer_of_master(asked) for asked in begun]
+        finally:
+            for asked in begun:
+                self._end(asked)
 
     def _notify(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
         until_s = time.monotonic() + deadline_s
@@ -341,7 +404,9 @@ class BlockingDriver:
         try:
             deadline_s = deadline_s if peer else min(deadline_s, self.settings.master_answer_s)
             outcome = connection.call_one(call, deadline_s=deadline_s)
-            return outcome if peer or not waits or not isinstance(outcome, MasterUnavailable) else None
+            if peer or not waits or not isinstance(outcome, MasterUnavailable) or isinstance(outcome, KeysMoved):
+                return outcome
+            return None
         except TanghuluError as error:
             if peer:
                 return error
@@ -354,6 +419,8 @@ class BlockingDriver:
     def _exchange(self, peer: PeerId, calls: list[AnyCall], deadline_s: float, waits: bool = True) -> list[Outcome]:
         if peer == MASTER:
             return self._ask_master(calls, min(deadline_s, self.settings.master_answer_s), waits)
+        if is_owner(peer):
+            return self._ask_owners([(peer, call) for call in calls], deadline_s)
         answers, _ = self._try_exchange(peer, calls, time.monotonic() + deadline_s, fresh=False)
         return [answers] * len(calls) if isinstance(answers, TanghuluError) else answers
 
@@ -387,12 +454,26 @@ class BlockingDriver:
         except TanghuluError as error:
             return error, False
         try:
+            sent_s = time.monotonic()
             outcomes = connection.call_many(calls, deadline_s=_left_s(until_s))
-            return [obeyed(self.context, each) for each in outcomes] if peer == MASTER else outcomes, reused
+            if peer == MASTER:
+                outcomes = [obeyed(self.context, each, sent_s) for each in outcomes]
+                if not all(is_proven(self.context, each) for each in outcomes):
+                    self._prove(connection, until_s)
+                    outcomes = [each if is_proven(self.context, each) else unproven() for each in outcomes]
+            return outcomes, reused
         except TanghuluError as error:
             return error, reused
         finally:
             self._put_back(peer, connection)
+
+    def _prove(self, connection: FastConnection, until_s: float, peer: PeerId = MASTER) -> None:
+        """Have the master at the other end prove that its lease lives; raises its typed error."""
+        sent_s = time.monotonic()
+        proof = connection.call_one(methods.PROVE.call(ProveRequest()), deadline_s=_left_s(until_s))
+        if isinstance(proof, TanghuluError):
+            raise proof
+        take_proof(self.context, proof.message, sent_s, peer)
 
     def _open_segment(self, node: PeerId, copies: bool) -> NodeLink | TanghuluError:
         known = self._sessions.link(node, copies)
@@ -420,10 +501,11 @@ class BlockingDriver:
         if peer == MASTER:
             target = Target(self._masters.find_blocking(), None, self.settings.uses_unix)
         else:
-            target = target_of(peer, self.settings, self.context.nodes)
+            target = target_of(peer, self.settings, self.context.nodes, self.context.clock.now_s())
         return self._connect(peer, target, until_s), False
 
     def _connect(self, peer: PeerId, target: Target, until_s: float) -> FastConnection:
+        to_master = peer == MASTER or is_owner(peer)
         try:
             timeout_s = max(_left_s(until_s), MIN_CONNECT_S)
             tls, poller = self.settings.master.credentials.tls, self.settings.poller_for(peer, self._waiters)
@@ -436,14 +518,16 @@ class BlockingDriver:
                 poller=poller,
                 on_late=late_replies(self.context, peer, lambda: None),
             )
-            if peer == MASTER:
+            if to_master:
                 show_blocking(connection, self.settings.master.credentials, timeout_s)
-                self._has_met_master = True
-        except TanghuluError:
-            if peer != MASTER:
+                self._has_met_master = self._has_met_master or peer == MASTER
+        except TanghuluError as error:
+            if not to_master:
                 self.context.nodes.expire()
+                if isinstance(error, PeerSilent):
+                    self.context.nodes.note_silent(peer, self.context.clock.now_s())
             raise
-        if peer != MASTER:
+        if not to_master:
             try:
                 self._greet(peer, target, connection, _left_s(until_s))
             except TanghuluError:
@@ -467,7 +551,7 @@ class BlockingDriver:
                 if len(self._owing) > MAX_OWING:
                     self._owing.popleft()[1].close()
             return
-        if peer != MASTER and self.context.nodes.get(peer) is None:  # it left meanwhile
+        if peer != MASTER and not self.context.is_known(peer):  # it left meanwhile
             connection.close()
             return
         with self._lock:

@@ -20,10 +20,12 @@ from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.fork import refuse_inherited
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
-from tanghulu.store.client.logic.effects import NodeLink, PeerId
+from tanghulu.store.client.logic.effects import MASTER, NodeLink, PeerId, is_owner, owner_address
 from tanghulu.store.client.logic.messages import Welcome
 from tanghulu.store.client.logic.placement import NodeTable
 from tanghulu.store.client.settings import Settings
+from tanghulu.store.protocol.messages import ProveReply
+from tanghulu.store.protocol.terms import Renewals, Term
 from tanghulu.transfer_engine.engine import RemoteSegment
 from tanghulu.types import Address
 
@@ -122,11 +124,18 @@ def late_replies(context: Context, peer: PeerId, then: Callable[[], None]) -> La
     return dict.fromkeys(messages.GRANTING, give_back)
 
 
-def target_of(peer: PeerId, settings: Settings, nodes: NodeTable) -> Target:
-    """Where the node ``peer`` listens; raises NodeUnavailable for one that the master does not list."""
+def target_of(peer: PeerId, settings: Settings, nodes: NodeTable, now_s: float) -> Target:
+    """Where the node or owner ``peer`` listens.
+
+    Raises NodeUnavailable for a node that the master does not list, or whose host did not answer a moment ago.
+    """
+    if is_owner(peer):
+        return Target(owner_address(peer), None, settings.uses_unix)
     node = nodes.get(peer)
     if node is None:
         raise NodeUnavailable(f"node {peer} is not known at the master (any more)")
+    if nodes.is_silent(peer, now_s):
+        raise NodeUnavailable(f"node {peer} did not answer a moment ago")
     near = settings.uses_unix and node.host_id == settings.host_id and bool(node.unix_path)
     return Target(Address.parse(node.address), node.unix_path if near else None)
 
@@ -137,23 +146,63 @@ def refuse_closed(opened_by: int, connect: str) -> None:
     raise InvalidRequest("the client is closed")
 
 
-def master_failure(master: Masters, error: TanghuluError, waited_s: float = 0.0) -> TanghuluError:
-    """What a failed connection to the master, or its silence, means to the caller; its own errors stay."""
+def master_failure(master: Masters | Address, error: TanghuluError, waited_s: float = 0.0) -> TanghuluError:
+    """What a failed connection to ``master``, or its silence, means to the caller; its own errors stay."""
     if isinstance(error, NodeUnavailable | DeadlineExceeded):
         how_long = f" for {waited_s:.1f} s" if waited_s >= _WORTH_TELLING_S else ""
         return MasterUnavailable(f"no master answered at {master}{how_long}: {error.message}")
     return error
 
 
-def obeyed(context: Context, outcome: messages.AnyReply | TanghuluError) -> messages.AnyReply | TanghuluError:
-    """What a master answered; NotLeader in its place if one of a later term is known, here or to a mapped node."""
+def obeyed(
+    context: Context,
+    outcome: messages.AnyReply | TanghuluError,
+    sent_s: float = float("-inf"),
+    peer: PeerId = MASTER,
+) -> messages.AnyReply | TanghuluError:
+    """What a master answered; NotLeader in its place if a leader of a later term is known, here or to a mapped node.
+
+    ``sent_s``: when the call was sent, for ``is_proven``. Whether an owner still owns what it answered for, only who
+    knows the call can tell (see ``KeyOwners.believes``).
+    """
+    if peer != MASTER:
+        if not isinstance(outcome, TanghuluError):
+            told = outcome.message
+            context.proofs_of(peer).answered(told.term, told.term_of, told.renewals, sent_s)
+        return outcome
     fence = context.fence
     for mapped in tuple(context.mapped.values()):
         fence.admits(*mapped.index.term)
-    if isinstance(outcome, TanghuluError) or fence.admits(outcome.message.term, outcome.message.term_of):
+    if isinstance(outcome, TanghuluError):
         return outcome
-    term = outcome.message.term
+    message = outcome.message
+    if fence.admits(message.term, message.term_of):
+        context.proofs.answered(message.term, message.term_of, message.renewals, sent_s)
+        return outcome
+    term = message.term
     return NotLeader(f"a master of term {term} answered, and one of term {fence.newest.number} has led since")
+
+
+def is_proven(context: Context, outcome: messages.AnyReply | TanghuluError, peer: PeerId = MASTER) -> bool:
+    """Whether what a master answered may be believed; False: it has to prove first that its lease lives.
+
+    One that was not elected, or does not count its renewals, needs no proof.
+    """
+    if isinstance(outcome, TanghuluError) or not outcome.message.renewals:
+        return True
+    term = Term(outcome.message.term, outcome.message.term_of)
+    return context.proofs_of(peer).is_proven(term, context.clock.now_s())
+
+
+def take_proof(context: Context, proof: ProveReply, sent_s: float, peer: PeerId = MASTER) -> None:
+    """The answer of ``peer`` to PROVE, which was sent at ``sent_s``."""
+    renewals = Renewals(proof.asked_before, Renewals.of(proof.renewals).confirmed)
+    context.proofs_of(peer).told(Term(proof.term, proof.term_of), sent_s, renewals, proof.ttl_ms / 1000)
+
+
+def unproven() -> NotLeader:
+    """What a master's answer means that is not proven."""
+    return NotLeader("a master answered that could not prove that it still leads")
 
 
 def make_context(settings: Settings, clock: Clock) -> Context:

@@ -6,13 +6,18 @@ from collections.abc import Sequence
 
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.protos import directory_pb2, store_pb2
+from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic import query as directory
-from tanghulu.store.client.logic.context import Context, ask_master
-from tanghulu.store.client.logic.effects import CallPeers, Logic, PeerId
+from tanghulu.store.client.logic.context import Context, ask_master, ask_owners, learn_owners
+from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, PeerId, owner_peer
 from tanghulu.store.client.logic.query import ask_node
-from tanghulu.store.client.model import Evicted, TenantView, Verified, VerifiedPage
+from tanghulu.store.client.model import Evicted, MasterView, TenantView, Verified, VerifiedPage
 from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.key_slots import NUM_RANGES, bits_of
 from tanghulu.store.protocol.types import validate_keys
+
+#: A master that stands still is not waited for any longer; the others have answered.
+_MASTER_S = 2.0
 
 
 def drain(context: Context, node: str, draining: bool) -> Logic[None]:
@@ -34,22 +39,50 @@ def evict(context: Context, node: str, keys: Sequence[str], num_bytes: int) -> L
     return Evicted(reply.message.num_chunks, reply.message.num_bytes)
 
 
-def replicate(keys: Sequence[str], holders: int, for_s: float) -> Logic[int]:
+def replicate(context: Context, deadline: Deadline, keys: Sequence[str], holders: int, for_s: float) -> Logic[int]:
     """Ask the master to have each of ``keys`` held by so many nodes for a while; how many of them it took."""
     validate_keys(keys)
     num_taken = 0
     for start in range(0, len(keys), directory.KEYS_PER_CALL):
         part = keys[start : start + directory.KEYS_PER_CALL]
         request = directory_pb2.ReplicateRequest(keys=part, holders=max(0, holders), for_s=for_s)
-        call = methods.REPLICATE.call(request)
-        reply = yield from ask_master(call)
+        reply = yield from ask_owners(context, deadline, methods.REPLICATE.call(request))
         num_taken += reply.message.num_taken
     return num_taken
 
 
+def masters(context: Context) -> Logic[list[MasterView]]:
+    """The masters that own ranges of keys, each asked how much it knows, by their first range."""
+    yield from learn_owners(context, MASTER)
+    owners = context.owners
+    if owners is None:
+        reply = yield from ask_master(messages.nodes())
+        return [_master_view(reply, "", range(NUM_RANGES), reply.message.term)]
+    known = owners.map
+    ranges = {owner: sorted(known.ranges_of(owner)) for owner in known.owners if owner is not None}
+    calls = [
+        (owner_peer(owner), methods.NODES.call(directory_pb2.NodesRequest(ranges=bits_of(numbers))))
+        for owner, numbers in ranges.items()
+    ]
+    outcomes = yield CallPeers(calls, _MASTER_S, waits=False)
+    return [
+        _master_view(outcome, str(owner), numbers, max(map(known.term_of, numbers)))
+        for (owner, numbers), outcome in zip(ranges.items(), outcomes, strict=True)
+    ]
+
+
+def _master_view(
+    outcome: messages.AnyReply | TanghuluError, address: str, ranges: Sequence[int], term: int
+) -> MasterView:
+    if isinstance(outcome, TanghuluError):
+        return MasterView(address, tuple(ranges), term, answers=False)
+    told = outcome.message
+    return MasterView(address, tuple(ranges), term, told.leading, told.num_keys, told.rebuilding_ranges)
+
+
 def tenants(context: Context) -> Logic[list[TenantView]]:
     """All tenants by name, summed over the nodes; a tenant hears of itself only. Raises what any node answered."""
-    views = yield from directory.nodes(context)
+    views = yield from directory.leaders_nodes(context)
     call = methods.TENANTS.call(store_pb2.TenantsRequest())
     outcomes = yield CallPeers([(PeerId(view.id), call) for view in views])
     told: dict[str, list[store_pb2.TenantUsage]] = {}

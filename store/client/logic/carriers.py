@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from tanghulu.errors import TanghuluError
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.commit import CommitCall, PutOp, commit_by_client, take_results
-from tanghulu.store.client.logic.context import Context
+from tanghulu.store.client.logic.context import Context, learn_owners
 from tanghulu.store.client.logic.effects import (
+    MASTER,
     CallPeers,
     Deadline,
     Logic,
@@ -30,7 +31,7 @@ from tanghulu.store.client.logic.write_buffers import MappedNode
 from tanghulu.store.client.model import PutOptions
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.messages import PutReply, Reservation
-from tanghulu.store.protocol.terms import NO_TERM, Term
+from tanghulu.store.protocol.terms import NO_TERM
 from tanghulu.store.protocol.types import CommitResult, NewChunk
 from tanghulu.store.protocol.write_buffer import BufferWriter, Record
 from tanghulu.transfer_engine.engine import Opcode, TransferRequest
@@ -144,22 +145,27 @@ class _StreamedPut:
     """What the driver asks for while it streams one value."""
 
     def __init__(
-        self, node: PeerId, op: PutOp, options: PutOptions, committer: Committer, deadline: Deadline, *, term: Term
+        self, context: Context, node: PeerId, op: PutOp, options: PutOptions, committer: Committer, deadline: Deadline
     ) -> None:
         self.number = next(_fill_numbers)
-        self._node, self._op, self._options, self._committer = node, op, options, committer
+        self._context, self._node, self._op, self._options, self._committer = context, node, op, options, committer
         self._deadline = deadline
         self._checksums = op.new.checksums
-        self._generation, self._term = 0, term
+        self._generation = 0
         self._commit: CommitCall | None = None
 
-    def commit_call(self, generation: int) -> messages.AnyCall | None:
-        """The call to the master; None where the node commits."""
+    def commit_call(self, generation: int) -> tuple[PeerId, messages.AnyCall] | None:
+        """The call, and to which master; None where the node commits."""
         self._generation = generation
         if self._committer is Committer.NODE:
             return None
-        self._commit = CommitCall(self._node, generation, (self._op.new,), self._term)
-        return self._commit.call
+        self._commit = CommitCall(self._context, self._node, generation, (self._op.new,))
+        return self._commit.calls[0] if self._commit.calls else None
+
+    @property
+    def moved(self) -> bool:
+        """Whether the master that was asked does not own the key any more, or is away."""
+        return self._commit is not None and self._commit.moved
 
     def meanwhile(self) -> None:
         """The node makes room: compute the checksum, which also brings the value near."""
@@ -167,7 +173,8 @@ class _StreamedPut:
 
     def end_call(self, answer: messages.AnyReply | TanghuluError | None) -> messages.AnyCall:
         """COMMIT, after what the master answered."""
-        (result,) = (CommitResult.ASK_NODE,) if self._commit is None else self._commit.results(answer)
+        commit, answers = self._commit, (answer,)
+        (result,) = commit.results(answers) if commit is not None and commit.calls else (CommitResult.ASK_NODE,)
         if result is CommitResult.EXISTS:
             return self.abort_call()
         items, accepted = [(self.number, self._checksums)], messages.Accepted()
@@ -185,7 +192,7 @@ def put_by_stream(
     context: Context, deadline: Deadline, node: PeerId, op: PutOp, options: PutOptions, committer: Committer
 ) -> Logic[None]:
     """Put ``op`` at ``node`` by a stream; it stays open where that fails, and another way tells what is wrong."""
-    streamed = _StreamedPut(node, op, options, committer, deadline, term=context.fence.newest)
+    streamed = _StreamedPut(context, node, op, options, committer, deadline)
     new, pieces = op.new.with_checksums(sums.NO_CHECKSUMS), op.pieces or (op.value,)
     answer = yield Stream(
         node,
@@ -196,6 +203,8 @@ def put_by_stream(
         streamed.abort_call(),
         deadline.remaining_s() / 2,
     )
+    if streamed.moved:
+        yield from learn_owners(context, MASTER)
     if isinstance(answer, TanghuluError):
         return
     message: PutReply = answer.message
@@ -311,8 +320,8 @@ def transfer_all(context: Context, deadline: Deadline, fillings: list[Filling], 
     commit, generation = _commit_ahead(context, fillings)
     for start, part in portions(requests):
         if commit is not None and not start:
-            errors, answer = yield Transfer(part, commit.call, deadline.remaining_s() / 2)
-            for each, result in zip(fillings, commit.results(answer), strict=True):
+            errors, answers = yield Transfer(part, commit.calls, deadline.remaining_s() / 2)
+            for each, result in zip(fillings, commit.results(answers), strict=True):
                 each.result = result
         else:
             errors, _ = yield Transfer(part)
@@ -320,6 +329,8 @@ def transfer_all(context: Context, deadline: Deadline, fillings: list[Filling], 
             each.moved(request, error)
     term = NO_TERM if commit is None else commit.term
     yield from _commit_at_nodes(context, deadline, fillings, options, messages.Accepted(0, generation, term))
+    if commit is not None and commit.moved:
+        yield from learn_owners(context, MASTER)
 
 
 def _requests(filling: Filling, link: NodeLink) -> Iterator[TransferRequest]:
@@ -340,7 +351,7 @@ def _commit_ahead(context: Context, fillings: Sequence[Filling]) -> tuple[Commit
     if mapped is None or committer is Committer.NODE:
         return None, 0
     news = [each.op.new for each in fillings]
-    return CommitCall(node, mapped.generation, news, context.fence.newest), mapped.generation
+    return CommitCall(context, node, mapped.generation, news), mapped.generation
 
 
 def _commit_at_nodes(

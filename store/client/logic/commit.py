@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tanghulu.errors import NodeUnavailable, QuotaExceeded, TanghuluError
+from tanghulu.errors import KeysMoved, NodeUnavailable, QuotaExceeded, TanghuluError
 from tanghulu.store.client.logic import messages
-from tanghulu.store.client.logic.context import Context
+from tanghulu.store.client.logic.context import Context, learn_owners
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, PeerId
 from tanghulu.store.client.model import Status
 from tanghulu.store.protocol import checksums as sums
@@ -67,31 +67,75 @@ class PutOp:
 
 
 class CommitCall:
-    """The call by which a client commits new chunks that one run of a node is to hold, and how its answer reads.
+    """The calls by which a client commits new chunks that one run of a node is to hold, and how their answers read.
 
-    ``term`` is the newest that the client knows; the attribute is that in which the master has answered.
+    There is one of ``calls`` for each master that owns some of the keys; what nobody owns now the node commits.
+    ``term`` is the earliest in which a master has answered. ``moved``: one has refused its keys, or is away.
     """
 
-    def __init__(self, node: PeerId, generation: int, items: Sequence[NewChunk], term: Term = NO_TERM) -> None:
-        said: list[ClientCommit] = []
-        for new in items:
-            said.append(ClientCommit(node, generation, new.key, new.version, new.size_bytes, *term))
-        self._num_items, self.term = len(said), NO_TERM
-        self.call: messages.AnyCall
-        if self._num_items == 1:
-            self.call = methods.COMMIT_KEY.call(said[0])
-        else:
-            self.call = methods.COMMIT_KEYS.call(CommitKeysRequest(said))
+    def __init__(self, context: Context, node: PeerId, generation: int, items: Sequence[NewChunk]) -> None:
+        self._num_items, self.term, self.moved = len(items), NO_TERM, False
+        self._context, self._news, owners = context, items, context.owners
+        self._parts: list[list[int]] | None = None  # positions, by call; None: one call has all of them
+        self.calls: Sequence[tuple[PeerId, messages.AnyCall]]
+        if owners is None:
+            term, said = context.fence.newest, []
+            for new in items:
+                said.append(ClientCommit(node, generation, new.key, new.version, new.size_bytes, *term))
+            self.calls = ((MASTER, _call(said)),)
+            return
+        by_owner: dict[PeerId, list[int]] = {}
+        for position, new in enumerate(items):
+            owner = owners.owner_of(owners.range_of(new.key))
+            if owner is not None:
+                by_owner.setdefault(owner, []).append(position)
+        self._parts, calls = list(by_owner.values()), []
+        for peer, positions in by_owner.items():
+            own = [items[position] for position in positions]
+            said = [
+                ClientCommit(node, generation, new.key, new.version, new.size_bytes, *owners.term_of(new.key))
+                for new in own
+            ]
+            calls.append((peer, _call(said)))
+        self.calls = calls
 
-    def results(self, answer: messages.AnyReply | TanghuluError | None) -> list[CommitResult]:
-        """One for each item; ASK_NODE for all where there is no proper answer. None: the master was not called."""
-        if answer is None or isinstance(answer, TanghuluError):
-            return [CommitResult.ASK_NODE] * self._num_items
-        self.term = Term(answer.message.term, answer.message.term_of)
-        if self._num_items == 1:
-            return [answer.message.commit_result]
-        results: list[CommitResult] = answer.message.commit_results
-        return results if len(results) == self._num_items else [CommitResult.ASK_NODE] * self._num_items
+    def results(self, answers: Sequence[messages.AnyReply | TanghuluError | None]) -> list[CommitResult]:
+        """One for each item, by an answer for each of ``calls``; ASK_NODE where there is no proper answer."""
+        if self._parts is None:
+            (answer,) = answers
+            self.moved = isinstance(answer, KeysMoved)
+            if answer is None or isinstance(answer, TanghuluError) or self._context.owners is not None:
+                return [CommitResult.ASK_NODE] * self._num_items
+            self.term = Term(answer.message.term, answer.message.term_of)
+            return _told(answer, self._num_items)
+        results, terms = [CommitResult.ASK_NODE] * self._num_items, []
+        for (peer, _), positions, answer in zip(self.calls, self._parts, answers, strict=True):
+            if answer is None or isinstance(answer, TanghuluError):
+                self.moved = self.moved or answer is not None
+            elif self._counts(peer, positions, answer):
+                terms.append(Term(answer.message.term, answer.message.term_of))
+                for position, result in zip(positions, _told(answer, len(positions)), strict=True):
+                    results[position] = result
+        self.term = min(terms, default=NO_TERM)
+        return results
+
+    def _counts(self, peer: PeerId, positions: Sequence[int], answer: messages.AnyReply) -> bool:
+        owners = self._context.owners
+        if owners is None:
+            return False
+        numbers = [owners.range_of(self._news[position].key) for position in positions]
+        return owners.believes(peer, numbers, answer.message.term, answer.message.term_of)
+
+
+def _call(said: list[ClientCommit]) -> messages.AnyCall:
+    return methods.COMMIT_KEY.call(said[0]) if len(said) == 1 else methods.COMMIT_KEYS.call(CommitKeysRequest(said))
+
+
+def _told(answer: messages.AnyReply, num_items: int) -> list[CommitResult]:
+    if num_items == 1:
+        return [answer.message.commit_result]
+    results: list[CommitResult] = answer.message.commit_results
+    return results if len(results) == num_items else [CommitResult.ASK_NODE] * num_items
 
 
 def commit_by_client(
@@ -102,11 +146,28 @@ def commit_by_client(
     An answer that took longer than ``RELIED_S`` counts for nothing. A master that is away is not waited for here: the
     node commits when it is back.
     """
-    commit, called_s = CommitCall(node, generation, items, context.fence.newest), context.clock.now_s()
-    (answer,) = yield CallPeers(((MASTER, commit.call),), deadline.remaining_s() / 2, waits=False)
+    commit, called_s = CommitCall(context, node, generation, items), context.clock.now_s()
+    answers = yield CallPeers(commit.calls, deadline.remaining_s() / 2, waits=False)
     if context.clock.now_s() - called_s > RELIED_S:
-        answer = None
-    return commit.results(answer)
+        answers = [each if isinstance(each, TanghuluError) else None for each in answers]
+    results = commit.results(answers)
+    if _knows_later_owners(context, node, commit.term):
+        results = [CommitResult.ASK_NODE if each is CommitResult.ACCEPTED else each for each in results]
+    if commit.moved:
+        yield from learn_owners(context, MASTER)
+    return results
+
+
+def _knows_later_owners(context: Context, node: PeerId, term: Term) -> bool:
+    """Whether the node knows that a range has changed hands since masters answered, who knew no more than ``term``.
+
+    It may have told the new owner already what it holds, without these chunks; so the node has to commit them.
+    """
+    mapped = context.mapped.get(node)
+    if mapped is None or context.owners is None:
+        return False
+    known = mapped.index.term
+    return known.cluster == term.cluster and known.number > term.number
 
 
 def take_results(

@@ -10,18 +10,31 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from tanghulu.errors import TanghuluError
+from tanghulu.errors import KeysMoved, TanghuluError
 from tanghulu.runtime.backoff import Backoff
 from tanghulu.runtime.clock import Clock
 from tanghulu.store.client.logic import messages
-from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, NodeLink, Notify, PeerId, Sleep
+from tanghulu.store.client.logic.effects import (
+    MASTER,
+    CallPeers,
+    Deadline,
+    Logic,
+    NodeLink,
+    Notify,
+    PeerId,
+    Sleep,
+    is_owner,
+)
+from tanghulu.store.client.logic.key_owners import KeyOwners, SplitCall
 from tanghulu.store.client.logic.leases import Leases
 from tanghulu.store.client.logic.placement import NodeTable
 from tanghulu.store.client.logic.plan import Access
 from tanghulu.store.client.logic.receive_memory import ReceiveMemory
 from tanghulu.store.client.logic.write_buffers import MappedNode, OpenWriteBuffers
 from tanghulu.store.client.model import NodeView
-from tanghulu.store.protocol.terms import TermFence
+from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.messages import MastersReply, MastersRequest
+from tanghulu.store.protocol.terms import LeaseProofs, TermFence
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, MAX_STREAMED_BYTES
 
 #: A new master is given so long to hear of a first node.
@@ -29,6 +42,10 @@ _NODELESS_TRIES = 12
 _NODELESS_PAUSE_S, _NODELESS_MOST_S = 0.05, 0.25
 #: Between two questions for a key that a rebuilding master does not know yet.
 _REBUILDING_PAUSE_S, _REBUILDING_MOST_S = 0.05, 0.5
+#: Between two questions for keys whose owner is away, or not known yet.
+_UNOWNED_PAUSE_S, _UNOWNED_MOST_S = 0.05, 0.25
+#: The map is not waited for any longer: another master may tell it.
+_MAP_S = 1.0
 #: Keys in one question to the master.
 KEYS_PER_LOCATE = 8192
 MAX_LOCATIONS = 1 << 20
@@ -127,7 +144,8 @@ class Context:
     for an open mapping keeps all memory of a process that is gone.
 
     ``wait_s``: how long one call may wait at the master. ``waits_for_master``: whether operations wait until a
-    master that is rebuilding knows their keys. ``streams``: values of up to 1 MiB travel
+    master that is rebuilding knows their keys. ``owners`` None: one master has been heard of, and is asked for
+    everything. ``streams``: values of up to 1 MiB travel
     inside messages where memory is not mapped; not if they are wanted to move by verbs or UCX.
     """
 
@@ -146,6 +164,9 @@ class Context:
     mapped: dict[PeerId, MappedNode] = field(default_factory=dict)
     write_buffers: OpenWriteBuffers = field(default_factory=OpenWriteBuffers)
     fence: TermFence = field(default_factory=TermFence)
+    proofs: LeaseProofs = field(default_factory=LeaseProofs)  # of the leader
+    owners: KeyOwners | None = None
+    owner_proofs: dict[PeerId, LeaseProofs] = field(default_factory=dict)
     rng: Random = field(default_factory=lambda: Random(secrets.randbits(64)))
     greeted: set[PeerId] = field(default_factory=set)
     departed: set[PeerId] = field(default_factory=set)
@@ -164,6 +185,29 @@ class Context:
         """The largest value that ``node`` should send inside its answers."""
         maps = self.maps_memory and node in self.nodes.local_ids()
         return MAX_STREAMED_BYTES if self.streams and not maps else MAX_INLINE_BYTES
+
+    def is_known(self, peer: PeerId) -> bool:
+        """Whether connections to this node or owner are worth keeping."""
+        if is_owner(peer):
+            return self.owners is not None and peer in self.owners.peers
+        return self.nodes.get(peer) is not None
+
+    def proofs_of(self, peer: PeerId) -> LeaseProofs:
+        """The proofs of the leader's lease, or of an owner's."""
+        return self.owner_proofs.setdefault(peer, LeaseProofs()) if peer else self.proofs
+
+    def take_masters(self, reply: MastersReply) -> bool:
+        """Take a master's answer to MASTERS; whether it tells another map than the known one."""
+        known, told = self.owners, reply.map
+        if told is None or not told.replaces(None if known is None else known.map):
+            return False
+        self.owners = KeyOwners(told, reply.key_scope) if told.version else None
+        named = frozenset[PeerId]() if self.owners is None else self.owners.peers
+        gone = frozenset[PeerId]() if known is None else known.peers - named
+        for peer in gone:
+            self.owner_proofs.pop(peer, None)
+        self.departed |= gone
+        return True
 
     def forget(self, node: PeerId) -> None:
         """The node's memory is not mapped any more, or another process took its place."""
@@ -231,6 +275,56 @@ def ask_master(call: messages.AnyCall, *, waits: bool = True) -> Logic[messages.
     return reply
 
 
+def ask_owners(
+    context: Context, deadline: Deadline, call: messages.AnyCall, *, waits: bool = True
+) -> Logic[messages.AnyReply]:
+    """One call to the masters that own its keys, and their answers as one; raises its typed error.
+
+    ``waits``: see CallPeers. While keys move, or their owner is away, this waits for the one who owns them then.
+    """
+    if context.owners is None:
+        (outcome,) = yield CallPeers([(MASTER, call)], waits=waits)
+        if not isinstance(outcome, TanghuluError):
+            reply: messages.AnyReply = outcome
+            return reply
+        if not isinstance(outcome, KeysMoved):
+            raise outcome
+        yield from learn_owners(context, MASTER)
+    return (yield from ask_each_owner(context, deadline, call, waits=waits))
+
+
+def ask_each_owner(
+    context: Context, deadline: Deadline, call: messages.AnyCall, *, waits: bool
+) -> Logic[messages.AnyReply]:
+    """``ask_owners`` of masters of whom it is known that they are several."""
+    split, backoff = SplitCall(call), Backoff(_UNOWNED_PAUSE_S, _UNOWNED_MOST_S, context.rng)
+    waits = waits and context.waits_for_master
+    while True:
+        outcomes = yield CallPeers(split.calls(context.owners), waits=waits)
+        failure = split.answered(outcomes, context.owners)
+        if failure is None:
+            return split.reply()
+        knows_more = yield from learn_owners(context, split.informant)
+        if knows_more and deadline.remaining_s() > 0:
+            continue
+        pause_s = backoff.pause_s()
+        if not waits or deadline.remaining_s() <= pause_s:
+            raise failure
+        yield Sleep(pause_s)
+
+
+def learn_owners(context: Context, informant: PeerId) -> Logic[bool]:
+    """Ask ``informant``, or if it does not answer any other master, for the map; whether another one was told."""
+    known = context.owners
+    others = [] if known is None else sorted({MASTER, *known.peers} - {informant})
+    for peer in (informant, *([context.rng.choice(others)] if others else ())):
+        request = MastersRequest() if known is None else MastersRequest(known.map.version, known.map.cluster)
+        (outcome,) = yield CallPeers([(peer, methods.MASTERS.call(request))], _MAP_S, waits=False)
+        if not isinstance(outcome, TanghuluError):
+            return context.take_masters(outcome.message)
+    return False
+
+
 def refresh_nodes(context: Context, deadline: Deadline | None = None, *, force: bool = False) -> Logic[None]:
     """Have a list of nodes that is not older than NODES_TTL_S; an old one will do when the master is away.
 
@@ -271,13 +365,14 @@ def take_nodes(context: Context, reply: messages.AnyReply) -> list[NodeView]:
 
 
 def locate(
-    context: Context, keys: Sequence[str], *, waits: bool = True
+    context: Context, deadline: Deadline, keys: Sequence[str], *, waits: bool = True
 ) -> Logic[tuple[list[tuple[PeerId, ...]], bool]]:
     """(holders of each key as the master knows them, nearest first; whether it does not know all yet)."""
     holders: list[tuple[tuple[PeerId, ...], int]] = []
     incomplete = False
     for start in range(0, len(keys), KEYS_PER_LOCATE):
-        reply = yield from ask_master(messages.locate(keys[start : start + KEYS_PER_LOCATE]), waits=waits)
+        call = messages.locate(keys[start : start + KEYS_PER_LOCATE])
+        reply = yield from ask_owners(context, deadline, call, waits=waits)
         found, not_ready = messages.locations(reply)
         holders += found
         incomplete = incomplete or not_ready

@@ -15,10 +15,28 @@ import numpy as np
 from tanghulu.rpc.fast_client import Call
 from tanghulu.store.protocol.shared_index import IndexPlace, IndexReader
 from tanghulu.transfer_engine.engine import RemoteSegment, TransferRequest
+from tanghulu.types import Address
 
-#: Whom a call goes to: a node's instance id, or MASTER.
+#: Whom a call goes to: a node's instance id, MASTER, or an ``owner_peer``.
 PeerId = NewType("PeerId", str)
 MASTER = PeerId("")
+#: What the id of a master begins with that owns some ranges of keys.
+OWNER = "@"
+
+
+def owner_peer(address: Address) -> PeerId:
+    """The master at ``address``, which owns some ranges of keys; MASTER is that which leads."""
+    return PeerId(f"{OWNER}{address}")
+
+
+def owner_address(peer: PeerId) -> Address:
+    """The address of an ``owner_peer``."""
+    return Address.parse(peer[len(OWNER) :])
+
+
+def is_owner(peer: PeerId) -> bool:
+    """Whether ``peer`` is an ``owner_peer``."""
+    return peer[:1] == OWNER
 
 
 @dataclass(slots=True)
@@ -39,9 +57,9 @@ class CallPeers:
 
 @dataclass(slots=True)
 class Stream:
-    """Send ``call`` with its payload to ``node`` and call the master meanwhile; then make the call that ends the put.
+    """Send ``call`` with its payload to ``node`` and call a master meanwhile; then make the call that ends the put.
 
-    ``commit_call`` makes the call to the master (None: there is none); its argument is the node's generation.
+    ``commit_call`` makes the call and says to which master (None: to none); its argument is the node's generation.
     ``meanwhile`` is work that has to be done before the end: the head of ``call`` has left, the payload perhaps not.
     ``end_call`` makes the last call of the master's answer (None: it was not called); ``drop_call`` is sent where that
     was not made. Result: Reply | TanghuluError, the answer to the last call; ``call`` has none. ``within_s``: what the
@@ -50,7 +68,7 @@ class Stream:
 
     node: PeerId
     call: Call[Any]
-    commit_call: Callable[[int], Call[Any] | None]
+    commit_call: Callable[[int], tuple[PeerId, Call[Any]] | None]
     meanwhile: Callable[[], None]
     end_call: Callable[[Any], Call[Any]]
     drop_call: Call[Any]
@@ -77,14 +95,14 @@ class OpenSegment:
 
 @dataclass(slots=True)
 class Transfer:
-    """Transfer everything, and meanwhile send ``call``, if there is one, to the master.
+    """Transfer everything, and meanwhile send ``calls``, if there are any, to the masters.
 
-    Result: (list[TanghuluError | None], one per request; Reply | TanghuluError, or None without a call).
-    ``within_s``: what the master's call may take.
+    Result: (list[TanghuluError | None], one per request; list[Reply | TanghuluError], one per call).
+    ``within_s``: what the masters' calls may take.
     """
 
     requests: Sequence[TransferRequest]
-    call: Call[Any] | None = None
+    calls: Sequence[tuple[PeerId, Call[Any]]] = ()
     within_s: float = 0.0
 
 

@@ -191,7 +191,7 @@ def find_holders(
     if not unknown:
         return
     try:
-        found, incomplete = yield from common.locate(context, [op.key for op in unknown], waits=waits)
+        found, incomplete = yield from common.locate(context, deadline, [op.key for op in unknown], waits=waits)
     except TanghuluError as error:
         if not waits and isinstance(error, MasterUnavailable):
             return

@@ -26,6 +26,7 @@ from tanghulu.store.client.model import (
     ChunkInfo,
     Evicted,
     KeyInfo,
+    MasterView,
     NodeView,
     PutItem,
     PutOptions,
@@ -235,7 +236,7 @@ class Operations:
     def stat(self, deadline: Deadline, key: str) -> Logic[ChunkInfo]:
         """What the store knows of the chunk."""
         yield from common.tell_reads(self._context)
-        return (yield from directory.stat(self._context, key))
+        return (yield from directory.stat(self._context, deadline, key))
 
     def stat_at(self, key: str, node: str) -> Logic[ChunkInfo]:
         """What one node knows of the chunk; raises ChunkNotFound."""
@@ -251,13 +252,17 @@ class Operations:
 
     def replicate(self, deadline: Deadline, keys: Sequence[str], holders: int, for_s: float) -> Logic[int]:
         """Have chunks copied ahead."""
-        return (yield from admin.replicate(as_keys(keys), holders, for_s))
+        return (yield from admin.replicate(self._context, deadline, as_keys(keys), holders, for_s))
 
     def verify(
         self, deadline: Deadline, node: str, after: str, drop_corrupt: bool, report: bool
     ) -> Logic[VerifiedPage]:
         """A page of what a node holds, compared with its checksums."""
         return (yield from admin.verify(self._context, node, after, drop_corrupt, report))
+
+    def masters(self, deadline: Deadline) -> Logic[list[MasterView]]:
+        """All masters that own keys."""
+        return (yield from admin.masters(self._context))
 
     def tenants(self, deadline: Deadline) -> Logic[list[TenantView]]:
         """All tenants, over all nodes."""
@@ -270,11 +275,15 @@ class Operations:
 
     def nodes(self, deadline: Deadline) -> Logic[list[NodeView]]:
         """All store nodes."""
-        return (yield from directory.nodes(self._context))
+        return (yield from directory.nodes(self._context, deadline))
+
+    def meet(self, deadline: Deadline) -> Logic[None]:
+        """Ask the master for the nodes, to hear whether it is there and answers this client."""
+        yield from directory.leaders_nodes(self._context)
 
     def list_keys(self, deadline: Deadline, prefix: str, limit: int | None, after: str) -> Logic[list[KeyInfo]]:
         """Keys in order."""
-        return (yield from directory.list_keys(prefix, limit, after))
+        return (yield from directory.list_keys(self._context, deadline, prefix, limit, after))
 
 
 # --- callers' keys and items

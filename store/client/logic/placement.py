@@ -21,6 +21,8 @@ from tanghulu.store.client.model import NodeView
 #: A list of nodes, and the master's advice, is believed for so long, and up to so much longer: many clients that began
 #: together do not ask together for ever.
 NODES_TTL_S, NODES_SPREAD_S = 1.0, 1.0
+#: A node whose host did not answer is connected to by nobody for so long: each would wait as long again.
+SILENT_PAUSE_S = 5.0
 _NO_VERSION = ListVersion()
 
 
@@ -37,6 +39,7 @@ class NodeTable:
         self._largest_bytes = 0
         self._advice: dict[int, tuple[float, tuple[PeerId, ...]]] = {}
         self._fresh_until_s = float("-inf")
+        self._silent_until_s: dict[PeerId, float] = {}
         self._lock = threading.Lock()
 
     def update(self, nodes: Iterable[NodeView], now_s: float, version: ListVersion = _NO_VERSION) -> None:
@@ -49,6 +52,7 @@ class NodeTable:
         ]
         with self._lock:
             self._nodes, self._local, self.version = table, local, version
+            self._silent_until_s = {node: until_s for node, until_s in self._silent_until_s.items() if node in table}
             self._fresh_until_s = self._until_s(now_s)
             self._local_ids = frozenset(node_id for node_id, _ in local)
             self._largest_bytes = max((node.capacity_bytes for node in table.values()), default=0)
@@ -74,6 +78,14 @@ class NodeTable:
         """A node turned out to be gone: ask the master before the next choice."""
         self._fresh_until_s = float("-inf")
         self._advice.clear()
+
+    def note_silent(self, node: PeerId, now_s: float) -> None:
+        """The host of ``node`` does not answer: nobody else shall wait for it for a while."""
+        self._silent_until_s[node] = now_s + SILENT_PAUSE_S
+
+    def is_silent(self, node: PeerId, now_s: float) -> bool:
+        """Whether the host of ``node`` did not answer a moment ago."""
+        return now_s < self._silent_until_s.get(node, now_s)
 
     def get(self, node: PeerId) -> NodeView | None:
         """The node, if it is known."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from tanghulu.discovery.masters import ATTEMPT_S
 from tanghulu.errors import (
     ChunkNotFound,
     DirectoryIncomplete,
@@ -23,7 +24,7 @@ from tanghulu.runtime.backoff import Backoff
 from tanghulu.store.client.logic import context as common
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
-from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, PeerId, Sleep
+from tanghulu.store.client.logic.effects import CallPeers, Deadline, Logic, PeerId, Sleep
 from tanghulu.store.client.model import ChunkInfo, KeyInfo, NodeView
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.types import validate_key, validate_keys
@@ -36,6 +37,8 @@ _FIRST_PREFIX_STEP = 1024
 _SLACK_S = 0.1
 #: Before the deadline the master is asked for the last time: it answers at once.
 _LAST_S = 0.02
+#: One call waits so long at one of several owners, of which less than this is waited for one that stands still.
+OWNER_WAIT_S = ATTEMPT_S * 2 / 3
 #: Between two tries while no master answers, or while too many wait there.
 _WAIT_PAUSE_S, _WAIT_MOST_S = 0.1, 1.0
 
@@ -52,7 +55,7 @@ def exists(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[l
 def _exist(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
     backoff, patience = common.rebuilding_backoff(context), common.patience(context, deadline)
     while True:
-        reply = yield from common.ask_master(messages.locate(keys, count_only=True))
+        reply = yield from common.ask_owners(context, deadline, messages.locate(keys, count_only=True))
         found, incomplete = messages.existence(reply)
         if not incomplete or all(found):
             return found
@@ -92,15 +95,16 @@ def _wait(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[li
     found: list[bool] | None = None
     backoff = Backoff(_WAIT_PAUSE_S, _WAIT_MOST_S, context.rng)
     while True:
-        call_s = min(deadline.remaining_s(), context.wait_s)
-        waiting_s = max(call_s - _SLACK_S, 0.0)
+        wait_s = context.wait_s if context.owners is None else min(context.wait_s, OWNER_WAIT_S)
+        waiting_s = max(min(deadline.remaining_s(), wait_s) - _SLACK_S, 0.0)
         request = directory_pb2.WaitRequest(keys=keys, deadline_ms=int(waiting_s * 1000))
-        (outcome,) = yield CallPeers([(MASTER, methods.WAIT.call(request))], waits=False)
-        failure = outcome if isinstance(outcome, TanghuluError) else None
-        if failure is not None and not isinstance(failure, MasterUnavailable | Overloaded):
-            raise failure
-        if failure is None:
-            found = [byte == 1 for byte in outcome.message.found]
+        failure: TanghuluError | None = None
+        try:
+            reply = yield from common.ask_owners(context, deadline, methods.WAIT.call(request), waits=False)
+        except (MasterUnavailable, Overloaded) as error:
+            failure = error
+        else:
+            found = [byte == 1 for byte in reply.message.found]
             if all(found):
                 return found
         left_s = deadline.remaining_s()
@@ -115,7 +119,9 @@ def _wait(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[li
             yield Sleep(min(backoff.pause_s(), deadline.remaining_s()))
 
 
-def list_keys(prefix: str, limit: int | None = None, after: str = "") -> Logic[list[KeyInfo]]:
+def list_keys(
+    context: Context, deadline: Deadline, prefix: str, limit: int | None = None, after: str = ""
+) -> Logic[list[KeyInfo]]:
     """All keys that begin with ``prefix`` and come behind ``after``, in order; at most ``limit``."""
     if after:
         validate_key(after)
@@ -123,7 +129,7 @@ def list_keys(prefix: str, limit: int | None = None, after: str = "") -> Logic[l
     more = True
     while more and (limit is None or len(keys) < limit):
         page = KEYS_PER_PAGE if limit is None else min(KEYS_PER_PAGE, limit - len(keys))
-        reply = yield from common.ask_master(messages.list_keys(prefix, after, page))
+        reply = yield from common.ask_owners(context, deadline, messages.list_keys(prefix, after, page))
         got, more = messages.key_page(reply)
         keys += got
         after = got[-1].key if got else after
@@ -141,7 +147,7 @@ def remove(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[l
 
 
 def _remove(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool | TanghuluError]]:
-    holders, incomplete = yield from common.locate(context, keys)
+    holders, incomplete = yield from common.locate(context, deadline, keys)
     by_node: dict[PeerId, list[int]] = {}
     for index, nodes in enumerate(holders):
         context.locations.forget(keys[index])
@@ -166,7 +172,7 @@ def remove_matching(context: Context, deadline: Deadline, pattern: str) -> Logic
         wanted = re.compile(pattern)
     except re.error as error:
         raise InvalidRequest(f"{pattern!r} is no regular expression: {error}") from None
-    listing = yield from list_keys("")
+    listing = yield from list_keys(context, deadline, "")
     matching = [info.key for info in listing if wanted.search(info.key)]
     outcomes = yield from remove(context, deadline, matching)
     for outcome in outcomes:
@@ -175,9 +181,9 @@ def remove_matching(context: Context, deadline: Deadline, pattern: str) -> Logic
     return sum(1 for outcome in outcomes if outcome is True)
 
 
-def stat(context: Context, key: str) -> Logic[ChunkInfo]:
+def stat(context: Context, deadline: Deadline, key: str) -> Logic[ChunkInfo]:
     """What the store knows of the chunk; raises ChunkNotFound, or DirectoryIncomplete of a rebuilding master."""
-    (nodes,), incomplete = yield from common.locate(context, [validate_key(key)])
+    (nodes,), incomplete = yield from common.locate(context, deadline, [validate_key(key)])
     failure: TanghuluError | None = None
     for node in nodes or (tuple(context.nodes.ids()) if incomplete else ()):
         (outcome,) = yield CallPeers([(node, messages.node_stat([key]))])
@@ -212,7 +218,7 @@ def eviction_policy(context: Context, node: str, name: str) -> Logic[str]:
 def ask_node(context: Context, node: str, call: messages.AnyCall) -> Logic[messages.AnyReply]:
     """One call to the node of that id; raises InvalidRequest if there is none, or the node's typed error."""
     if node not in context.nodes.ids():
-        known = yield from nodes(context)
+        known = yield from leaders_nodes(context)
         if all(view.id != node for view in known):
             raise InvalidRequest(f"no node is called {node!r}; there are: {', '.join(v.id for v in known) or 'none'}")
     (outcome,) = yield CallPeers([(PeerId(node), call)])
@@ -222,7 +228,17 @@ def ask_node(context: Context, node: str, call: messages.AnyCall) -> Logic[messa
     return reply
 
 
-def nodes(context: Context, *, waits: bool = True) -> Logic[list[NodeView]]:
-    """All nodes, asked anew. ``waits``: see CallPeers."""
-    reply = yield from common.ask_master(messages.nodes(), waits=waits)
+def leaders_nodes(context: Context) -> Logic[list[NodeView]]:
+    """All nodes as the leader lists them: of several masters it counts the chunks of its own keys only."""
+    reply = yield from common.ask_master(messages.nodes())
     return common.take_nodes(context, reply)
+
+
+def nodes(context: Context, deadline: Deadline, *, waits: bool = True) -> Logic[list[NodeView]]:
+    """All nodes, asked anew; chunks and drains are counted over all masters. ``waits``: see CallPeers."""
+    reply = yield from common.ask_master(messages.nodes(), waits=waits)
+    views = common.take_nodes(context, reply)
+    if not reply.message.of_part:
+        return views
+    whole = yield from common.ask_each_owner(context, deadline, messages.nodes(), waits=waits)
+    return messages.node_views(whole)

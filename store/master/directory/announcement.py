@@ -59,7 +59,8 @@ class StaleHolder(NamedTuple):
 class NodeAnnouncement:
     """The chunks that a node holds now or no longer; ``deleted`` is ``removed``, and the version must not come back.
 
-    ``report_id`` is of the report that is under way, 0 if none is, and ``piece`` a piece of it.
+    ``report_id`` is of the report that is under way, 0 if none is, ``ranges`` are those that it is of, None: all that
+    the master owns, and ``piece`` is a piece of it.
     ``capacity_bytes`` 0 says nothing of capacity and use. The next four are for the copy planner: wanted replicas of
     added chunks that want several, whether a draining node has nothing under way, the most-read keys with the number of
     gets, and ordered copies that failed. ``retracted``: puts that failed, even if their clients committed them.
@@ -81,13 +82,14 @@ class NodeAnnouncement:
     hot: Sequence[tuple[str, int]] = ()
     failed_copies: Sequence[str] = ()
     retracted: Sequence[Retraction] = ()
+    ranges: frozenset[int] | None = None
 
 
 class Announced(NamedTuple):
     """The answer: one ``accepted`` for each added entry; those with an index in ``undecided`` are to be asked again.
 
     ``refused`` are the indexes of the entries of the report's piece that do not stand. ``report_keys``: as many keys
-    the next piece may have.
+    the next piece may have. ``untold``: the ranges that no report of the node has told, or is about to.
     """
 
     accepted: list[bool]
@@ -95,3 +97,4 @@ class Announced(NamedTuple):
     undecided: list[int]
     refused: Sequence[int] = ()
     report_keys: int = 0
+    untold: Sequence[int] = ()

@@ -180,6 +180,13 @@ class DirectoryTable:
 
     # --- all keys
 
+    def take_all(self) -> list[dict[str, int]]:
+        """Begin anew without any key; returns the parts as they were, whose entries count until ``uncount``."""
+        before, self.parts = self.parts, [{} for _ in range(NUM_PARTS)]
+        self._num_keys = 0
+        self._order.replace(self._first_part, self.parts)
+        return before
+
     def walk(self) -> Iterator[str]:
         """All keys in no order, dead ones included, to be taken in steps; the table may change in between.
 
@@ -248,6 +255,17 @@ class DirectoryTable:
 
     def __repr__(self) -> str:
         return f"DirectoryTable({self._num_keys} keys)"
+
+
+def uncount(entry: int, counts: list[int]) -> None:
+    """Take an entry of a table that is no more out of the inventories' ``counts``."""
+    for holder in (entry,) if entry < _SEVERAL else _unpacked(entry)[2]:
+        counts[holder & _INVENTORY_MASK] -= 1
+
+
+def inventories_of(entry: int) -> list[int]:
+    """The inventories that an entry names."""
+    return [holder & _INVENTORY_MASK for holder in _unpacked(entry)[2]]
 
 
 def _packed(version: int, size_bytes: int, holders: Sequence[int]) -> int:

@@ -48,6 +48,11 @@ class Directory:
         self.pending_commits = PendingCommits()
         self._tombstones: OrderedDict[str, int] = OrderedDict()
 
+    def forget(self) -> list[dict[str, int]]:
+        """Begin anew with nothing; returns the parts of the table, which are to be swept."""
+        self.rebuild, self.pending_commits, self._tombstones = Rebuild(self.number), PendingCommits(), OrderedDict()
+        return self.table.take_all()
+
     # --- announcements of nodes
 
     def put_in(self, inventory: InventoryId, node_id: str, entry: ChunkEntry, changes: dict[str, bool]) -> bool | None:

@@ -60,7 +60,7 @@ class Inventories:
         """Make ``inventory`` invisible to all look-ups; an empty one is free at once. REPLACED may become GONE."""
         assert state in (InventoryState.REPLACED, InventoryState.GONE)
         assert self.states[inventory] in (InventoryState.LIVE, InventoryState.REPLACED)
-        if not self.counts[inventory] and inventory not in self._dying | self._sweeping:
+        if not self.counts[inventory] and inventory not in self._dying and inventory not in self._sweeping:
             self.states[inventory], self.owners[inventory] = InventoryState.FREE, ""
             self._free.append(inventory)
             return

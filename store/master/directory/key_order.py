@@ -92,6 +92,11 @@ class KeyOrder:
         self._parts += parts
         return len(self._parts) - len(parts)
 
+    def replace(self, first: int, parts: Sequence[Collection[str]]) -> None:
+        """Take ``parts``, which are empty, in the place of as many from ``first`` on; the order is made anew."""
+        self._parts[first : first + len(parts)] = parts
+        self._waste, self._runs, self._run_of = self._waste + self._runs, [], []
+
     def extend(self) -> bool:
         """Sort one more run; returns whether all keys are in one now."""
         self._asked = True

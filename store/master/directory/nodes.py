@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, KeysView
 from dataclasses import dataclass, field
+from itertools import chain
 from random import Random
 
 from tanghulu.discovery.base import Instance
@@ -11,42 +12,32 @@ from tanghulu.errors import InvalidRequest, LeaseExpired
 from tanghulu.store.master.directory.announcement import NodeAnnouncement, ReportPiece
 from tanghulu.store.master.directory.inventories import InventoryId
 from tanghulu.store.master.directory.placement import PlacementCandidate, PlacementRequest, PlacementTable
-from tanghulu.store.protocol.key_slots import NUM_SLOTS
+from tanghulu.store.master.directory.rebuild import ToldSlots
+from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, RANGE_SLOTS
 
 
 @dataclass(slots=True)
 class NodeRecord:
-    """A registered node. The last of ``inventories`` is current; a report under way replaces those before it.
+    """A registered node.
 
-    ``report_id`` and ``report_number`` are of the last piece of a report that came; -1: none.
+    ``report_id`` and ``report_number`` are of the last piece of a report that came, -1: none. What it has told of which
+    range is the ``RegisteredNodes``': it is kept by range.
     """
 
     instance: Instance
     last_seen_s: float
-    inventories: list[InventoryId]
     capacity_bytes: int = 0
     used_bytes: int = 0
     ssd_capacity_bytes: int = 0
     ssd_used_bytes: int = 0
     report_id: int = 0
     report_number: int = -1
-    num_told_slots: int = 0
-    reported: bool = False
-
-    @property
-    def told_slots(self) -> int:
-        """How many slots of keys the node has told, from the first on."""
-        return NUM_SLOTS if self.reported else self.num_told_slots
+    begun: set[int] = field(default_factory=set)  # ranges of that report; those among them that have been told, too
 
     @property
     def draining(self) -> bool:
         """Whether the node takes no new chunks, as its registration says."""
         return self.instance.attributes.get("draining") == "true"
-
-    def begin_report(self, report_id: int, inventory: InventoryId) -> None:
-        """Begin another report, into ``inventory``."""
-        self.report_id, self.report_number, self.num_told_slots, self.reported = report_id, -1, 0, False
-        self.inventories.append(inventory)
 
     def continues(self, piece: ReportPiece) -> bool:
         """Whether ``piece`` is the next one of the node's report, or the last one again."""
@@ -54,17 +45,6 @@ class NodeRecord:
             return False
         self.report_number = max(piece.number, 0)
         return True
-
-    def has_told(self, next_slot: int) -> bool:
-        """Take note that the slots below ``next_slot`` were told; returns whether the report is over by that."""
-        self.num_told_slots = max(self.num_told_slots, min(next_slot, NUM_SLOTS))
-        return self.num_told_slots == NUM_SLOTS and not self.reported
-
-    def end_report(self) -> list[InventoryId]:
-        """End the report; returns the inventories that it replaces."""
-        replaced = self.inventories[:-1]
-        self.inventories, self.reported = self.inventories[-1:], True
-        return replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +62,18 @@ class NodeSummary:
 
 
 class RegisteredNodes:
-    """The records of all registered nodes, by id, and placement among them."""
+    """The records of all registered nodes, by id, what they have told of which range, and placement among them.
+
+    Of each range that a node has told anything of, ``inventories`` has those that name its keys: the last is current,
+    and a report under way replaces those before it.
+    """
 
     def __init__(self) -> None:
         self.version = 1  # changes with the nodes, what they say of themselves, and their capacity
         self._records: dict[str, NodeRecord] = {}
         self._placement = PlacementTable()
+        self._told = ToldSlots()
+        self._inventories: list[dict[str, list[InventoryId]]] = [{} for _ in range(NUM_RANGES)]
 
     def __len__(self) -> int:
         return len(self._records)
@@ -103,9 +89,36 @@ class RegisteredNodes:
     def __getitem__(self, node_id: str) -> NodeRecord:
         return self._records[node_id]
 
-    def told_slots(self) -> dict[str, int]:
-        """How many slots each node has told, from the first on."""
-        return {node_id: node.told_slots for node_id, node in self._records.items()}
+    @property
+    def ids(self) -> KeysView[str]:
+        """The ids; a view that changes with them."""
+        return self._records.keys()
+
+    def least_told(self, number: int) -> int:
+        """How many slots of that range all nodes have told."""
+        return self._told.least(number)
+
+    def reporting(self, node: NodeRecord) -> set[int]:
+        """The ranges of the node's report that have not been told to their ends."""
+        begun = node.begun
+        if begun:
+            node_id = node.instance.id
+            told = [(number, self._told.of(node_id, number)) for number in begun]
+            begun.intersection_update(number for number, slots in told if slots not in (None, RANGE_SLOTS))
+        return begun
+
+    def untold(self, node_id: str, numbers: Iterable[int]) -> list[int]:
+        """Those of the ranges that the node has not told to their ends."""
+        return self._told.untold(node_id, numbers)
+
+    def inventories(self, node_id: str, number: int) -> list[InventoryId]:
+        """The inventories of the node in that range; none if it has told nothing of it."""
+        return self._inventories[number].get(node_id, [])
+
+    def all_inventories(self, node_id: str, ranges: int = ALL_BITS) -> Iterator[InventoryId]:
+        """The inventories of the node in ``ranges``, a bit for each."""
+        wanted = (by_node for number, by_node in enumerate(self._inventories) if ranges >> number & 1)
+        return chain.from_iterable(by_node.get(node_id, ()) for by_node in wanted)
 
     @property
     def candidates(self) -> dict[str, PlacementCandidate]:
@@ -118,10 +131,11 @@ class RegisteredNodes:
 
     # --- changes
 
-    def enter(self, instance: Instance, now_s: float, inventory: InventoryId) -> None:
-        """Enter a node that is not registered; ``inventory`` is its own."""
+    def enter(self, instance: Instance, now_s: float) -> None:
+        """Enter a node that is not registered."""
         assert instance.id not in self._records
-        node = self._records[instance.id] = NodeRecord(instance, now_s, [inventory])
+        node = self._records[instance.id] = NodeRecord(instance, now_s)
+        self._told.enter()
         self.version += 1
         self._offer(node)
 
@@ -134,11 +148,50 @@ class RegisteredNodes:
 
     def remove(self, node_id: str) -> bool:
         """Forget a node; returns whether it was registered."""
-        if self._records.pop(node_id, None) is None:
+        node = self._records.pop(node_id, None)
+        if node is None:
             return False
+        self._told.leave(node_id)
+        for by_node in self._inventories:
+            by_node.pop(node_id, None)
         self.version += 1
         self._placement.remove(node_id)
         return True
+
+    def begin_report(self, node: NodeRecord, report_id: int, numbers: Iterable[int]) -> None:
+        """Begin another report of ``node``, of these ranges."""
+        node.report_id, node.report_number, node.begun = report_id, -1, set(numbers)
+        for number in node.begun:
+            self._told.tell(node.instance.id, number, 0)
+
+    def told(self, node: NodeRecord, next_slot: int) -> list[int]:
+        """Take note that ``node`` has told the slots below ``next_slot`` of its report's ranges.
+
+        Returns those ranges that are told to their ends by that.
+        """
+        node_id, ended = node.instance.id, []
+        for number in self.reporting(node):
+            num_slots = min(max(next_slot - number * RANGE_SLOTS, self._told.of(node_id, number) or 0), RANGE_SLOTS)
+            self._told.tell(node_id, number, num_slots)
+            if num_slots == RANGE_SLOTS:
+                ended.append(number)
+        return ended
+
+    def opened(self, node_id: str, number: int, inventory: InventoryId) -> None:
+        """The node's chunks in that range go into ``inventory`` from now on."""
+        self._inventories[number].setdefault(node_id, []).append(inventory)
+
+    def end_report(self, node_id: str, number: int) -> list[InventoryId]:
+        """All of that range has been told; returns the inventories that are replaced by that."""
+        inventories = self._inventories[number][node_id]
+        replaced, inventories[:] = inventories[:-1], inventories[-1:]
+        return replaced
+
+    def forget_range(self, number: int) -> dict[str, list[InventoryId]]:
+        """Take note that nothing of that range counts as told; returns the inventories that nodes had there."""
+        self._told.forget(number)
+        before, self._inventories[number] = self._inventories[number], {}
+        return before
 
     def heard(self, announcement: NodeAnnouncement, now_s: float) -> NodeRecord:
         """Take what a node announces of itself. Raises LeaseExpired (register first) or InvalidRequest (a zombie)."""
@@ -167,12 +220,15 @@ class RegisteredNodes:
         )
 
     def check(self) -> None:
-        """Assert that placement has the same nodes, and that each has one inventory, or several and a report."""
+        """Assert that placement has the same nodes, and that each has one inventory a range, or more and a report."""
         self._placement.check()
         assert self.candidates.keys() == self._records.keys()
+        self._told.check(self._records.keys())
         for node_id, node in self._records.items():
             assert node.instance.id == node_id
-            assert len(node.inventories) == 1 or (not node.reported and node.inventories)
+        for number, by_node in enumerate(self._inventories):
+            for node_id, inventories in by_node.items():
+                assert len(inventories) == 1 or (number in self.reporting(self._records[node_id]) and inventories)
 
     def __repr__(self) -> str:
         return f"RegisteredNodes({len(self._records)})"

@@ -19,6 +19,7 @@ Rules of an announcement, which comes from a registered node and carries its gen
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable, Iterator
 from itertools import chain, groupby, islice
 from random import Random
@@ -26,18 +27,24 @@ from random import Random
 from tanghulu.discovery.base import Instance
 from tanghulu.store.master.directory import listing as key_pages
 from tanghulu.store.master.directory.announcement import Announced, NodeAnnouncement, ReportPiece, StaleHolder
-from tanghulu.store.master.directory.chunk_table import PART_SHIFT, DirectoryTable, FoundChunk
+from tanghulu.store.master.directory.chunk_table import (
+    PART_SHIFT,
+    DirectoryTable,
+    FoundChunk,
+    inventories_of,
+    uncount,
+)
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.events import EventRing
-from tanghulu.store.master.directory.inventories import Inventories, InventoryState
+from tanghulu.store.master.directory.inventories import Inventories, InventoryId, InventoryState
 from tanghulu.store.master.directory.key_order import KeyOrder
 from tanghulu.store.master.directory.listing import KeyPage
 from tanghulu.store.master.directory.nodes import NodeRecord, NodeSummary, RegisteredNodes
 from tanghulu.store.master.directory.placement import PlacementCandidate, PlacementRequest
-from tanghulu.store.master.directory.rebuild import REBUILD_S, ClusterNodes
+from tanghulu.store.master.directory.rebuild import REBUILD_S, ClusterNodes, NodesInEtcd
 from tanghulu.store.master.directory.report_grants import ReportGrants
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
-from tanghulu.store.protocol.key_slots import NUM_RANGES, NUM_SLOTS, range_of
+from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, NUM_SLOTS, RANGE_SLOTS, bits_of, range_of
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
 
 #: Keys and events that the log keeps for followers: about 8 bytes each while the keys live.
@@ -47,7 +54,8 @@ LOG_WEIGHT = 1 << 20
 class RangeDirectories:
     """The map from keys to nodes; see the module. ``now_s`` is of one monotonic clock in all calls.
 
-    ``expected`` are the nodes that may have something to report (None: unknown).
+    ``expected`` are the nodes that may have something to report (None: unknown). ``cluster`` takes their place where
+    several masters share the ranges; then none of them is owned at first.
     """
 
     def __init__(
@@ -56,8 +64,9 @@ class RangeDirectories:
         rebuild_s: float = REBUILD_S,
         log_weight: int = LOG_WEIGHT,
         expected: frozenset[str] | None = None,
+        cluster: NodesInEtcd | None = None,
     ) -> None:
-        self.cluster = ClusterNodes(now_s, rebuild_s, expected)
+        self.cluster = cluster or ClusterNodes(now_s, rebuild_s, expected)
         self.grants = ReportGrants()
         self.log: EventRing[DirectoryEvent] = EventRing(log_weight)
         #: Slots, from the first on, whose unknown keys are missing keys; it never falls.
@@ -68,9 +77,14 @@ class RangeDirectories:
         self._order = KeyOrder()
         self._ranges = [Directory(number, self._inventories, self._order) for number in range(NUM_RANGES)]
         self._tables = [directory.table for directory in self._ranges]
-        self._unready = list(self._ranges)  # those of which not all slots are known
+        self._begun = [0] * NUM_RANGES  # how often each has come to this master
+        self._owned = frozenset(range(NUM_RANGES) if cluster is None else ())
+        self._unready = [self._ranges[n] for n in sorted(self._owned)]  # those of which not all slots are known
+        self._forgotten: list[dict[str, int]] = []  # parts of tables that are no more, to be swept
+        self._left_over: list[dict[str, list[InventoryId]]] = []  # by node, of ranges that are no more; to be swept
         self._unswept: Iterator[tuple[DirectoryTable, str]] = iter(())
         self._stale_holders: list[StaleHolder] = []  # until the planner takes them, in the same call
+        self._log(DirectoryEventKind.RESET, "")  # the first event: a follower names the last one that it has
 
     def _of(self, key: str) -> Directory:
         return self._ranges[range_of(key)]
@@ -104,7 +118,7 @@ class RangeDirectories:
             self._nodes.renew(node, instance, now_s)
             return
         self.node_gone(instance.id)
-        self._nodes.enter(instance, now_s, self._inventories.open(instance.id))
+        self._nodes.enter(instance, now_s)
 
     def node_seen(self, node_id: str, now_s: float) -> None:
         """Note a sign of life of a node."""
@@ -116,6 +130,8 @@ class RangeDirectories:
         """Forget a node whose lease ended: nobody finds its chunks from now on."""
         if not self._nodes.remove(node_id):
             return
+        for by_node in self._left_over:
+            by_node.pop(node_id, None)
         self._inventories.forget_owner(node_id)
         for directory in self._ranges:
             directory.pending_commits.forget_node(node_id)
@@ -148,21 +164,32 @@ class RangeDirectories:
         changes: dict[str, bool] = {}  # key -> whether followers must now think that the node holds it
         self._take_out(announcement, changes)
         if report_id and report_id != node.report_id:
-            node.begin_report(report_id, self._inventories.open(node_id))
+            self._begin_report(node, report_id, announcement.ranges)
         is_broken = piece is not None and not node.continues(piece)
-        inventory = node.inventories[-1]
         accepted: list[bool] = []
         undecided: list[int] = []
         for index, entry in enumerate(announcement.added):
-            stands = self._ranges[range_of(entry.key)].put_in(inventory, node_id, entry, changes)
+            number = range_of(entry.key)
+            stands = self._ranges[number].put_in(self._inventory(node, number), node_id, entry, changes)
             accepted.append(stands is True)
             if stands is None:
                 undecided.append(index)
         refused = self._take_piece(node, piece, changes) if piece is not None and not is_broken else []
         self._log_changes(node_id, changes)
-        report_keys = self.grants.ask(node_id, now_s) if report_id and not node.reported else 0
-        is_silent = not node.reported and not report_id
-        return Announced(accepted, is_broken or is_silent, undecided, refused, report_keys)
+        reporting = self._nodes.reporting(node)
+        goes_on = bool(reporting) or piece is None  # a node that has told all, and asks, has lost the last answer
+        report_keys = self.grants.ask(node_id, now_s) if report_id and goes_on else 0
+        untold = [number for number in self._nodes.untold(node_id, self._owned) if number not in reporting]
+        is_silent = bool(untold) and (not report_id or self._is_void(node, announcement.ranges))
+        return Announced(accepted, is_broken or is_silent, undecided, refused, report_keys, untold)
+
+    def _is_void(self, node: NodeRecord, numbers: frozenset[int] | None) -> bool:
+        """Whether the report of these ranges that is under way tells nothing that counts, and so is never granted.
+
+        It began before its ranges were this master's, or they have come back since.
+        """
+        told = self._owned if numbers is None else self._owned & numbers
+        return not self._nodes.reporting(node) and bool(self._nodes.untold(node.instance.id, told))
 
     def _take_out(self, announcement: NodeAnnouncement, changes: dict[str, bool]) -> None:
         node_id = announcement.node_id
@@ -182,39 +209,123 @@ class RangeDirectories:
 
     def _take_piece(self, node: NodeRecord, piece: ReportPiece, changes: dict[str, bool]) -> list[int]:
         """Enter a piece of a report; returns the indexes of its entries that do not stand."""
-        node_id, inventory, refused, start = node.instance.id, node.inventories[-1], list[int](), 0
+        node_id, refused, start = node.instance.id, list[int](), 0
         for number, run in groupby([range_of(entry[0]) for entry in piece.entries]):  # told in order: few runs
             end = start + len(list(run))
-            entries = piece.entries[start:end]
+            entries, inventory = piece.entries[start:end], self._inventory(node, number)
             refused += [start + i for i in self._ranges[number].take_report(inventory, node_id, entries, changes)]
             start = end
-        if node.has_told(piece.next_slot):
-            self._end_report(node)
+        for number in self._nodes.told(node, piece.next_slot):
+            self._ranges[number].end_report(self._inventory(node, number), node_id)
+            for inventory in self._nodes.end_report(node_id, number):
+                self._inventories.kill(inventory, InventoryState.REPLACED)
+        if not self._nodes.reporting(node):
+            self.grants.end(node_id)
         self._count_slots()
         return refused
 
-    def _end_report(self, node: NodeRecord) -> None:
-        for directory in self._ranges:
-            directory.end_report(node.inventories[-1], node.instance.id)
-        for inventory in node.end_report():
-            self._inventories.kill(inventory, InventoryState.REPLACED)
-        self.grants.end(node.instance.id)
+    def _begin_report(self, node: NodeRecord, report_id: int, numbers: frozenset[int] | None) -> None:
+        self._nodes.begin_report(node, report_id, self._owned if numbers is None else self._owned & numbers)
+        node_id = node.instance.id
+        for number in self._nodes.reporting(node):
+            inventories = self._nodes.inventories(node_id, number)
+            if inventories and self._inventories.counts[inventories[-1]]:
+                self._nodes.opened(node_id, number, self._inventories.open(node_id))
+
+    def _inventory(self, node: NodeRecord, number: int) -> InventoryId:
+        """The current inventory of ``node`` in that range."""
+        node_id = node.instance.id
+        inventories = self._nodes.inventories(node_id, number)
+        if not inventories:
+            self._nodes.opened(node_id, number, self._inventories.open(node_id))
+            inventories = self._nodes.inventories(node_id, number)
+        return inventories[-1]
+
+    # --- ranges that change hands
+
+    def begin_range(self, number: int) -> None:
+        """Own that range from now on: nothing of it is known until the nodes have told it."""
+        if number not in self._owned:
+            self._owned |= {number}
+            self._begun[number] += 1
+            insort(self._unready, self._ranges[number], key=lambda directory: directory.number)
+        self._count_slots()
+
+    def forget_range(self, number: int) -> None:
+        """Own that range no longer; what its keys and its nodes' inventories took is given back in steps."""
+        if number in self._owned:
+            self._log(DirectoryEventKind.MOVED, "", ranges=1 << number)
+        self._owned -= {number}
+        self._forgotten += [part for part in self._ranges[number].forget() if part]
+        self._left_over.append(self._nodes.forget_range(number))
+        self._unready = [each for each in self._unready if each.number != number]
+        self.num_known_slots = sum(directory.rebuild.num_known_slots for directory in self._ranges)
+
+    def _sweep_forgotten(self, num_keys: int) -> None:
+        """Give back the next ``num_keys`` keys of ranges that went, or inventories, in which no key is left then."""
+        counts = self._inventories.counts
+        for _ in range(num_keys):
+            if self._forgotten:
+                part = self._forgotten[-1]
+                uncount(part.popitem()[1], counts)
+                if not part:
+                    self._forgotten.pop()
+            elif not self._left_over:
+                return
+            elif self._left_over[-1]:
+                for inventory in self._left_over[-1].popitem()[1]:
+                    self._inventories.kill(inventory, InventoryState.GONE)
+            else:
+                self._left_over.pop()
+
+    @property
+    def known_prefix(self) -> int:
+        """As many slots are known from the very first on."""
+        rebuilds = [directory.rebuild for directory in self._ranges]
+        first = next((n for n, each in enumerate(rebuilds) if not each.is_ready), None)
+        return NUM_SLOTS if first is None else first * RANGE_SLOTS + rebuilds[first].num_known_slots
+
+    def known_slots(self) -> dict[int, int]:
+        """Of each range that this master owns and does not know whole: how many of its slots are known."""
+        return {directory.number: directory.rebuild.num_known_slots for directory in self._unready}
+
+    @property
+    def owned(self) -> frozenset[int]:
+        """The ranges that are known here, or about to be."""
+        return self._owned
 
     @property
     def is_ready(self) -> bool:
         """Whether every unknown key is a missing key."""
-        return not self._unready
+        return bool(self._owned) and not self._unready
+
+    @property
+    def num_unready(self) -> int:
+        """Number of ranges that are owned here and not known whole."""
+        return len(self._unready)
+
+    @property
+    def ready_ranges(self) -> int:
+        """The ranges that are owned here and known whole, a bit for each."""
+        return bits_of(self._owned) & ~bits_of(each.number for each in self._unready)
+
+    @property
+    def num_begun(self) -> int:
+        """How often any range has come to this master."""
+        return sum(self._begun)
+
+    def times_begun(self, ranges: int = ALL_BITS) -> list[int]:
+        """How often each of ``ranges``, a bit for each, has come to this master: it knows of it since the last time."""
+        return [times for number, times in enumerate(self._begun) if ranges >> number & 1]
 
     def _count_slots(self) -> None:
         if not self._unready:
             return
-        num_told = self.cluster.told_by_all(self._nodes.told_slots())
+        are_all = self.cluster.are_all(self._nodes.ids)
         for directory in self._unready:
-            directory.rebuild.told(num_told)
+            directory.rebuild.told(self._nodes.least_told(directory.number) if are_all else 0)
         self._unready = [directory for directory in self._unready if not directory.rebuild.is_ready]
         self.num_known_slots = sum(directory.rebuild.num_known_slots for directory in self._ranges)
-        if not self._unready:
-            self._log(DirectoryEventKind.RESET, "")  # the first event: a follower names the last one that it has
 
     # --- commits of clients
 
@@ -223,7 +334,8 @@ class RangeDirectories:
         node = self._nodes.get(said.node_id)
         if node is None or node.instance.generation != said.generation or node.draining:
             return CommitResult.ASK_NODE
-        result = self._ranges[range_of(said.key)].commit_by_client(said, node.inventories[-1], now_s)
+        number = range_of(said.key)
+        result = self._ranges[number].commit_by_client(said, self._inventory(node, number), now_s)
         if result is CommitResult.ACCEPTED:
             self._log(DirectoryEventKind.STORED, said.node_id, (said.key,))
         return result
@@ -264,7 +376,7 @@ class RangeDirectories:
 
     def unreported(self) -> list[str]:
         """The registered nodes that have yet to tell some slots."""
-        return [node_id for node_id, num_slots in self._nodes.told_slots().items() if num_slots < NUM_SLOTS]
+        return [node_id for node_id in self._nodes if self._nodes.untold(node_id, self._owned)]
 
     def place(self, request: PlacementRequest, rng: Random) -> list[NodeSummary]:
         """The nodes for a new chunk, best first (see placement)."""
@@ -279,10 +391,10 @@ class RangeDirectories:
         node = self._nodes.get(node_id)
         return node.instance if node is not None else None
 
-    def num_chunks(self, node_id: str) -> int:
-        """Number of chunks that the node holds, as far as it has reported."""
-        node, counts = self._nodes.get(node_id), self._inventories.counts
-        return sum(counts[inventory] for inventory in node.inventories) if node is not None else 0
+    def num_chunks(self, node_id: str, ranges: int = ALL_BITS) -> int:
+        """Number of chunks of ``ranges``, a bit for each, that the node holds, as far as it has reported."""
+        counts = self._inventories.counts
+        return sum(counts[inventory] for inventory in self._nodes.all_inventories(node_id, ranges))
 
     # --- all keys
 
@@ -297,9 +409,13 @@ class RangeDirectories:
         """
         return self._order.keys_from(first, inclusive=inclusive) if self._order.extend() else None
 
-    def walk(self) -> Iterator[str]:
-        """All keys in no order, those of lost nodes included, to be taken in steps; each that stays comes once."""
-        return chain.from_iterable(table.walk() for table in self._tables)
+    def walk(self, ranges: int = ALL_BITS) -> Iterator[str]:
+        """All keys of ``ranges``, a bit for each, to be taken in steps; each that stays comes once.
+
+        They have no order, and those of lost nodes are among them.
+        """
+        wanted = [table for number, table in enumerate(self._tables) if ranges >> number & 1]
+        return chain.from_iterable(table.walk() for table in wanted)
 
     def snapshot(self, walk: Iterator[str], prefix: str, num_keys: int) -> tuple[dict[str, list[str]], bool]:
         """A page of a snapshot for followers, of the next keys of ``walk`` (see key_pages)."""
@@ -319,6 +435,9 @@ class RangeDirectories:
     def sweep(self, num_keys: int) -> bool:
         """Clean the next ``num_keys`` keys of lost nodes and replaced reports; returns whether there is more."""
         inventories = self._inventories
+        if self._forgotten or self._left_over:
+            self._sweep_forgotten(num_keys)
+            return True
         if not inventories.is_sweeping:
             if not inventories.begin_sweep():
                 return False
@@ -335,26 +454,33 @@ class RangeDirectories:
         return inventories.needs_sweep
 
     def _log_changes(self, node_id: str, changes: dict[str, bool]) -> None:
-        if not self.is_ready:
-            return  # nobody follows yet: the first thing that a follower gets is a snapshot of all
+        if self._unready:  # nobody follows those yet: what a follower gets first of a range is a snapshot
+            changes = {key: held for key, held in changes.items() if self._of(key).rebuild.is_ready}
         for kind, wanted in ((DirectoryEventKind.REMOVED, False), (DirectoryEventKind.STORED, True)):
             keys = tuple(key for key, held in changes.items() if held is wanted)
             if keys:
                 self._log(kind, node_id, keys)
 
-    def _log(self, kind: DirectoryEventKind, node_id: str, keys: tuple[str, ...] = ()) -> None:
-        self.log.append(DirectoryEvent(self.log.last + 1, kind, node_id, keys), weight=1 + len(keys))
+    def _log(self, kind: DirectoryEventKind, node_id: str, keys: tuple[str, ...] = (), ranges: int = 0) -> None:
+        self.log.append(DirectoryEvent(self.log.last + 1, kind, node_id, keys, ranges), weight=1 + len(keys))
 
     def check(self) -> None:
         """Assert that all parts are sound, and that every inventory in use belongs to its node."""
-        self._inventories.check(chain.from_iterable(directory.check() for directory in self._ranges))
+        held = chain.from_iterable(directory.check() for directory in self._ranges)
+        forgotten = chain.from_iterable(map(inventories_of, chain.from_iterable(map(dict.values, self._forgotten))))
+        self._inventories.check(chain(held, forgotten))
         self._order.check()
         self.log.check()
         self._nodes.check()
         for node_id in self._nodes:
-            assert all(self._inventories.owners[inventory] == node_id for inventory in self._nodes[node_id].inventories)
+            left_over = chain.from_iterable(by_node.get(node_id, ()) for by_node in self._left_over)
+            inventories = [*self._nodes.all_inventories(node_id), *left_over]
+            assert all(self._inventories.owners[inventory] == node_id for inventory in inventories)
+            assert len(set(inventories)) == len(inventories)
         self.grants.check()
-        assert self._unready == [directory for directory in self._ranges if not directory.rebuild.is_ready]
+        owned = [directory for directory in self._ranges if directory.number in self._owned]
+        assert self._unready == [directory for directory in owned if not directory.rebuild.is_ready]
+        assert not any(len(directory.table) for directory in self._ranges if directory.number not in self._owned)
         assert self.num_known_slots == sum(directory.rebuild.num_known_slots for directory in self._ranges)
 
     def __repr__(self) -> str:

@@ -28,10 +28,10 @@ slots, and a key of slot 600, in range 37, is neither here nor missing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Set
 from enum import Enum
 
-from tanghulu.store.protocol.key_slots import NUM_SLOTS, RANGE_SLOTS, slot_of
+from tanghulu.store.protocol.key_slots import NUM_RANGES, RANGE_SLOTS, slot_of
 
 #: A node's lease: who has not come to a new master within it has left the cluster.
 REBUILD_S = 3.0
@@ -92,16 +92,49 @@ class ClusterNodes:
         if now_s >= self._leases_over_s:
             self.handle(MembershipEvent.LEASES_OVER)
 
-    def told_by_all(self, slots_by_node: Mapping[str, int]) -> int:
-        """How many slots every node of the cluster has told, by those that each registered node has told."""
-        if self.state is Membership.ENTERED:
-            return min(slots_by_node.values(), default=NUM_SLOTS)
-        if self.state is Membership.COUNTED and slots_by_node and self._expected <= slots_by_node.keys():
-            return min(slots_by_node.values())
-        return 0
+    def are_all(self, node_ids: Set[str]) -> bool:
+        """Whether the registered nodes ``node_ids`` are known to be all nodes of the cluster."""
+        if self.state is Membership.COUNTED:
+            return bool(node_ids) and self._expected <= node_ids
+        return self.state is Membership.ENTERED
 
     def __repr__(self) -> str:
         return f"ClusterNodes({self.state.name})"
+
+
+class NodesInEtcd:
+    """Which nodes belong to the cluster, as etcd tells every master: those that a leader has let in.
+
+    If no leader has let in any, etcd may have been set up anew beneath nodes that hold chunks; then a master knows
+    nothing until each of them has had the time of a lease to come.
+    """
+
+    def __init__(self, now_s: float, rebuild_s: float = REBUILD_S) -> None:
+        self._rebuild_s = rebuild_s
+        self._sure_s: float | None = None  # from when on; None: etcd has not told anything yet
+        self._is_sure = False
+        self._admitted: frozenset[str] = frozenset()
+
+    def told(self, admitted: frozenset[str] | None, now_s: float) -> None:
+        """Take the ids of all nodes that are let in; None: no leader has let in any yet."""
+        if self._sure_s is None:
+            self._sure_s = now_s if admitted is not None else now_s + self._rebuild_s
+        self._admitted = admitted or frozenset()
+        self.tick(now_s)
+
+    def handle(self, event: MembershipEvent) -> None:
+        """Do nothing: what instances say is no news to who asks etcd."""
+
+    def tick(self, now_s: float) -> None:
+        """Let the time pass in which nodes may come that etcd does not know."""
+        self._is_sure = self._is_sure or (self._sure_s is not None and now_s >= self._sure_s)
+
+    def are_all(self, node_ids: Set[str]) -> bool:
+        """Whether the registered nodes ``node_ids`` are known to be all nodes of the cluster."""
+        return self._is_sure and self._admitted <= node_ids
+
+    def __repr__(self) -> str:
+        return f"NodesInEtcd({len(self._admitted)}, {'sure' if self._is_sure else 'not sure yet'})"
 
 
 class Rebuild:
@@ -124,8 +157,68 @@ class Rebuild:
         return self.num_known_slots == RANGE_SLOTS or slot_of(key) < self._first_slot + self.num_known_slots
 
     def told(self, num_slots: int) -> None:
-        """Take note that all nodes of the cluster have told the first ``num_slots`` of all slots."""
-        self.num_known_slots = max(self.num_known_slots, min(num_slots - self._first_slot, RANGE_SLOTS))
+        """Take note that all nodes of the cluster have told the first ``num_slots`` slots of the range."""
+        self.num_known_slots = max(self.num_known_slots, num_slots)
 
     def __repr__(self) -> str:
         return f"Rebuild({self.num_known_slots} of {RANGE_SLOTS} slots)"
+
+
+class ToldSlots:
+    """How many slots of each range the nodes have told, from its first one on.
+
+    They are counted, so that to find the least of a range costs no walk over all nodes, and kept by range, so that to
+    forget one costs none either. Of a node that is not named in a range nothing counts.
+    """
+
+    def __init__(self) -> None:
+        self._num_nodes = 0
+        self._told: list[dict[str, int]] = [{} for _ in range(NUM_RANGES)]  # by range: of each node
+        self._counts = [[0] * (RANGE_SLOTS + 1) for _ in range(NUM_RANGES)]  # by range, and by slots told: nodes
+
+    def enter(self) -> None:
+        """A node has come, which has told nothing."""
+        self._num_nodes += 1
+
+    def leave(self, node_id: str) -> None:
+        """It has gone."""
+        self._num_nodes -= 1
+        for told, counts in zip(self._told, self._counts, strict=True):
+            num_slots = told.pop(node_id, None)
+            if num_slots is not None:
+                counts[num_slots] -= 1
+
+    def tell(self, node_id: str, number: int, num_slots: int) -> None:
+        """The node has told ``num_slots`` slots of that range."""
+        told, counts = self._told[number], self._counts[number]
+        before = told.get(node_id)
+        if before is not None:
+            counts[before] -= 1
+        told[node_id] = num_slots
+        counts[num_slots] += 1
+
+    def forget(self, number: int) -> None:
+        """Nothing of that range counts as told any more."""
+        self._told[number], self._counts[number] = {}, [0] * (RANGE_SLOTS + 1)
+
+    def of(self, node_id: str, number: int) -> int | None:
+        """How many slots of that range the node has told; None: nothing counts, as no report of it has begun."""
+        return self._told[number].get(node_id)
+
+    def untold(self, node_id: str, numbers: Iterable[int]) -> list[int]:
+        """Those of the ranges that the node has not told to their ends."""
+        told = self._told
+        return [number for number in numbers if told[number].get(node_id) != RANGE_SLOTS]
+
+    def least(self, number: int) -> int:
+        """How many slots of that range all nodes have told; all of them if there is no node."""
+        if len(self._told[number]) < self._num_nodes:
+            return 0
+        return next((told for told, num_nodes in enumerate(self._counts[number]) if num_nodes), RANGE_SLOTS)
+
+    def check(self, node_ids: Set[str]) -> None:
+        """Assert that the counts are those of the nodes, and that none but ``node_ids`` are named."""
+        assert self._num_nodes == len(node_ids)
+        for told, counts in zip(self._told, self._counts, strict=True):
+            assert told.keys() <= node_ids
+            assert [list(told.values()).count(num_slots) for num_slots in range(RANGE_SLOTS + 1)] == counts

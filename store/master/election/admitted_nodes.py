@@ -1,85 +1,125 @@
-"""The admitted nodes: the ids of the nodes that the leader has let in, kept in etcd for its successor.
+"""The admitted nodes: those that the leader has let in, kept in etcd for its successor and for the owners of ranges.
 
 They are written before a node's registration is answered, so the next leader knows which nodes may hold acknowledged
 chunks, and its directory is complete as soon as all of them have reported. Only the leader may write them: etcd
 compares the leader's key, so a write under an old term fails.
+
+Their ids stand in one value, for masters of the version before, and each has a key of its own with its Instance; both
+are written in one transaction.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from itertools import islice
 
+from tanghulu.discovery.base import Instance
 from tanghulu.discovery.etcd_client import EtcdClient
+from tanghulu.discovery.instance_wire import instance_to_proto
+from tanghulu.discovery.masters import masters_prefix
 from tanghulu.errors import MasterUnavailable, NotLeader
 from tanghulu.protos import etcd_pb2
-from tanghulu.store.master.election.election import Election
+from tanghulu.store.master.election.masters_view import ADMITTED, NODES
+
+#: Nodes that are forgotten in one transaction; etcd takes 128 operations.
+MAX_FORGOTTEN = 100
 
 
 class AdmittedNodes:
-    """The ids, one a line of a value in etcd. ``leads`` tells whether this master leads now."""
+    """The nodes, by id. ``leads`` tells whether this master leads now."""
 
     def __init__(
-        self, client: EtcdClient, namespace: str, leader_key: bytes, election: Election, leads: Callable[[], bool]
+        self, client: EtcdClient, namespace: str, leader_key: bytes, term: Callable[[], int], leads: Callable[[], bool]
     ) -> None:
         self._client = client
-        self._key = f"/tanghulu-masters/{namespace}/nodes".encode()
+        self._ids_key = masters_prefix(namespace) + ADMITTED.encode()
+        self._prefix = masters_prefix(namespace) + NODES.encode()
         self._leader_key = leader_key
-        self._election = election
+        self._term = term
         self._leads = leads
         self._ids: set[str] = set()
+        self._written: dict[str, bytes] = {}  # the key of each, as it is in etcd
         self._lock = asyncio.Lock()
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._ids | self._written.keys())
 
     @property
-    def reading(self) -> etcd_pb2.RequestOp:
-        """The operation of a transaction that reads the ids in etcd."""
-        return etcd_pb2.RequestOp(request_range=etcd_pb2.RangeRequest(key=self._key))
+    def reading(self) -> tuple[etcd_pb2.RequestOp, etcd_pb2.RequestOp]:
+        """The operations of a transaction that read the nodes in etcd."""
+        end = self._prefix[:-1] + bytes([self._prefix[-1] + 1])
+        return (
+            etcd_pb2.RequestOp(request_range=etcd_pb2.RangeRequest(key=self._ids_key)),
+            etcd_pb2.RequestOp(request_range=etcd_pb2.RangeRequest(key=self._prefix, range_end=end)),
+        )
 
-    @staticmethod
-    def read(response: etcd_pb2.ResponseOp) -> frozenset[str] | None:
+    def read(self, responses: Sequence[etcd_pb2.ResponseOp]) -> frozenset[str] | None:
         """The ids that ``reading`` has found; None if they were never written."""
-        found = response.response_range.kvs
-        return frozenset(found[0].value.decode().split()) if found else None
+        ids, keys = (response.response_range.kvs for response in responses)
+        self._written = {kv.key[len(self._prefix) :].decode(errors="replace"): kv.value for kv in keys}
+        return frozenset(ids[0].value.decode().split()) if ids else None
 
-    def begin_term(self, known: frozenset[str] | None) -> None:
+    def begin_term(self, known: Iterable[str]) -> None:
         """Begin a term with the ids that the predecessor has left."""
-        self._ids = set(known or ())
+        self._ids = set(known)
+
+    def seen(self, nodes: Iterable[Instance]) -> None:
+        """Take ``nodes`` for those that have a key in etcd, as a watch has told."""
+        self._written = {each.id: _value(each) for each in nodes}
+
+    @property
+    def ids(self) -> frozenset[str]:
+        """The ids of the nodes, those included that a leader of the version before has let in."""
+        return frozenset(self._ids | self._written.keys())
 
     @contextlib.asynccontextmanager
-    async def admitting(self, node_id: str) -> AsyncIterator[None]:
-        """Write ``node_id``, and forget no node while the body enters it into the directory.
+    async def admitting(self, node: Instance) -> AsyncIterator[None]:
+        """Write ``node``, and forget no node while the body enters it into the directory.
 
         Raises MasterUnavailable or NotLeader; then the node must not be let in.
         """
         async with self._lock:
-            if node_id not in self._ids:
-                await self._write(self._ids | {node_id})
+            value = _value(node)
+            if node.id not in self._ids or self._written.get(node.id) != value:
+                await self._write(self._ids | {node.id}, {node.id: value})
             yield
 
     async def keep(self, present: Callable[[], frozenset[str]]) -> None:
-        """Forget the nodes that are not ``present`` when it is their turn; the next call makes a failure good."""
+        """Forget nodes that are not ``present`` when it is their turn; the next call makes good what is left."""
         async with self._lock:
-            node_ids = present()
-            if self._leads() and self._ids - node_ids:
+            gone = sorted((self._ids | self._written.keys()) - present())
+            if self._leads() and gone:
                 with contextlib.suppress(MasterUnavailable, NotLeader):
-                    await self._write(self._ids & node_ids)
+                    await self._write(self._ids.difference(gone), {}, list(islice(gone, MAX_FORGOTTEN)))
 
-    async def _write(self, node_ids: set[str]) -> None:
+    async def _write(self, node_ids: set[str], puts: dict[str, bytes], gone: Iterable[str] = ()) -> None:
         mine = etcd_pb2.Compare(
             result=etcd_pb2.Compare.EQUAL,
             target=etcd_pb2.Compare.CREATE,
             key=self._leader_key,
-            create_revision=self._election.term,
+            create_revision=self._term(),
         )
-        put = etcd_pb2.PutRequest(key=self._key, value="\n".join(sorted(node_ids)).encode())
-        request = etcd_pb2.TxnRequest(compare=[mine], success=[etcd_pb2.RequestOp(request_put=put)])
+        request = etcd_pb2.TxnRequest(compare=[mine])
+        ids = "\n".join(sorted(node_ids)).encode()
+        request.success.add(request_put=etcd_pb2.PutRequest(key=self._ids_key, value=ids))
+        for node_id, value in puts.items():
+            request.success.add(request_put=etcd_pb2.PutRequest(key=self._prefix + node_id.encode(), value=value))
+        for node_id in gone:
+            key = self._prefix + node_id.encode()
+            request.success.add(request_delete_range=etcd_pb2.DeleteRangeRequest(key=key))
+        self._written |= dict.fromkeys(puts, b"")  # perhaps, should there be no answer
         if not (await self._client.transact(request)).succeeded:
             raise NotLeader.naming("")
         self._ids = node_ids
+        self._written |= puts
+        for node_id in gone:
+            self._written.pop(node_id, None)
 
     def __repr__(self) -> str:
-        return f"AdmittedNodes({len(self._ids)})"
+        return f"AdmittedNodes({len(self)})"
+
+
+def _value(node: Instance) -> bytes:
+    return instance_to_proto(node).SerializeToString(deterministic=True)

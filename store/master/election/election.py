@@ -13,6 +13,9 @@ etcd lets another master write the key, however long it stood still in between.
 
 Example with ttl 3 s: the lease is asked for at 10.0 and granted at 10.1; the key is written at 10.2, revision 41:
 this master leads term 41 until 12.7. Renewals are asked for at 10.5, 11.0, ...: that of 10.5, answered, makes it 13.2.
+
+Renewals are numbered, and the leader tells its callers how many it has asked for and up to which one etcd has confirmed
+them, so that a clock of this process that stood still does not deceive theirs (``protocol.terms.LeaseProofs``).
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-#: How much sooner than etcd the leader takes its lease for over: clocks drift, and an answer may be under way.
-MARGIN_S = 0.3
+from tanghulu.store.protocol.terms import MARGIN_S
+
 #: Renewals that are asked for in the time of one lease.
 RENEWALS = 6
 #: After a campaign that failed, until the next.
@@ -106,6 +109,7 @@ class Renew:
     """Renew the lease; answer with ``renewed``. One that fails is answered by nothing: the next follows soon."""
 
     lease: int
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,8 @@ class Election:
         self.leader = ""  # as far as this master knows; itself while it leads
         self.term = 0  # that it leads, or led last
         self._ttl_s = ttl_s
+        self.num_asked = 0  # renewals, the grant of a lease among them
+        self.num_confirmed = 0  # the last of them that etcd has confirmed
         self._lease = 0
         self._until_s = 0.0
         self._renew_s = 0.0
@@ -169,7 +175,8 @@ class Election:
             return [Revoke(lease)]
         self._move(ElectionEvent.LEASE_GRANTED)
         self._lease = lease
-        self._hold(asked_s)
+        self.num_asked += 1
+        self._hold(asked_s, self.num_asked)
         return [Campaign(lease)]
 
     def campaigned(self, holder: KeyHolder, revision: int, *, won: bool, now_s: float) -> list[Instruction]:
@@ -202,12 +209,20 @@ class Election:
         self._settle()
         return self._revoke()
 
-    def renewed(self, lease: int, asked_s: float, *, known: bool) -> list[Instruction]:
+    def renew(self, now_s: float) -> list[Instruction]:
+        """Ask for a renewal now; nothing unless this master leads."""
+        if self.state is not ElectionState.LEADING:
+            return []
+        self._renew_s = now_s + self._ttl_s / RENEWALS
+        self.num_asked += 1
+        return [Renew(self._lease, self.num_asked)]
+
+    def renewed(self, renewal: Renew, asked_s: float, *, known: bool) -> list[Instruction]:
         """The answer to Renew, which was asked at ``asked_s``; not ``known``: the lease is over."""
-        if self.state is not ElectionState.LEADING or lease != self._lease:
+        if self.state is not ElectionState.LEADING or renewal.lease != self._lease:
             return []
         if known:
-            self._hold(asked_s)
+            self._hold(asked_s, renewal.number)
             return []
         return self._step_down(ElectionEvent.LEASE_GONE, asked_s)
 
@@ -223,8 +238,7 @@ class Election:
             if now_s >= self._until_s:
                 return self._step_down(ElectionEvent.TIME_UP, now_s)
             if now_s >= self._renew_s:
-                self._renew_s = now_s + self._ttl_s / RENEWALS
-                return [Renew(self._lease)]
+                return self.renew(now_s)
         elif self.state is ElectionState.VACANT and now_s >= self._retry_s:
             self._move(ElectionEvent.RETRY_DUE)
             return [Apply()]
@@ -248,7 +262,8 @@ class Election:
         self._move(ElectionEvent.KEY_GONE if holder is None else ElectionEvent.KEY_SEEN)
         self.leader = "" if holder is None or holder.term == self.term else holder.address
 
-    def _hold(self, asked_s: float) -> None:
+    def _hold(self, asked_s: float, number: int) -> None:
+        self.num_confirmed = max(self.num_confirmed, number)
         self._until_s = max(self._until_s, asked_s + self._ttl_s - MARGIN_S)
         self._renew_s = asked_s + self._ttl_s / RENEWALS
 
@@ -266,6 +281,7 @@ class Election:
         """Assert that a lease is held exactly while campaigning or leading."""
         assert bool(self._lease) == (self.state in (ElectionState.CAMPAIGNING, ElectionState.LEADING))
         assert self.state is not ElectionState.LEADING or self.term > 0
+        assert 0 <= self.num_confirmed <= self.num_asked
 
     def __repr__(self) -> str:
         return f"Election({self.state.name}, term {self.term}, leader {self.leader or 'unknown'})"

@@ -27,6 +27,8 @@ from tanghulu.store.master.election.election import (
     Revoke,
     StepDown,
 )
+from tanghulu.store.master.election.proving import ProofWaiters
+from tanghulu.store.protocol.terms import Renewals
 from tanghulu.types import Address
 
 _log = structlog.get_logger(__name__)
@@ -60,8 +62,15 @@ class Leadership:
         self._on_lead = on_lead
         self._on_step_down = on_step_down
         self._known: frozenset[str] | None = None
-        self.admitted = AdmittedNodes(self._client, instance.namespace, self._key, self.election, lambda: self.leads)
+        self.admitted = AdmittedNodes(
+            self._client, instance.namespace, self._key, lambda: self.election.term, lambda: self.leads
+        )
         self._calls: set[asyncio.Task[None]] = set()
+        self._proofs = ProofWaiters(
+            lambda: self._perform(self.election.renew(self._clock.now_s())),
+            lambda: self.election.num_asked,
+            lambda: self.election.num_confirmed,
+        )
 
     # --- questions of the calls
 
@@ -74,6 +83,16 @@ class Leadership:
     def term(self) -> int:
         """The term of this master, while it leads."""
         return self.election.term
+
+    @property
+    def renewals(self) -> Renewals:
+        """Of this master's lease, as callers count them."""
+        return Renewals(self.election.num_asked, self.election.num_confirmed)
+
+    @property
+    def ttl_s(self) -> float:
+        """How long a renewal keeps the lease."""
+        return self._ttl_s
 
     def require(self) -> None:
         """Raise NotLeader unless this master leads."""
@@ -89,14 +108,24 @@ class Leadership:
             self.require()
 
     @contextlib.asynccontextmanager
-    async def admitting(self, node_id: str) -> AsyncIterator[None]:
-        """Admit ``node_id``, which the body enters into the directory.
+    async def admitting(self, node: Instance) -> AsyncIterator[None]:
+        """Admit ``node``, which the body enters into the directory.
 
         Raises MasterUnavailable or NotLeader; then the node must not be let in.
         """
-        async with self.admitted.admitting(node_id):
+        async with self.admitted.admitting(node):
             self.require()
             yield
+
+    async def prove(self) -> int:
+        """Wait until etcd has confirmed a renewal that is asked for after this call; how many were asked for before.
+
+        One renewal serves all who wait. Raises NotLeader.
+        """
+        self.require()
+        number = await self._proofs.wait()
+        self.require()
+        return number
 
     # --- taking part
 
@@ -149,17 +178,18 @@ class Leadership:
             match instruction:
                 case Lead(term):
                     _log.info("master.leads", term=term, known_nodes=len(self._known or ()))
-                    self.admitted.begin_term(self._known)
+                    self.admitted.begin_term(self._known or ())
                     self._on_lead(term, self._known)
                 case StepDown():
                     _log.warning("master.stepped_down", term=self.election.term, leader=self.election.leader)
                     self._on_step_down()
+                    self._proofs.settle(holds=False)
                 case Apply():
                     self._spawn(self._apply())
                 case Campaign(lease):
                     self._spawn(self._campaign(lease))
-                case Renew(lease):
-                    self._spawn(self._renew(lease))
+                case Renew():
+                    self._spawn(self._renew(instruction))
                 case Revoke(lease):
                     self._spawn(self._revoke(lease))
 
@@ -185,7 +215,7 @@ class Leadership:
         put = etcd_pb2.PutRequest(key=self._key, value=value, lease=lease)
         leader = etcd_pb2.RequestOp(request_range=etcd_pb2.RangeRequest(key=self._key))
         request = etcd_pb2.TxnRequest(
-            compare=[free], success=[etcd_pb2.RequestOp(request_put=put), self.admitted.reading], failure=[leader]
+            compare=[free], success=[etcd_pb2.RequestOp(request_put=put), *self.admitted.reading], failure=[leader]
         )
         try:
             reply = await self._client.transact(request)
@@ -194,17 +224,18 @@ class Leadership:
             return
         revision, now_s = reply.header.revision, self._clock.now_s()
         if reply.succeeded:
-            self._known = AdmittedNodes.read(reply.responses[1])
+            self._known = self.admitted.read(reply.responses[1:])
             holder = KeyHolder(str(self._instance.address), revision)
         else:
             holder = _holder(reply.responses[0].response_range.kvs[0])
         self._perform(self.election.campaigned(holder, revision, won=reply.succeeded, now_s=now_s))
 
-    async def _renew(self, lease: int) -> None:
+    async def _renew(self, renewal: Renew) -> None:
         asked_s = self._clock.now_s()
         with contextlib.suppress(MasterUnavailable):
-            known = await self._client.keep_alive(lease)
-            self._perform(self.election.renewed(lease, asked_s, known=known))
+            known = await self._client.keep_alive(renewal.lease)
+            self._perform(self.election.renewed(renewal, asked_s, known=known))
+        self._proofs.settle(holds=self.leads)
 
     async def _revoke(self, lease: int) -> None:
         with contextlib.suppress(MasterUnavailable):  # then it runs out by itself

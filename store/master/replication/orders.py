@@ -57,12 +57,11 @@ class _Budget:
     """A token bucket of one second's worth."""
 
     def __init__(self, rate: float, now_s: float) -> None:
-        self._rate = rate
         self._tokens = rate
         self._at_s = now_s
 
-    def has_some(self, now_s: float) -> bool:
-        self._tokens = min(self._rate, self._tokens + (now_s - self._at_s) * self._rate)
+    def has_some(self, rate: float, now_s: float) -> bool:
+        self._tokens = min(rate, self._tokens + (now_s - self._at_s) * rate)
         self._at_s = now_s
         return self._tokens > 0
 
@@ -74,7 +73,8 @@ class CopyOrders:
     """The open orders of all nodes. ``num_done`` counts by reason and outcome (done, failed, expired)."""
 
     def __init__(self, rate_bytes_s: float) -> None:
-        self._rate = rate_bytes_s
+        self._whole_rate = rate_bytes_s
+        self.share = 1.0  # of the rate; the rest is other masters', who order copies of other keys
         self._open: dict[tuple[str, str], tuple[Copy, float]] = {}  # (key, target) -> (order, until)
         self._targets: dict[str, set[str]] = {}  # key -> targets of its open orders
         self._load: Counter[str] = Counter()  # open orders by node, as source and as target
@@ -87,6 +87,10 @@ class CopyOrders:
         self.bytes_done: Counter[Reason] = Counter()
 
     @property
+    def _rate(self) -> float:
+        return self._whole_rate * self.share
+
+    @property
     def active(self) -> bool:
         """Whether anything is open."""
         return bool(self._open or self._drops or self._told)
@@ -94,7 +98,7 @@ class CopyOrders:
     def has_room(self, node_id: str, now_s: float) -> bool:
         """Whether ``node_id`` may take part in one more copy."""
         budget = self._budgets.get(node_id)
-        return self._load[node_id] < MAX_OPEN and (budget is None or budget.has_some(now_s))
+        return self._load[node_id] < MAX_OPEN and (budget is None or budget.has_some(self._rate, now_s))
 
     def load(self, node_id: str) -> int:
         """Open orders that ``node_id`` takes part in."""

@@ -11,7 +11,9 @@ replicas. Wanted replicas are what the put asked for; a holder that evicts its c
 chunk not worth its place: only copies lost with their node are restored.
 
 A draining node is *drained* when a whole walk found none of its chunks without another holder, and the node has been
-quiet (nothing being written, everything announced) since before that walk began.
+quiet (nothing being written, everything announced) since before that walk began. One of several masters plans the
+copies of its own keys, at its share of the rate, and says of these alone that a node is drained; a range that came
+meanwhile has to be walked over first.
 
 Worked example: replicas=2, A and B hold k, C is empty. B dies. The walk finds one holder where two are wanted, waits
 ``GRACE_S`` (B may be restarting, a put may be half-way), orders C to pull k from A; C announces k; done.
@@ -30,6 +32,7 @@ from tanghulu.store.master.directory.placement import PlacementCandidate, place_
 from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.replication.demand import HotKeyRates, ReplicaRequests
 from tanghulu.store.master.replication.orders import Copy, CopyOrders, Drop, Reason
+from tanghulu.store.protocol.key_slots import NUM_RANGES
 
 #: How long a chunk must have too few holders before it is restored.
 GRACE_S = 3.0
@@ -68,6 +71,7 @@ class _Drain:
     quiet_since_s: float | None = None
     drained: bool = False
     walked_unsafe: int = 0  # in the walk under way
+    num_begun: int = 0  # ranges that had come when the walk that found it drained began
 
 
 @dataclass(slots=True)
@@ -98,6 +102,7 @@ class CopyPlanner:
         self._keys = directory.walk()  # what is left of the walk over all keys
         self._next_key: str | None = None  # comes before them: there was no room for its copy
         self._walk_began_s = now_s
+        self._walk_num_begun = directory.num_begun
         self._wanted_walk: list[str] = []
         self._next_walk_s = now_s
         self._next_hot_keys_s = now_s
@@ -178,13 +183,15 @@ class CopyPlanner:
         drain = self._drains.get(node_id)
         if drain is None:  # it began this moment
             return Progress(self._directory.num_chunks(node_id), drained=False)
-        return Progress(drain.num_unsafe, drain.drained)
+        knows_all = self._directory.is_ready and drain.num_begun == self._directory.num_begun
+        return Progress(drain.num_unsafe, drain.drained and knows_all)
 
     # --- the walks
 
     def walk(self, now_s: float, num_keys: int) -> None:
         """Look at the next ``num_keys`` keys; called at every tick, once the directory is complete."""
         nodes = self._directory.candidates()
+        self.orders.share = len(self._directory.owned) / NUM_RANGES
         self.orders.expire(now_s)
         self._notice(nodes, now_s)
         if now_s >= self._next_hot_keys_s:
@@ -220,6 +227,7 @@ class CopyPlanner:
 
     def _begin_walk(self, now_s: float) -> None:
         self._keys, self._next_key, self._walk_began_s = self._directory.walk(), None, now_s
+        self._walk_num_begun = self._directory.num_begun
         for drain in self._drains.values():
             drain.walked_unsafe = 0
 
@@ -244,6 +252,7 @@ class CopyPlanner:
         for drain in self._drains.values():
             drain.num_unsafe = drain.walked_unsafe
             was_quiet = drain.quiet_since_s is not None and drain.quiet_since_s < self._walk_began_s
+            drain.num_begun = self._walk_num_begun
             drain.drained = was_quiet and not drain.num_unsafe
         self._begin_walk(now_s)
 

@@ -9,13 +9,14 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import grpc.aio
 import structlog
 
-from tanghulu.errors import NodeUnavailable, StoreFull, TanghuluError
+from tanghulu.errors import NodeUnavailable, NotLeader, StoreFull, TanghuluError
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc, store_pb2
 from tanghulu.rpc.fast_server import FastService, Peer
 from tanghulu.rpc.grpc_edge import abort
 from tanghulu.rpc.methods import HELLO, Method
 from tanghulu.rpc.versions import settle
+from tanghulu.store.master.directory.announcement import NodeAnnouncement
 from tanghulu.store.master.directory.chunk_table import FoundChunk
 from tanghulu.store.master.rpc import wire
 from tanghulu.store.master.rpc.followers import follow
@@ -23,6 +24,7 @@ from tanghulu.store.master.rpc.node_list import NodeList
 from tanghulu.store.master.rpc.waiting import WaitCalls
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.key_slots import RANGE_SLOTS, bits_of, range_of
 from tanghulu.store.protocol.messages import (
     CommitKeyReply,
     CommitKeysReply,
@@ -30,6 +32,10 @@ from tanghulu.store.protocol.messages import (
     LocateReply,
     LocateRequest,
     Location,
+    MastersReply,
+    MastersRequest,
+    ProveReply,
+    ProveRequest,
 )
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
 from tanghulu.types import format_size
@@ -41,10 +47,11 @@ LIST_STEP_KEYS = 1000
 
 
 class _Termed(Protocol):
-    """A reply that carries the term of the master."""
+    """A reply that carries the term of the master, and the renewals of its lease."""
 
     term: int
     term_of: int
+    renewals: int
 
 
 Q = TypeVar("Q")
@@ -62,11 +69,9 @@ class DirectoryCalls:
         self.node_list = NodeList(server)
 
     def announce(self, request: pb.AnnounceRequest) -> pb.AnnounceReply:
-        """Take what a node says."""
+        """Take what a node says. Raises NotLeader, or KeysMoved if it says anything of keys that are not owned here."""
         announcement = wire.announcement_from_wire(request)
-        leadership = self._server.leadership
-        if leadership is not None:
-            leadership.heard_of(request.term, request.term_of)
+        self._require_announced(request, announcement)
         answer = self._master.announce(announcement, self._server.now_s)
         self._server.changed()
         if len(self.waiting.board):
@@ -90,14 +95,52 @@ class DirectoryCalls:
             undecided=answer.undecided,
             refused=answer.refused,
             report_keys=answer.report_keys,
-            known_slots=self._master.directory.num_known_slots,
+            known_slots=self._master.directory.known_prefix,
         )
+        if request.map_version:
+            self._tell_of_ranges(request.owned, answer.untold, reply)
         orders = self._master.orders_for(announcement, self._server.now_s)
         if orders is not None:
             wire.add_orders(reply, *orders, self._master.directory.instance)
         if request.tenants:
             self._tell_of_tenants(request, reply)
         return self.signed(reply)
+
+    def _require_announced(self, request: pb.AnnounceRequest, announcement: NodeAnnouncement) -> None:
+        """Raise what a node has to hear that takes this master for the owner of other ranges, or for the leader."""
+        server = self._server
+        if not server.ownership.shares:
+            server.require_leadership()
+            if server.leadership is not None:
+                server.leadership.heard_of(request.term, request.term_of)
+        elif not request.map_version:
+            server.require_newest(request.term, request.term_of)
+            server.require_ranges(0)
+        elif not request.owned:
+            server.require_leadership()
+        else:
+            server.require_newest(request.term, request.term_of)
+            self._require_owned_since(request)
+            server.require_owned(wire.named_keys(announcement))
+
+    def _require_owned_since(self, request: pb.AnnounceRequest) -> None:
+        """Raise KeysMoved if a range has come back to this master in a later term than the node knows.
+
+        Until it goes by that term, the node takes clients' commits of the term before for valid.
+        """
+        known = self._server.ownership.map
+        owned = [number for number in self._server.ownership.owned if request.owned >> number & 1]
+        if known.cluster == request.term_of and any(known.term_of(number) > request.term for number in owned):
+            raise self._server.ownership.refusal()
+
+    def _tell_of_ranges(self, owned: int, untold: Sequence[int], reply: pb.AnnounceReply) -> None:
+        """How much is known of the ranges here, to a node that takes ``owned`` for this master's."""
+        ownership, known = self._server.ownership, self._master.directory.known_slots()
+        for number in sorted({*known, *untold}):
+            known_slots = known.get(number, RANGE_SLOTS)
+            reply.ranges.add(number=number, known_slots=known_slots, wanted=number in untold)
+        if owned and owned != bits_of(ownership.owned):
+            reply.map_version = ownership.map.version
 
     def _tell_of_tenants(self, request: pb.AnnounceRequest, reply: pb.AnnounceReply) -> None:
         totals, directory = self._master.tenants, self._master.directory
@@ -108,7 +151,6 @@ class DirectoryCalls:
 
     def _announce_on(self, peer: Peer, request: pb.AnnounceRequest, attachment: memoryview) -> pb.AnnounceReply:
         """``announce`` of a node whose connection tells of its end."""
-        self._server.require_leadership()
         reply = self.announce(request)
         if peer.state is None:
             peer.state = node_id = request.node_id
@@ -119,6 +161,7 @@ class DirectoryCalls:
     def _commit_key(self, peer: Peer, said: ClientCommit, attachment: memoryview) -> CommitKeyReply:
         """Take a client's word for a chunk that it has written into a write buffer."""
         self._server.require_newest(said.term, said.term_of)
+        self._server.require_owned((said.key,))
         result = self._master.directory.commit_by_client(said, self._server.now_s)
         counts = self._metrics.counts
         if result is CommitResult.ACCEPTED:
@@ -128,13 +171,15 @@ class DirectoryCalls:
             counts.client_commits += 1
         elif result is CommitResult.EXISTS:
             counts.refused += 1
-        return CommitKeyReply(result, *self._server.term)
+        return CommitKeyReply(result, *self._server.signature)
 
     def _commit_keys(self, peer: Peer, request: CommitKeysRequest, attachment: memoryview) -> CommitKeysReply:
         """The same of several values of one put."""
         said = request.said
         wire.check_count(len(said))
-        self._server.require_newest(said[0].term, said[0].term_of)  # one client says all of it
+        newest = max(each.term for each in said)
+        self._server.require_newest(newest, said[0].term_of)  # one client says all of it
+        self._server.require_owned([each.key for each in said])
         directory, now_s, counts = self._master.directory, self._server.now_s, self._metrics.counts
         results = [directory.commit_by_client(each, now_s) for each in said]
         accepted = [each.key for each, result in zip(said, results, strict=True) if result is CommitResult.ACCEPTED]
@@ -144,7 +189,7 @@ class DirectoryCalls:
                 self.waiting.announced(accepted)
         counts.client_commits += len(accepted)
         counts.refused += results.count(CommitResult.EXISTS)
-        return CommitKeysReply(results, *self._server.term)
+        return CommitKeysReply(results, *self._server.signature)
 
     def holds(self, keys: Sequence[str]) -> bytes:
         """For each key 1 if somebody holds it, else 0."""
@@ -166,7 +211,8 @@ class DirectoryCalls:
         counts.found += num_keys - num_missing
 
     def locate(self, request: pb.LocateRequest) -> pb.LocateReply:
-        """Who holds these keys, or only whether somebody does."""
+        """Who holds these keys, or only whether somebody does. Raises NotLeader, or KeysMoved."""
+        self._server.require_owned(request.keys)
         if request.count_only:
             held = self.holds(request.keys)
             return pb.LocateReply(found=held, incomplete=self._master.directory.is_incomplete(request.keys, held))
@@ -174,15 +220,15 @@ class DirectoryCalls:
         return wire.locate_to_wire(found, incomplete=self._master.directory.is_incomplete(request.keys, found))
 
     def _locate(self, peer: Peer, request: LocateRequest, attachment: memoryview) -> LocateReply:
-        self._server.require_leadership()
+        self._server.require_owned(request.keys)
         if request.count_only:
             held = self.holds(request.keys)
             incomplete = self._master.directory.is_incomplete(request.keys, held)
-            return LocateReply(incomplete, (), held, *self._server.term)
+            return LocateReply(incomplete, (), held, *self._server.signature)
         found = self.holders(request.keys)
         incomplete = self._master.directory.is_incomplete(request.keys, found)
         locations = [None if each is None else Location(*each) for each in found]
-        return LocateReply(incomplete, locations, b"", *self._server.term)
+        return LocateReply(incomplete, locations, b"", *self._server.signature)
 
     def place(self, request: pb.PlaceRequest) -> pb.PlaceReply:
         """Where to put a new chunk. Raises NodeUnavailable without nodes, StoreFull if none can hold it."""
@@ -203,32 +249,56 @@ class DirectoryCalls:
         return pb.NodesReply.FromString(self.node_list.answer(request))
 
     def _nodes(self, peer: Peer, request: pb.NodesRequest, attachment: memoryview) -> bytes:
-        self._server.require_leadership()
+        if request.ranges:
+            self._server.require_ranges(request.ranges)
+        else:
+            self._server.require_leadership()
         return self.node_list.answer(request)
 
     async def list_keys(self, request: pb.ListKeysRequest) -> pb.ListKeysReply:
-        """A page of keys, in order, made in steps; other calls have their turn in between. Raises NotLeader."""
+        """A page of keys, in order, made in steps; other calls have their turn in between.
+
+        Raises NotLeader, or KeysMoved.
+        """
         reply, num_left, after = pb.ListKeysReply(more=True), wire.list_limit(request), request.after
+        ranges = request.ranges
+        self.signed(reply)  # a range that goes and comes back between two steps has a later term than this says
         while reply.more and num_left:
-            self._server.require_leadership()
+            self._server.require_ranges(ranges)
             page = self._master.directory.list_keys(request.prefix, after, min(num_left, LIST_STEP_KEYS))
-            reply.keys.extend(map(wire.listed_to_wire, page.keys))
+            wanted = [each for each in page.keys if ranges >> range_of(each.key) & 1] if ranges else page.keys
+            reply.keys.extend(map(wire.listed_to_wire, wanted))
             reply.more = page.more
-            num_left -= len(page.keys)
+            num_left -= len(wanted)
             after = page.keys[-1].key if page.walked_to is None and page.keys else page.walked_to or ""
             await asyncio.sleep(0)
-        return self.signed(reply)
+        return reply
 
     def replicate(self, request: pb.ReplicateRequest) -> pb.ReplicateReply:
         """Have chunks copied ahead. Raises InvalidRequest for a number or a time that makes no sense."""
         wire.check_count(len(request.keys))
+        self._server.require_owned(request.keys)
         master = self._master
         num_taken = master.copies.ask(request.keys, request.holders, request.for_s, self._server.now_s)
-        return pb.ReplicateReply(num_taken=num_taken)
+        return self.signed(pb.ReplicateReply(num_taken=num_taken))
+
+    def _masters(self, peer: Peer, request: MastersRequest, attachment: memoryview) -> MastersReply:
+        """Which master owns which range, as far as this one knows. Raises NotLeader before it has seen any map."""
+        if self._server.ownership.shares and not self._server.ownership.map.version:
+            raise NotLeader.naming("")
+        return MastersReply.of(self._server.ownership.map, request)
+
+    async def _prove(self, peer: Peer, request: ProveRequest, attachment: memoryview) -> ProveReply:
+        """A proof that this master leads; see ``terms.LeaseProofs``."""
+        leadership = self._server.leadership
+        if leadership is None:
+            return ProveReply()
+        asked_before = await leadership.prove()
+        return ProveReply(*self._server.signature, asked_before, round(leadership.ttl_s * 1000))
 
     def signed(self, reply: R) -> R:
-        """``reply`` with this master's term."""
-        reply.term, reply.term_of = self._server.term
+        """``reply`` with this master's term and renewals."""
+        reply.term, reply.term_of, reply.renewals = self._server.signature
         return reply
 
     def serve(self, service: FastService) -> None:
@@ -242,7 +312,9 @@ class DirectoryCalls:
         service.register(methods.NODES, self._nodes)
         self._register(service, methods.PLACE, self.place)
         service.register(methods.LIST_KEYS, lambda peer, request, attachment: self.list_keys(request))
-        self._register(service, methods.REPLICATE, self.replicate)
+        service.register(methods.REPLICATE, lambda peer, request, attachment: self.replicate(request))
+        service.register(methods.MASTERS, self._masters)
+        service.register(methods.PROVE, self._prove)
 
     def _register(self, service: FastService, method: Method[Any, Any], call: Callable[[Any], Any]) -> None:
         def handler(peer: Peer, request: Any, attachment: memoryview) -> Any:
@@ -264,7 +336,7 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
 
     async def Announce(self, request: pb.AnnounceRequest, context: Context) -> pb.AnnounceReply:
         """See DirectoryCalls.announce."""
-        return await self._answer(self._calls.announce, request, context)
+        return await self._answer(self._leading(self._calls.announce), request, context)
 
     async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateReply:
         """See DirectoryCalls.locate."""
@@ -272,11 +344,11 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
 
     async def Place(self, request: pb.PlaceRequest, context: Context) -> pb.PlaceReply:
         """See DirectoryCalls.place."""
-        return await self._answer(self._calls.place, request, context)
+        return await self._answer(self._leading(self._calls.place), request, context)
 
     async def Nodes(self, request: pb.NodesRequest, context: Context) -> pb.NodesReply:
         """See DirectoryCalls.nodes."""
-        return await self._answer(self._calls.nodes, request, context)
+        return await self._answer(self._leading(self._calls.nodes), request, context)
 
     async def ListKeys(self, request: pb.ListKeysRequest, context: Context) -> pb.ListKeysReply:
         """See DirectoryCalls.list_keys."""
@@ -303,7 +375,6 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
         open_streams = self._server.metrics.followers.labels("directory")
         open_streams.inc()
         try:
-            self._server.require_leadership()
             async for batch in follow(self._server, request):
                 yield batch
         except TanghuluError as error:
@@ -311,9 +382,15 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
         finally:
             open_streams.dec()
 
+    def _leading(self, call: Callable[[Q], R]) -> Callable[[Q], R]:
+        def checked(request: Q) -> R:
+            self._server.require_leadership()
+            return call(request)
+
+        return checked
+
     async def _answer(self, call: Callable[[Q], R], request: Q, context: Context) -> R:
         try:
-            self._server.require_leadership()
             return self._calls.signed(call(request))
         except TanghuluError as error:
             await abort(context, error)

@@ -1,16 +1,22 @@
-"""One follower of the directory's events: a snapshot unless it can go on where it stopped, then changes in batches."""
+"""One follower of the directory's events: snapshots of what it cannot go on with where it stopped, then changes.
+
+A follower of an only master asks for everything, and gets one snapshot when the directory is complete. One of several
+masters is asked for the ranges of keys that it owns; each gets a snapshot as soon as it is known whole, between changes
+of the others, and MOVED tells when the master owns it no more.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
-from tanghulu.errors import Overloaded
+from tanghulu.errors import KeysMoved, Overloaded
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.store.master.directory.events import Lagged
 from tanghulu.store.master.rpc.wire import event_to_wire
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
+from tanghulu.store.protocol.key_slots import ALL_BITS
 
 #: Keys and events of one message.
 BATCH_WEIGHT = 8192
@@ -20,69 +26,135 @@ COALESCE_S = 0.005
 
 
 async def follow(server: MasterServer, request: pb.EventsRequest) -> AsyncIterator[pb.EventBatch]:
-    """The batches for one follower, without end. Raises Overloaded when it lags behind the log.
+    """The batches for one follower, without end.
 
-    While the directory is incomplete no snapshot is given: a follower of the master's predecessor keeps what it
-    knows until there is something better.
+    Raises Overloaded when it lags behind the log, NotLeader or KeysMoved if this is not the master to follow. While the
+    directory is incomplete no snapshot is given: a follower of the master's predecessor keeps what it knows until there
+    is something better.
     """
-    log = server.master.directory.log
-    generation = server.master.generation
-    cursor = request.after_sequence
-    if not (request.master_generation == generation and 0 < cursor <= log.last and log.first <= cursor + 1):
-        while not server.master.directory.is_ready:
-            await server.news()
-        cursor = log.last
-        async for batch in _snapshot(server, request.key_prefix, cursor):
-            yield batch
-    async for batch in _changes(server, request.key_prefix, cursor):
+    server.require_ranges(request.ranges)
+    follower = _Follower(server, request)
+    async for batch in follower.batches():
         yield batch
 
 
-async def _snapshot(server: MasterServer, prefix: str, sequence: int) -> AsyncIterator[pb.EventBatch]:
-    generation = server.master.generation
+class _Follower:
+    """``told`` are the ranges that the follower knows, ``pending`` those that it waits for, a bit for each."""
 
-    def batch(*events: DirectoryEvent) -> pb.EventBatch:
-        return pb.EventBatch(master_generation=generation, events=map(event_to_wire, events))
+    def __init__(self, server: MasterServer, request: pb.EventsRequest) -> None:
+        self._server = server
+        self._directory = server.master.directory
+        self._generation = server.master.log_generation
+        self._prefix, self._is_of_some = request.key_prefix, bool(request.ranges)
+        log, after, wanted = self._directory.log, request.after_sequence, request.ranges or ALL_BITS
+        resumes = request.master_generation == self._generation and 0 < after <= log.last and log.first <= after + 1
+        self._told = wanted & ~request.fresh if resumes else 0
+        self._pending = wanted & ~self._told
+        self._began = log.last  # what went before was another time that this master owned a range
+        self._cursor = self._sent = after if self._told else log.last
 
-    yield batch(DirectoryEvent(sequence, DirectoryEventKind.RESET))
-    walk, more, stored = server.master.directory.walk(), True, DirectoryEventKind.STORED
-    while more:
-        server.require_generation(generation)
-        page, more = server.master.directory.snapshot(walk, prefix, SNAPSHOT_KEYS)
-        if page:
-            yield batch(*(DirectoryEvent(sequence, stored, node_id, tuple(keys)) for node_id, keys in page.items()))
-        await asyncio.sleep(0)  # there may be a million keys without the prefix
-    yield batch(DirectoryEvent(sequence, DirectoryEventKind.SYNCED))
+    async def batches(self) -> AsyncIterator[pb.EventBatch]:
+        if self._is_of_some and self._pending:
+            yield self._batch([DirectoryEvent(self._cursor, DirectoryEventKind.RESET, ranges=self._pending)])
+        while True:
+            self._require()
+            changes = self._read()
+            if changes is not None:
+                if changes.events:
+                    yield changes
+                continue
+            ready = self._ready()
+            if ready:
+                async for batch in self._snapshot(ready):
+                    yield batch
+                continue
+            await self._server.wait()
+            if self._told:
+                await asyncio.sleep(COALESCE_S)
 
+    def _require(self) -> None:
+        """Raise what ends the stream: this master leads no more, or has begun with another memory."""
+        if not self._server.ownership.shares:
+            self._server.require_leadership()
+        self._server.require_memory(self._generation)
 
-async def _changes(server: MasterServer, prefix: str, sent: int) -> AsyncIterator[pb.EventBatch]:
-    log, generation = server.master.directory.log, server.master.generation
-    cursor = sent
-    while True:
-        server.require_generation(generation)
+    # --- snapshots
+
+    def _ready(self) -> int:
+        """The ranges whose snapshot is to come now."""
+        if not self._pending:
+            return 0
+        ready = self._pending & self._directory.ready_ranges
+        return ready if self._is_of_some or ready == self._pending else 0
+
+    async def _snapshot(self, ranges: int) -> AsyncIterator[pb.EventBatch]:
+        directory, sequence, stored = self._directory, self._cursor, DirectoryEventKind.STORED
+        named = ranges if self._is_of_some else 0
+        yield self._batch([DirectoryEvent(sequence, DirectoryEventKind.RESET, ranges=named)])
+        began = directory.times_begun(ranges)
+        walk, more = directory.walk(ranges), True
+        while more:
+            self._require()
+            page, more = directory.snapshot(walk, self._prefix, SNAPSHOT_KEYS)
+            if page:
+                yield self._batch(DirectoryEvent(sequence, stored, node, tuple(keys)) for node, keys in page.items())
+            await asyncio.sleep(0)  # there may be a million keys without the prefix
+        self._pending &= ~ranges
+        self._sent = sequence
+        if directory.times_begun(ranges) != began or ranges & ~directory.ready_ranges:
+            self._lost(ranges)  # some of them left while they were told, so nobody can say what the snapshot lacks
+            return
+        self._told |= ranges
+        yield self._batch([DirectoryEvent(sequence, DirectoryEventKind.SYNCED, ranges=named)])
+
+    def _lost(self, ranges: int) -> None:
+        """Begin again with those of the ranges that are still this master's; MOVED tells of the others."""
+        if not self._is_of_some:
+            raise KeysMoved.known_in(self._server.ownership.map.version)
+        self._pending |= ranges
+
+    # --- changes
+
+    def _read(self) -> pb.EventBatch | None:
+        """The next changes; None if there are none now."""
+        log = self._directory.log
+        if not self._told and not self._is_of_some:
+            self._cursor = self._sent = log.last  # the snapshot will tell
+            return None
         try:
-            numbered = log.read(cursor, BATCH_WEIGHT)
+            numbered = log.read(self._cursor, BATCH_WEIGHT)
         except Lagged:
-            server.metrics.cut_off_followers.inc()
+            self._server.metrics.cut_off_followers.inc()
             raise Overloaded(f"this follower fell behind event {log.first}; subscribe again") from None
         if not numbered:
-            await server.news()
-            await asyncio.sleep(COALESCE_S)
-            continue
-        cursor = numbered[-1][0]
-        wanted = [kept for _, event in numbered if (kept := _filtered(event, prefix)) is not None]
+            return None
+        first, self._cursor = self._sent + 1, numbered[-1][0]
+        wanted = [kept for number, event in numbered if (kept := self._wanted(number, event)) is not None]
         if wanted:
-            yield pb.EventBatch(
-                master_generation=generation,
-                events=map(event_to_wire, wanted),
-                first_sequence=sent + 1,
-                last_sequence=cursor,
-            )
-            sent = cursor
+            self._sent = self._cursor
+        return self._batch(wanted, first, self._cursor)
 
+    def _wanted(self, number: int, event: DirectoryEvent) -> DirectoryEvent | None:
+        if event.kind is DirectoryEventKind.MOVED:
+            return self._moved(number, event)
+        if not self._prefix or event.kind is DirectoryEventKind.NODE_GONE:
+            return event
+        keys = tuple(key for key in event.keys if key.startswith(self._prefix))
+        return DirectoryEvent(event.sequence, event.kind, event.node_id, keys) if keys else None
 
-def _filtered(event: DirectoryEvent, prefix: str) -> DirectoryEvent | None:
-    if not prefix or event.kind is DirectoryEventKind.NODE_GONE:
-        return event
-    keys = tuple(key for key in event.keys if key.startswith(prefix))
-    return DirectoryEvent(event.sequence, event.kind, event.node_id, keys) if keys else None
+    def _moved(self, number: int, event: DirectoryEvent) -> DirectoryEvent | None:
+        """Ranges that left: the follower is to ask another master, unless that was before it asked for them here."""
+        gone = event.ranges & (self._told | (self._pending if number > self._began else 0))
+        if gone and not self._is_of_some:
+            raise KeysMoved.known_in(self._server.ownership.map.version)
+        self._told &= ~gone
+        self._pending &= ~gone
+        return DirectoryEvent(event.sequence, event.kind, ranges=gone) if gone else None
+
+    def _batch(self, events: Iterable[DirectoryEvent], first: int = 0, last: int = 0) -> pb.EventBatch:
+        return pb.EventBatch(
+            master_generation=self._generation,
+            events=map(event_to_wire, events),
+            first_sequence=first,
+            last_sequence=last,
+        )

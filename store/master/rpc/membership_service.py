@@ -50,7 +50,7 @@ class MembershipService(membership_pb2_grpc.MembershipServicer):
         leadership = self._server.leadership
         if leadership is None or instance.role is not Role.NODE:
             return contextlib.nullcontext()
-        return leadership.admitting(instance.id)
+        return leadership.admitting(instance)
 
     async def KeepAlive(self, request: pb.KeepAliveRequest, context: Context) -> pb.KeepAliveReply:
         """Renew a lease."""

@@ -17,7 +17,7 @@ MAX_WAIT_S = 30.0
 
 
 class WaitCalls:
-    """The calls that wait at one master. After a change of leader they are answered at once; the clients ask again."""
+    """The calls that wait at one master. After a change of owners they are answered at once; the clients ask again."""
 
     def __init__(self, server: MasterServer) -> None:
         self.board = WaitBoard()
@@ -26,13 +26,14 @@ class WaitCalls:
         self._owners: set[Peer] = set()
         server.on_tick.append(self._tick)
         server.on_step_down.append(self._step_down)
+        server.on_map.append(self._step_down)
 
     def announced(self, keys: Iterable[str]) -> None:
         """Answer the calls that waited for ``keys``; called after the directory has taken them."""
         self._answer(self.board.stored(keys))
 
     def wait(self, peer: Peer, request: pb.WaitRequest, attachment: memoryview) -> pb.WaitReply | Later:
-        """Answer WAIT of the fast lane. Raises NotLeader, Overloaded, InvalidRequest."""
+        """Answer WAIT of the fast lane. Raises NotLeader, KeysMoved, Overloaded, InvalidRequest."""
         later = Later()
         if not self._begin(request, peer, later.set):
             return self._reply(request.keys)
@@ -54,8 +55,8 @@ class WaitCalls:
 
     def _begin(self, request: pb.WaitRequest, owner: object, answer: Callable[[pb.WaitReply], None]) -> bool:
         """Whether there is something to wait for; ``answer`` is then called once."""
-        self._server.require_leadership()
         check_count(len(request.keys))
+        self._server.require_owned(request.keys)
         if not request.keys:
             raise InvalidRequest("WAIT names no key")
         keys = tuple(request.keys)
@@ -69,8 +70,9 @@ class WaitCalls:
         return True
 
     def _reply(self, keys: Sequence[str]) -> pb.WaitReply:
-        term, term_of = self._server.term
-        return pb.WaitReply(found=self._server.master.directory.holds(keys), term=term, term_of=term_of)
+        server, (term, term_of, renewals) = self._server, self._server.signature
+        found = server.master.directory.holds(keys) if server.owns(keys) else bytes(len(keys))
+        return pb.WaitReply(found=found, term=term, term_of=term_of, renewals=renewals)
 
     def _answer(self, over: Iterable[WaitingCall]) -> None:
         for waiter in over:

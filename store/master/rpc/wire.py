@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.instance_wire import instance_to_proto
@@ -43,6 +44,7 @@ _KINDS = {
     DirectoryEventKind.NODE_GONE: pb.DirectoryEvent.NODE_GONE,
     DirectoryEventKind.SYNCED: pb.DirectoryEvent.SYNCED,
     DirectoryEventKind.RESET: pb.DirectoryEvent.RESET,
+    DirectoryEventKind.MOVED: pb.DirectoryEvent.MOVED,
 }
 
 
@@ -62,6 +64,7 @@ def announcement_from_wire(request: pb.AnnounceRequest) -> NodeAnnouncement:
         used_bytes=request.used_bytes,
         ssd_capacity_bytes=request.ssd_capacity_bytes,
         ssd_used_bytes=request.ssd_used_bytes,
+        ranges=frozenset(each.number for each in request.ranges) if request.ranges else None,
     )
     if request.HasField("news"):
         news = request.news
@@ -102,6 +105,16 @@ def _entry(chunk: pb.ChunkEntry) -> ChunkEntry:
     if chunk.size_bytes > MAX_VALUE_BYTES:
         raise InvalidRequest(f"chunk {chunk.key!r} of {chunk.size_bytes} bytes is larger than {MAX_VALUE_BYTES}")
     return ChunkEntry(chunk.key, chunk.version, chunk.size_bytes, chunk.tier == common_pb2.TIER_SSD, chunk.unconfirmed)
+
+
+def named_keys(announcement: NodeAnnouncement) -> Iterator[str]:
+    """All keys of which a node says that it holds their chunks, or does no longer."""
+    yield from (entry.key for entry in announcement.added)
+    yield from (removal.key for removal in chain(announcement.removed, announcement.deleted))
+    yield from (retraction.key for retraction in announcement.retracted)
+    if announcement.piece is not None:
+        for told in announcement.piece.entries:
+            yield told[0]
 
 
 def add_orders(
@@ -183,4 +196,7 @@ def listed_to_wire(listed: KeyListing) -> pb.KeyInfo:
 
 def event_to_wire(event: DirectoryEvent) -> pb.DirectoryEvent:
     """One event for followers."""
-    return pb.DirectoryEvent(sequence=event.sequence, kind=_KINDS[event.kind], node_id=event.node_id, keys=event.keys)
+    told = pb.DirectoryEvent(sequence=event.sequence, kind=_KINDS[event.kind], node_id=event.node_id, keys=event.keys)
+    if event.ranges:
+        told.ranges = event.ranges
+    return told

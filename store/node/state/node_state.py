@@ -36,11 +36,12 @@ from tanghulu.store.node.state.outcomes import (
     Waiter,
     WaitQueue,
 )
-from tanghulu.store.node.state.report_queue import ReportQueue
+from tanghulu.store.node.state.report_queues import ReportQueues
 from tanghulu.store.node.state.ssd_chunk import SsdChunk
 from tanghulu.store.node.state.tenant_usage import TenantUsage
 from tanghulu.store.node.state.write_buffers import WriteBuffers
 from tanghulu.store.protocol.checksums import Checksums, validate
+from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.terms import NO_TERM, Term, TermFence
 from tanghulu.store.protocol.types import RELIED_S, NewChunk, Pin
 from tanghulu.store.protocol.write_buffer import BufferPlace
@@ -63,7 +64,7 @@ class NodeState:
         self,
         chunks: NodeChunks,
         leases: ChunkLeases,
-        reports: ReportQueue,
+        reports: ReportQueues,
         buffers: WriteBuffers,
         waiters: WaitQueue,
         published: Published,
@@ -198,13 +199,20 @@ class NodeState:
         """The newest term that any master has told this node."""
         return self._fence.newest
 
+    def take_map(self, known: RangeMap) -> None:
+        """Go by ``known`` from now on; clients learn by the index that a range may have another owner."""
+        self._published.tell_term(Term(max(known.terms), known.cluster))
+        self.reports.take_map(known)
+
     def is_commit_valid(self, chunk: Chunk, generation: int, term: Term = NO_TERM) -> bool:
         """Whether a client's commit of this reservation at the master, for that generation of the node, still holds.
 
         Not when it may have been made too long ago, nor at a master whose ``term`` is over, nor when an earlier try of
         the put was retracted: the retraction may reach the master behind the commit.
         """
-        if generation != self._generation or self.chunks.age_s(chunk) > RELIED_S or self._fence.is_over(*term):
+        if generation != self._generation or self.chunks.age_s(chunk) > RELIED_S:
+            return False
+        if self.reports.is_over(chunk.key, term) if self.reports.map is not None else self._fence.is_over(*term):
             return False
         return not self.reports.has_retracted(chunk.key, chunk.version)
 
@@ -309,6 +317,11 @@ class NodeState:
         self.drain_buffers()
         self.chunks.report_all()
 
+    def report_wanted(self) -> None:
+        """Tell masters all of the ranges that they have come to own, as they allow."""
+        self.drain_buffers()
+        self.chunks.report_wanted()
+
     @property
     def has_writers(self) -> bool:
         """Whether a reservation or a write buffer may bring a chunk yet."""
@@ -408,7 +421,7 @@ def make_node_state(
     """
     allocator = OffsetAllocator(capacity_bytes)
     published = published or Published()
-    table, reports, waiters = ChunkTable(published), ReportQueue(), WaitQueue()
+    table, reports, waiters = ChunkTable(published), ReportQueues(), WaitQueue()
     memory, area = buffer_memory
 
     def lost_below(entry: SsdChunk) -> None:

@@ -1,4 +1,7 @@
-"""What the master still has to be told: pure bookkeeping between the node's decisions and the reporter.
+"""What one master still has to be told: pure bookkeeping between the node's decisions and a conversation.
+
+A queue is of the ranges of keys that its master owns (see ``report_queues``): ``hand_over`` takes what waits for some
+of them out, of the message under way, too, and ``take_over`` puts it into the queue of their new owner.
 
 One message is under way at a time; what comes up meanwhile goes into the next one together, so concurrent puts share a
 message. The master applies a message's removals before its additions. So for each key the last thing that happened
@@ -25,15 +28,13 @@ gives removed=[(a, version)], added=[b, c].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
-from tanghulu.errors import TanghuluError
-from tanghulu.store.node.state.confirmations import Confirmations, Done
 from tanghulu.store.node.state.holdings import Holding
-from tanghulu.store.node.state.slot_report import SlotPiece, SlotReport
-from tanghulu.store.protocol.key_slots import slot_of
+from tanghulu.store.node.state.slot_report import SlotPiece, SlotReport, SortedChunks
+from tanghulu.store.protocol.key_slots import ALL_RANGES, RANGE_SLOTS, known_below, range_of, slot_of
 from tanghulu.types import ChunkKey
 
 MAX_ADDED = 4096
@@ -42,6 +43,8 @@ MAX_REMOVED = 4096
 MAX_RETRACTED = 4096
 #: Removals that wait for a master, some 100 bytes each.
 MAX_QUEUED_REMOVALS = 1 << 18
+#: Of those that wait for a master, what is told its successor one by one: some 5 ms. More are left to the report.
+MAX_MOVED_REMOVALS = 1 << 14
 
 #: A key and the version of the put that is gone.
 Removal: TypeAlias = tuple[ChunkKey, int]
@@ -51,7 +54,8 @@ Removal: TypeAlias = tuple[ChunkKey, int]
 class ReportMessage:
     """One message to the master; ``unconfirmed`` says of each of ``added`` whether no master has accepted it yet.
 
-    ``report_id`` is of the report that is under way, if one is, and ``piece`` a piece of it.
+    ``report_id`` is of the report that is under way, if one is, ``ranges`` are those that it is of, and ``piece`` is a
+    piece of it. What the master says of a key in one of the ``moved`` ranges means nothing: another owns them now.
     """
 
     added: list[Holding] = field(default_factory=list)
@@ -61,16 +65,53 @@ class ReportMessage:
     retracted: list[Removal] = field(default_factory=list)
     report_id: int = 0
     piece: SlotPiece | None = None
+    ranges: frozenset[int] = frozenset()
+    moved: Set[int] = frozenset()
+
+    def concerns(self, key: ChunkKey) -> bool:
+        """Whether what the master says of ``key`` counts."""
+        return not self.moved or range_of(key) not in self.moved
+
+
+@dataclass(slots=True)
+class HandedOver:
+    """What waits to be told of some ranges, on its way from one queue to another; see ReportQueue for the fields."""
+
+    added: dict[ChunkKey, Holding] = field(default_factory=dict)
+    patient: dict[ChunkKey, Holding] = field(default_factory=dict)
+    unconfirmed: dict[ChunkKey, int] = field(default_factory=dict)
+    removed: dict[Removal, None] = field(default_factory=dict)
+    deleted: dict[Removal, None] = field(default_factory=dict)
+    retracted: list[Removal] = field(default_factory=list)
+    flushes: list[Flush] = field(default_factory=list)
+    owes_report: bool = False
+
+
+class Flush:
+    """Waits until all masters know what was removed before it began: ``done`` is called then.
+
+    ``queues`` are those that have not told it yet.
+    """
+
+    def __init__(self, done: Callable[[], None]) -> None:
+        self.queues: set[ReportQueue] = set()
+        self._done = done
+
+    def told(self, queue: ReportQueue) -> None:
+        """``queue`` has told what it had, or has handed it over."""
+        self.queues.discard(queue)
+        if not self.queues:
+            self._done()
 
 
 class ReportQueue:
     """Collects additions and removals; ``take`` makes a message, ``done`` or ``requeue`` ends it.
 
-    Knows who waits for the master's answer on a chunk: ``confirm`` begins the wait, ``settle`` or ``expire`` ends it.
+    ``ranges`` are those of its master.
     """
 
-    def __init__(self) -> None:
-        self._confirmations = Confirmations()
+    def __init__(self, ranges: frozenset[int] = ALL_RANGES) -> None:
+        self.ranges = ranges
         self._added: dict[ChunkKey, Holding] = {}
         self._patient: dict[ChunkKey, Holding] = {}  # added, and nobody waits for it
         self._parked: dict[ChunkKey, Holding] = {}  # added, and the master does not know their slots yet
@@ -78,11 +119,12 @@ class ReportQueue:
         self._removed: dict[Removal, None] = {}
         self._deleted: dict[Removal, None] = {}
         self._retracted: list[Removal] = []
-        self._void: dict[Removal, None] = {}  # the last that were retracted
         self._report: SlotReport | None = None
+        self._unreported: set[int] = set()  # ranges that a report has to begin for
         self._granted_keys = 0
-        self._num_known_slots = 0
-        self._num_reports = 0
+        self._known = known_below(0)  # slots of each range that the master knows
+        self._flushes: list[Flush] = []  # to be told by the next message
+        self._flushing: list[Flush] = []  # with the message under way, or one behind it
         self._owes_report = False  # removals were dropped that no report stands for yet
         self._stands_for_removals = False  # the report under way says what such removals did not
         self._under_way: ReportMessage | None = None
@@ -117,20 +159,16 @@ class ReportQueue:
         """Take back what a client may have told the master of a put that failed here."""
         if len(self._retracted) < MAX_RETRACTED:
             self._retracted.append((key, version))
-            self._void[key, version] = None
-            if len(self._void) > MAX_RETRACTED:
-                del self._void[next(iter(self._void))]
-
-    def has_retracted(self, key: ChunkKey, version: int) -> bool:
-        """Whether an earlier try of this put was retracted: the master's word on it means nothing."""
-        return (key, version) in self._void
 
     def again(self, chunk: Holding) -> None:
         """The master could not yet tell whether ``chunk`` stands: it is told once more, with the next message."""
         if not chunk.held or chunk.key in self._added or chunk.key in self._patient:
             return
-        is_known = slot_of(chunk.key) < self._num_known_slots
-        (self._patient if is_known else self._parked)[chunk.key] = chunk
+        (self._patient if self._is_known(chunk.key) else self._parked)[chunk.key] = chunk
+
+    def _is_known(self, key: ChunkKey) -> bool:
+        number, slot = divmod(slot_of(key), RANGE_SLOTS)
+        return slot < self._known[number]
 
     def forget(self, chunk: Holding) -> None:
         """The master does not want ``chunk``: there is nothing to add, and nothing to remove there."""
@@ -153,65 +191,124 @@ class ReportQueue:
         """Whether the master has not yet confirmed ``chunk``."""
         under_way = self._under_way
         waits = any(added.get(chunk.key) is chunk for added in (self._added, self._patient, self._parked))
-        return waits or (under_way is not None and chunk in under_way.added)
+        return waits or (under_way is not None and chunk in under_way.added and under_way.concerns(chunk.key))
 
-    # --- who waits for the master's answer
+    def hasten(self, chunk: Holding) -> None:
+        """Somebody waits for the master's answer on ``chunk`` now: it is told without delay."""
+        if self._patient.get(chunk.key) is chunk:
+            self._added[chunk.key] = self._patient.pop(chunk.key)
 
-    def confirm(self, chunks: Sequence[Holding], until_s: float, done: Done) -> bool:
-        """Call ``done`` with the master's answer on each of ``chunks``; returns whether any has yet to be reported.
+    # --- ranges that change hands
 
-        See Confirmations; those that nobody waited for so far are reported without delay from now on.
-        """
-        pending = [chunk for chunk in chunks if self.is_pending(chunk)]
-        self._confirmations.expect(chunks, pending, until_s, done)
-        for chunk in pending:
-            if self._patient.get(chunk.key) is chunk:
-                self._added[chunk.key] = self._patient.pop(chunk.key)
-        return bool(pending)
+    def hand_over(self, numbers: frozenset[int]) -> HandedOver:
+        """Take out what waits to be told of these ranges; what their master has yet to answer counts as not told."""
+        untold, message = HandedOver(owes_report=self._owes_report or self._stands_for_removals), self._under_way
+        untold.added = _take_of(self._added, numbers)
+        untold.patient = _take_of(self._patient, numbers) | _take_of(self._parked, numbers)
+        untold.unconfirmed = _take_of(self._unconfirmed, numbers)
+        untold.deleted = _take_removals(self._deleted, numbers)
+        if len(self._removed) > MAX_MOVED_REMOVALS:  # what the report of these ranges does not name is gone
+            untold.owes_report = True
+        else:
+            untold.removed = _take_removals(self._removed, numbers)
+        untold.retracted = [each for each in self._retracted if range_of(each[0]) in numbers]
+        self._retracted = [each for each in self._retracted if range_of(each[0]) not in numbers]
+        untold.flushes = self._flushes + self._flushing
+        if message is not None:
+            self._take_back(message, numbers, untold)
+        self.ranges -= numbers
+        self._unreported -= numbers
+        if self._report is not None:
+            self._report.drop(numbers)
+            self._end_report_if_over()
+        return untold
 
-    def settle(self, chunk: Holding, stands: bool) -> None:
-        """Tell the putters that wait for the master's answer on ``chunk`` whether it ``stands``."""
-        self._confirmations.settle(chunk, stands)
+    def _take_back(self, message: ReportMessage, numbers: frozenset[int], untold: HandedOver) -> None:
+        for chunk in message.added:
+            key = chunk.key
+            if chunk.held and message.concerns(key) and range_of(key) in numbers and key not in untold.patient:
+                untold.added.setdefault(key, chunk)
+        for removals, told in ((untold.removed, message.removed), (untold.deleted, message.deleted)):
+            removals |= {each: None for each in told if message.concerns(each[0]) and range_of(each[0]) in numbers}
+        message.moved = message.moved | numbers
 
-    def expire(self, now_s: float, error: TanghuluError) -> list[Holding]:
-        """End waits that lasted long enough with ``error``; returns the chunks that nobody waits for any more."""
-        return self._confirmations.expire(now_s, error)
+    def take_over(self, untold: HandedOver, numbers: frozenset[int]) -> None:
+        """Tell from now on what is to be told of these ranges, first of all what is held there."""
+        self.ranges |= numbers
+        self._added.update(untold.added)
+        self._patient.update(untold.patient)
+        self._unconfirmed.update(untold.unconfirmed)
+        self._removed.update(untold.removed)
+        self._deleted.update(untold.deleted)
+        self._retracted = (self._retracted + untold.retracted)[:MAX_RETRACTED]
+        self._owes_report = self._owes_report or untold.owes_report
+        for flush in untold.flushes:
+            if flush not in self._flushes:
+                self._flushes.append(flush)
+                flush.queues.add(self)
+        self._known = bytes(0 if number in numbers else known for number, known in enumerate(self._known))
+        self.want_report(numbers)
 
-    @property
-    def next_expiry_s(self) -> float | None:
-        """When the first wait has lasted long enough."""
-        return self._confirmations.next_s
+    # --- flushes
+
+    def flush(self, flush: Flush) -> None:
+        """Have ``flush`` wait for what is to be told of removals here, if there is any."""
+        message = self._under_way
+        if not self.removals_told or (message is not None and (message.removed or message.deleted)):
+            flush.queues.add(self)
+            self._flushes.append(flush)
+
+    def forget_flushes(self) -> None:
+        """Take note that what flushes wait for is another queue's."""
+        flushes, self._flushes, self._flushing = self._flushes + self._flushing, [], []
+        for flush in flushes:
+            flush.told(self)
+
+    def forget_flush(self, flush: Flush) -> None:
+        """Take note that nobody waits for ``flush`` any more."""
+        self._flushes = [each for each in self._flushes if each is not flush]
+        self._flushing = [each for each in self._flushing if each is not flush]
 
     # --- reports
 
-    def begin_report(self, chunks: list[Holding], is_reported: Callable[[Holding], bool]) -> None:
-        """Tell everything again; a report that was under way is given up. ``chunks`` is the report's from now on.
+    def want_report(self, numbers: Iterable[int]) -> None:
+        """The master has to be told all of these ranges; a report that is under way may do that already."""
+        covered = frozenset[int]() if self._report is None else self._report.ranges
+        self._unreported.update(self.ranges.intersection(numbers) - covered)
+
+    def want_whole_report(self) -> None:
+        """The master has to be told everything, from the beginning."""
+        self._report, self._unreported = None, set(self.ranges)
+
+    def begin_report(self, report_id: int, chunks: SortedChunks, is_reported: Callable[[Holding], bool]) -> None:
+        """Tell all of the ranges that wait for a report, or of all if one is to stand for removals.
 
         ``is_reported`` says of a chunk whether it is to be told still; unconfirmed ones are told as new ones are.
         """
         unconfirmed = self._unconfirmed
-        self._num_reports += 1
 
         def is_told_here(chunk: Holding) -> bool:
             return is_reported(chunk) and unconfirmed.get(chunk.key) != chunk.version
 
-        self._report = SlotReport(self._num_reports, chunks, is_told_here)
+        numbers = self.ranges if self._owes_report else frozenset(self._unreported)
+        self._unreported = set()
+        self._report = SlotReport(report_id, chunks, is_told_here, numbers)
         self._stands_for_removals |= self._owes_report
         self._owes_report = False
         self._granted_keys = 0
-        self._num_known_slots = 0
+        self._known = bytes(0 if number in numbers else known for number, known in enumerate(self._known))
         self._patient.update(self._parked)  # this may be another master
         self._parked.clear()
 
     @property
     def report_wanted(self) -> bool:
-        """Whether a report must say what removals did not: too many waited."""
-        return self._owes_report and self._report is None
+        """Whether a report must begin: of ranges that have another owner, or since too many removals waited."""
+        return (self._owes_report or bool(self._unreported)) and self._report is None
 
     @property
     def is_reporting(self) -> bool:
-        """Whether a report is under way."""
-        return self._report is not None
+        """Whether a report is under way, or must begin."""
+        return self._report is not None or bool(self._unreported)
 
     @property
     def is_unsorted(self) -> bool:
@@ -221,15 +318,15 @@ class ReportQueue:
     def sort_report(self, num_chunks: int) -> None:
         """Prepare a report, ``num_chunks`` chunks further."""
         if self._report is not None:
-            self._report.sort(num_chunks)
+            self._report.chunks.sort(num_chunks)
 
-    def granted(self, num_keys: int, num_known_slots: int) -> None:
-        """The master takes ``num_keys`` keys in the next piece of the report, and knows ``num_known_slots``."""
+    def granted(self, num_keys: int, known: bytes) -> None:
+        """The master takes ``num_keys`` keys in the next piece of the report, and knows so many slots of each range."""
         self._granted_keys = num_keys
-        if num_known_slots == self._num_known_slots:
+        if known == self._known:
             return
-        self._num_known_slots = num_known_slots
-        for key in [key for key in self._parked if slot_of(key) < num_known_slots]:
+        self._known = known
+        for key in [key for key in self._parked if self._is_known(key)]:
             self._patient[key] = self._parked.pop(key)
 
     @property
@@ -245,8 +342,8 @@ class ReportQueue:
 
     @property
     def urgent(self) -> bool:
-        """Whether somebody waits: an addition, or a report that may go on."""
-        return bool(self._added) or self._may_report
+        """Whether somebody waits: an addition, a flush, or a report that may go on."""
+        return bool(self._added or self._flushes or self._flushing) or self._may_report
 
     @property
     def removals_told(self) -> bool:
@@ -272,9 +369,11 @@ class ReportQueue:
         message.unconfirmed = [self._unconfirmed.get(chunk.key) == chunk.version for chunk in message.added]
         report = self._report
         if report is not None:
-            message.report_id = report.report_id
+            message.report_id, message.ranges = report.report_id, report.ranges
             if self._may_report:
                 message.piece = report.take(self._granted_keys)
+        self._flushing += self._flushes
+        self._flushes = []
         self._under_way = message
         return message
 
@@ -283,10 +382,16 @@ class ReportQueue:
         message, self._under_way = self._under_way, None
         assert message is not None, "no message is under way"
         report = self._report
-        if message.piece is None or report is None or report.report_id != message.report_id:
-            return  # the piece was of a report that was given up meanwhile
-        report.done()
-        if report.is_over:
+        if message.piece is not None and report is not None and report.report_id == message.report_id:
+            report.done()  # else the piece was of a report that was given up meanwhile
+            self._end_report_if_over()
+        if self.removals_told:
+            flushes, self._flushing = self._flushing, []
+            for flush in flushes:
+                flush.told(self)
+
+    def _end_report_if_over(self) -> None:
+        if self._report is not None and self._report.is_over:
             self._report = None
             self._stands_for_removals = False
 
@@ -298,22 +403,24 @@ class ReportQueue:
         self._granted_keys = 0
         self._retracted.clear()
         for chunk in message.added:
-            if chunk.held and chunk.key not in self._patient:
+            if chunk.held and message.concerns(chunk.key) and chunk.key not in self._patient:
                 self._added.setdefault(chunk.key, chunk)
-        self._removed.update(dict.fromkeys(message.removed))
-        self._deleted.update(dict.fromkeys(message.deleted))
+        self._removed.update({each: None for each in message.removed if message.concerns(each[0])})
+        self._deleted.update({each: None for each in message.deleted if message.concerns(each[0])})
 
     def check(self) -> None:
-        """Assert that only chunks that are still there wait to be reported, and that the waiting puts are counted."""
-        self._confirmations.check()
+        """Assert that only chunks that are still there wait to be reported, and only those of the master's ranges."""
         assert not self._added.keys() & self._patient.keys()
         assert not self._parked.keys() & (self._added.keys() | self._patient.keys())
         assert len(self._retracted) <= MAX_RETRACTED
-        assert len(self._void) <= MAX_RETRACTED
         assert len(self._removed) <= MAX_QUEUED_REMOVALS + MAX_REMOVED
         for key, chunk in (*self._added.items(), *self._patient.items(), *self._parked.items()):
             assert chunk.key == key
             assert chunk.held, f"{chunk!r} waits to be reported"
+            assert range_of(key) in self.ranges
+        assert self._unreported <= self.ranges
+        assert self._report is None or self._report.ranges <= self.ranges
+        assert all(self in flush.queues for flush in (*self._flushes, *self._flushing))
 
     def __repr__(self) -> str:
         num_added = len(self._added) + len(self._patient) + len(self._parked)
@@ -333,3 +440,14 @@ def _take_keys(pending: dict[Removal, None], limit: int) -> list[Removal]:
     for key in taken:
         del pending[key]
     return taken
+
+
+_V = TypeVar("_V")
+
+
+def _take_of(pending: dict[ChunkKey, _V], numbers: frozenset[int]) -> dict[ChunkKey, _V]:
+    return {key: pending.pop(key) for key in [key for key in pending if range_of(key) in numbers]}
+
+
+def _take_removals(pending: dict[Removal, None], numbers: frozenset[int]) -> dict[Removal, None]:
+    return {each: pending.pop(each) for each in [each for each in pending if range_of(each[0]) in numbers]}

@@ -4,17 +4,19 @@ A report begins with a list of what the node holds, which is sorted into slots b
 of chunks goes on serving. Then ``take`` gives piece after piece, in the order of the slots; what has gone meanwhile
 is passed over, and what has come is told as new chunks are. A piece whose message was lost is taken again.
 
+A report is of some ranges of slots; the others are passed over. Reports to several masters share what was sorted.
+
 Example: slots 0 and 1 have 3 and 2 chunks. ``take(4)`` gives piece 0 with the three and one more, which tells all of
 slot 0 (``next_slot`` 1); after ``done``, ``take(4)`` gives piece 1 with the last one and ``next_slot`` 1024.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tanghulu.store.node.state.holdings import Holding
-from tanghulu.store.protocol.key_slots import NUM_SLOTS, slot_of
+from tanghulu.store.protocol.key_slots import ALL_RANGES, NUM_SLOTS, RANGE_SLOTS, slot_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +28,41 @@ class SlotPiece:
     chunks: Sequence[Holding]
 
 
+class SortedChunks:
+    """What a node holds, ``chunks``, by slot; it is sorted bit by bit."""
+
+    def __init__(self, chunks: list[Holding]) -> None:
+        self._unsorted = chunks
+        self.by_slot: list[list[Holding]] = [[] for _ in range(NUM_SLOTS)]
+
+    @property
+    def is_sorted(self) -> bool:
+        """Whether everything is in its slot."""
+        return not self._unsorted
+
+    def sort(self, num_chunks: int) -> None:
+        """Sort the next ``num_chunks`` chunks into their slots."""
+        part = self._unsorted[-num_chunks:]
+        del self._unsorted[-num_chunks:]
+        for chunk in part:
+            self.by_slot[slot_of(chunk.key)].append(chunk)
+
+
 class SlotReport:
     """See the module. ``is_told_here`` says of a chunk whether it belongs into a report now."""
 
-    def __init__(self, report_id: int, chunks: list[Holding], is_told_here: Callable[[Holding], bool]) -> None:
+    def __init__(
+        self,
+        report_id: int,
+        chunks: SortedChunks,
+        is_told_here: Callable[[Holding], bool],
+        ranges: frozenset[int] = ALL_RANGES,
+    ) -> None:
         self.report_id = report_id
+        self.ranges = ranges
+        self.chunks = chunks
         self._is_told_here = is_told_here
-        self._unsorted = chunks
-        self._by_slot: list[list[Holding]] = [[] for _ in range(NUM_SLOTS)]
+        self._by_slot = chunks.by_slot
         self._number = 0
         self._slot = 0  # the next piece begins with this one
         self._offset = 0  # behind so many of its chunks
@@ -42,19 +71,16 @@ class SlotReport:
     @property
     def is_sorted(self) -> bool:
         """Whether pieces can be taken."""
-        return not self._unsorted
+        return self.chunks.is_sorted
 
     @property
     def is_over(self) -> bool:
         """Whether everything was told and answered."""
-        return self._slot == NUM_SLOTS
+        return self._slot == NUM_SLOTS or not self.ranges
 
-    def sort(self, num_chunks: int) -> None:
-        """Sort the next ``num_chunks`` chunks into their slots."""
-        part = self._unsorted[-num_chunks:]
-        del self._unsorted[-num_chunks:]
-        for chunk in part:
-            self._by_slot[slot_of(chunk.key)].append(chunk)
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Tell nothing more of these ranges."""
+        self.ranges = self.ranges.difference(numbers)
 
     def take(self, num_keys: int) -> SlotPiece:
         """The next piece, of ``num_keys`` chunks at most, or once more the one that is under way."""
@@ -63,6 +89,9 @@ class SlotReport:
         slot, offset = self._slot, self._offset
         chunks: list[Holding] = []
         while slot < NUM_SLOTS and len(chunks) < num_keys:
+            if slot // RANGE_SLOTS not in self.ranges:
+                slot, offset = (slot // RANGE_SLOTS + 1) * RANGE_SLOTS, 0
+                continue
             part = self._by_slot[slot][offset : offset + num_keys - len(chunks)]
             chunks += filter(self._is_told_here, part)
             offset += len(part)
@@ -75,7 +104,8 @@ class SlotReport:
         """Take note that the piece under way was answered."""
         assert self._under_way is not None
         for slot in range(self._slot, self._under_way[0]):
-            self._by_slot[slot] = []
+            if slot // RANGE_SLOTS in self.ranges:
+                self._by_slot[slot] = []
         self._slot, self._offset = self._under_way
         self._under_way = None
         self._number += 1

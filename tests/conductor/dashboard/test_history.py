@@ -2,7 +2,8 @@
 
 import math
 
-from tanghulu.conductor.dashboard.history import MAX_SAMPLES, History, Totals, quantile, ratio
+from tanghulu.conductor.dashboard.history import History, Totals, quantile
+from tanghulu.store.dashboard.history import MAX_SAMPLES, ratio
 
 BOUNDS = (1.0, 2.0, math.inf)
 

@@ -92,15 +92,22 @@ async def test_a_request_can_be_ended_though_its_worker_takes_no_messages(tmp_pa
 
 
 async def test_unsent_messages_are_bounded_in_bytes(tmp_path, monkeypatch):
+    """Its worker reads nothing until more waits for it than may wait."""
     async with running_cluster(tmp_path) as cluster:
         worker = await cluster.add()
         worker.hold()
         monkeypatch.setattr(worker_session, "MAX_UNSENT_BYTES", 2000)
         session = cluster.registry.workers[worker.id].session
-        for number in range(9):  # no turn of the loop between them: nothing is sent meanwhile
-            session.abort(f"{number:0200}")
-        with pytest.raises(Overloaded, match=r"9 with \d+ bytes are unsent"):
-            session.abort(f"{9:0200}")
-        await worker.until(lambda: len(worker.aborts) == 9)
+        num_sent = 0
+
+        def send_for_ever():
+            nonlocal num_sent
+            while True:  # no turn of the loop between them: the worker, in the same loop, does not read meanwhile
+                session.abort(f"{num_sent:01900}")
+                num_sent += 1
+
+        with pytest.raises(Overloaded, match=r"\d+ bytes are unsent"):
+            send_for_ever()
+        await worker.until(lambda: len(worker.aborts) == num_sent)
         session.abort("again")
         await worker.until(lambda: "again" in worker.aborts)

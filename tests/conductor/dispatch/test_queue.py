@@ -146,3 +146,13 @@ async def test_six_hundred_of_one_client_do_not_keep_another_waiting(tmp_path):
         clients = [submit.client for submit in worker.submits]
         assert clients.index("user one") <= 5
         assert clients.count("user many") == 60
+
+
+def test_a_client_of_weight_two_has_two_turns_for_each_of_anothers():
+    queue: WaitingQueue[str] = WaitingQueue()
+    for number in range(4):
+        queue.push(RequestId(f"heavy {number}"), f"heavy {number}", 0.0, client="heavy", weight=2.0)
+    for number in range(2):
+        queue.push(RequestId(f"light {number}"), f"light {number}", 0.0, client="light")
+    assert [name.split()[0] for name in names(queue)] == ["heavy", "light", "heavy", "heavy", "light", "heavy"]
+    queue.check()

@@ -121,8 +121,8 @@ class TestRoutesThatAreNotHere:
     @pytest.mark.parametrize(
         ("path", "hint"),
         [
-            ("/v1/responses", "use /v1/chat/completions"),
-            ("/v1/responses/resp_1/cancel", "use /v1/chat/completions"),
+            ("/v1/responses/resp_1/cancel", "there is POST /v1/responses"),
+            ("/v1/conversations", "use /v1/responses"),
             ("/v1/embeddings", "embeddings are not served"),
             ("/v1/audio/speech", "audio is not served"),
             ("/chat/completions", "did you mean /v1/chat/completions?"),

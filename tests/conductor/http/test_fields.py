@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 
 from tanghulu.conductor.http import fields, schema
 from tanghulu.conductor.http.fields import ROWS, TABLE, Api, Effect, FieldRow
 from tanghulu.conductor.http.reply import parse_fields
+from tanghulu.conductor.http.responses.bodies import ResponsesBody
 from tanghulu.types import Role
 from tanghulu.web.errors import BadField
 from tests.conductor.cluster import running_cluster
@@ -24,16 +26,18 @@ TEXT = "Hello, wörld! "
 IDS = TOKENIZER.encode(TEXT).ids
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 COMPLETION = {"prompt": "x", "max_tokens": 2}
+RESPONSE = {"input": "x", "max_output_tokens": 2}
 GENERATE = {"text": "x", "sampling_params": {"max_new_tokens": 2}}
 BODIES = {
     Api.CHAT: schema.ChatBody,
     Api.COMPLETIONS: schema.CompletionBody,
+    Api.RESPONSES: ResponsesBody,
     Api.GENERATE: schema.GenerateBody,
     Api.SAMPLING_PARAMS: schema.SGLangSampling,
     Api.STREAM_OPTIONS: schema.StreamOptions,
     Api.STRUCTURED_OUTPUTS: schema.StructuredOutputs,
 }
-_BODY_OF = {api.value: BODIES[api] for api in (Api.CHAT, Api.COMPLETIONS, Api.GENERATE)}
+_BODY_OF = {api.value: BODIES[api] for api in (Api.CHAT, Api.COMPLETIONS, Api.RESPONSES, Api.GENERATE)}
 #: vLLM's and SGLang's own fields, as their servers define them, beyond those that OpenAI has.
 VLLM = """
     best_of use_beam_search top_k min_p repetition_penalty length_penalty stop_token_ids include_stop_str_in_output
@@ -70,6 +74,8 @@ def _request(row: FieldRow, api: Api) -> tuple[str, dict]:
             return api.value, CHAT | given
         case Api.COMPLETIONS:
             return api.value, COMPLETION | given
+        case Api.RESPONSES:
+            return api.value, RESPONSE | given
         case Api.GENERATE:
             return api.value, {k: v for k, v in GENERATE.items() if (row.name, k) != ("input_ids", "text")} | given
         case Api.SAMPLING_PARAMS:
@@ -126,8 +132,10 @@ def test_a_field_that_does_not_work_says_why():
 
 def test_all_fields_of_the_apis_have_rows():
     openai_chat = set(chat_create_params.CompletionCreateParamsBase.__annotations__) | {"stream"}
+    openai_response = set(response_create_params.ResponseCreateParamsBase.__annotations__) | {"stream"}
     openai_text = set(completion_create_params.CompletionCreateParamsBase.__annotations__) | {"stream"}
     assert not openai_chat - TABLE[Api.CHAT].keys()
+    assert not openai_response - TABLE[Api.RESPONSES].keys()
     assert not openai_text - TABLE[Api.COMPLETIONS].keys()
     assert not {*VLLM, *VLLM_CHAT} - TABLE[Api.CHAT].keys()
     assert not set(VLLM) - TABLE[Api.COMPLETIONS].keys()

@@ -100,8 +100,8 @@ class TestLogprobs:
         last = next(e for e in reversed(events) if e["index"] == 1)
         assert last["meta_info"]["output_token_logprobs"] == answers[1]["meta_info"]["output_token_logprobs"]
 
-    @pytest.mark.parametrize("wrong", [{"logprob_start_len": 0}, {"top_logprobs_num": 21}, {"top_logprobs_num": -1}])
-    async def test_of_the_prompt_there_are_none(self, cluster, wrong):
+    @pytest.mark.parametrize("wrong", [{"logprob_start_len": -2}, {"top_logprobs_num": 21}, {"top_logprobs_num": -1}])
+    async def test_numbers_out_of_their_range_are_refused_where_they_count(self, cluster, wrong):
         await cluster.add()
         status, answer = await _post(cluster, text="x", return_logprob=True, **wrong)
         assert (status, answer["error"]["param"]) == (400, next(iter(wrong)))
@@ -132,7 +132,7 @@ class TestStreams:
             answer, total = _Answer(), 0
             for number in range(num_tokens):
                 finish = FinishReason.LENGTH if number == num_tokens - 1 else None
-                answer.add(TextDelta("word", [number % 10], [], finish), [])
+                answer.add(TextDelta(["word"], [number % 10], [], finish), [])
                 if answer.is_due:
                     answer.told_bytes = answer.num_bytes
                     total += answer.num_bytes

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tanghulu.conductor.routing.links import LinkSpeeds
 from tanghulu.conductor.routing.policies.base import RequestView, WorkerView
@@ -86,7 +87,7 @@ class TestTwoRacks:
     def test_of_equal_holders_the_near_one_sends(self, two_racks):
         holders = [worker("far", RACK_B[1], hit_blocks=100), worker("near", RACK_A[1], hit_blocks=100)]
         target = worker("target", RACK_A[2])
-        request = replace(self.REQUEST, links=two_racks)
+        request = structs.replace(self.REQUEST, links=two_racks)
         assert best_source([*holders, target]) is holders[0], "nothing else tells them apart"
         assert nearest_source(request, [*holders, target], target) is holders[1]
         assert peer_fetch_s(request, holders[1], target) < 0.1 < 1 < peer_fetch_s(request, holders[0], target)
@@ -94,7 +95,7 @@ class TestTwoRacks:
     @pytest.mark.parametrize("name", ["ttft-min", "mooncake"])
     def test_from_the_other_rack_it_is_computed_and_within_it_fetched(self, two_racks, name):
         holder = worker("holder", RACK_B[0], hit_blocks=100, queue_tokens=1_000_000)
-        request = replace(self.REQUEST, links=two_racks)
+        request = structs.replace(self.REQUEST, links=two_racks)
         for place, fetches in ((RACK_A[2], False), (RACK_B[2], True)):
             decision = make_policy(name).choose(request, [holder, worker("idle", place)])
             assert decision.prefill == "idle"
@@ -107,11 +108,11 @@ class TestTwoRacks:
         prefill = replace(worker("p", RACK_A[0]), can_decode=False)
         near, far = (replace(worker(n, p), can_prefill=False) for n, p in (("near", RACK_A[2]), ("far", RACK_B[2])))
         busy = replace(near, num_requests=2)
-        policy, request = make_policy("ttft-min"), replace(self.REQUEST, links=two_racks)
+        policy, request = make_policy("ttft-min"), structs.replace(self.REQUEST, links=two_racks)
         assert policy.choose(self.REQUEST, [prefill, busy, far]).decode == "far"
         assert policy.choose(request, [prefill, busy, far]).decode == "near"
-        assert policy.choose_decode(replace(request, kv_place=RACK_B[0]), [busy, far]) == "far"
-        assert policy.choose_decode(replace(request, kv_place=RACK_A[0]), [busy, far]) == "near"
+        assert policy.choose_decode(structs.replace(request, kv_place=RACK_B[0]), [busy, far]) == "far"
+        assert policy.choose_decode(structs.replace(request, kv_place=RACK_A[0]), [busy, far]) == "near"
 
 
 async def test_what_workers_say_of_their_reads_is_taken_for_their_places(tmp_path):

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from tanghulu.conductor.dispatch.router import with_both_phases
 from tanghulu.conductor.routing.policies.affinity import SessionAffinity
@@ -89,7 +90,7 @@ class TestTtftMin:
         assert TtftMin(load_weight=0).choose(REQUEST, [self.A, replace(self.B, queue_tokens=1000)]).prefill == "b"
 
     def test_what_the_store_has_is_fetched_where_it_pays(self):
-        request = replace(REQUEST, store_hit_blocks=100)
+        request = structs.replace(REQUEST, store_hit_blocks=100)
         decision = TtftMin(load_weight=0).choose(request, [self.A])
         terms = dict(decision.candidates[0].terms)
         assert terms["fetch_s"] == pytest.approx(80 * (2 << 20) / 2e9)
@@ -176,7 +177,7 @@ class TestDynamo:
         assert Dynamo(overlap_weight=10).choose(REQUEST, [self.A, self.B]).prefill == "a"
 
     def test_store_credit(self):
-        request = replace(REQUEST, store_hit_blocks=100)
+        request = structs.replace(REQUEST, store_hit_blocks=100)
         assert Dynamo(store_credit=0.5).choose(request, [self.B]).candidates[0].score == 50 + 100
 
     def test_temperature_draws(self):
@@ -196,10 +197,10 @@ class TestLinear:
         assert LinearPolicy(alpha=0.2, beta=0.8).choose(REQUEST, [a, b]).prefill == "b"
 
     def test_of_two_racks_the_near_one_is_chosen_when_equally_loaded(self):
-        request = replace(REQUEST, place=Place("z", "rack-1", "conductor"))
+        request = structs.replace(REQUEST, place=Place("z", "rack-1", "conductor"))
         far, near = worker("a", queue_tokens=500, place=self.FAR), worker("b", queue_tokens=500, place=self.NEAR)
         assert LinearPolicy().choose(request, [far, near]).prefill == "b"
-        assert LinearPolicy().choose(replace(request, place=self.FAR), [far, near]).prefill == "a"
+        assert LinearPolicy().choose(structs.replace(request, place=self.FAR), [far, near]).prefill == "a"
         assert LinearPolicy().choose(request, [replace(far, hit_blocks=50), near]).prefill == "a"
         assert LinearPolicy().choose(request, [replace(far, queue_tokens=100), near]).prefill == "a"
 
@@ -219,7 +220,7 @@ def test_power_of_two_looks_at_two():
 class TestSessionAffinity:
     """A session stays while its worker is there and not far behind."""
 
-    REQUEST = replace(REQUEST, session="s")
+    REQUEST = structs.replace(REQUEST, session="s")
 
     def test_stays_and_leaves(self):
         policy = SessionAffinity(LeastLoaded(), patience_s=1.0)
@@ -235,7 +236,7 @@ class TestSessionAffinity:
         policy = SessionAffinity(RoundRobin(), max_sessions=3)
         workers = [worker("a"), worker("b")]
         for number in range(10):
-            policy.choose(replace(REQUEST, session=str(number)), workers)
+            policy.choose(structs.replace(REQUEST, session=str(number)), workers)
             policy.check()
 
 

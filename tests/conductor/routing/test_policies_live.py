@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tanghulu.conductor.dispatch.admission import Admission, forecast
 from tanghulu.conductor.routing.cost import DecodeProfile
@@ -70,7 +71,7 @@ async def test_what_would_be_late_is_refused_at_once(tmp_path):
         body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 2}
         assert (await cluster.http.post("/v1/completions", json=body)).status_code == 200
         load = cluster.registry.workers[worker.id].load
-        load.report(replace(load.reported, prefill_tokens_waiting=30_000, prefill_tokens_per_s=10_000.0))
+        load.report(structs.replace(load.reported, prefill_tokens_waiting=30_000, prefill_tokens_per_s=10_000.0))
         answer = await cluster.http.post("/v1/completions", json=body)
         assert answer.status_code == 429
         assert cluster.metric("refused_prompt_tokens_total") > 0

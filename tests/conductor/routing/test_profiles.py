@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from tanghulu.conductor.dispatch.worker_session import _load
 from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile
@@ -78,7 +78,7 @@ def test_prompts_that_wait_are_priced_by_their_own_lengths():
         tracker = LoadTracker()
         tracker.block_tokens = 64
         queue = EngineLoad(num_waiting=num, pending_tokens=num * length, pending_pairs=num * length**2)
-        told = replace(_load(load_message(queue)), prefill=profile, prefill_tokens_per_s=9200.0)
+        told = structs.replace(_load(load_message(queue)), prefill=profile, prefill_tokens_per_s=9200.0)
         tracker.report(told)
         waits[num] = tracker.view(InstanceId("w"), Role.BOTH, 0).wait_s
         assert waits[num] == pytest.approx(num * profile.seconds(length, 0))

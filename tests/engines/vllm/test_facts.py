@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tanghulu.engines.common.options import ConnectorOptions
-from tanghulu.engines.vllm.facts import fingerprint_of, refuse_what_cannot_work
+from tanghulu.engines.vllm.facts import fingerprint_of, fingerprint_of_tier, refuse_what_cannot_work
 from tanghulu.errors import ConfigError
-
-OPTIONS = ConnectorOptions(master="h:1")
 
 
 def config(**changes: Any) -> tuple[Any, Any]:
@@ -79,12 +77,59 @@ def test_what_cannot_work_is_refused_with_what_to_change(changes, message, monke
     ],
 )
 def test_blocks_that_mean_something_else_have_other_names(changes):
-    assert fingerprint_of(*config(**changes), OPTIONS) != fingerprint_of(*config(), OPTIONS)
+    assert fingerprint_of(*config(**changes), "") != fingerprint_of(*config(), "")
 
 
 def test_where_the_model_lies_does_not_matter_and_a_namespace_does(monkeypatch):
-    one = fingerprint_of(*config(), OPTIONS)
-    assert fingerprint_of(*config(path="/two"), OPTIONS) == one
-    assert fingerprint_of(*config(), ConnectorOptions(master="other:1", namespace="b")) != one
+    one = fingerprint_of(*config(), "")
+    assert fingerprint_of(*config(path="/two"), "") == one
+    assert fingerprint_of(*config(), "b") != one
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    assert fingerprint_of(*config(), OPTIONS) != one
+    assert fingerprint_of(*config(), "") != one
+
+
+def tier_config(model: str, **changes: Any) -> Any:
+    """vLLM's ``OffloadingConfig``, with ``changes`` by name, wherever it stands."""
+    group = SimpleNamespace(group_id=0, tokens_per_block=64, layer_names=("0", "1"))
+    parallel = SimpleNamespace(world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1)
+    parts = {
+        "model": SimpleNamespace(name=model, dtype="float32"),
+        "cache": SimpleNamespace(tokens_per_hash=64, blocks_per_chunk=1),
+        "parallel": parallel,
+    }
+    whole = SimpleNamespace(
+        **parts,
+        groups=(group,),
+        worker_kv_bytes_per_block=4000,
+        kv_cache_layout="NHD",
+        replicated_layout=False,
+        canonical_layout=False,
+    )
+    for name, value in changes.items():
+        (owner,) = [each for each in (*parts.values(), group, whole) if hasattr(each, name)]
+        setattr(owner, name, value)
+    return whole
+
+
+def test_a_tier_of_a_model_without_a_folder_needs_a_namespace() -> None:
+    with pytest.raises(ConfigError, match="revision of 'org/model'"):
+        fingerprint_of_tier(tier_config("org/model"), 4096, "cuda", "")
+    one, two = (fingerprint_of_tier(tier_config("org/model"), 4096, "cuda", name) for name in ("v1", "v2"))
+    assert one != two
+
+
+def test_facts_that_keep_chunks_of_tiers_apart(tmp_path: Path) -> None:
+    def said(**changes: Any) -> Any:
+        return fingerprint_of_tier(tier_config(str(tmp_path), **changes), 4096, "cuda", "")
+
+    (tmp_path / "config.json").write_text('{"rope_theta": 10000, "_name_or_path": "/one"}')
+    plain = said()
+    changes: list[dict[str, Any]] = [
+        *({"dtype": "bfloat16"}, {"tokens_per_block": 32}, {"layer_names": ("0",)}, {"blocks_per_chunk": 2}),
+        *({"tp_size": 2}, {"kv_cache_layout": "HND"}, {"canonical_layout": True}, {"tokens_per_hash": 32}),
+    ]
+    assert len({plain, *(said(**each) for each in changes)}) == 1 + len(changes)
+    (tmp_path / "config.json").write_text('{"rope_theta": 10000, "_name_or_path": "/two"}')
+    assert said() == plain, "where it came from"
+    (tmp_path / "config.json").write_text('{"rope_theta": 500000}')
+    assert said() != plain

@@ -22,6 +22,7 @@ from tanghulu.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, 
 from tanghulu.store.admin.check import CheckFinding, Kind, compare
 from tanghulu.store.client import Client
 from tanghulu.store.client.model import KeyInfo, Verified
+from tanghulu.store.protocol.key_slots import NUM_RANGES
 from tests.store.cluster import Cluster, Process, eventually
 
 KIB = 1 << 10
@@ -156,6 +157,12 @@ def test_a_node_that_stands_still_is_gone_after_its_heartbeats(trio: Cluster, st
     trio.nodes.remove(hanging)
 
 
+def test_the_only_master_owns_everything_and_leads(trio: Cluster, store: Client) -> None:
+    (view,) = run(trio, "masters")
+    assert (view["ranges"], view["leads"], view["state"]) == (list(range(NUM_RANGES)), True, "ready")
+    eventually(lambda: run(trio, "masters")[0]["num_keys"] == len(store.list_keys()))  # those of lost nodes are swept
+
+
 @pytest.mark.slow
 def test_an_empty_node_that_joins_is_filled() -> None:
     with Cluster(0) as cluster:
@@ -286,7 +293,7 @@ def test_keys_are_copied_ahead_when_somebody_asks(trio: Cluster, store: Client) 
         store.replicate(keys, for_s=0)
 
 
-def test_a_conductor_asks_the_master_for_copies_by_grpc(trio: Cluster, store: Client) -> None:
+def test_a_conductor_asks_the_master_for_copies(trio: Cluster, store: Client) -> None:
     keys = [f"asked/{index}" for index in range(10)]
     for index, key in enumerate(keys):
         store.put(key, value_of(index))

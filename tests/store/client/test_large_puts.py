@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 import tanghulu
@@ -12,6 +14,7 @@ from tanghulu.store.client import Client
 from tanghulu.store.client.logic.commit import CommitCall
 from tanghulu.store.master.directory.pending_commits import PENDING_S
 from tanghulu.store.protocol.messages import CommitKeyReply, CommitKeysReply
+from tanghulu.store.protocol.terms import NO_TERM
 from tanghulu.store.protocol.types import RELIED_S, CommitResult, NewChunk
 from tanghulu.types import ChunkKey
 from tests.store.cluster import Cluster, eventually
@@ -126,10 +129,11 @@ def test_a_client_that_was_stopped_on_the_way_goes_on(cluster: Cluster, client: 
 
 def test_answers_of_the_master() -> None:
     items = [NewChunk(ChunkKey(f"k{n}"), n + 1, 100) for n in range(2)]
-    one, two = CommitCall("n", 1, items[:1]), CommitCall("n", 1, items)
+    context = SimpleNamespace(owners=None, fence=SimpleNamespace(newest=NO_TERM))
+    one, two = (CommitCall(context, "n", 1, news) for news in (items[:1], items))  # type: ignore[arg-type]
     accepted, exists = CommitResult.ACCEPTED, CommitResult.EXISTS
-    assert one.results(Reply(CommitKeyReply(accepted), memoryview(b""))) == [accepted]
-    assert two.results(Reply(CommitKeysReply([accepted, exists]), memoryview(b""))) == [accepted, exists]
+    assert one.results([Reply(CommitKeyReply(accepted), memoryview(b""))]) == [accepted]
+    assert two.results([Reply(CommitKeysReply([accepted, exists]), memoryview(b""))]) == [accepted, exists]
     for nothing in (None, TanghuluError("away"), Reply(CommitKeysReply([accepted]), memoryview(b""))):
-        assert two.results(nothing) == [CommitResult.ASK_NODE] * 2
+        assert two.results([nothing]) == [CommitResult.ASK_NODE] * 2
     assert RELIED_S < PENDING_S / 2

@@ -34,28 +34,59 @@ from tanghulu.store.master.rpc.directory_service import DirectoryCalls
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.node.state.chunk_table import Published
 from tanghulu.store.node.state.node_state import make_node_state
-from tanghulu.store.protocol.messages import CommitKeyReply, CommitKeysRequest, LocateReply, LocateRequest
-from tanghulu.store.protocol.methods import COMMIT_KEY, COMMIT_KEYS, LIST_KEYS, LOCATE, NODES, WAIT
+from tanghulu.store.protocol.messages import (
+    CommitKeyReply,
+    CommitKeysRequest,
+    LocateReply,
+    LocateRequest,
+    ProveReply,
+    ProveRequest,
+)
+from tanghulu.store.protocol.methods import COMMIT_KEY, COMMIT_KEYS, LIST_KEYS, LOCATE, NODES, PROVE, WAIT
 from tanghulu.store.protocol.shared_index import IndexPlace, IndexReader, IndexWriter, index_bytes
-from tanghulu.store.protocol.terms import NO_TERM, Term
+from tanghulu.store.protocol.terms import NO_TERM, Renewals, Term
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.types import Address, ChunkKey, Role
 from tests.store.client.test_logic import OK, FakeCluster
-from tests.store.master.running_master import instance
+from tests.store.master.running_master import instance, master_here
 
 ETCD = 77
+
+
+class Door:
+    """A fast lane's TCP port, as the port mux opens it."""
+
+    def __init__(self, service: FastService) -> None:
+        self.service = service
+        self.is_open = True
+        self._server: asyncio.Server | None = None
+
+    async def open(self, port: int) -> str:
+        self._server = await asyncio.get_running_loop().create_server(lambda: _Connection(self), "127.0.0.1", port)
+        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def close(self) -> None:
+        """Let go of the port and of every peer, also of those that are being accepted."""
+        assert self._server is not None
+        self.is_open = False
+        self._server.close()
+        for peer in list(self.service.peers):
+            peer.hang_up()
 
 
 class _Connection(asyncio.Protocol):
     """What the port mux does for the fast lane."""
 
-    def __init__(self, service: FastService) -> None:
-        self._inner = FastServerProtocol(service, Peer(None, False, "test"))
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._inner = FastServerProtocol(door.service, Peer(None, False, "test"))
         self._head = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._inner.connection_made(transport)
+        if not self._door.is_open:
+            transport.abort()  # type: ignore[attr-defined]  # every transport of a socket has it
 
     def data_received(self, data: bytes) -> None:
         missing = len(PREAMBLE) - len(self._head)
@@ -65,6 +96,18 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._inner.connection_lost(exc)
+
+
+class FakeEtcd:
+    """Of etcd, the lease of one master."""
+
+    has_lease = True
+
+    async def keep_alive(self, lease: int) -> bool:
+        return self.has_lease
+
+    async def revoke(self, lease: int) -> None:
+        self.has_lease = False
 
 
 class ElectedMaster:
@@ -78,6 +121,7 @@ class ElectedMaster:
             [Address("127.0.0.1", 1)], instance("m", Role.MASTER), 3.0, clock, lambda *_: None, lambda: None
         )
         self.leadership.cluster = ETCD
+        self.etcd = self.leadership._client = FakeEtcd()  # type: ignore[assignment]
         election, holder = self.leadership.election, KeyHolder("m:1", term)
         election.seen(None, term - 1)
         election.tick(clock.now_s())
@@ -100,26 +144,23 @@ class ElectedMaster:
 
 
 @asynccontextmanager
-async def serving(master: ElectedMaster, port: int = 0) -> AsyncIterator[tuple[str, asyncio.Server]]:
-    server = await asyncio.get_running_loop().create_server(lambda: _Connection(master.service), "127.0.0.1", port)
+async def serving(master: ElectedMaster, port: int = 0) -> AsyncIterator[tuple[str, Door]]:
+    door = Door(master.service)
+    address = await door.open(port)
     try:
-        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", server
+        yield address, door
     finally:
-        server.close()
-        for peer in list(master.service.peers):
-            peer.hang_up()
+        door.close()
 
 
 async def refuses_the_deposed(exists: Callable[[str, str], Any]) -> None:
     """``exists(addresses, key)`` asks with one client, again and again."""
     old, new = ElectedMaster(7), ElectedMaster(9)
     old.holds("removed since")
-    async with serving(old) as (old_address, _), serving(new) as (new_address, server):
+    async with serving(old) as (old_address, _), serving(new) as (new_address, door):
         addresses = f"{new_address},{old_address}"
         assert not await exists(addresses, "removed since"), "the leader of term 9 knows better"
-        server.close()
-        for peer in list(new.service.peers):
-            peer.hang_up()
+        door.close()
         with pytest.raises(MasterUnavailable):
             await exists(addresses, "removed since")
 
@@ -163,7 +204,69 @@ async def test_a_deposed_master_takes_no_commit_of_who_knows_its_successor_and_s
         assert master.leadership.leads, "a client's word deposes nobody"
         of_another_etcd = ClientCommit("n1", 7, ChunkKey("k"), 3, 5, 9, ETCD + 1)
         reply = await connection.call(COMMIT_KEY.number, of_another_etcd, CommitKeyReply)
-        assert reply.message == CommitKeyReply(CommitResult.ACCEPTED, 7, ETCD)
+        assert reply.message == CommitKeyReply(CommitResult.ACCEPTED, 7, ETCD, Renewals(1, 1).packed)
+        await connection.close()
+
+
+# --- who knows of no successor asks for a proof of the lease
+
+
+@pytest.mark.parametrize("driver", ["asyncio", "blocking"])
+async def test_who_meets_a_leader_whose_lease_is_over_does_not_believe_it(driver: str) -> None:
+    """Its clock stood still with it, so it believes that it leads; etcd does not."""
+    master = ElectedMaster(7)
+    master.holds("k")
+    async with serving(master) as (address, _):
+        addresses = f"{address},127.0.0.1:1"
+
+        async def ask() -> bool:
+            if driver == "asyncio":
+                async with tanghulu.aio.connect(addresses, deadline_s=1.0) as client:
+                    return await client.exists("k")
+
+            def blocking() -> bool:
+                with tanghulu.connect(addresses, deadline_s=1.0) as client:
+                    return client.exists("k")
+
+            return await asyncio.to_thread(blocking)
+
+        assert await ask()
+        master.etcd.has_lease = False
+        assert master.leadership.leads, "it thinks"
+        with pytest.raises(MasterUnavailable):
+            await ask()
+
+
+async def test_calls_that_wait_for_a_proof_share_renewals_and_end_when_the_master_steps_down() -> None:
+    master = ElectedMaster(7)
+    gate, asked = asyncio.Event(), 0
+
+    async def keep_alive(lease: int) -> bool:
+        nonlocal asked
+        asked += 1
+        await gate.wait()
+        return master.etcd.has_lease
+
+    master.etcd.keep_alive = keep_alive  # type: ignore[method-assign]
+    calls = [asyncio.ensure_future(master.leadership.prove()) for _ in range(20)]
+    await asyncio.sleep(0)
+    late = [asyncio.ensure_future(master.leadership.prove()) for _ in range(20)]
+    gate.set()
+    told = await asyncio.gather(*calls, *late)
+    assert told == sorted(told)
+    assert told[0] == 1, "the grant of the lease"
+    assert asked <= 4, "each renewal serves all who came before it was asked for"
+    master.etcd.has_lease = False
+    for failed in await asyncio.gather(*(master.leadership.prove() for _ in range(3)), return_exceptions=True):
+        assert isinstance(failed, NotLeader)
+
+
+async def test_a_master_that_was_not_elected_proves_nothing_and_needs_not() -> None:
+    async with master_here() as process, await tanghulu.aio.connect(str(await process.address)) as client:
+        assert not await client.exists("k")
+        connection = await AsyncFastConnection.connect(await process.address)
+        reply = await connection.call(PROVE.number, ProveRequest(), ProveReply)
+        assert reply.message == ProveReply()
         await connection.close()
 
 

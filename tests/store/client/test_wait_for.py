@@ -17,7 +17,6 @@ from tanghulu.protos import directory_pb2, directory_pb2_grpc
 from tanghulu.rpc.grpc_edge import channel
 from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.logic.commit import CommitCall
-from tanghulu.store.client.logic.effects import MASTER
 from tanghulu.store.protocol.types import CommitResult, NewChunk
 from tanghulu.types import ChunkKey
 from tests.store.cluster import Cluster
@@ -126,9 +125,9 @@ def test_what_a_dead_putter_has_promised_is_not_there(cluster: Cluster) -> None:
     with tanghulu.connect(cluster.address) as store:
         store.put("before", bytes(10))
         ((node, mapped),) = store._driver.context.mapped.items()
-        commit = CommitCall(node, mapped.generation, [NewChunk(ChunkKey("promised"), 7, 100)])
-        (answer,) = store._driver._call_peers([(MASTER, commit.call)], 5.0)
-        assert commit.results(answer) == [CommitResult.ACCEPTED]
+        commit = CommitCall(store._driver.context, node, mapped.generation, [NewChunk(ChunkKey("promised"), 7, 100)])
+        answers = store._driver._call_peers(commit.calls, 5.0)
+        assert commit.results(answers) == [CommitResult.ACCEPTED]
         assert store.exists("promised")
         began = time.monotonic()
         with pytest.raises(ChunkNotFound):

@@ -166,7 +166,6 @@ def test_a_put_that_needs_the_whole_node_gets_the_buffers_back(cluster: Cluster)
 
 _USES = """
 from tanghulu.store.client.logic.commit import CommitCall
-from tanghulu.store.client.logic.effects import MASTER
 from tanghulu.store.protocol.write_buffer import Record, pack_record
 from tanghulu.store.protocol.types import NewChunk
 import xxhash
@@ -189,9 +188,8 @@ def fill():
 
 def commit():
     generation = driver.context.mapped[node].generation
-    commit = CommitCall(node, generation, [NewChunk(key, 77, len(data))])
-    (reply,) = driver._exchange(MASTER, [commit.call], 1.0)
-    assert [each.name for each in commit.results(reply)] == ["ACCEPTED"]
+    commit = CommitCall(driver.context, node, generation, [NewChunk(key, 77, len(data))])
+    assert [each.name for each in commit.results(driver._call_peers(commit.calls, 1.0))] == ["ACCEPTED"]
 
 def half_a_record():
     torn = pack_record(record, writer._written)[:40]

@@ -39,19 +39,26 @@ def test_every_example_does_what_it_says(said: dict[str, bytes]) -> None:
 
     assert json.loads(answer("/ready")) == {"ready": True, "missing": []}
     assert json.loads(answer("'forty-two'"))["existed"] is False
-    assert answer("curl -sS /v1/values/kv/answer") == b"forty-two"
+    assert answer("curl -sS /v1/values/demo/answer") == b"forty-two"
     assert answer("-r 6-8") == b"two"
     assert b"content-length: 9" in answer("-I ")
-    assert json.loads(answer("-T big.bin"))["key"] == "kv/big"
+    assert json.loads(answer("-T big.bin"))["key"] == "demo/big"
     assert answer("cmp - big.bin") == b""
-    assert [row["key"] for row in json.loads(answer("limit=100"))["chunks"]] == ["kv/answer", "kv/big"]
-    assert json.loads(answer("curl -sS /v1/chunks/kv/answer"))["size_bytes"] == 9
+    assert [row["key"] for row in json.loads(answer("limit=100"))["chunks"]] == ["demo/answer", "demo/big"]
+    assert json.loads(answer("curl -sS /v1/chunks/demo/answer"))["size_bytes"] == 9
     assert json.loads(answer("/v1/stat"))["num_nodes"] == 1
     assert json.loads(answer("/v1/check")) == {"num_chunks": 2, "findings": [], "left": []}
-    assert sum(row["num_chunks"] for row in json.loads(answer("/v1/evict")).values()) >= 1
-    assert set(json.loads(answer("/v1/policy")).values()) == {"s3-fifo"}
+    assert sum(row["num_chunks"] for row in json.loads(answer("/v1/evict")).values()) == 1
+    assert set(json.loads(answer("/v1/policy")).values()) == {"lru"}
     assert answer("/v1/events").count(b"event: ") >= 2
     assert json.loads(answer("-X DELETE '/v1/chunks?prefix"))["missing"] == []
+
+
+def test_no_example_touches_what_workers_keep_or_how_the_cluster_runs() -> None:
+    assert COMMANDS is not None
+    assert "kv/" not in COMMANDS[1]
+    assert "PUT http://127.0.0.1:7480/v1/policy" not in COMMANDS[1]
+    assert '"bytes"' not in COMMANDS[1]
 
 
 def test_the_page_names_every_route_and_every_option() -> None:

@@ -11,26 +11,31 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
 from tanghulu.discovery.base import Instance
+from tanghulu.errors import KeysMoved
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.grpc_edge import channel
 from tanghulu.runtime.process import Process, SupervisorLine
 from tanghulu.store.directory_feed import DirectoryEvent, DirectoryEventKind, follow_directory
+from tanghulu.store.master import main as master_main
 from tanghulu.store.master.directory.chunk_table import FoundChunk
+from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.main import MasterConfig, serve
 from tanghulu.store.master.rpc import wire as master_wire
 from tanghulu.store.protocol import methods
-from tanghulu.store.protocol.key_slots import NUM_SLOTS, range_of
+from tanghulu.store.protocol.key_slots import NUM_RANGES, NUM_SLOTS, range_of
 from tanghulu.store.protocol.messages import LocateRequest
+from tanghulu.store.protocol.range_map import RangeMap
+from tanghulu.store.protocol.terms import Renewals
 from tanghulu.types import Address, InstanceId, Place, Role
 from tests.free_ports import free_port
 
@@ -44,8 +49,66 @@ class InProcess(Process):
     address: asyncio.Future[Address]
 
 
+class FixedOwnership:
+    """What the test says that one of several masters owns, and what it knows of the others."""
+
+    shares = True
+    renewals = Renewals()  # callers are to believe it without a proof
+
+    def refusal(self) -> KeysMoved:
+        return KeysMoved.known_in(self.map.version)
+
+    def __init__(self) -> None:
+        self._owned: frozenset[int] = frozenset()
+        self.map = RangeMap(1, 77, (None,) * NUM_RANGES, (0,) * NUM_RANGES)
+        #: Called once, when this master is asked the next time what it owns: in the middle of a call.
+        self.on_asked: Callable[[], Any] | None = None
+        #: The master's; it forgets and begins ranges as they go and come.
+        self.directory: RangeDirectories | None = None
+
+    @property
+    def owned(self) -> frozenset[int]:
+        asked, self.on_asked = self.on_asked, None
+        if asked is not None:
+            asked()
+        return self._owned
+
+    @owned.setter
+    def owned(self, numbers: frozenset[int]) -> None:
+        self.own(numbers, again=frozenset())
+
+    def own(self, numbers: frozenset[int], *, again: frozenset[int]) -> None:
+        """Own these ranges; ``again``: those that this master had, and has lost meanwhile."""
+        self._owned = numbers
+        if self.directory is not None:
+            for number in self.directory.owned - (numbers - again):
+                self.directory.forget_range(number)
+            for number in numbers - self.directory.owned:
+                self.directory.begin_range(number)
+
+    def __repr__(self) -> str:
+        return f"FixedOwnership({len(self._owned)} ranges of {self.map})"
+
+
+@contextmanager
+def _forgetting(ownership: FixedOwnership) -> Iterator[None]:
+    """Masters that are made meanwhile know of a range only what they were told since they own it."""
+    original = master_main.Master
+
+    def make(*arguments: Any, **options: Any) -> Any:
+        master = original(*arguments, **options)
+        ownership.directory = master.directory
+        return master
+
+    master_main.Master = make  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        master_main.Master = original  # type: ignore[misc]
+
+
 @asynccontextmanager
-async def master_here(**options: Any) -> AsyncIterator[InProcess]:
+async def master_here(ownership: FixedOwnership | None = None, **options: Any) -> AsyncIterator[InProcess]:
     """A master in this event loop."""
     with tempfile.TemporaryDirectory(prefix="th-master-") as run_dir:
         config = MasterConfig(port=0, **{"rebuild_s": 0.2, **options})
@@ -59,7 +122,7 @@ async def master_here(**options: Any) -> AsyncIterator[InProcess]:
             secrets.randbits(48),
         )
         process.address = asyncio.get_running_loop().create_future()
-        serving = asyncio.create_task(serve(process, config))
+        serving = asyncio.create_task(serve(process, config, ownership))
         await asyncio.wait({serving, process.address}, return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             serving.result()
@@ -69,6 +132,47 @@ async def master_here(**options: Any) -> AsyncIterator[InProcess]:
             process.stopping.set()
             await serving
         assert not os.listdir(run_dir)
+
+
+class SeveralMasters:
+    """Masters in this event loop that share the ranges as the test says. The first leads."""
+
+    def __init__(self, masters: Sequence[InProcess], ownerships: Sequence[FixedOwnership]) -> None:
+        self.addresses = [master.address.result() for master in masters]
+        self.ownerships = ownerships
+        self._version = 10
+
+    def share(self, owner_of: Callable[[int], int | None], *, told: Sequence[int] | None = None) -> RangeMap:
+        """Give range n to the master of that index, or to nobody; ``told`` of them hear it, None: all."""
+        before, self._version = self.ownerships[0].map, self._version + 10
+        indexes = [owner_of(number) for number in range(NUM_RANGES)]
+        owners = tuple(None if each is None else self.addresses[each] for each in indexes)
+        kept = [owner is None or owner == was for owner, was in zip(owners, before.owners, strict=True)]
+        terms = tuple(t if same else self._version for t, same in zip(before.terms, kept, strict=True))
+        known = RangeMap(self._version, before.cluster, owners, terms)
+        for index, ownership in enumerate(self.ownerships):
+            ownership.owned = frozenset(number for number, each in enumerate(indexes) if each == index)
+            if told is None or index in told:
+                ownership.map = known
+        return known
+
+
+@asynccontextmanager
+async def several_masters_here(
+    num_masters: int = 2, *, forget: bool = False, **options: Any
+) -> AsyncIterator[SeveralMasters]:
+    """Masters that own the ranges in turn: with two of them the first has the even ranges.
+
+    ``forget``: who comes to own a range knows nothing of it until nodes have told it; else what it was told before.
+    """
+    async with AsyncExitStack() as stack:
+        ownerships, masters = [FixedOwnership() for _ in range(num_masters)], []
+        for each in ownerships:
+            with _forgetting(each) if forget else nullcontext():
+                masters.append(await stack.enter_async_context(master_here(each, **options)))
+        several = SeveralMasters(masters, ownerships)
+        several.share(lambda number: number % num_masters)
+        yield several
 
 
 class MasterProcess:
@@ -160,6 +264,7 @@ class FakeNode:
         self.instance = instance
         self.chunks: dict[str, tuple[int, int]] = {}
         self.num_reports = 0
+        self.map_version = 0  # 0: the node takes the master for the owner of everything
 
     @classmethod
     async def connect(cls, address: Address, instance: Instance) -> FakeNode:
@@ -182,6 +287,8 @@ class FakeNode:
             deleted=deleted,
             capacity_bytes=capacity,
             report_id=report_id,
+            map_version=self.map_version,
+            owned=1 if self.map_version else 0,
         )
         if piece is not None:
             request.piece.CopyFrom(piece)

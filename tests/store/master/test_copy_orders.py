@@ -34,6 +34,14 @@ def test_orders_keep_to_their_window_and_rate() -> None:
     orders.check()
 
 
+def test_an_owner_of_a_part_of_the_keys_orders_at_its_share_of_the_rate() -> None:
+    orders = CopyOrders(1000.0)
+    orders.share = 0.25
+    orders.order(Copy("k0", 1, 500, "a", "b", Reason.DRAIN), 0.0)
+    assert not orders.has_room("a", 0.5), "125 of the 250 that are owed"
+    assert orders.has_room("a", 1.1)
+
+
 @pytest.mark.parametrize("gone", ["a", "b"])
 def test_orders_of_a_node_that_is_gone_are_closed(gone: str) -> None:
     orders = CopyOrders(1e9)

@@ -21,7 +21,7 @@ from tanghulu.store.master.replication.demand import (
 )
 from tanghulu.store.master.replication.orders import Copy, Drop, Reason
 from tanghulu.store.master.replication.planner import GRACE_S, CopyPlanner
-from tanghulu.store.protocol.key_slots import NUM_SLOTS
+from tanghulu.store.protocol.key_slots import NUM_SLOTS, range_of, slot_of
 from tanghulu.types import Address, InstanceId, Place, Role
 
 SIZE = 1000
@@ -191,6 +191,27 @@ def test_a_node_that_is_still_written_to_is_not_drained() -> None:
     world.run(1.0)
     assert world.planner.progress("a").drained
     assert world.chunks["b"] == world.chunks["a"]
+
+
+def test_a_range_that_comes_is_walked_over_before_a_node_is_drained() -> None:
+    """Its last owner had not copied the key "late" yet."""
+    world = World("a", "b")
+    world.put("a", num=50)
+    world.drain("a")
+    world.run(5.0)
+    assert world.planner.progress("a") == (0, True)
+    world.directory.forget_range(range_of("late"))
+    world.directory.begin_range(range_of("late"))
+    assert not world.planner.progress("a").drained
+    world.chunks["a"].add("late")
+    for name, keys in world.chunks.items():
+        piece = ReportPiece(0, NUM_SLOTS, [(key, 7, SIZE, 0) for key in sorted(keys, key=slot_of)])
+        world.directory.announce(NodeAnnouncement(name, 1, report_id=2, piece=piece), world.now_s)
+    assert world.directory.is_ready
+    assert not world.planner.progress("a").drained
+    world.run(5.0)
+    assert world.planner.progress("a") == (0, True)
+    assert world.holders("late") == {"a", "b"}
 
 
 def test_the_last_node_cannot_be_drained() -> None:

@@ -41,10 +41,14 @@ def test_a_vacant_key_is_campaigned_for_and_kept() -> None:
     assert election.seen(KeyHolder("me:1", 7), 7) == [], "its own key"
     assert election.leads(12.69)
     assert not election.leads(12.7), "counted from before it asked, with a margin"
-    assert election.tick(10.5) == [Renew(5)]
+    assert election.tick(10.5) == [Renew(5, 2)], "the grant was the first"
     assert election.tick(10.51) == [], "one renewal at a time"
-    assert election.renewed(5, 10.5, known=True) == []
+    assert election.renewed(Renew(5, 2), 10.5, known=True) == []
     assert election.leads(13.19)
+    assert (election.num_asked, election.num_confirmed) == (2, 2)
+    assert election.renew(10.9) == [Renew(5, 3)], "for a caller that wants a proof"
+    assert (election.num_asked, election.num_confirmed) == (3, 2)
+    assert election.tick(11.0) == [], "so the next is due later"
     election.check()
 
 
@@ -52,7 +56,7 @@ def test_a_leader_that_stood_still_steps_down_by_its_own_clock() -> None:
     election = leading()
     assert election.tick(99.0) == [StepDown(), Revoke(5)]
     assert election.state is ElectionState.FOLLOWING, "its key may still be there; etcd tells when it goes"
-    assert election.renewed(5, 10.5, known=True) == [], "an answer that comes too late changes nothing"
+    assert election.renewed(Renew(5, 2), 10.5, known=True) == [], "an answer that comes too late changes nothing"
     assert election.seen(None, 9) == []
     assert election.tick(99.0 + RETRY_S) == [Apply()]
 
@@ -66,7 +70,7 @@ def test_what_deposes_a_leader(how: str) -> None:
         case "deleted":
             instructions = election.seen(None, 9)
         case "lease gone":
-            instructions = election.renewed(5, 10.5, known=False)
+            instructions = election.renewed(Renew(5, 2), 10.5, known=False)
         case _:
             assert election.outranked(7, 10.5) == [], "its own term is no news"
             instructions = election.outranked(8, 10.5)
@@ -179,11 +183,11 @@ class World:
                     self.set_key(KeyHolder(f"m:{index}", 0), lease)
                 holder, revision = self.key or KeyHolder("gone:1", self.revision), self.revision
                 self.answer(index, lambda m: m.campaigned(holder, revision, won=won, now_s=self.now_s), lost=lost)
-            case Renew(lease) if not lost:
+            case Renew(lease) as renewal if not lost:
                 known = lease in self.leases
                 if known:
                     self.leases[lease] = self.now_s + TTL_S
-                self.deliver(index, lambda m: m.renewed(lease, asked_s, known=known))
+                self.deliver(index, lambda m: m.renewed(renewal, asked_s, known=known))
             case Revoke(lease) if not lost:
                 self.drop(lease)
             case Lead(term):

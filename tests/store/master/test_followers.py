@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tanghulu.errors import Overloaded
+from tanghulu.errors import KeysMoved, Overloaded
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.directory_feed import DirectoryEventKind
@@ -20,7 +20,7 @@ from tanghulu.store.master.directory.rebuild import ALONE_S
 from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.rpc.followers import follow
 from tanghulu.store.master.server import MasterServer
-from tanghulu.store.protocol.key_slots import NUM_SLOTS
+from tanghulu.store.protocol.key_slots import NUM_RANGES, NUM_SLOTS, range_of
 from tests.store.master.running_master import instance
 
 K = DirectoryEventKind
@@ -108,3 +108,58 @@ async def test_no_snapshot_before_the_directory_is_complete() -> None:
     shell.changed()
     assert (await waiting).events[0].kind == pb.DirectoryEvent.RESET
     await stream.aclose()
+
+
+EVERY = (1 << NUM_RANGES) - 1
+
+
+async def test_a_range_that_leaves_is_told_among_the_changes_and_the_others_go_on() -> None:
+    shell = make_shell()
+    stream = follow(shell, pb.EventsRequest(ranges=EVERY))
+    await kinds_until_synced(stream)
+    shell.master.directory.forget_range(range_of("k"))
+    other = next(key for key in ("a", "b", "c") if range_of(key) != range_of("k"))
+    store(shell, other)
+    moved, stored = (await anext(stream)).events
+    assert (moved.kind, moved.ranges) == (pb.DirectoryEvent.MOVED, 1 << range_of("k"))
+    assert (stored.kind, list(stored.keys)) == (pb.DirectoryEvent.STORED, [other])
+    await stream.aclose()
+
+
+async def test_who_knows_the_other_ranges_gets_the_snapshot_of_one_alone() -> None:
+    shell = make_shell()
+    other = next(key for key in ("a", "b", "c") if range_of(key) != range_of("k"))
+    store(shell, other)
+    last, fresh = shell.master.directory.log.last, 1 << range_of("k")
+    stream = follow(
+        shell,
+        pb.EventsRequest(ranges=EVERY, fresh=fresh, after_sequence=last, master_generation=shell.master.generation),
+    )
+    events: list[pb.DirectoryEvent] = []
+    while not events or events[-1].kind != pb.DirectoryEvent.SYNCED:
+        events += (await anext(stream)).events
+    assert [key for event in events for key in event.keys] == ["k"]
+    assert {event.ranges for event in events if event.kind != pb.DirectoryEvent.STORED} == {fresh}
+    await stream.aclose()
+
+
+async def test_a_range_that_is_not_known_whole_is_waited_for_and_the_others_are_told() -> None:
+    shell = make_shell()
+    shell.master.directory.forget_range(range_of("k"))
+    shell.master.directory.begin_range(range_of("k"))
+    stream = follow(shell, pb.EventsRequest(ranges=EVERY))
+    synced = 0
+    while not synced:
+        synced = sum(e.ranges for e in (await anext(stream)).events if e.kind == pb.DirectoryEvent.SYNCED)
+    assert synced == EVERY & ~(1 << range_of("k"))
+    await stream.aclose()
+
+
+async def test_who_follows_an_only_master_is_sent_on_when_others_own_ranges_too() -> None:
+    shell = make_shell()
+    stream = follow(shell, pb.EventsRequest())
+    await kinds_until_synced(stream)
+    shell.master.directory.forget_range(range_of("k"))
+    shell.changed()
+    with pytest.raises(KeysMoved):
+        await anext(stream)

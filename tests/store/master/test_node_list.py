@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -12,9 +13,11 @@ from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory.announcement import NodeAnnouncement
 from tanghulu.store.master.metrics import MasterMetrics
+from tanghulu.store.master.replication.planner import Progress
 from tanghulu.store.master.rpc.node_list import NodeList
 from tanghulu.store.master.server import MasterServer
-from tests.store.master.running_master import instance
+from tanghulu.store.protocol.key_slots import NUM_RANGES
+from tests.store.master.running_master import FixedOwnership, instance
 
 
 class Asking:
@@ -83,3 +86,23 @@ def test_versions_of_another_generation_are_other_versions(asking: Asking) -> No
     asking.master.register(instance("n1"), 60.0, 0.0)
     assert asking.ask() == ["n1"]
     assert asking.ask() is None
+
+
+@pytest.mark.parametrize("num_owned", [NUM_RANGES, NUM_RANGES - 1])
+def test_one_of_several_owners_tells_the_term_of_now_and_of_no_drain_that_is_over(
+    num_owned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has heard of the later map would refuse the list for ever."""
+    ownership, clock = FixedOwnership(), ManualClock()
+    ownership.owned = frozenset(range(num_owned))
+    master = Master(5, clock.now_s(), rng=Random(1))
+    master.register(instance("n1", attributes={"draining": "true"}), 60.0, 0.0)
+    monkeypatch.setattr(master.copies, "progress", lambda node_id: Progress(0, drained=True))
+    server = MasterServer(master, clock, MasterMetrics(CollectorRegistry()), Random(1), ownership=ownership)
+    nodes = NodeList(server)
+    first = pb.NodesReply.FromString(nodes.answer(pb.NodesRequest(versioned=True)))
+    assert [node.drained for node in first.nodes] == [num_owned == NUM_RANGES]
+    ownership.map = replace(ownership.map, version=50)
+    known = pb.NodesRequest(versioned=True, known_version=first.version, known_generation=5)
+    again = pb.NodesReply.FromString(nodes.answer(known))
+    assert (again.unchanged, first.term, again.term) == (True, 1, 50)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tanghulu.store.directory_feed import EventCursor
+from tanghulu.store.followed_ranges import EventCursor
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, ReportPiece
 from tanghulu.store.master.directory.events import EventRing, Lagged

@@ -123,8 +123,8 @@ def test_each_range_counts_its_own_slots(told: list[int], key: str) -> None:
     ranges = [Rebuild(number) for number in range(NUM_RANGES)]
     assert not ranges[range_of(key)].knows(key)
     for num_slots in told:
-        for each in ranges:
-            each.told(num_slots)
+        for number, each in enumerate(ranges):
+            each.told(min(max(num_slots - RANGE_SLOTS * number, 0), RANGE_SLOTS))
     known = max(told, default=0)
     assert sum(each.num_known_slots for each in ranges) == known
     assert sum(each.is_ready for each in ranges) == known // RANGE_SLOTS

@@ -52,13 +52,13 @@ class AnyNode(RuleBasedStateMachine):
 
     @rule(answers=st.lists(st.booleans(), min_size=8, max_size=8), fails=st.booleans())
     def announce(self, answers: list[bool], fails: bool) -> None:
-        message = self.state.reports.take()
+        message = self.state.reports.leader.take()
         if fails:
-            self.state.reports.requeue()
+            self.state.reports.leader.requeue()
             return
         for chunk, accepted in zip(message.added, answers, strict=False):
             self.state.reported(chunk, accepted=accepted)
-        self.state.reports.done()
+        self.state.reports.leader.done()
 
     @rule(key=st.sampled_from("abcdefgh"))
     def give_up(self, key: str) -> None:

@@ -86,8 +86,8 @@ async def test_a_committed_value_is_live_at_once_and_announced_with_the_next_mes
     assert await rig.say() == [False]
     assert fill.chunk.state is ChunkState.LIVE
     assert fill.chunk.checksums == SUM
-    assert not rig.state.reports.urgent
-    assert rig.state.reports.take().added == [fill.chunk]
+    assert not rig.state.reports.leader.urgent
+    assert rig.state.reports.leader.take().added == [fill.chunk]
 
 
 @pytest.mark.parametrize(("term", "stands"), [(7, False), (9, True), (11, True), (0, True)])
@@ -109,7 +109,7 @@ async def test_what_was_not_committed_for_this_run_waits_for_the_master(
     fill = rig.here("k")
     await rig.say(told=told, generation=generation)
     assert fill.chunk.state is ChunkState.ANNOUNCING
-    assert rig.state.reports.urgent
+    assert rig.state.reports.leader.urgent
 
 
 async def test_an_aborted_value_leaves_nothing(rig: FillRig) -> None:
@@ -218,8 +218,8 @@ async def test_a_committed_value_whose_key_the_master_has_confirmed_otherwise_is
     theirs = put(rig.state, new("k", version=2))
     assert not isinstance(theirs, Existed)
     rig.state.reports.confirm([theirs.chunk], 9.0, rig.words.append)
-    rig.state.reports.take()
-    rig.state.reports.done()
+    rig.state.reports.leader.take()
+    rig.state.reports.leader.done()
     rig.state.reported(theirs.chunk, accepted=True)
     assert await rig.say() == [True]
     assert rig.words == [[True]]

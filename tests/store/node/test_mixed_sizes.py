@@ -373,7 +373,7 @@ def test_a_seeded_life(seed: int, small_steps: None) -> None:
             waiting.remove(waiter)
             took(outcome)
         state.chunks.end_call()
-        state.reports.take()
-        state.reports.done()
+        state.reports.leader.take()
+        state.reports.leader.done()
         node.check()
     assert state.chunks.space.num_moved > 0

@@ -11,9 +11,10 @@ from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.state import report_queue
 from tanghulu.store.node.state.chunk import TRANSITIONS, Chunk, ChunkEvent, ChunkState, compact
 from tanghulu.store.node.state.outcomes import Existed, Reserved, Waiter
-from tanghulu.store.node.state.report_queue import MAX_RETRACTED, ReportQueue
+from tanghulu.store.node.state.report_queue import MAX_RETRACTED
+from tanghulu.store.node.state.report_queues import ReportQueues
 from tanghulu.store.protocol.checksums import Checksums
-from tanghulu.store.protocol.key_slots import NUM_SLOTS, slot_of
+from tanghulu.store.protocol.key_slots import NUM_SLOTS, known_below, slot_of
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey
 from tests.store.node.rig import CAPACITY, COPIES, GENERATION, LEASE_MS, MAPS, SUM, commit, keys, make_state, new, put
@@ -40,10 +41,10 @@ def test_a_chunk_is_served_once_the_master_took_it() -> None:
     assert state.chunks.find(ChunkKey("a")) is None
     commit(state, outcome.lease_id, 1, SUM, visible=True)
     assert state.chunks.find(ChunkKey("a")) is None, "announcing"
-    message = state.reports.take()
+    message = state.reports.leader.take()
     assert [c.key for c in message.added] == ["a"]
     state.reported(message.added[0], accepted=True)
-    state.reports.done()
+    state.reports.leader.done()
     assert state.chunks.find(ChunkKey("a")) is not None
     state.check()
 
@@ -276,7 +277,7 @@ def test_a_failed_message_is_told_again_unless_it_is_outdated() -> None:
     state = make_state()
     put(state, new("a"))
     put(state, new("b"))
-    queue = state.reports
+    queue = state.reports.leader
     assert {c.key for c in queue.take().added} == {"a", "b"}
     state.chunks.remove(ChunkKey("a"))
     put(state, new("c"))
@@ -291,7 +292,7 @@ def test_a_failed_message_is_told_again_unless_it_is_outdated() -> None:
 def test_puts_that_came_to_nothing_are_retracted_once() -> None:
     """Whichever way: given back, its lease ended, its checksums wrong, or after a put of the key that was faster."""
     state = make_state()
-    queue = state.reports
+    queue = state.reports.leader
     back, ended, wrong, late = (state.reserve(new(key), COPIES) for key in "abcd")
     assert isinstance(back, Reserved)
     assert isinstance(ended, Reserved)
@@ -324,21 +325,21 @@ def test_puts_that_came_to_nothing_are_retracted_once() -> None:
 
 
 def test_withdrawals_are_bounded() -> None:
-    queue = ReportQueue()
+    queues = ReportQueues()
     for version in range(MAX_RETRACTED + 10):
-        queue.retract(ChunkKey("k"), version)
-    assert len(queue.take().retracted) == MAX_RETRACTED
-    queue.done()
-    queue.retract(ChunkKey("k"), 10**6)
-    assert queue.has_retracted(ChunkKey("k"), 10**6)
-    assert not queue.has_retracted(ChunkKey("k"), 0)
-    queue.check()
+        queues.retract(ChunkKey("k"), version)
+    assert len(queues.leader.take().retracted) == MAX_RETRACTED
+    queues.leader.done()
+    queues.retract(ChunkKey("k"), 10**6)
+    assert queues.has_retracted(ChunkKey("k"), 10**6)
+    assert not queues.has_retracted(ChunkKey("k"), 0)
+    queues.check()
 
 
 def test_a_report_comes_in_pieces() -> None:
     state = make_state()
     put(state, new("a"))
-    queue = state.reports
+    queue = state.reports.leader
     queue.take()
     queue.done()
     state.reported(next(iter(state.chunks.table)), accepted=True)
@@ -349,7 +350,7 @@ def test_a_report_comes_in_pieces() -> None:
     assert message.report_id, "it waits until it is granted"
     assert (message.piece, [c.key for c in message.added], message.unconfirmed) == (None, ["b"], [True])
     queue.done()
-    queue.granted(10, 0)
+    queue.granted(10, known_below(0))
     assert queue.urgent
     for _ in range(2):
         message = queue.take()
@@ -360,7 +361,7 @@ def test_a_report_comes_in_pieces() -> None:
             queue.requeue()
             assert queue.take().piece is None, "a grant ends with the connection"
             queue.done()
-            queue.granted(10, 0)
+            queue.granted(10, known_below(0))
     queue.done()
     assert not queue.waits_for_master
 
@@ -368,17 +369,17 @@ def test_a_report_comes_in_pieces() -> None:
 def test_a_put_that_the_master_cannot_decide_waits_until_its_slot_is_known() -> None:
     state = make_state()
     put(state, new("k"))
-    queue = state.reports
+    queue = state.reports.leader
     message = queue.take()
     (chunk,) = message.added
     queue.done()
-    queue.granted(0, slot_of("k"))  # all slots below its own
+    queue.granted(0, known_below(slot_of("k")))  # all slots below its own
     queue.again(chunk)
     state.check()
     assert queue.is_pending(chunk)
     assert queue.empty
     assert queue.waits_for_master
-    queue.granted(0, slot_of("k") + 1)
+    queue.granted(0, known_below(slot_of("k") + 1))
     message = queue.take()
     assert (message.added, message.unconfirmed) == ([chunk], [True])
 
@@ -386,7 +387,7 @@ def test_a_put_that_the_master_cannot_decide_waits_until_its_slot_is_known() -> 
 def test_removals_that_no_master_takes_are_bounded_and_end_in_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report_queue, "MAX_QUEUED_REMOVALS", 10)
     state = make_state()
-    queue = state.reports
+    queue = state.reports.leader
     for number in range(30):
         put(state, new(f"k{number}"))
         state.chunks.evict(next(iter(state.chunks.table)))
@@ -400,7 +401,7 @@ def test_removals_that_no_master_takes_are_bounded_and_end_in_a_report(monkeypat
     assert not queue.removals_told
     state.report_all()
     queue.sort_report(100)
-    queue.granted(100, 0)
+    queue.granted(100, known_below(0))
     message = queue.take()
     assert message.piece is not None
     assert [c.key for c in message.piece.chunks] == ["stays"]

@@ -31,7 +31,7 @@ def test_what_is_published_becomes_a_chunk_where_it_lies() -> None:
     found = rig.state.chunks.find(ChunkKey("b"))
     assert found is not None
     assert found.pin is Pin.SOFT
-    assert [chunk.key for chunk in rig.state.reports.take().added] == ["a", "b"]
+    assert [chunk.key for chunk in rig.state.reports.leader.take().added] == ["a", "b"]
     rig.check()
 
 
@@ -39,12 +39,12 @@ def test_a_message_does_not_leave_for_them_alone() -> None:
     rig = Rig()
     rig.put(rig.open(), "a")
     rig.state.drain_buffers()
-    queue = rig.state.reports
+    queue = rig.state.reports.leader
     assert not queue.urgent
     assert not queue.empty
     chunk = rig.state.chunks.find(ChunkKey("a"))
     assert chunk is not None
-    queue.confirm([chunk], 9.0, lambda words: None)
+    rig.state.reports.confirm([chunk], 9.0, lambda words: None)
     assert queue.urgent
     rig.state.chunks.remove(ChunkKey("a"))
     assert not queue.urgent
@@ -264,10 +264,10 @@ def test_it_displaces_what_the_master_has_not_confirmed() -> None:
         rig.state.commit(reserved.chunk, new(key).checksums, CommittedBy.NODE)  # type: ignore[arg-type]
         rig.state.reports.confirm([reserved.chunk], 9.0, words.append)
         if confirmed:
-            message = rig.state.reports.take()
+            message = rig.state.reports.leader.take()
             for chunk in message.added:
                 rig.state.reported(chunk, accepted=True)
-            rig.state.reports.done()
+            rig.state.reports.leader.done()
         rig.put(writer, key, version=2)
         rig.state.drain_buffers()
         rig.check()

@@ -41,6 +41,7 @@ from tanghulu.store.node.state.chunk_table import Published
 from tanghulu.store.node.state.node_state import make_node_state
 from tanghulu.store.node.state.write_buffers import AREA_BYTES
 from tanghulu.store.node.writes.puts import PutService
+from tanghulu.store.protocol.range_map import PROTOCOL, RANGES_FROM
 from tanghulu.store.protocol.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.store.protocol.write_buffer import HEAD_BYTES
 from tanghulu.transfer_engine.client.requests import TransferBatch, TransferRequest
@@ -50,7 +51,7 @@ from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.types import Address, ChunkKey, InstanceId, LeaseId, Place, Role
-from tests.store.sim.loop import HOST, Network, Pipe, on_host
+from tests.virtual.loop import HOST, Network, Pipe, on_host
 
 MASTER = Address("master", 1)
 LEASE_MS = 3000
@@ -58,7 +59,7 @@ TICK_S = 0.1
 REGISTER_TTL_S = 3.0
 
 
-class _Server(asyncio.Protocol):
+class Server(asyncio.Protocol):
     """What the port mux does for the fast lane: takes the preamble off, then hands the connection over."""
 
     def __init__(self, service: FastService) -> None:
@@ -128,8 +129,16 @@ class SimMaster(SimProcess):
         service = FastService()
         DirectoryCalls(self.shell).serve(service)
         HOST.set(self.host)
-        network.listen(str(MASTER), functools.partial(_Server, service))
+        network.listen(str(MASTER), functools.partial(Server, service))
         self.spawn(self.shell.run())
+
+    def registered(self, instance: Instance, lease_id: int) -> int:
+        """Enter a node, or renew its lease; returns the lease's id."""
+        now_s = self.shell.now_s
+        if not lease_id or not self.core.keep_alive(instance.id, lease_id, now_s):
+            lease_id = self.core.register(instance, REGISTER_TTL_S, now_s)
+        self.shell.changed()
+        return lease_id
 
     def check(self) -> None:
         """Assert the core's invariants."""
@@ -163,7 +172,12 @@ class SimNode(SimProcess):
             buffer_memory=(view, capacity_bytes),
         )
         self.reporter = Reporter(
-            self.state, MasterFinder(MASTER), generation, self._changed, self._not_registered, self._ordered
+            self.state,
+            MasterFinder(world.masters_named),
+            generation,
+            self._changed,
+            self._not_registered,
+            self._ordered,
         )
         self.puts = PutService(self.state, view, self.reporter)
         self.sessions = _SimSessions(self.state, self._changed)
@@ -174,7 +188,7 @@ class SimNode(SimProcess):
         NodeService(identity, self.state, self.puts, self.sessions, traffic).serve(service)
         self._register_now = asyncio.Event()
         HOST.set(self.host)
-        network.listen(str(self.address), functools.partial(_Server, service))
+        network.listen(str(self.address), functools.partial(Server, service))
         for coroutine in (self._stay_registered(), self.reporter.run(self.id)):
             self.spawn(coroutine)
         network.loop.call_later(TICK_S, self._tick)
@@ -192,16 +206,9 @@ class SimNode(SimProcess):
             self.state.chunks.let_go(ChunkKey(key), version)
 
     async def _stay_registered(self) -> None:
-        """What MasterDiscovery does by gRPC."""
         lease_id = 0
         while True:
-            await asyncio.sleep(self.network.latency_s(self.host, "master"))
-            current = self._world.master
-            if current.alive and not self.network.is_cut(self.host, "master"):
-                core, now_s = current.core, current.shell.now_s
-                if not lease_id or not core.keep_alive(self.id, lease_id, now_s):
-                    lease_id = core.register(self._instance(), REGISTER_TTL_S, now_s)
-                current.shell.changed()
+            lease_id = await self._world.registered(self._instance(), lease_id)
             self._register_now.clear()
             try:
                 async with asyncio.timeout(REGISTER_TTL_S / 3):
@@ -210,7 +217,7 @@ class SimNode(SimProcess):
                 continue
 
     def _instance(self) -> Instance:
-        memory = {"memory_bytes": str(self.capacity_bytes), "host_id": self.host}
+        memory = {"memory_bytes": str(self.capacity_bytes), "host_id": self.host, PROTOCOL: str(RANGES_FROM)}
         place = Place("zone", f"rack-{len(self.id) % 3}", self.host)
         return Instance(
             self.id,
@@ -357,7 +364,7 @@ class SimEngine:
 
 def open_client(world: Any, host: str, near: str, client_id: str) -> AsyncClient:
     """A client of the production's asyncio driver on ``host``, which is that of the node ``near`` if one is named."""
-    master = Masters.parse(str(MASTER))
+    master = Masters.parse(world.masters_named)
     if near:
         client = AsyncClient(Settings(master=master, client_id=client_id, host_id=near))
     else:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 FAULTS = ("crash", "cut", "cut", "isolate", "slow", "tear", "tear", "master", "kill", "kill", "mend")
+MASTER_FAULTS = ("stop", "freeze", "hold", "etcd away", "etcd cut", "fall", "leave", "master cut")
 SIZES = (10, 100, 3000, 70_000, 120_000)
 
 
@@ -27,6 +28,9 @@ class Plan:
     waits: float = 0.0  # for keys, each followed by a get
     near: float = 0.4  # how many clients live on a node's host, where they map its memory
     batch: int = 0  # put so many values a call; 0: one, of one to three replicas
+    num_masters: int = 0  # that share the ranges of keys, see ``shared_world``; 0: one owns everything
+    master_faults: float = 0.0  # how many of the faults are of those masters, or of their etcd
+    master_kinds: tuple[str, ...] = MASTER_FAULTS
 
     def value(self, rng: Random, key: str) -> bytes:
         """One that names its key."""
@@ -52,6 +56,19 @@ class Plan:
             node_bytes=(256 << 10) if small else (4 << 20),
             fault_every_s=rng.choice((0.3, 1.0, 3.0)),
             sizes=SIZES if small or rng.random() < 0.7 else (100, 1_200_000),
+        )
+
+    @classmethod
+    def shared(cls, rng: Random) -> Plan:
+        """A drawn plan of a store with several masters."""
+        faults = tuple(each for each in FAULTS if each != "master")
+        plan = cls.of(rng)
+        return replace(
+            plan,
+            num_nodes=min(plan.num_nodes, 5),
+            num_masters=rng.choice((1, 2, 2, 3, 3, 4)),
+            master_faults=rng.choice((0.3, 0.6, 1.0)),
+            faults=faults,
         )
 
 

@@ -20,13 +20,14 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from tanghulu.discovery.base import Instance
 from tanghulu.errors import ChunkNotFound, TanghuluError
 from tanghulu.store.client.aio import AsyncClient
 from tanghulu.store.node.state.chunk import ChunkState
-from tests.store.sim.actors import SimMaster, SimNode, SimProcess, kill_writers, open_client
-from tests.store.sim.loop import PID, VirtualLoop, on_host
+from tests.store.sim.actors import MASTER, SimMaster, SimNode, SimProcess, kill_writers, open_client
 from tests.store.sim.plan import KeyLife, Plan
-from tests.store.sim.surroundings import collected_garbage, virtual_time
+from tests.virtual.loop import PID, VirtualLoop, on_host
+from tests.virtual.surroundings import collected_garbage, virtual_time
 
 DEADLINE_S = 5.0
 #: How long after a disturbance of a node's or the master's the directory may still be behind.
@@ -41,6 +42,8 @@ _GARBAGE_EVERY = 20
 
 class World:
     """See the module. ``run`` lives one seed's life; it raises AssertionError that names what did not hold."""
+
+    begins_s = 1.0  # until then nobody puts anything, and nothing fails
 
     def __init__(self, seed: int, plan: Plan | None = None) -> None:
         self.seed = seed
@@ -80,6 +83,10 @@ class World:
         if not self._ended:
             self.fail(error)
 
+    def clock_s(self) -> float:
+        """The time; all hosts have the same."""
+        return self.loop.time()
+
     def fail(self, error: BaseException) -> None:
         """Remember the first thing that went wrong."""
         if self._failure is None:
@@ -92,10 +99,10 @@ class World:
     # --- life
 
     async def _live(self) -> None:
-        self._start_master()
+        self._start_masters()
         for number in range(self.plan.num_nodes):
             self._start_node(number)
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(self.begins_s)
         clients = [on_host(f"client-{n}", self._client(n)) for n in range(self.plan.num_clients)]
         ends_s = self.loop.time() + self.plan.seconds
         next_fault_s = self.loop.time() + self.plan.fault_every_s
@@ -108,7 +115,7 @@ class World:
             if self.loop.time() >= next_check_s:
                 next_check_s = self.loop.time() + _CHECK_EVERY_S
                 self.check(_CHECKED_NODES)
-            if self.plan.faults and self.loop.time() >= next_fault_s:
+            if (self.plan.faults or self.plan.master_faults) and self.loop.time() >= next_fault_s:
                 next_fault_s = self.loop.time() + self.rng.expovariate(1 / self.plan.fault_every_s)
                 self._fault()
         self._ended = True
@@ -120,6 +127,34 @@ class World:
         gc.collect()  # a task that nobody refers to is destroyed, and was lost
         self._raise()
         self._ended = True
+
+    # --- masters
+
+    @property
+    def masters_named(self) -> str:
+        """The masters as clients and nodes are told of them."""
+        return str(MASTER)
+
+    @property
+    def master_hosts(self) -> tuple[str, ...]:
+        """The hosts of the masters."""
+        return (MASTER.host,)
+
+    @property
+    def masters(self) -> list[SimMaster]:
+        """The masters that are alive, and the last one if none is."""
+        return [self.master]
+
+    async def registered(self, instance: Instance, lease_id: int) -> int:
+        """Enter the node, or renew its lease: what MasterDiscovery does by gRPC. Returns the lease's id."""
+        host, current = instance.address.host, self.master
+        await asyncio.sleep(self.network.latency_s(host, MASTER.host))
+        if current.alive and not self.network.is_cut(host, MASTER.host):
+            lease_id = current.registered(instance, lease_id)
+        return lease_id
+
+    def _start_masters(self) -> None:
+        self._start_master()
 
     def _start_master(self) -> None:
         self._generation += 1
@@ -137,7 +172,8 @@ class World:
 
     def check(self, num_nodes: int = 1 << 20) -> None:
         """Assert the invariants of the master and of so many nodes."""
-        self.master.check()
+        for master in self.masters:
+            master.check()
         alive = [node for node in self.nodes.values() if node.alive]
         for node in self.rng.sample(alive, min(num_nodes, len(alive))):
             node.check()
@@ -152,10 +188,12 @@ class World:
             case "crash":
                 self._crash(host)
             case "cut":
-                other = self.rng.choice(["master", *(f"client-{n}" for n in range(self.plan.num_clients))])
+                other = self.rng.choice([*self.master_hosts, *(f"client-{n}" for n in range(self.plan.num_clients))])
                 self._cut(host, other, self.rng.uniform(0.2, 8))
-            case "isolate":  # for so long that the master takes it for dead
-                self._cut(host, "master", self.rng.uniform(4, 7))
+            case "isolate":  # for so long that the masters take it for dead
+                seconds = self.rng.uniform(4, 7)
+                for other in self.master_hosts:
+                    self._cut(host, other, seconds)
             case "slow":
                 self._slow(host)
             case "tear":
@@ -194,6 +232,9 @@ class World:
         if not self.master.alive:
             self._start_master()
 
+    def _restart_masters(self) -> None:
+        self._restart_master()
+
     def _cut(self, one: str, other: str, seconds: float) -> None:
         self.network.cut(one, other)
         self._disturb_link(one, other)
@@ -205,7 +246,7 @@ class World:
             self._disturb_link(one, other)
 
     def _disturb_link(self, one: str, other: str) -> None:
-        if other == "master":
+        if other in self.master_hosts:
             self._disturb(one)
 
     def _slow(self, host: str) -> None:
@@ -219,7 +260,7 @@ class World:
 
     def _mend(self) -> None:
         self.network.mend_all()
-        for host in ("master", *self.nodes):
+        for host in (*self.master_hosts, *self.nodes):
             self._disturb(host)
 
     # --- clients
@@ -345,7 +386,7 @@ class World:
         if self.plan.calm:
             self.fail(AssertionError(f"{key} was put at {life.acked_s:.3f} and not found at {began_s:.3f}"))
         calm_s = began_s - CONVERGE_S
-        if self._disturbed_s.get("master", 0.0) > calm_s:
+        if self._disturbed_s.get(MASTER.host, 0.0) > calm_s:
             return
         for host, node in self.nodes.items():
             if node.alive and self._disturbed_s[host] <= calm_s and self._has_held(node, key, began_s):
@@ -360,25 +401,32 @@ class World:
     async def _settle(self) -> None:
         """Heal everything, wait, and compare the directory with the nodes, and reads with both."""
         self._mend()
-        self._restart_master()
+        self._restart_masters()
         for host in self.nodes:
             self._restart_node(int(host.partition("-")[2]))
         await asyncio.sleep(CONVERGE_S)
         self._raise()
         self.check()
         self.counts["put in buffers"] = sum(node.state.buffers.num_taken for node in self.nodes.values())
-        self.counts["retracted"] = self.master.core.directory.num_retracted
+        self.counts["retracted"] = sum(each.core.directory.num_retracted for each in self.masters)
         self.counts["bytes streamed"] = sum(node.traffic.bytes_written["stream"] for node in self.nodes.values())
-        directory = self.master.core.directory
-        assert directory.is_ready, "the directory is not complete"
         for host, node in self.nodes.items():
             node.state.drain_buffers()
             held = {chunk.key for chunk in node.state.chunks.table if chunk.is_live}
-            page, rest = directory.snapshot(directory.walk(), "", 1 << 20)
-            assert not rest
-            listed = set(page.get(host, ()))
+            listed = self._listed(host)
             assert listed == held, f"{host} holds {held - listed} more, {listed - held} less than the directory says"
         await on_host("client-0", self._read_all())
+
+    def _listed(self, host: str) -> set[str]:
+        """The keys that the masters believe the node there to hold."""
+        listed: set[str] = set()
+        for master in self.masters:
+            directory = master.core.directory
+            assert directory.is_ready, f"the directory of {master.host} is not complete"
+            page, rest = directory.snapshot(directory.walk(), "", 1 << 20)
+            assert not rest
+            listed.update(page.get(host, ()))
+        return listed
 
     async def _read_all(self) -> None:
         client = open_client(self, "client-0", "", "the last one")

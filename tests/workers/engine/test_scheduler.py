@@ -74,9 +74,9 @@ def test_what_is_pending_is_told_in_tokens_and_in_pairs() -> None:
     core = scheduler()
     core.add(req("a", 12))
     core.add(req("b", 3))
-    assert (core.num_pending_tokens, core.num_pending_pairs) == (15, 12**2 + 3**2)
+    assert core.pending == (15, 12**2 + 3**2)
     step(core)  # 8 of a's tokens
-    assert (core.num_pending_tokens, core.num_pending_pairs) == (7, 12**2 - 8**2 + 3**2)
+    assert core.pending == (7, 12**2 - 8**2 + 3**2)
 
 
 def test_sequences_in_a_step_are_bounded() -> None:

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
+from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.engine.requests import EngineFinishReason, EngineRequest, PeerExport
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
-from tanghulu.workers.engine.step_plan import FetchWanted, StepPlan
+from tanghulu.workers.engine.step_plan import FetchWanted, ScheduledRun, StepPlan
 from tests.workers.tiny import request
 
 
@@ -31,6 +32,7 @@ class World:
             max_num_seqs=seqs,
             can_fetch=rng.random() < 0.6,
             moves_preempted=rng.random() < 0.5,
+            proposer=NgramProposer(rng.randint(1, 6), least=1) if rng.random() < 0.5 else None,
         )
         self.core = Scheduler(self.config, BlockPool(rng.randint(3, 24)))
         self.fetches: list[FetchWanted] = []
@@ -41,16 +43,21 @@ class World:
         self.computed: Counter[str] = Counter()
         self.num_preempted = 0
         self.prefixes: set[str] = set()
+        self.early: dict[str, list[int]] = {}
+        self.pulls: dict[str, list[int]] = {}
+        self.num_pulled = 0
+        self.num_drafted = self.num_accepted = 0
 
     def run(self) -> None:
         for _ in range(4000):
             self.act()
             self.step()
-            if not self.left and not self.core.has_work and not self.fetches:
+            if not self.left and not self.core.has_work and not self.fetches and not self.pulls:
                 break
         else:
             raise AssertionError(f"somebody starves: {self.core!r}")
-        for name in [*self.ended, *self.prefixes]:
+        self.show_early()
+        for name in [*self.ended, *self.prefixes, *self.early]:
             self.core.held.release_export(RequestId(name))
         self.core.check()
         assert self.core.pool.num_in_use == 0
@@ -74,7 +81,34 @@ class World:
             if rng.random() < 0.2:
                 self.core.held.release_export(RequestId(name))
         self.read_a_prefix()
+        self.show_early()
+        self.pull()
         self.core.check()
+
+    def show_early(self) -> None:
+        """Prefills under way are read for a while, also when they are over."""
+        for change in self.core.early_exports.take():
+            blocks = self.early.setdefault(change.name, [])
+            assert change.over or change.first == len(blocks), "none is left out"
+            blocks += change.block_ids
+        for name in list(self.early):
+            if self.rng.random() < 0.1:
+                self.core.held.release_export(RequestId(name))
+                del self.early[name]
+
+    def pull(self) -> None:
+        """Pulls bring blocks in their own time and end anywhere."""
+        rng = self.rng
+        self.core.pulls.take_left()
+        for name, coming in list(self.pulls.items()):
+            if rng.random() < 0.4:
+                came = rng.randint(0, len(coming))
+                self.core.pulls.arrived(RequestId(name), came)
+                self.num_pulled += came
+                del coming[:came]
+            if rng.random() < 0.2:
+                self.core.pulls.done(RequestId(name))
+                del self.pulls[name]
 
     def read_a_prefix(self) -> None:
         """Another worker reads cached blocks for a while."""
@@ -104,7 +138,15 @@ class World:
             priority=rng.choice((0, 0, 0, 1)),
             fetch_blocks=rng.choice((None, None, 0, 2)),
             peer=PeerExport("p", name, length) if rng.random() < 0.2 else None,
+            ahead=RequestId(f"{name}.pull") if rng.random() < 0.3 else None,
         )
+        if made.ahead is not None:
+            wanted = self.core.pull_ahead(made.ahead, made.sequence, PeerExport("p", name, length))
+            if wanted is not None:
+                self.pulls[made.ahead] = list(wanted.block_ids)
+            if rng.random() < 0.2:
+                self.core.pulls.drop(made.ahead)
+            self.pull()
         self.core.add(made)
         self.added[name] = made
 
@@ -117,15 +159,22 @@ class World:
             name = self.rng.choice(sorted(self.added))
             if self.core.abort(RequestId(name)):
                 self.aborted.add(name)
-        outcome = self.core.step_done([self.rng.randrange(90) for run in plan.runs if run.samples])
+        outcome = self.core.step_done([token for run in plan.runs for token in self.drawn(run)])
+        self.num_drafted += plan.num_drafted
+        self.num_accepted += outcome.num_accepted
         for output in outcome.outputs:
             if output.finish_reason is not None:
                 assert output.request.request_id not in self.ended
                 self.ended[output.request.request_id] = output.finish_reason
         self.core.check()
 
+    def drawn(self, run: ScheduledRun) -> list[int]:
+        """What a run samples: often what was proposed."""
+        likely = [*run.draft, self.rng.randrange(90)]
+        return [token if self.rng.random() < 0.8 else self.rng.randrange(90) for token in likely[: run.num_samples]]
+
     def check_plan(self, plan: StepPlan) -> None:
-        assert plan.num_tokens <= self.config.max_num_batched_tokens
+        assert plan.num_tokens + plan.num_drafted <= self.config.max_num_batched_tokens
         assert len(plan.runs) <= self.config.max_num_seqs
         names = [run.request.request_id for run in plan.runs]
         assert len(set(names)) == len(names)
@@ -136,18 +185,21 @@ class World:
             assert run.start == run.request.num_computed
             end = run.start + run.num_tokens
             assert run.samples is (end == run.request.num_tokens)
+            end += len(run.draft)
+            assert end < self.core.max_tokens
             assert end <= len(run.request.block_ids) * self.block
             blocks = set(run.request.block_ids[run.start // self.block : -(-end // self.block)])
             assert not blocks & written, "two requests write one block"
             written |= blocks
         moving = {block for wanted in [*self.fetches, *plan.fetches] for block in wanted.block_ids}
+        moving.update(block for coming in self.pulls.values() for block in coming)
         assert not written & moving, "a step writes a block that a transfer writes"
         for block in plan.displaced:
             assert self.config.moves_preempted
             assert block.request_id in plan.preempted
             assert block.block_hash == self.added[block.request_id].sequence.block_hashes[block.index]
             assert block.block_id not in moving
-        if not plan.runs and not self.fetches and not plan.fetches and not plan.preempted:
+        if not (plan.runs or self.fetches or plan.fetches or plan.preempted or self.pulls):
             assert not self.core.num_waiting or self.core.pool.num_in_use, "work, room and nobody moves"
 
 
@@ -157,10 +209,13 @@ def test_everybody_ends_and_every_step_is_legal(seed: int) -> None:
     World(seed).run()
 
 
-def test_the_random_worlds_do_preempt() -> None:
-    total = 0
+def test_the_random_worlds_do_preempt_pull_and_draft() -> None:
+    total = pulled = accepted = wasted = 0
     for seed in range(40):
         world = World(seed)
         world.run()
         total += world.num_preempted
-    assert total > 10
+        pulled += world.num_pulled
+        accepted += world.num_accepted
+        wasted += world.num_drafted - world.num_accepted
+    assert min(total, pulled, accepted, wasted) > 10

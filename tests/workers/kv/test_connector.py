@@ -84,7 +84,7 @@ class ExportingPeers(NoPeers):
             buffer[:] = block
         return max(0, min(len(buffers), len(self.blocks) - first_block))
 
-    def release(self, peer: PeerExport, bytes_read: int = 0) -> None:
+    def release(self, peer: PeerExport, bytes_read: int = 0, *, keep: bool = False) -> None:
         self.released.put((peer, bytes_read))
 
 

@@ -89,3 +89,18 @@ def test_every_export_is_given_back_once_and_never_while_read(events: list[tuple
         table.check()
     assert len(given) == len(set(given))
     assert len(given) + len(table) == made
+
+
+def test_an_export_grows_while_it_is_read() -> None:
+    table = ExportTable(10, 1)
+    export = table.add(_kv("a"), 0)
+    table.pinned(export, [LeaseId(1)], 0)
+    table.grow(export.export_id, (7, 8), 50)
+    assert (export.kv.block_ids, export.kv.num_tokens) == ((1, 2, 7, 8), 200)
+    table.watched(export, 9)
+    assert table.expire(18) == []
+    assert table.release(export.export_id) == []
+    table.grow(export.export_id, (9,), 50)  # its reader goes on with what it has pinned
+    assert table.lease_freed(LeaseId(1)) == ["a"]
+    table.grow(export.export_id, (9,), 50)
+    table.check()

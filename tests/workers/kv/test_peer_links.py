@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
-from tanghulu.errors import NodeUnavailable, TransferFailed
+from tanghulu.errors import DeadlineExceeded, NodeUnavailable, PeerSilent, TransferFailed
+from tanghulu.rpc import dialling
 from tanghulu.rpc.fast_client import FastConnection
-from tanghulu.runtime.clock import SystemClock
+from tanghulu.runtime.clock import ManualClock, SystemClock
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.gpu.staging import HostCopier
-from tanghulu.types import BlockHash
+from tanghulu.types import Address, BlockHash
 from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
 from tanghulu.workers.kv import peer_links
 from tanghulu.workers.kv.peer_reader import PeerReader
+from tanghulu.workers.kv.silence import SilenceWatch
 from tests.rpc.service import until
+from tests.rpc.test_silent_hosts import out_of_reach
 from tests.workers.kv.test_staging import LAYOUT, NAME, Holder, buffers
 
 HASHES = [BlockHash(bytes([number] * 16)) for number in (5, 9)]
@@ -44,8 +48,8 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[FastConnection]:
     """Every connection that readers open."""
     opened: list[FastConnection] = []
 
-    def dial(*where: object) -> FastConnection:
-        opened.append(FastConnection(*where))  # type: ignore[arg-type]
+    def dial(*where: object, **how: object) -> FastConnection:
+        opened.append(FastConnection(*where, **how))  # type: ignore[arg-type]
         return opened[-1]
 
     monkeypatch.setattr(peer_links, "FastConnection", dial)
@@ -54,7 +58,7 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[FastConnection]:
 
 def mapped(holder: Holder, export: PeerExport) -> PeerExport:
     """The export as a reader of this host names it, that maps the holder's memory."""
-    return replace(export, instance=holder.instance)
+    return structs.replace(export, instance=holder.instance)
 
 
 async def test_blocks_come_back_when_a_connection_is_lost_under_a_reader(
@@ -146,3 +150,56 @@ async def test_a_silent_worker_holds_up_no_reads_from_others(tmp_path: Path, rea
             accepted.close()
         with pytest.raises(NodeUnavailable):
             await waiting
+
+
+def test_after_one_waited_for_a_silent_worker_nobody_waits_for_a_while(
+    transfers: TransferEngine, connections: list[FastConnection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped worker costs its readers one deadline, not one for each of them after the other."""
+    monkeypatch.setattr(peer_links, "HELLO_DEADLINE_S", 0.05)
+    clock = ManualClock()
+    reader = PeerReader(transfers, "w2", NAME, clock)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        export = PeerExport(f"127.0.0.1:{silent.getsockname()[1]}|", "1", 4)
+        with pytest.raises(DeadlineExceeded):
+            reader.read(export, 0, buffers(1))
+        for use in (lambda: reader.read(export, 0, buffers(1)), lambda: reader.release(export)):
+            with pytest.raises(NodeUnavailable, match="did not answer a moment ago"):
+                use()
+        assert len(connections) == 1
+        clock.advance(peer_links.SILENT_PAUSE_S)
+        with pytest.raises(DeadlineExceeded):
+            reader.read(export, 0, buffers(1))
+        assert len(connections) == 2
+    reader.close()
+
+
+def test_a_host_out_of_reach_is_tried_by_one_reader_alone(
+    transfers: TransferEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dialling, "REACH_S", 0.05)
+    clock = ManualClock()
+    reader = PeerReader(transfers, "w2", NAME, clock)
+    with out_of_reach() as address:
+        export = PeerExport(f"{address}|", "1", 4)
+        with pytest.raises(PeerSilent):
+            reader.read(export, 0, buffers(1))
+        with pytest.raises(NodeUnavailable, match="did not answer a moment ago"):
+            reader.release(export)
+        clock.advance(peer_links.SILENT_PAUSE_S)
+        with pytest.raises(PeerSilent):
+            reader.read(export, 0, buffers(1))
+    reader.close()
+
+
+def test_a_read_ends_with_the_connection_that_it_was_asked_for_on() -> None:
+    """Nothing comes any more, and nobody calls on that connection: only the kernel knows."""
+    watch, cancelled = SilenceWatch(), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = FastConnection(Address(*server.getsockname()))
+        peer, _ = server.accept()
+        with watch.over(connection, cancelled.set) as reasons:
+            peer.close()
+            assert cancelled.wait(30)
+        assert [type(reason) for reason in reasons] == [NodeUnavailable]
+    watch.close()

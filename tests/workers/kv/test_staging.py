@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from tanghulu.errors import ChunkNotFound, ConfigError, NodeUnavailable, Overloaded
@@ -317,7 +318,7 @@ async def test_an_export_of_an_earlier_run_names_nothing(tmp_path: Path, reader:
     async with after.serving():
         after.export([3, 4])
         with pytest.raises(ChunkNotFound, match="compute the prompt"):
-            await asyncio.to_thread(reader.read, replace(stale, instance=f"{after.address}|"), 0, buffers(2))
+            await asyncio.to_thread(reader.read, structs.replace(stale, instance=f"{after.address}|"), 0, buffers(2))
 
 
 async def test_a_prefix_is_read_through_few_slots(tmp_path: Path, reader: PeerReader):

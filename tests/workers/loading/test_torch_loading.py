@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from tanghulu.errors import ConfigError
 from tanghulu.workers.compute import linear
+from tanghulu.workers.compute.attention.invariant import InvariantAttention
 from tanghulu.workers.compute.device import CpuFeatures
 from tanghulu.workers.compute.linear import Arithmetic
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.loading import torch_loading
 from tanghulu.workers.weights import resolve_model
+from tanghulu.workers.weights.fingerprint import fingerprint
 from tests.workers.tiny import TinyModel
 
 
@@ -32,3 +36,23 @@ def test_weights_have_one_form_where_two_do_not_fit(tiny: TinyModel, monkeypatch
     assert fitted(both - 1).dtypes == (torch.bfloat16,)
     with pytest.raises(ConfigError, match="is available"):
         fitted(config.kv_memory)
+
+
+def test_invariant_workers_have_one_form_and_an_attention_of_their_own(tiny: TinyModel) -> None:
+    config = WorkerConfig(model=str(tiny.path), device="cpu", kv_memory=1 << 20, batch_invariant=True)
+    placed = torch_loading._Placement.of(config, resolve_model(str(tiny.path)))
+    assert placed.arithmetic.invariant
+    assert placed.arithmetic.dtypes == (torch.float32,)
+    assert isinstance(placed.attention, InvariantAttention)
+
+
+@pytest.mark.parametrize("other", [{"engine": "mock"}, {"tp": 2}, {"attention": "varlen"}])
+def test_what_is_not_invariant_is_refused(other: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="--batch-invariant takes"):
+        WorkerConfig(batch_invariant=True, **other)
+
+
+def test_kv_of_other_arithmetic_has_another_fingerprint(tiny: TinyModel) -> None:
+    source = resolve_model(str(tiny.path))
+    names = {fingerprint(source, dtype="float32", block_tokens=8, arithmetic=each) for each in (b"", b"one", b"two")}
+    assert len(names) == 3

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +22,7 @@ from tanghulu.workers.engine.requests import EngineFinishReason, PeerExport, Sam
 from tanghulu.workers.engine.step_plan import FetchWanted
 from tanghulu.workers.mock import loading as mock_loading
 from tanghulu.workers.mock import runner as mock_runner
+from tanghulu.workers.mock.holding import DECODE_TOKENS, MOST_S, HoldingRunner
 from tanghulu.workers.mock.runner import MockRunner
 from tanghulu.workers.mock.timing import TIMINGS, MockTiming
 from tests.workers.tiny import BLOCK, request, run_all
@@ -162,3 +164,36 @@ def test_it_never_imports_torch() -> None:
     code = "import sys, tanghulu.workers.mock.loading, tanghulu.workers.assembly; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_file_holds_the_engine_before_the_step_that_it_names(tmp_path: Path) -> None:
+    """Each hold takes place once, at its own moment, and ends when its file is gone."""
+    seen: list[tuple[str, int]] = []
+
+    def release(_: float) -> None:
+        held = next(tmp_path.glob("*.held"))
+        seen.append((held.name, len(told)))
+        held.unlink()
+
+    told: list[int] = []
+    core = EngineCore(HoldingRunner(Rig().runner, tmp_path, release), EngineCoreConfig(block_tokens=BLOCK))
+    (tmp_path / "decode").touch()
+    (tmp_path / "prefill").touch()
+    core.add(request("a", PROMPT, DECODE_TOKENS + 4))
+    while core.scheduler.has_work:
+        told += [token for output in core.step().outputs for token in output.tokens]
+    assert seen == [("prefill.held", 0), ("decode.held", DECODE_TOKENS + 1)]
+    (tmp_path / "step").touch()
+    core.add(request("b", PROMPT, 2))
+    core.step()
+    assert seen[2:] == [("step.held", DECODE_TOKENS + 4)]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_hold_that_nobody_ends_ends_by_itself(tmp_path: Path) -> None:
+    slept: list[float] = []
+    core = EngineCore(HoldingRunner(Rig().runner, tmp_path, slept.append), EngineCoreConfig(block_tokens=BLOCK))
+    (tmp_path / "step").touch()
+    core.add(request("a", PROMPT, 2))
+    core.step()
+    assert sum(slept) == pytest.approx(MOST_S)

@@ -40,6 +40,7 @@ from tanghulu.workers.ranks.group import join, leave
 from tanghulu.workers.ranks.processes import RankProcesses, RankTask
 from tanghulu.workers.weights import ModelSource, resolve_model
 from tanghulu.workers.weights.fingerprint import fingerprint
+from tests.workers.compute.test_architectures import write
 from tests.workers.tiny import BLOCK, VOCAB, TinyModel, request, run_all, write_tiny
 
 NUM_BLOCKS = 32
@@ -106,6 +107,15 @@ def test_three_ranks_share_out_smollm2(smollm2: ModelSource) -> None:
     expected = texts(alone("smollm2", 64), 64, 40_000, 6)
     with sharded("smollm2", 3, 64) as core:
         assert texts(core, 64, 40_000, 6) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["qwen3-moe", "gemma3"])
+def test_two_ranks_share_out_experts_and_windows(variant: str, tmp_path: Path) -> None:
+    path = str(write(tmp_path, variant))
+    expected = texts(alone(path, BLOCK), BLOCK, VOCAB, 12)
+    with sharded(path, 2, BLOCK) as core:
+        assert texts(core, BLOCK, VOCAB, 12) == expected
 
 
 @pytest.mark.slow

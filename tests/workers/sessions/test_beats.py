@@ -18,7 +18,7 @@ class _Engine:
         self.asked = 0
         self.hangs = False
 
-    def post(self, command) -> None:
+    def beat(self) -> None:
         self.asked += 1
         if not self.hangs:
             asyncio.get_running_loop().call_soon(self.beats.on_report, REPORT)

@@ -7,56 +7,85 @@ from types import SimpleNamespace
 
 import pytest
 
+from tanghulu.errors import InvalidRequest
 from tanghulu.protos import session_pb2 as pb
+from tanghulu.rpc.fast_server import AnswerStream, Later, Peer
+from tanghulu.rpc.frames import Frame
 from tanghulu.types import BlockHash, InstanceId, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent, KvEventKind
 from tanghulu.workers.engine.speed import PeerReadTotal
 from tanghulu.workers.engine.step_result import RequestOutput, StepResult
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
-from tanghulu.workers.sessions import server
+from tanghulu.workers.sessions import server, untold, wire
 from tanghulu.workers.sessions.server import SessionHub
 
 
 class _Engine:
-    """Commands run at once; the cache holds what was told."""
+    """Does at once what it is told; the cache holds what was told."""
 
     def __init__(self) -> None:
         self.cached: list[BlockHash] = []
-        pool = SimpleNamespace(matchable_hashes=lambda: list(self.cached), take_events=list)
-        self.scheduler = SimpleNamespace(pool=pool, num_added=0)
-        self.core = SimpleNamespace(add=self._add, abort=lambda request_id: True, scheduler=self.scheduler)
+        self._num_added = 0
 
-    def _add(self, request: object) -> None:
-        self.scheduler.num_added += 1
+    def submit(self, request: object, added, refused) -> None:
+        self._num_added += 1
+        added(self._num_added)
 
-    def post(self, command) -> None:
-        command(self.core)
+    def abort(self, request_id: RequestId) -> None:
+        pass
 
-    def load(self) -> EngineLoad:
-        return EngineLoad()
+    def snapshot(self, take) -> None:
+        take(list(self.cached), EngineLoad(), [])
+
+
+class _Wire:
+    """A connection's writing side; the conductor takes what was sent when it reads, and nothing more until it does."""
+
+    def __init__(self) -> None:
+        self.sent: list[pb.FromWorker] = []
+        self.takes = True
+        self.closed = False
+
+    def answer(self, frame: Frame, message: pb.FromWorker) -> None:
+        if not self.closed:
+            self.sent.append(message)
+            self.takes = False
+
+    def hang_up(self) -> None:
+        self.closed = True
 
 
 class _Conductor:
     """One conductor's stream, read by hand."""
 
     def __init__(self, hub: SessionHub, name: str) -> None:
-        self._said: asyncio.Queue[pb.ToWorker] = asyncio.Queue()
-        self._stream = hub.serve(self._requests())
-        self.say(pb.ToWorker(hello=pb.SessionHello(conductor_id=name, protocol_version=1)))
+        self._hub = hub
+        self._peer = Peer(None, False, name)
+        self._wire = _Wire()
+        self.stream = self.say(pb.ToWorker(hello=pb.SessionHello(conductor_id=name, protocol_version=1)))
+        assert isinstance(self.stream, AnswerStream)
+        self.stream.begin(self._wire, Frame(54, 1, b""))  # type: ignore[arg-type]
 
-    async def _requests(self):
-        while True:
-            yield await self._said.get()
-
-    def say(self, message: pb.ToWorker) -> None:
-        self._said.put_nowait(message)
+    def say(self, message: pb.ToWorker) -> AnswerStream | Later:
+        return self._hub.receive(self._peer, message, memoryview(b""))
 
     async def read(self) -> pb.FromWorker:
+        """The next message. Raises EOFError when there is none because the session has ended."""
         async with asyncio.timeout(30):
-            return await anext(self._stream)
+            while not self._wire.sent:
+                if self._wire.closed:
+                    raise EOFError
+                await asyncio.sleep(0)
+        message = self._wire.sent.pop(0)
+        if not self._wire.sent and not self._wire.takes:
+            self._wire.takes = True
+            assert isinstance(self.stream, AnswerStream)
+            self.stream.on_room()
+        return message
 
-    async def close(self) -> None:
-        await self._stream.aclose()
+    def close(self) -> None:
+        for callback in self._peer.on_close:
+            callback()
 
 
 class _Scene:
@@ -66,12 +95,6 @@ class _Scene:
         self.hub = SessionHub(InstanceId("w"), 1, factory, self.engine, lambda report: {}, lambda export: None)
         self.num_steps = 0
 
-    async def owns(self, num_requests: int) -> None:
-        """Wait until so many submissions have arrived."""
-        async with asyncio.timeout(30):
-            while len(self.hub._owners) < num_requests:  # noqa: ASYNC110 - it has no hook for tests
-                await asyncio.sleep(0)
-
     def step(self, *request_ids: str, reads: tuple[PeerReadTotal, ...] = (), num_added: int = 0) -> None:
         """A step with an output for each of ``request_ids`` and a new block in the cache."""
         self.num_steps += 1
@@ -80,7 +103,7 @@ class _Scene:
         outputs = tuple(RequestOutput(RequestId(r), (1,), None, None, 1, 1, 0) for r in request_ids)
         result = StepResult(outputs, num_sequences=1, kv_events=(KvEvent(KvEventKind.STORED, block),))
         load = EngineLoad(num_running=self.num_steps, reads=reads, num_added=num_added)
-        self.hub.on_report(StepReport(result, {}, load))
+        self.hub.on_reports([StepReport(result, {}, load)])
 
 
 @pytest.fixture
@@ -91,20 +114,18 @@ async def scene():
         assert (await conductor.read()).welcome.event_sequence == 0
     busy, idle = conductors
     busy.say(pb.ToWorker(submit=pb.Submit(request_id="r1")))
-    await scene.owns(1)
     yield scene, busy, idle
     for conductor in conductors:
-        await conductor.close()
+        conductor.close()
 
 
 async def test_who_has_no_output_in_a_step_is_told_of_many_at_once(scene, monkeypatch):
     here, busy, idle = scene
-    monkeypatch.setattr(server, "SPREAD_S", 0.2)
+    monkeypatch.setattr(untold, "SPREAD_S", 0.2)
     for _ in range(10):
         here.step("r1")
-    told = [(await busy.read()).step for _ in range(10)]
-    assert [step.event_sequence for step in told] == list(range(10))
-    assert all(len(step.outputs) == 1 for step in told)
+    told = (await busy.read()).step
+    assert (told.event_sequence, len(told.kv_events), len(told.outputs[0].tokens)) == (0, 10, 10)
     heard, num_messages = [], 0
     while len(heard) < 10:
         step = (await idle.read()).step
@@ -116,23 +137,54 @@ async def test_who_has_no_output_in_a_step_is_told_of_many_at_once(scene, monkey
     assert num_messages < 10
 
 
+async def test_steps_that_come_while_one_is_written_are_one_message(scene):
+    """Three steps of r1, the last two of r2, too, before the conductor reads again."""
+    here, busy, _ = scene
+    busy.say(pb.ToWorker(submit=pb.Submit(request_id="r2")))
+    here.step("r1")
+    here.step("r1", "r2")
+    here.step("r1", "r2")
+    step = (await busy.read()).step
+    assert {o.request_id: len(o.tokens) for o in step.outputs} == {"r1": 3, "r2": 2}
+    assert (step.event_sequence, len(step.kv_events), step.load.num_running) == (0, 3, 3)
+
+
+async def test_a_conductor_that_does_not_read_loses_its_session(scene, monkeypatch):
+    here, busy, _ = scene
+    monkeypatch.setattr(server, "MAX_UNREAD_STEPS", 4)
+    for _ in range(5):
+        here.step("r1")
+    assert len((await busy.read()).step.outputs[0].tokens) == 5
+    with pytest.raises(EOFError):
+        await busy.read()
+
+
+async def test_the_last_outputs_leave_before_the_session_ends(scene):
+    here, busy, _ = scene
+    here.step("r1")
+    here.hub.close()
+    assert [o.request_id for o in (await busy.read()).step.outputs] == ["r1"]
+    with pytest.raises(EOFError):
+        await busy.read()
+
+
 async def test_an_output_takes_along_what_waited(scene, monkeypatch):
     here, busy, _ = scene
-    monkeypatch.setattr(server, "SPREAD_S", 3600.0)
+    monkeypatch.setattr(untold, "SPREAD_S", 3600.0)
     here.step()
+    assert len((await busy.read()).step.kv_events) == 1, "the first in a while goes out at once"
     here.step()
     here.step("r1")
-    assert len((await busy.read()).step.kv_events) == 1, "the first in a while goes out at once"
     step = (await busy.read()).step
     assert (step.event_sequence, len(step.kv_events), len(step.outputs)) == (1, 2, 1)
 
 
 async def test_a_snapshot_holds_what_waited_and_measured_reads_do_not_wait(scene, monkeypatch):
     here, _, idle = scene
-    monkeypatch.setattr(server, "SPREAD_S", 3600.0)
-    here.step()
+    monkeypatch.setattr(untold, "SPREAD_S", 3600.0)
     here.step()
     assert (await idle.read()).step.event_sequence == 0
+    here.step()
     idle.say(pb.ToWorker(hello=pb.SessionHello(conductor_id="idle", protocol_version=1)))
     welcome = (await idle.read()).welcome
     assert (len(welcome.cached_blocks), welcome.event_sequence) == (2, 2)
@@ -143,11 +195,12 @@ async def test_a_snapshot_holds_what_waited_and_measured_reads_do_not_wait(scene
 
 async def test_events_that_wait_are_bounded(scene, monkeypatch):
     here, _, idle = scene
-    monkeypatch.setattr(server, "SPREAD_S", 3600.0)
-    monkeypatch.setattr(server, "MAX_UNTOLD_EVENTS", 4)
-    for _ in range(6):
-        here.step()
+    monkeypatch.setattr(untold, "SPREAD_S", 3600.0)
+    monkeypatch.setattr(untold, "MAX_UNTOLD_EVENTS", 4)
+    here.step()
     assert len((await idle.read()).step.kv_events) == 1
+    for _ in range(5):
+        here.step()
     assert len((await idle.read()).step.kv_events) == 5
 
 
@@ -155,11 +208,55 @@ async def test_a_load_says_how_many_of_the_sessions_submissions_it_holds(scene):
     """Of three submissions of two conductors the engine had taken one, then two, when its load was measured."""
     here, busy, idle = scene
     idle.say(pb.ToWorker(submit=pb.Submit(request_id="other")))
-    await here.owns(2)
     busy.say(pb.ToWorker(submit=pb.Submit(request_id="r2")))
-    await here.owns(3)
     told = []
     for num_added in range(4):
         here.step("r1", "other", num_added=num_added)
         told.append(((await busy.read()).step.submits_taken, (await idle.read()).step.submits_taken))
     assert told == [(0, 0), (1, 0), (1, 1), (2, 1)]
+
+
+async def test_a_session_begins_with_a_hello(scene):
+    here, _, _ = scene
+    with pytest.raises(InvalidRequest, match="hello"):
+        here.hub.receive(Peer(None, False, "x"), pb.ToWorker(submit=pb.Submit(request_id="r9")), memoryview(b""))
+    assert here.hub.num_requests == 1
+
+
+async def test_requests_end_with_their_session(scene):
+    here, busy, _ = scene
+    busy.say(pb.ToWorker(submit=pb.Submit(request_id="r2")))
+    assert here.hub.num_requests == 2
+    here.hub.close()
+    assert here.hub.num_requests == 0
+    assert here.hub.idle.is_set()
+
+
+async def test_nothing_is_written_to_who_does_not_take_it(scene):
+    """The step behind the first waits until the conductor has read that, though the loop turns meanwhile."""
+    here, busy, _ = scene
+    for _ in range(3):
+        here.step("r1")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert [len((await busy.read()).step.outputs[0].tokens) for _ in range(2)] == [1, 2]
+
+
+async def test_a_message_that_no_frame_holds_ends_the_session(scene, monkeypatch):
+    here, busy, _ = scene
+
+    def too_large(frame, message):
+        raise InvalidRequest("a frame of so many bytes")
+
+    monkeypatch.setattr(busy._wire, "answer", too_large)
+    here.step("r1")
+    with pytest.raises(EOFError):
+        await busy.read()
+    assert here.hub.num_requests == 0
+
+
+def test_a_snapshot_fits_a_frame(monkeypatch):
+    monkeypatch.setattr(wire, "MAX_WELCOME_BYTES", 100)
+    hashes = [BlockHash(number.to_bytes(16, "big")) for number in range(9)]
+    welcome = wire.welcome_message(InstanceId("w"), 1, hashes, 0, EngineLoad())
+    assert list(welcome.cached_blocks) == hashes[:5]

@@ -21,12 +21,13 @@ _log = structlog.get_logger(__name__)
 
 
 class AttentionNeeds(NamedTuple):
-    """What a backend must serve: the device, the type that is computed in, width of a head, length of a block."""
+    """What a backend must serve: device, type that is computed in, width of a head, length of a block, windows."""
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
     block_tokens: int
+    has_windows: bool = False
 
 
 class _Kind(NamedTuple):
@@ -34,15 +35,21 @@ class _Kind(NamedTuple):
     make: Callable[[AttentionNeeds], AttentionBackend]
 
 
+def _why_not_varlen(needs: AttentionNeeds) -> str | None:
+    if needs.has_windows:
+        return "varlen_attn is not used for models with sliding windows"
+    return attention_varlen.why_not(*needs[:3])
+
+
 def _make_varlen(needs: AttentionNeeds) -> AttentionBackend:
-    kernel, reason = pick_kernel(*needs)
+    kernel, reason = pick_kernel(*needs[:4])
     if reason:
         _log.info("attention.gathers", block_tokens=needs.block_tokens, reason=reason)
     return VarlenAttention(kernel)
 
 
 _BACKENDS = {
-    "varlen": _Kind(lambda needs: attention_varlen.why_not(*needs[:3]), _make_varlen),
+    "varlen": _Kind(_why_not_varlen, _make_varlen),
     "sdpa": _Kind(lambda needs: None, lambda needs: SdpaAttention()),
 }
 #: What ``--attention`` takes.

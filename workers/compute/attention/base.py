@@ -20,7 +20,7 @@ tokens are four pieces with 640, 768, 896 and 1,024 keys, 19 % fewer products th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -40,22 +40,42 @@ _PIECE_TOKENS = 128
 class AttentionBackend(Protocol):
     """A way to attend: a device and a family of kernels. Makes a plan for each forward batch."""
 
-    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int, dtype: torch.dtype) -> PagedPlan:
-        """Prepare ``batch``, whose queries will be of ``dtype``; the plan is valid for this one step."""
+    def plan(
+        self, cache: KvTensors, batch: ForwardBatch, num_heads: int, dtype: torch.dtype, window: int | None = None
+    ) -> PagedPlan:
+        """Prepare ``batch``, whose queries will be of ``dtype``; the plan is valid for this one step.
+
+        With a ``window`` a query sees the last so many positions only, its own included.
+        """
 
 
 class SdpaAttention:
     """The backend of torch's scaled_dot_product_attention: for CPUs, and for GPUs without a better one."""
 
-    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int, dtype: torch.dtype) -> PagedPlan:
+    def plan(
+        self, cache: KvTensors, batch: ForwardBatch, num_heads: int, dtype: torch.dtype, window: int | None = None
+    ) -> PagedPlan:
         """Group the decodes, build the masks."""
         if batch.decodes is not None:
-            return PagedPlan(cache, batch, [StaticDecode.of(cache, batch.decodes, dtype)])
-        decodes = [span for span in batch.spans if span.num_new == 1]
-        prefills = [span for span in batch.spans if span.num_new > 1]
-        work: list[AttentionWork] = [_PrefillRun.of(cache, span, num_heads, dtype) for span in prefills]
-        work += [_DecodeGroup.of(cache, group, dtype) for group in _similar_lengths(decodes)]
+            return PagedPlan(cache, batch, [StaticDecode.of(cache, batch.decodes, dtype, window)])
+        spans = [_seen(span, window, cache.layout.block_tokens) for span in batch.spans]
+        decodes = [span for span in spans if span.num_new == 1]
+        prefills = [span for span in spans if span.num_new > 1]
+        work: list[AttentionWork] = [_PrefillRun.of(cache, span, num_heads, dtype, window) for span in prefills]
+        work += [_DecodeGroup.of(cache, group, dtype, window) for group in _similar_lengths(decodes)]
         return PagedPlan(cache, batch, work)
+
+
+def _seen(span: SequenceSpan, window: int | None, block_tokens: int) -> SequenceSpan:
+    """``span`` without the leading blocks that none of its queries sees.
+
+    Example: 3 queries behind 40 tokens, a window of 16, blocks of 8. The first query, at position 40, sees positions 25
+    and after: three blocks are left out, and it stands at position 16 of what remains.
+    """
+    if window is None:
+        return span
+    skipped = max(0, span.context - span.num_new - window + 1) // block_tokens
+    return replace(span, context=span.context - skipped * block_tokens, block_ids=span.block_ids[skipped:])
 
 
 class AttentionWork(Protocol):
@@ -97,7 +117,7 @@ class PagedPlan:
         return out.flatten(1)
 
 
-class _Gather:
+class Gather:
     """Copies K and V of ``count`` sequences into contiguous tensors. ``block_ids`` has equally many blocks of each.
 
     The cache is seen as a row of *planes*, the K or the V of a layer of a block; where a layer's planes lie is worked
@@ -129,21 +149,27 @@ class _Gather:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Queries ``start .. end`` of a run, which see the sequence's first ``context`` tokens as ``mask`` allows."""
+    """Queries ``start .. end`` of a run, which see the sequence's tokens ``first .. context`` as ``mask`` allows."""
 
     start: int
     end: int
+    first: int
     context: int
     mask: torch.Tensor
 
     @classmethod
-    def of(cls, start: int, end: int, before: int, groups: int, dtype: torch.dtype, device: torch.device) -> _Piece:
-        """Of a run with ``before`` tokens in front of it; ``mask`` [groups x queries, context]."""
+    def of(cls, bounds: tuple[int, int], before: int, groups: int, window: int | None, like: torch.Tensor) -> _Piece:
+        """Of a run with ``before`` tokens in front of it; ``mask`` [groups x queries, tokens] as ``like``."""
+        start, end = bounds
         context = before + end
-        at = torch.arange(context, device=device)
-        hidden = at > at[before + start :, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
-        return cls(start, end, context, mask.repeat(groups, 1))
+        first = 0 if window is None else max(0, before + start - window + 1)
+        at = torch.arange(first, context, device=like.device)
+        queries = at[before + start - first :, None]
+        hidden = at > queries
+        if window is not None:
+            hidden |= at <= queries - window
+        mask = like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+        return cls(start, end, first, context, mask.repeat(groups, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,16 +177,18 @@ class _PrefillRun:
     """One sequence's run of several tokens, attended to in pieces: little of what causality hides is computed."""
 
     span: SequenceSpan
-    gather: _Gather
+    gather: Gather
     pieces: tuple[_Piece, ...]
 
     @classmethod
-    def of(cls, cache: KvTensors, span: SequenceSpan, num_heads: int, dtype: torch.dtype) -> _PrefillRun:
-        device, groups = cache.rows.device, num_heads // cache.layout.num_kv_heads
+    def of(
+        cls, cache: KvTensors, span: SequenceSpan, num_heads: int, dtype: torch.dtype, window: int | None
+    ) -> _PrefillRun:
+        like, groups = torch.empty(0, dtype=dtype, device=cache.rows.device), num_heads // cache.layout.num_kv_heads
         before = span.context - span.num_new
         bounds = [(at, min(at + _PIECE_TOKENS, span.num_new)) for at in range(0, span.num_new, _PIECE_TOKENS)]
-        pieces = tuple(_Piece.of(start, end, before, groups, dtype, device) for start, end in bounds)
-        return cls(span, _Gather(cache, np.asarray(span.block_ids), 1), pieces)
+        pieces = tuple(_Piece.of(each, before, groups, window, like) for each in bounds)
+        return cls(span, Gather(cache, np.asarray(span.block_ids), 1), pieces)
 
     @property
     def rows(self) -> slice:
@@ -174,7 +202,8 @@ class _PrefillRun:
             rows, count = slice(piece.start, piece.end), piece.end - piece.start
             folded = query[rows].view(count, layout.num_kv_heads, groups, layout.head_dim).permute(1, 2, 0, 3)
             folded = folded.reshape(1, layout.num_kv_heads, groups * count, layout.head_dim)
-            seen = (key[:, :, : piece.context], value[:, :, : piece.context])
+            tokens = slice(piece.first, piece.context)
+            seen = (key[:, :, tokens], value[:, :, tokens])
             result = F.scaled_dot_product_attention(folded, *seen, attn_mask=piece.mask)
             unfolded = result.view(layout.num_kv_heads, groups, count, layout.head_dim).permute(2, 0, 1, 3)
             out[rows].view(unfolded.shape).copy_(unfolded)
@@ -183,32 +212,34 @@ class _PrefillRun:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
-    """Sequences with one query each, padded to the longest. ``mask`` [B, 1, 1, tokens]; None for a single one.
+    """Sequences with one query each, padded to the longest. ``mask`` [B, 1, 1, tokens]; None where all is seen.
 
     ``hidden`` are the places of what the mask hides among all gathered tokens, first of K and then of V.
     """
 
     rows: torch.Tensor | slice
-    gather: _Gather
+    gather: Gather
     num_tokens: int
     hidden: torch.Tensor | None
     mask: torch.Tensor | None
 
     @classmethod
-    def of(cls, cache: KvTensors, spans: Sequence[SequenceSpan], dtype: torch.dtype) -> _DecodeGroup:
+    def of(
+        cls, cache: KvTensors, spans: Sequence[SequenceSpan], dtype: torch.dtype, window: int | None
+    ) -> _DecodeGroup:
         device = cache.rows.device
-        count, rows = len(spans), _rows_of(spans, device)
-        if count == 1:
-            return cls(rows, _Gather(cache, np.asarray(spans[0].block_ids), 1), spans[0].context, None, None)
+        count, rows = len(spans), rows_of(spans, device)
+        if count == 1 and (window is None or spans[0].context <= window):
+            return cls(rows, Gather(cache, np.asarray(spans[0].block_ids), 1), spans[0].context, None, None)
         width = max(len(span.block_ids) for span in spans)
         # Padding repeats the sequence's own first block: any readable block does, the mask hides it.
         table = [span.block_ids + span.block_ids[:1] * (width - len(span.block_ids)) for span in spans]
         num_tokens = width * cache.layout.block_tokens
         contexts = [span.context for span in spans]
-        mask = tokens_mask(hidden_tokens(upload(np.asarray(contexts), device), num_tokens), dtype)
+        mask = tokens_mask(hidden_tokens(upload(np.asarray(contexts), device), num_tokens, window), dtype)
         ends = [np.arange(row * num_tokens + context, (row + 1) * num_tokens) for row, context in enumerate(contexts)]
         hidden = np.concatenate([*ends, *(end + count * num_tokens for end in ends)])
-        return cls(rows, _Gather(cache, np.asarray(table).ravel(), count), num_tokens, upload(hidden, device), mask)
+        return cls(rows, Gather(cache, np.asarray(table).ravel(), count), num_tokens, upload(hidden, device), mask)
 
     def attend(self, cache: KvTensors, layer: int, query: torch.Tensor) -> torch.Tensor:
         key, value = self.gather.of(layer, query.dtype, self.num_tokens, self.hidden)
@@ -217,7 +248,8 @@ class _DecodeGroup:
         return result.reshape(query.shape)
 
 
-def _rows_of(spans: Sequence[SequenceSpan], device: torch.device) -> torch.Tensor | slice:
+def rows_of(spans: Sequence[SequenceSpan], device: torch.device) -> torch.Tensor | slice:
+    """The first rows of ``spans`` as an index: a slice where they stand side by side."""
     firsts = [span.first_row for span in spans]
     if firsts == list(range(firsts[0], firsts[0] + len(firsts))):
         return slice(firsts[0], firsts[0] + len(firsts))

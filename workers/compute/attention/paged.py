@@ -20,9 +20,13 @@ from tanghulu.workers.compute.kv_cache import KvTensors
 MAX_GATHERED_TOKENS = 262_144
 
 
-def hidden_tokens(contexts: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Bool [B, num_tokens]: what lies behind the first ``contexts[b]`` tokens of row b."""
-    return torch.arange(num_tokens, device=contexts.device) >= contexts[:, None]
+def hidden_tokens(contexts: torch.Tensor, num_tokens: int, window: int | None = None) -> torch.Tensor:
+    """Bool [B, num_tokens]: what lies behind the first ``contexts[b]`` tokens of row b, or before the last ``window``.
+
+    The query of row b is the last of these tokens.
+    """
+    at, ends = torch.arange(num_tokens, device=contexts.device), contexts[:, None]
+    return at >= ends if window is None else (at >= ends) | (at < ends - window)
 
 
 def tokens_mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -43,10 +47,10 @@ class StaticDecode:
     mask: torch.Tensor
 
     @classmethod
-    def of(cls, cache: KvTensors, decodes: DecodeTables, dtype: torch.dtype) -> StaticDecode:
+    def of(cls, cache: KvTensors, decodes: DecodeTables, dtype: torch.dtype, window: int | None = None) -> StaticDecode:
         """Prepare a step's decodes for queries of ``dtype``, by operations on the device alone."""
         num_tokens = decodes.tables.shape[1] * cache.layout.block_tokens
-        hidden = hidden_tokens(decodes.contexts, num_tokens)
+        hidden = hidden_tokens(decodes.contexts, num_tokens, window)
         return cls(decodes.tables, hidden, tokens_mask(hidden, dtype))
 
     @property

@@ -103,8 +103,11 @@ class VarlenAttention:
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
 
-    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int, dtype: torch.dtype) -> PagedPlan:
+    def plan(
+        self, cache: KvTensors, batch: ForwardBatch, num_heads: int, dtype: torch.dtype, window: int | None = None
+    ) -> PagedPlan:
         """Lay out lengths and tables; for a batch of static shape by operations on the device alone."""
+        assert window is None, "models with sliding windows are refused (`backends.AttentionNeeds`)"
         if batch.decodes is not None:
             return PagedPlan(cache, batch, list(self._decodes(cache, batch.decodes)))
         return PagedPlan(cache, batch, [self._run(cache, spans) for spans in self._grouped(cache, batch.spans)])

@@ -1,73 +1,52 @@
-"""The Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""The Llama family: RMSNorm, rotary positions, grouped-query attention, gated MLPs.
 
-Its relatives differ by three switches of ModelConfig: biases on q, k, v (Qwen2), norms on each head's query
-and key (Qwen3), a bias on the output projection. Q, K and V are one matrix product, and so are gate and up.
+Its relatives differ by switches of ModelConfig: biases on q, k, v (Qwen2), norms on each head's query and key (Qwen3),
+a bias on the output projection, routed experts in place of an MLP (Mixtral, Qwen3-MoE), and what Gemma 3 has: layers
+with a sliding window and a rotary base of their own, norms behind attention and MLP, a scale of the embedding.
+Q, K and V are one matrix product, and so are gate and up.
 """
 
 from __future__ import annotations
 
-import math
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from tanghulu.errors import ModelUnsupported
-from tanghulu.workers.compute.attention.base import AttentionBackend
+from tanghulu.workers.compute.attention.base import AttentionBackend, PagedPlan
 from tanghulu.workers.compute.device import CPU
 from tanghulu.workers.compute.forward_batch import ForwardBatch
 from tanghulu.workers.compute.kv_cache import KvTensors
 from tanghulu.workers.compute.linear import Arithmetic, Linear
+from tanghulu.workers.compute.models.layers import Norm
+from tanghulu.workers.compute.models.mlp import Mlp, load_mlp
 from tanghulu.workers.compute.models.rope import RotaryTable, rotate_
 from tanghulu.workers.compute.models.shard import WHOLE, Shard, require_split
-from tanghulu.workers.weights.model_config import ModelConfig
-from tanghulu.workers.weights.source import WeightSource
+from tanghulu.workers.compute.models.weight_loader import WeightLoader
+from tanghulu.workers.compute.prompt_scoring import score
+from tanghulu.workers.weights.model_config import ModelConfig, RopeScaling
+from tanghulu.workers.weights.weight_source import WeightSource
 
 Progress = Callable[[float], None]
-
-_WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-class Norm:
-    """RMSNorm: x / sqrt(mean(x^2) + eps) * ``weight``, which has the type and the device of the inputs.
-
-    On CPUs, with n columns, as sqrt(n) x / hypot(|x|, sqrt(n eps)): four passes where torch's own takes seven, and
-    the sqrt(n) is in the weight. They are float32's whatever the type, and the result is rounded once: with each pass
-    rounded to bfloat16, SmolLM2's logits were off by up to 0.09 of the largest, and are by 0.02. On GPUs torch has one
-    kernel for all of it.
-    """
-
-    def __init__(self, weight: torch.Tensor, eps: float, factor: float = 1.0) -> None:
-        """``factor``: a power of two that all results are multiplied by."""
-        columns, weight = len(weight), weight * factor
-        self._eps = eps
-        self._on_cpu = weight.device.type == "cpu"
-        self._weight = weight.float() * math.sqrt(columns) if self._on_cpu else weight
-        self._smallest = torch.tensor(math.sqrt(columns * eps))
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``hidden`` [..., columns] normed, a tensor of its own."""
-        if not self._on_cpu:
-            return F.rms_norm(hidden, (len(self._weight),), self._weight, self._eps)
-        states = hidden.float()
-        size = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
-        normed: torch.Tensor = states / size.hypot_(self._smallest)
-        return normed.mul_(self._weight).to(hidden.dtype)
 
 
 @dataclass(slots=True)
 class _Layer:
-    """One decoder layer's weights; ``qkv`` and ``gate_up`` are fused by rows."""
+    """One decoder layer's weights; ``qkv`` is fused by rows. The norms ``after_`` are Gemma's, of what is added."""
 
+    window: int | None
     input_norm: Norm
     qkv: Linear
     query_norm: Norm | None
     key_norm: Norm | None
     out: Linear
+    after_attention: Norm | None
     mlp_norm: Norm
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp
+    after_mlp: Norm | None
 
 
 class LlamaModel:
@@ -97,8 +76,9 @@ class LlamaModel:
         self.dtype = dtype
         self.device = device
         self._arithmetic = arithmetic or Arithmetic.of(dtype, device)
+        self.batch_invariant = self._arithmetic.invariant
         self._attention = attention
-        loader = _Loader(config, weights, dtype, shard, device, self._arithmetic)
+        loader = WeightLoader(config, weights, dtype, shard, device, self._arithmetic)
         self._embedding = loader.take("model.embed_tokens.weight", (config.vocab, config.hidden))
         self._layers = []
         for index in range(config.num_layers):
@@ -110,9 +90,21 @@ class LlamaModel:
         self._head = Linear(_own_rows(head, shard), arithmetic=self._arithmetic)
         self._norm = loader.norm("model.norm.weight", config.hidden, self._head)
         factors = weights.tensor("rope_freqs.weight") if weights.has("rope_freqs.weight") else None
-        self._rotary = RotaryTable(config, factors, device)
+        self._rotary: dict[int | None, RotaryTable] = {None: RotaryTable(config, factors, device)}
+        if (sliding := config.sliding) is not None:
+            own = replace(config, rope_theta=sliding.rope_theta, rope_scaling=RopeScaling())
+            self._rotary[sliding.num_tokens] = RotaryTable(own, None, device)
+        # Rounded as the weights are: Gemma was trained so.
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         if progress is not None:
             progress(1.0)
+
+    def with_layers(self, num_layers: int) -> LlamaModel:
+        """Return the model without the layers behind the first ``num_layers``; the weights are shared."""
+        shallow = copy.copy(self)
+        shallow._layers = self._layers[:num_layers]
+        shallow.config = replace(self.config, num_layers=num_layers)
+        return shallow
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KvTensors) -> torch.Tensor:
@@ -123,15 +115,26 @@ class LlamaModel:
 
     def _forward(self, batch: ForwardBatch, cache: KvTensors) -> torch.Tensor:
         dtype = self._arithmetic.of_rows(batch.num_tokens)
-        plan = self._attention.plan(cache, batch, self._num_heads, dtype)
-        cos, sin = self._rotary.rows(batch.positions, dtype)
+        views = {
+            window: _View(self._attention.plan(cache, batch, self._num_heads, dtype, window), *rotary)
+            for window, table in self._rotary.items()
+            for rotary in [table.rows(batch.positions, dtype)]
+        }
         hidden = F.embedding(batch.token_ids, self._embedding).to(dtype)
+        if self._embedding_scale != 1:
+            hidden.mul_(self._embedding_scale)
         for index, layer in enumerate(self._layers):
+            plan, cos, sin = views[layer.window]
             attended = plan.attend(index, *self._project(layer, hidden, cos, sin))
-            self._add(layer.out, attended, hidden)
-            gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
-            self._add(layer.down, F.silu(gate).mul_(up), hidden)
-        wanted = hidden.index_select(0, batch.logit_rows)
+            self._add(layer.out, attended, hidden, layer.after_attention)
+            self._add(layer.mlp, layer.mlp_norm(hidden), hidden, layer.after_mlp)
+        if batch.scored:
+            score(batch.scored, lambda rows: self._logits(hidden, rows), self.config.vocab, self.device)
+        return self._logits(hidden, batch.logit_rows)
+
+    def _logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The logits of some ``rows``, float32 [n, vocab], on rank 0; every rank must ask for the same rows."""
+        wanted = hidden.index_select(0, rows)
         wanted = self._norm(wanted.to(self._arithmetic.of_rows(len(wanted))))
         return self._shard.gather_columns(self._head(wanted).float())[:, : self.config.vocab]
 
@@ -148,57 +151,21 @@ class LlamaModel:
         query, key_value = fused.split_with_sizes((num_heads, 2 * num_kv_heads), 1)
         return query, key_value
 
-    def _add(self, product: Linear, inputs: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Add ``product`` of ``inputs``, summed over the ranks, to ``hidden`` in place."""
-        if self._shard.size == 1:
+    def _add(self, product: Linear | Mlp, inputs: torch.Tensor, hidden: torch.Tensor, norm: Norm | None) -> None:
+        """Add ``product`` of ``inputs``, summed over the ranks and normed, to ``hidden`` in place."""
+        if self._shard.size == 1 and norm is None:
             product.add_to(hidden, inputs)
-        else:
-            hidden.add_(self._shard.total(product(inputs)))
+            return
+        total = self._shard.total(product(inputs))
+        hidden.add_(total if norm is None else norm(total))
 
 
-class _Loader:
-    """Takes tensors by name, checked against the shape that the config promises."""
+class _View(NamedTuple):
+    """How some layers see a step: the plan of their attention, and the rotation of its positions."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: WeightSource,
-        dtype: torch.dtype,
-        shard: Shard,
-        device: torch.device,
-        arithmetic: Arithmetic,
-    ) -> None:
-        self._config, self._weights, self._dtype, self._shard = config, weights, dtype, shard
-        self._device, self._arithmetic = device, arithmetic
-
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = self._weights.tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise ModelUnsupported(f"tensor {name!r} has shape {tuple(tensor.shape)}; the config says {shape}")
-        if tensor.dtype not in _WEIGHT_DTYPES:  # its scales stand elsewhere
-            raise ModelUnsupported(f"tensor {name!r} is {tensor.dtype}: this worker runs no quantised safetensors")
-        if self._device.type != "cpu":  # in the file's type over the bus, converted there
-            return tensor.to(self._device).to(self._dtype)
-        # clone: a tensor that is a view of a mapped file must not outlive the file.
-        return tensor.to(self._dtype, copy=True)
-
-    def norm(self, name: str, size: int, before: Linear | None = None) -> Norm:
-        """The norm ``name``, whose results go to ``before`` alone if that is given."""
-        weight = self.take(name, (size,))
-        return Norm(weight, self._config.rms_eps, 1.0 if before is None else before.take_factor())
-
-    def linear(self, prefix: str, parts: tuple[tuple[str, int], ...], columns: int, *, bias: bool = False) -> Linear:
-        """The product with this rank's rows of all ``parts`` (name, rows) of ``prefix``, one under the other."""
-        own = self._shard.own
-        weight = [self.take(f"{prefix}.{name}.weight", (rows, columns))[own(rows)] for name, rows in parts]
-        biases = [self.take(f"{prefix}.{name}.bias", (rows,))[own(rows)] for name, rows in parts] if bias else []
-        return Linear(torch.cat(weight), torch.cat(biases) if biases else None, self._arithmetic)
-
-    def summand(self, name: str, rows: int, columns: int, *, bias: bool = False) -> Linear:
-        """The product with this rank's columns; the ranks' results add up to the whole, the bias counted once."""
-        weight = self.take(f"{name}.weight", (rows, columns))[:, self._shard.own(columns)]
-        own_bias = self.take(f"{name}.bias", (rows,)) if bias and self._shard.rank == 0 else None
-        return Linear(weight, own_bias, self._arithmetic)
+    plan: PagedPlan
+    cos: torch.Tensor
+    sin: torch.Tensor
 
 
 def _own_rows(head: torch.Tensor, shard: Shard) -> torch.Tensor:
@@ -210,21 +177,31 @@ def _own_rows(head: torch.Tensor, shard: Shard) -> torch.Tensor:
     return F.pad(rows, (0, 0, 0, each - len(rows)))
 
 
-def _load_layer(loader: _Loader, config: ModelConfig, index: int) -> _Layer:
+def _load_layer(loader: WeightLoader, config: ModelConfig, index: int) -> _Layer:
     prefix = f"model.layers.{index}"
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    attention = f"{prefix}.self_attn"
     width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = (("q_proj", width), ("k_proj", kv_width), ("v_proj", kv_width))
-    gate_up = (("gate_proj", config.intermediate), ("up_proj", config.intermediate))
     project = loader.linear(attention, qkv, config.hidden, bias=config.attention_bias)
-    widen = loader.linear(mlp, gate_up, config.hidden)
+    mlp, sandwich = load_mlp(loader, config, index), config.sandwich_norms
+    before, after = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm", {}
+    if sandwich:
+        names = ("post_attention_layernorm", "post_feedforward_layernorm")
+        after = {name: loader.norm(f"{prefix}.{name}.weight", config.hidden) for name in names}
+    query_norm = key_norm = None
+    if config.qk_norm:
+        query_norm = loader.scaled_norm(f"{attention}.q_norm.weight", config.head_dim, config.query_scale)
+        key_norm = loader.norm(f"{attention}.k_norm.weight", config.head_dim)
+    sliding = config.sliding
     return _Layer(
+        window=sliding.num_tokens if sliding is not None and index in sliding.layers else None,
         input_norm=loader.norm(f"{prefix}.input_layernorm.weight", config.hidden, project),
         qkv=project,
-        query_norm=loader.norm(f"{attention}.q_norm.weight", config.head_dim) if config.qk_norm else None,
-        key_norm=loader.norm(f"{attention}.k_norm.weight", config.head_dim) if config.qk_norm else None,
+        query_norm=query_norm,
+        key_norm=key_norm,
         out=loader.summand(f"{attention}.o_proj", config.hidden, width, bias=config.output_bias),
-        mlp_norm=loader.norm(f"{prefix}.post_attention_layernorm.weight", config.hidden, widen),
-        gate_up=widen,
-        down=loader.summand(f"{mlp}.down_proj", config.hidden, config.intermediate),
+        after_attention=after.get("post_attention_layernorm"),
+        mlp_norm=loader.scaled_norm(f"{prefix}.{before}.weight", config.hidden, mlp.take_factor()),
+        mlp=mlp,
+        after_mlp=after.get("post_feedforward_layernorm"),
     )

@@ -13,6 +13,7 @@ import torch
 
 from tanghulu.errors import ConfigError, ModelUnsupported
 from tanghulu.workers.compute.attention.base import AttentionBackend, SdpaAttention
+from tanghulu.workers.compute.attention.invariant import InvariantAttention
 from tanghulu.workers.compute.device import CPU, multiplies_bfloat16
 from tanghulu.workers.compute.forward_batch import ForwardBatch
 from tanghulu.workers.compute.kv_cache import KvTensors
@@ -32,9 +33,14 @@ class Model(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    #: Whether a token's results hang on the tokens before it alone, bit by bit.
+    batch_invariant: bool
 
     def forward(self, batch: ForwardBatch, cache: KvTensors) -> torch.Tensor:
         """Compute ``batch``, writing its KV to ``cache``; returns the wanted logits, float32 [L, vocab]."""
+
+    def with_layers(self, num_layers: int) -> Model:
+        """Return the model without the layers behind the first ``num_layers``; the weights are shared."""
 
 
 _MODELS: dict[str, type[LlamaModel]] = dict.fromkeys(ARCHITECTURES, LlamaModel)
@@ -53,8 +59,9 @@ def load_model(
 ) -> Model:
     """Load ``shard`` of the weights of ``source`` onto ``device``; ``progress`` is told the fraction done, 0..1.
 
-    Without ``attention`` it attends by SDPA, which works everywhere; without ``arithmetic`` it is computed as suits
-    ``device``. Raises ModelUnsupported that names the architecture or the tensor that cannot be used.
+    Without ``attention`` it attends by SDPA, which works everywhere, invariantly if ``arithmetic`` is; without
+    ``arithmetic`` it is computed as suits ``device``. Raises ModelUnsupported that names the architecture or the tensor
+    that cannot be used.
     """
     factory = _MODELS.get(source.config.architecture)
     if factory is None:
@@ -62,7 +69,8 @@ def load_model(
             f"architecture {source.config.architecture!r} cannot be run; known: {', '.join(_MODELS)}"
         )
     keep_large_blocks()
-    attention = attention or SdpaAttention()
+    invariant = arithmetic is not None and arithmetic.invariant
+    attention = attention or (InvariantAttention() if invariant else SdpaAttention())
     weights = source.open_weights()
     try:
         return factory(source.config, weights, attention, dtype, progress, shard, device, arithmetic=arithmetic)

@@ -42,7 +42,7 @@ class RotaryTable:
 def rotate_(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Turn ``states`` [N, heads, head_dim] by their positions' angles, in place."""
     swapped = states.roll(states.shape[-1] // 2, dims=-1)
-    states.mul_(cos).addcmul_(swapped, sin)
+    states.mul_(cos).add_(swapped.mul_(sin))  # addcmul rounds once or twice, by where a thread's share ends
 
 
 def _scaled(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:

@@ -52,10 +52,9 @@ def require_split(config: ModelConfig, size: int) -> None:
     """Raise ConfigError that says which figure of ``config`` does not go into ``size`` ranks."""
     if size < 1:
         raise ConfigError(f"--tp is {size}; it must be at least 1")
-    counts = {"attention heads": config.num_heads, "KV heads": config.num_kv_heads, "MLP columns": config.intermediate}
-    for what, count in counts.items():
+    counts = [(config.num_heads, "attention heads"), (config.num_kv_heads, "KV heads")]
+    counts += [(width, "MLP columns") for width in sorted(config.mlp_widths)]
+    for count, what in counts:
         if count % size:
-            raise ConfigError(
-                f"--tp {size} cannot share out the model's {count} {what}; choose a divisor of "
-                f"{config.num_heads} heads, {config.num_kv_heads} KV heads and {config.intermediate} MLP columns"
-            )
+            each = ", ".join(f"{count} {what}" for count, what in counts)
+            raise ConfigError(f"--tp {size} cannot share out the model's {count} {what}; choose a divisor of {each}")

@@ -1,4 +1,4 @@
-"""When the store is asked, and when it is left alone. Pure.
+"""When the store is asked, and when it is left alone.
 
 An engine's scheduler asks again at every attempt to place a waiting request, and must never wait for a store that is
 away: answers are kept for a moment, and failures in a row open a breaker that rests, twice as long each time.
@@ -6,7 +6,15 @@ away: answers are kept for a moment, and failures in a row open a breaker that r
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from tanghulu.errors import ChunkNotFound, InvalidRequest, StoreFull, TanghuluError
+from tanghulu.runtime.clock import Clock
+
+_log = logging.getLogger(__name__)
 
 #: How long an answer stands in for asking again: chunks come and go meanwhile, and a load finds that out.
 ANSWER_S = 1.0
@@ -59,6 +67,40 @@ class Breaker:
     def check(self) -> None:
         assert FIRST_REST_S <= self._rest_s <= MAX_REST_S
         assert self.is_open or not self._trying
+
+
+class SharedBreaker:
+    """A breaker of several threads, by the clock: what errors say of the store is decided here."""
+
+    def __init__(self, max_failures: int, clock: Clock) -> None:
+        self._breaker, self._clock, self._lock = Breaker(max_failures), clock, threading.Lock()
+
+    def allows(self) -> bool:
+        """As ``Breaker.allows``: then the errors of the call must come to ``judge``."""
+        with self._lock:
+            return self._breaker.allows(self._clock.now_s())
+
+    @property
+    def is_open(self) -> bool:
+        return self._breaker.is_open
+
+    def failed(self) -> None:
+        """The call broke off."""
+        with self._lock:
+            self._breaker.failed(self._clock.now_s())
+
+    def judge(self, errors: Iterable[TanghuluError]) -> None:
+        """A call ended with ``errors``: a chunk that is gone or too large, and a full store, are answers, too."""
+        silent = [error for error in errors if not isinstance(error, ChunkNotFound | StoreFull | InvalidRequest)]
+        with self._lock:
+            was_open = self._breaker.is_open
+            if silent:
+                self._breaker.failed(self._clock.now_s())
+            else:
+                self._breaker.succeeded()
+            opened = self._breaker.is_open and not was_open
+        if opened:
+            _log.warning("tanghulu: the store is left alone for a moment: %s", silent[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ FORMAT_VERSION = 1
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
 #: The front of a file of weights that goes into the digest: a safetensors header names every tensor and its place.
 _HEADER_BYTES = 1 << 20
+#: Parts of a model's configuration that say where it came from, and nothing of what it computes.
+_NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")
 
 
 def make_fingerprint(facts: Mapping[str, Any]) -> Fingerprint:
@@ -43,6 +45,16 @@ def digest_of_weights(model: str, revision: str | None) -> str:
         with path.open("rb") as file:
             digest.update(file.read(_HEADER_BYTES))
     return digest.hexdigest()
+
+
+def facts_of_model(model: str, revision: str | None) -> dict[str, Any]:
+    """What tells a model from others: its weights and its configuration; of a name, its revision; nothing of none."""
+    if not model:
+        return {}
+    path = Path(model, "config.json")
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    known = {name: value for name, value in config.items() if name not in _NOT_OF_THE_MODEL}
+    return {"weights": digest_of_weights(model, revision), "config": known}
 
 
 def block_keys(fingerprint: Fingerprint, hashes: Sequence[bytes], part: int) -> list[ChunkKey]:

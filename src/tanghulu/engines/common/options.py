@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials, TlsFiles
 from tanghulu.errors import ConfigError, InvalidRequest
@@ -17,8 +17,8 @@ SAVE_CHOICES = ("all", "prompt", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConnectorOptions:
-    """See docs/engines/vllm.md; the names are those of the keys in ``kv_connector_extra_config``."""
+class StoreOptions:
+    """Where the store is, what is shown there, and what it may take; options of every connector."""
 
     master: str
     namespace: str = ""
@@ -27,18 +27,13 @@ class ConnectorOptions:
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
-    lookup_deadline_ms: float = 20.0
     load_deadline_s: float = 5.0
     save_deadline_s: float = 10.0
-    threads: int = 2
-    save: str = "all"
-    save_pending_bytes: int | str = "512MiB"
-    min_blocks: int = 1
 
-    @staticmethod
-    def parse(values: Mapping[str, Any]) -> ConnectorOptions:
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Self:
         """The options in ``values``; raises ConfigError that names an unknown key, or what is wrong with a value."""
-        known = [each.name for each in fields(ConnectorOptions)]
+        known = [each.name for each in fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise ConfigError(
@@ -46,22 +41,16 @@ class ConnectorOptions:
             )
         if not values.get("master"):
             raise ConfigError('the connector needs "master": "host:port", where tanghulu\'s master listens')
-        return ConnectorOptions(**values)
+        return cls(**values)
 
     def __post_init__(self) -> None:
-        if self.save not in SAVE_CHOICES:
-            raise ConfigError(f"save={self.save!r} is unknown; known: {', '.join(SAVE_CHOICES)}")
-        for name in ("lookup_deadline_ms", "load_deadline_s", "save_deadline_s", "threads", "min_blocks"):
+        for name in self.positive():
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be more than 0")
-        try:
-            parse_size(self.save_pending_bytes)
-        except InvalidRequest as error:
-            raise ConfigError(f"save_pending_bytes: {error.message}") from None
 
-    @property
-    def max_pending_bytes(self) -> int:
-        return parse_size(self.save_pending_bytes)
+    def positive(self) -> tuple[str, ...]:
+        """The names of options that must be above 0."""
+        return ("load_deadline_s", "save_deadline_s")
 
     def open_client(self) -> Client:
         """A client that finds its master when it is first used, and anew after a failure: the store may be away."""
@@ -69,3 +58,52 @@ class ConnectorOptions:
         masters = Masters.of(self.master)
         masters = masters.showing(shown) if shown != NOTHING_TO_SHOW else masters
         return Client(Settings(master=masters, master_answer_s=ENGINE_ANSWER_S))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadedOptions(StoreOptions):
+    """Options of connectors that move blocks in threads of their own, of which some may be waiting."""
+
+    threads: int = 2
+    save_pending_bytes: int | str = "512MiB"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            parse_size(self.save_pending_bytes)
+        except InvalidRequest as error:
+            raise ConfigError(f"save_pending_bytes: {error.message}") from None
+
+    def positive(self) -> tuple[str, ...]:
+        return (*super().positive(), "threads")
+
+    @property
+    def max_pending_bytes(self) -> int:
+        return parse_size(self.save_pending_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelOptions(ThreadedOptions):
+    """Options of the store as a further level of an engine's own cache, which asks in threads."""
+
+    lookup_deadline_s: float = 1.0
+
+    def positive(self) -> tuple[str, ...]:
+        return (*super().positive(), "lookup_deadline_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectorOptions(ThreadedOptions):
+    """See docs/engines/vllm.md; the names are those of the keys in ``kv_connector_extra_config``."""
+
+    lookup_deadline_ms: float = 20.0
+    save: str = "all"
+    min_blocks: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.save not in SAVE_CHOICES:
+            raise ConfigError(f"save={self.save!r} is unknown; known: {', '.join(SAVE_CHOICES)}")
+
+    def positive(self) -> tuple[str, ...]:
+        return (*super().positive(), "lookup_deadline_ms", "min_blocks")

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from tanghulu.engines.common.lookup import Answers, Breaker
+from tanghulu.engines.common.lookup import Answers, Breaker, SharedBreaker
 from tanghulu.engines.common.options import ConnectorOptions
 from tanghulu.engines.common.requests import LoadJob
 from tanghulu.engines.common.saves import SaveJob
-from tanghulu.errors import ChunkNotFound, InvalidRequest, StoreFull, TanghuluError
+from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.runtime.clock import Clock, SystemClock
 from tanghulu.types import ChunkKey
 
@@ -107,7 +107,7 @@ class Transfers:
         self, client: StoreClient, memory: BlockMemory, options: ConnectorOptions, clock: Clock | None = None
     ) -> None:
         self._client, self._memory, self._options, self._clock = client, memory, options, clock or SystemClock()
-        self._breaker, self._lock = Breaker(MAX_FAILED_TRANSFERS), threading.Lock()
+        self._breaker, self._lock = SharedBreaker(MAX_FAILED_TRANSFERS, self._clock), threading.Lock()
         # Loads are what requests wait for: saves, however many, have a thread of their own.
         self._loading = ThreadPoolExecutor(options.threads, "tanghulu-load")
         self._saving = ThreadPoolExecutor(1, "tanghulu-save")
@@ -149,8 +149,7 @@ class Transfers:
                 self._ended.put(lost)
             elif (error := future.exception()) is not None:
                 _log.error("tanghulu: a transfer broke off", exc_info=error)
-                with self._lock:
-                    self._breaker.failed(self._clock.now_s())
+                self._breaker.failed()
 
         try:
             pool.submit(work).add_done_callback(done)
@@ -167,7 +166,7 @@ class Transfers:
     def _read(self, job: LoadJob, deadline_s: float) -> int:
         """How many leading blocks now have their bytes."""
         memory, began_s = self._memory, self._clock.now_s()
-        if deadline_s <= began_s or not self._may_call():
+        if deadline_s <= began_s or not self._breaker.allows():
             self._count(loads_refused=1)
             return 0
         keys = memory.keys([block.block_hash for block in job.blocks])
@@ -177,7 +176,7 @@ class Transfers:
         except TanghuluError as error:
             sizes = [error]
         num_good = next((at for at, size in enumerate(sizes) if size != memory.block_bytes), len(sizes))
-        self._judge([size for size in sizes if isinstance(size, TanghuluError)])
+        self._breaker.judge([size for size in sizes if isinstance(size, TanghuluError)])
         took_s = self._clock.now_s() - began_s
         self._remove_odd([key for key, size in zip(keys, sizes, strict=False) if _is_odd(size, memory.block_bytes)])
         self._count(loads=1, blocks_loaded=num_good, blocks_not_loaded=len(keys) - num_good, load_s=took_s)
@@ -193,7 +192,7 @@ class Transfers:
         try:
             self._client.remove_many(keys, deadline_s=self._options.save_deadline_s)
         except TanghuluError as error:
-            self._judge([error])
+            self._breaker.judge([error])
 
     def _save(self, job: SaveJob) -> None:
         try:
@@ -202,7 +201,7 @@ class Transfers:
             self._ended.put(job)
 
     def _write(self, job: SaveJob) -> None:
-        if not self._may_call():
+        if not self._breaker.allows():
             self._count(blocks_not_saved=len(job.blocks))
             return
         began_s, keys = self._clock.now_s(), self._memory.keys([block.block_hash for block in job.blocks])
@@ -210,30 +209,13 @@ class Transfers:
         try:
             statuses = self._client.put_many(items, deadline_s=self._options.save_deadline_s)
         except TanghuluError as error:
-            self._judge([error])
+            self._breaker.judge([error])
             self._count(blocks_not_saved=len(items))
             return
         errors = [status.error for status in statuses if status.error is not None]
-        self._judge(errors)
+        self._breaker.judge(errors)
         took_s = self._clock.now_s() - began_s
         self._count(saves=1, blocks_saved=len(items) - len(errors), blocks_not_saved=len(errors), save_s=took_s)
-
-    def _may_call(self) -> bool:
-        with self._lock:
-            return self._breaker.allows(self._clock.now_s())
-
-    def _judge(self, errors: Sequence[TanghuluError]) -> None:
-        """What a call's errors say of the store: a chunk that is gone or too large, and a full store, are answers."""
-        silent = [error for error in errors if not isinstance(error, ChunkNotFound | StoreFull | InvalidRequest)]
-        with self._lock:
-            was_open = self._breaker.is_open
-            if silent:
-                self._breaker.failed(self._clock.now_s())
-            else:
-                self._breaker.succeeded()
-            opened = self._breaker.is_open and not was_open
-        if opened:
-            _log.warning("tanghulu: the store is left alone for a moment: %s", silent[0])
 
     def _count(self, **amounts: float) -> None:
         with self._lock:

@@ -1,1 +1,2 @@
-"""vLLM's plug points: ``connector`` for its KV transfer (KVConnectorBase_V1). The only folder that imports vLLM."""
+"""vLLM's plug points: ``connector`` for its KV transfer (KVConnectorBase_V1), ``tier`` for its native offloading. The
+only folder that imports vLLM."""

@@ -68,7 +68,7 @@ class TanghuluConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         refuse_what_cannot_work(vllm_config, kv_cache_config)
         options = ConnectorOptions.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        fingerprint = fingerprint_of(vllm_config, kv_cache_config, options)
+        fingerprint = fingerprint_of(vllm_config, kv_cache_config, options.namespace)
         client = _warm(options.open_client(), options.master)
         self._scheduler: SchedulerSide | None = None
         self._rank: RankSide | None = None

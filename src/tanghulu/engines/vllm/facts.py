@@ -1,4 +1,4 @@
-"""What the connector reads from vLLM's configuration: whether it can work with it, and what its blocks' bytes mean.
+"""What connector and tier read from vLLM's configuration: whether they can work with it, and what their bytes mean.
 
 Takes vLLM's objects as they are and imports nothing of it.
 """
@@ -6,10 +6,10 @@ Takes vLLM's objects as they are and imports nothing of it.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
-from tanghulu.engines.common.names import digest_of_weights, make_fingerprint
-from tanghulu.engines.common.options import ConnectorOptions
+from tanghulu.engines.common.names import digest_of_weights, facts_of_model, make_fingerprint
 from tanghulu.errors import ConfigError
 from tanghulu.hashing import DEFAULT_VLLM_SEED
 from tanghulu.types import Fingerprint
@@ -39,14 +39,14 @@ def refuse_what_cannot_work(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ConfigError(f"the model has {num_groups} groups of KV cache, and this connector knows models with one")
     if vllm_config.device_config.device_type != "cpu":
         raise ConfigError(
-            f"this connector runs on CPUs, not on {vllm_config.device_config.device_type!r}; on GPUs nothing is "
-            "offered yet"
+            f"this connector runs on CPUs, not on {vllm_config.device_config.device_type!r}; on GPUs take "
+            "OffloadingConnector with TanghuluTier (docs/engines/vllm.md)"
         )
     if parallel.pipeline_parallel_size > 1:
         raise ConfigError(f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: this connector knows only 1")
 
 
-def fingerprint_of(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> Fingerprint:
+def fingerprint_of(vllm_config: Any, kv_cache_config: Any, namespace: str) -> Fingerprint:
     """What equal bytes need: weights, configuration, element types, blocks, layout, hashes; and the namespace."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
@@ -54,7 +54,7 @@ def fingerprint_of(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpt
     return make_fingerprint(
         {
             "engine": "vllm",
-            "namespace": options.namespace,
+            "namespace": namespace,
             "weights": digest_of_weights(model.model, model.revision),
             "config": config,
             "dtype": str(model.dtype),
@@ -69,5 +69,40 @@ def fingerprint_of(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpt
             "decode_context_parallel": parallel.decode_context_parallel_size,
             "hash": cache.prefix_caching_hash_algo,
             "hash_root": os.environ.get("PYTHONHASHSEED", DEFAULT_VLLM_SEED),
+        }
+    )
+
+
+def fingerprint_of_tier(config: Any, row_bytes: int, device: str, namespace: str) -> Fingerprint:
+    """What equal bytes of a chunk need, as far as vLLM tells its tiers (``OffloadingConfig``); and the namespace.
+
+    Raises ConfigError for a model that is known by its name alone: which revision of it runs, vLLM does not tell.
+    """
+    model, parallel = config.model, config.parallel
+    if not Path(model.name).is_dir() and not namespace:
+        raise ConfigError(
+            f"vLLM does not tell its tiers which revision of {model.name!r} runs; give --model a folder, or put "
+            '"namespace": "<model and revision>" beside "master"'
+        )
+    return make_fingerprint(
+        {
+            "engine": "vllm tier",
+            "namespace": namespace,
+            **facts_of_model(model.name, None),
+            "cache_dtype": model.dtype,
+            "groups": [(each.group_id, each.tokens_per_block, list(each.layer_names)) for each in config.groups],
+            "worker_bytes": config.worker_kv_bytes_per_block,
+            "row_bytes": row_bytes,
+            "hash_tokens": config.cache.tokens_per_hash,
+            "chunk_blocks": config.cache.blocks_per_chunk,
+            "layout": config.kv_cache_layout,
+            "replicated": config.replicated_layout,
+            "canonical": config.canonical_layout,
+            "device": device,
+            "ranks": parallel.world_size,
+            "tensor_parallel": parallel.tp_size,
+            "pipeline_parallel": parallel.pp_size,
+            "prefill_context_parallel": parallel.pcp_size,
+            "decode_context_parallel": parallel.dcp_size,
         }
     )

@@ -87,8 +87,8 @@ def put(
 
 def told(node: NodeState) -> tuple[dict[str, Tier], set[str], set[str]]:
     """What the master hears next: (added with their tiers, removed, deleted)."""
-    message = node.reports.take()
-    node.reports.done()
+    message = node.reports.leader.take()
+    node.reports.leader.done()
     return (
         {str(c.key): c.tier for c in message.added},
         {str(k) for k, _ in message.removed},

@@ -1,0 +1,69 @@
+"""What is counted of one request: waits for its tokens, moves, and how it ended."""
+
+from __future__ import annotations
+
+from tanghulu.conductor.dispatch.lifecycle import End, Flight
+from tanghulu.conductor.metrics import ConductorMetrics
+from tanghulu.conductor.routing.requests import FinishReason
+from tanghulu.conductor.stories.story import RequestStatus
+from tanghulu.errors import InvalidRequest, Overloaded
+
+
+def status_of(end: End) -> RequestStatus:
+    """What the end of a request means to its client."""
+    if end.error is None:
+        return RequestStatus.ABORTED if end.reason is FinishReason.ABORTED else RequestStatus.SERVED
+    return RequestStatus.REFUSED if isinstance(end.error, InvalidRequest | Overloaded) else RequestStatus.FAILED
+
+
+class RequestCounts:
+    """The counts of ``flight``, which asks for ``model`` and came at ``arrived_s``."""
+
+    def __init__(self, metrics: ConductorMetrics, flight: Flight, model: str, arrived_s: float) -> None:
+        self._metrics = metrics
+        self._flight = flight
+        self._model = model
+        self._arrived_s = arrived_s
+        self._last_token_s = 0.0
+        self._lost_s: float | None = None  # when it was moved last; None where tokens came since
+
+    def tokens(self, num_tokens: int, now_s: float) -> bool:
+        """Count tokens that came together; return whether they are the first."""
+        is_first = not self._last_token_s
+        if is_first:
+            self._metrics.ttft.observe(now_s - self._arrived_s)
+        else:
+            self._metrics.tbt.observe(now_s - self._last_token_s)
+        self._last_token_s = now_s
+        if self._lost_s is not None:
+            self._metrics.pause.observe(now_s - self._lost_s)
+            self._count_move("resumed")
+            self._lost_s = None
+        self._metrics.generated_tokens.inc(num_tokens)
+        return is_first
+
+    def lost(self, now_s: float) -> None:
+        """Count that its worker was lost."""
+        if self._lost_s is not None:
+            self._count_move("lost_again")
+        self._lost_s = now_s
+        self._metrics.carried_tokens.inc(len(self._flight.generated))
+
+    def ended(self, end: End, now_s: float) -> None:
+        """Count how it ended. One that was aborted or refused was not served, however quickly."""
+        flight, metrics = self._flight, self._metrics
+        outcome = end.error.code.lower() if end.error is not None else end.reason.value if end.reason else "unknown"
+        metrics.requests.labels(outcome).inc()
+        if flight.lost_at is not None:
+            self._count_move("failed" if end.error is not None else "ended")
+        if isinstance(end.error, Overloaded) and not flight.num_submissions:
+            metrics.refused_tokens.inc(len(flight.request.prompt))
+        if status_of(end) is RequestStatus.SERVED:
+            metrics.e2e.observe(now_s - self._arrived_s)
+        metrics.prompt_tokens.inc(len(flight.request.prompt))
+        metrics.cached_tokens.inc(flight.cached_tokens or 0)
+
+    def _count_move(self, outcome: str) -> None:
+        """Count the move that is under way by what has become of it."""
+        kind = "ongoing_request" if self._flight.lost_at else "new_request"
+        self._metrics.migrations.labels(self._model, kind, outcome).inc()

@@ -1,0 +1,119 @@
+"""Messages of requests as the bodies that HTTP's clients send: so they have the same bounds, defaults and errors.
+
+A field of a message is called as in the body; what is called otherwise is translated here. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from google.protobuf.message import Message as Protobuf
+from pydantic import ValidationError
+
+from tanghulu.conductor.http.schema import Body, ChatBody, CompletionBody, OpenAIBody, TokenizeBody
+from tanghulu.protos import inference_pb2 as pb
+from tanghulu.web.errors import BadField, from_validation
+
+B = TypeVar("B", bound=Body)
+_PROMPT = "prompt"
+
+
+def body_of(message: pb.GenerateRequest) -> OpenAIBody:
+    """The body of a chat, or of a completion of a text or of token ids. Raises BadField."""
+    fields = _given(message, but=("text", "input_ids", "chat", "sampling")) | _sampling(message)
+    fields["stream"] = True
+    match message.WhichOneof("prompt"):
+        case "text":
+            return _checked(CompletionBody, fields | {_PROMPT: message.text})
+        case "input_ids":
+            return _checked(CompletionBody, fields | {_PROMPT: list(message.input_ids.ids)})
+        case "chat":
+            return _checked(ChatBody, _chat_names(fields) | _chat(message.chat))
+    raise BadField("give one of text, input_ids and chat", _PROMPT)
+
+
+def tokenize_body_of(message: pb.TokenizeRequest) -> TokenizeBody:
+    """The body of a text or a chat to be tokenised. Raises BadField."""
+    fields = _given(message, but=("text", "chat"))
+    match message.WhichOneof("prompt"):
+        case "text":
+            return _checked(TokenizeBody, fields | {_PROMPT: message.text})
+        case "chat":
+            return _checked(TokenizeBody, fields | _chat(message.chat))
+    raise BadField("give one of text and chat", _PROMPT)
+
+
+def _checked(kind: type[B], fields: dict[str, Any]) -> B:
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def _given(message: Any, but: Iterable[str] = ()) -> dict[str, Any]:
+    """The fields of ``message`` that are given, under their names."""
+    left_out = set(but)
+    return {field.name: _plain(value) for field, value in message.ListFields() if field.name not in left_out}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Protobuf):
+        return _given(value)
+    if isinstance(value, Mapping):
+        return {str(key): each for key, each in value.items()}
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+def _sampling(message: pb.GenerateRequest) -> dict[str, Any]:
+    fields = _given(message.sampling)
+    if fields.pop("json_object", False):
+        fields["response_format"] = {"type": "json_object"}
+    return fields
+
+
+def _chat_names(fields: dict[str, Any]) -> dict[str, Any]:
+    """``fields``, with log probabilities as chats ask for them."""
+    count = fields.pop("logprobs", None)
+    return fields if count is None else fields | {"logprobs": True, "top_logprobs": count}
+
+
+def _chat(chat: pb.Chat) -> dict[str, Any]:
+    fields = _given(chat, but=("messages", "tools", "tool_function", "chat_template_kwargs"))
+    fields["messages"] = [_message(each) for each in chat.messages]
+    if chat.tools:
+        fields["tools"] = [{"type": "function", "function": _function(each)} for each in chat.tools]
+    if chat.tool_function:
+        if chat.tool_choice:
+            raise BadField("give one of tool_choice and tool_function", "tool_choice")
+        fields["tool_choice"] = {"type": "function", "function": {"name": chat.tool_function}}
+    if chat.chat_template_kwargs:
+        fields["chat_template_kwargs"] = _object(chat.chat_template_kwargs, "chat_template_kwargs")
+    return fields
+
+
+def _message(message: pb.ChatMessage) -> dict[str, Any]:
+    fields = _given(message, but=("tool_calls",))
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return fields
+
+
+def _function(tool: pb.ChatTool) -> dict[str, Any]:
+    fields = _given(tool, but=("parameters",))
+    if tool.parameters:
+        fields["parameters"] = _object(tool.parameters, "tools")
+    return fields
+
+
+def _object(text: str, name: str) -> dict[str, Any]:
+    """The JSON object that the field ``name`` has as a text. Raises BadField."""
+    try:
+        value = msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadField(f"{name} has no JSON object: {error}", name) from None
+    return value

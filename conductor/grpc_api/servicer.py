@@ -1,0 +1,245 @@
+"""The methods of inference over gRPC: what a route is over HTTP, on the same `Service`.
+
+A call runs in one coroutine. When its client cancels it, hangs up or lets its deadline pass, that coroutine is
+cancelled, the request is aborted, and the workers are told. Protobuf stays in this room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias, TypeVar
+from urllib.parse import unquote
+
+import grpc
+import grpc.aio
+import structlog
+
+from tanghulu.auth.api_keys import ApiKey, ApiKeysFile, KeyRight
+from tanghulu.auth.credentials import AUTHORIZATION, from_metadata
+from tanghulu.auth.key_limits import RateLimitExceeded
+from tanghulu.conductor.grpc_api.replies import ReplyWriter
+from tanghulu.conductor.grpc_api.requests import body_of, tokenize_body_of
+from tanghulu.conductor.http.preprocess import ParsedRequest, parse_chat, parse_completion
+from tanghulu.conductor.http.schema import ChatBody, CompletionBody
+from tanghulu.conductor.http.service import Service
+from tanghulu.conductor.metrics import ConductorMetrics
+from tanghulu.conductor.stories.origin import Origin, Trace, request_id_of, sender_of, trace_of
+from tanghulu.conductor.text.preparing import INLINE_BYTES, in_thread
+from tanghulu.errors import DeadlineExceeded, TanghuluError
+from tanghulu.protos import inference_pb2 as pb
+from tanghulu.protos import inference_pb2_grpc
+from tanghulu.rpc import grpc_edge
+from tanghulu.web.errors import log_failure
+from tanghulu.web.server import READ_STALL_S
+
+_log = structlog.get_logger(__name__)
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+R = TypeVar("R")
+
+_PATH: Final = "/tanghulu.v1.Inference/"
+#: What a key has to allow for a method; None: any key will do.
+RIGHTS: Final = {
+    f"{_PATH}Generate": KeyRight.INFERENCE,
+    f"{_PATH}Tokenize": KeyRight.INFERENCE,
+    f"{_PATH}Abort": KeyRight.INFERENCE,
+    f"{_PATH}ListModels": None,
+}
+_COME_BACK: Final = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+_LONGEST_S: Final = 1e6
+
+
+@dataclass(eq=False)
+class _Caller:
+    """Who calls, and by which names; ``model`` and ``request_id`` are known later."""
+
+    key: ApiKey | None
+    sender: str
+    x_request_id: str
+    trace: Trace
+    began_s: float = field(default_factory=time.monotonic)
+    model: str = ""
+    request_id: str | None = None
+
+    @classmethod
+    def of(cls, context: Context, key: ApiKey | None) -> _Caller:
+        given = [(name, value) for name, value in context.invocation_metadata() or () if isinstance(value, str)]
+        values = dict(given)
+        host = unquote(context.peer()).partition(":")[2].rpartition(":")[0].strip("[]")
+        return cls(
+            key,
+            sender_of(values.get(AUTHORIZATION, ""), host),
+            request_id_of([value for name, value in given if name == "x-request-id"]),
+            trace_of([value for name, value in given if name == "traceparent"]),
+        )
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What logs name a request by."""
+        return {"request_id": self.request_id, "x_request_id": self.x_request_id}
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """See protos/inference.proto. ``keys``: who is let in; None: everybody."""
+
+    #: A client that reads nothing for so long loses its request, as over HTTP.
+    stall_s = READ_STALL_S
+
+    def __init__(self, service: Service, metrics: ConductorMetrics, keys: ApiKeysFile | None) -> None:
+        self._service, self._metrics, self._keys = service, metrics, keys
+
+    async def Generate(self, message: pb.GenerateRequest, context: Context) -> None:
+        """Continue a prompt."""
+        await self._answered("Generate", context, lambda caller: self._generate(message, context, caller))
+
+    async def Tokenize(self, message: pb.TokenizeRequest, context: Context) -> pb.TokenizeReply:
+        """Make token ids of a text or a chat."""
+        return await self._answered("Tokenize", context, lambda caller: self._tokenize(message, caller))
+
+    async def ListModels(self, message: pb.ListModelsRequest, context: Context) -> pb.ListModelsReply:
+        """The models that workers serve now."""
+
+        async def models(_: _Caller) -> pb.ListModelsReply:
+            cards = [model.card for model in self._service.dispatcher.registry.served()]
+            return pb.ListModelsReply(
+                models=[
+                    pb.ServedModelInfo(
+                        name=card.model,
+                        max_model_len=card.context_length,
+                        vocab_size=card.vocab_size,
+                        eos_token_ids=card.eos_token_ids,
+                    )
+                    for card in cards
+                ]
+            )
+
+        return await self._answered("ListModels", context, models)
+
+    async def Abort(self, message: pb.AbortRequest, context: Context) -> pb.AbortReply:
+        """End requests by their id, or all."""
+
+        async def abort(caller: _Caller) -> pb.AbortReply:
+            if message.all:
+                return pb.AbortReply(num_aborted=self._service.abort_all(caller.key))
+            return pb.AbortReply(num_aborted=int(self._service.abort(message.request_id, caller.key)))
+
+        return await self._answered("Abort", context, abort)
+
+    # --- the methods' work
+
+    async def _generate(self, message: pb.GenerateRequest, context: Context, caller: _Caller) -> None:
+        parsed = await self._parsed(message, context, caller)
+        call = self._service.start(message.request_id or uuid.uuid4().hex, parsed)
+        caller.request_id = call.id
+        writer = ReplyWriter(call, parsed)
+        try:
+            while not call.ended:
+                for reply in writer.write(await call.read()):
+                    await self._write(context, reply)
+        finally:
+            call.abort()
+            self._service.forget(call)
+
+    async def _parsed(self, message: pb.GenerateRequest, context: Context, caller: _Caller) -> ParsedRequest:
+        """The sequences that ``message`` asks for; it has its place in the room for bodies meanwhile."""
+        num_bytes, service = message.ByteSize(), self._service
+        with service.bodies.holding(num_bytes):
+            body = body_of(message) if num_bytes <= INLINE_BYTES else await in_thread(body_of, message)
+            remaining_s = context.time_remaining()
+            if remaining_s is not None:
+                if remaining_s <= 0:
+                    raise DeadlineExceeded("the deadline of the call has passed")
+                body.request_timeout = min(remaining_s, _LONGEST_S)
+            origin = Origin(caller.x_request_id, caller.trace, caller.began_s, time.monotonic())
+            body.came_from(caller.sender, caller.key, origin)
+            model = await service.find_model(body.model)
+            caller.model = model.card.model
+            if isinstance(body, ChatBody):
+                return await parse_chat(body, model, service.parsers)
+            assert isinstance(body, CompletionBody)
+            return await parse_completion(body, model)
+
+    async def _tokenize(self, message: pb.TokenizeRequest, caller: _Caller) -> pb.TokenizeReply:
+        with self._service.bodies.holding(message.ByteSize()):
+            body = tokenize_body_of(message)
+            model = await self._service.find_model(body.model)
+            caller.model = model.card.model
+            special, text = body.add_special_tokens, body.prompt
+            if body.messages is not None:
+                special, messages = False, [each.for_template() for each in body.messages]
+                text = await model.render_chat(messages, {"add_generation_prompt": body.add_generation_prompt})
+            assert isinstance(text, str)
+            tokens = await model.encode(text, special)
+        return pb.TokenizeReply(tokens=tokens.tolist(), max_model_len=model.card.context_length)
+
+    async def _write(self, context: Context, reply: pb.GenerateReply) -> None:
+        """Send ``reply`` once the client has read enough of what came before. Raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(self.stall_s):
+                await context.write(reply)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the client has read nothing for {self.stall_s:g} s") from None
+
+    # --- around each method
+
+    async def _answered(self, name: str, context: Context, work: Callable[[_Caller], Awaitable[R]]) -> R:
+        """The result of ``work`` for who calls; an error becomes the status of the call. Counted and logged."""
+        caller, status = _Caller.of(context, None), grpc.StatusCode.CANCELLED
+        try:
+            with self._admitted(name, context, caller) as headers:
+                told = (("x-request-id", caller.x_request_id), ("traceresponse", caller.trace.header))
+                await context.send_initial_metadata((*told, *headers))
+                result = await work(caller)
+            status = grpc.StatusCode.OK
+            return result
+        except TanghuluError as raised:
+            error = raised
+            status = grpc_edge.status_of(error)
+        except grpc.aio.BaseError:  # what is written to a client that is gone
+            raise asyncio.CancelledError from None
+        except Exception as bug:  # noqa: BLE001 - a bug ends its own call alone, and the log has it
+            _log.error("grpc.bug", method=name, exc_info=bug)
+            error = TanghuluError("internal error of the conductor; its log has the trace")
+            status = grpc.StatusCode.INTERNAL
+        finally:
+            labels = (name, status.name, caller.model)
+            self._metrics.grpc_requests.labels(*labels).inc()
+            self._metrics.grpc_seconds.labels(*labels).observe(time.monotonic() - caller.began_s)
+        log_failure(error, {"path": _PATH + name, "state": caller.state})
+        await grpc_edge.abort(context, error, self._retry_after(error))
+        raise AssertionError("a call that is aborted has no result")
+
+    @contextlib.contextmanager
+    def _admitted(self, name: str, context: Context, caller: _Caller) -> Iterator[list[tuple[str, str]]]:
+        """Count the call for its key while the block runs; what its client should know of its limits.
+
+        Raises Unauthorized, RateLimitExceeded.
+        """
+        if self._keys is None:
+            yield []
+            return
+        shown = from_metadata(tuple(context.invocation_metadata() or ()))
+        key = caller.key = self._keys.table.authenticate(shown.token)
+        if RIGHTS[_PATH + name] is not KeyRight.INFERENCE:
+            yield []
+            return
+        now_s = time.monotonic()
+        account = self._service.accounts.of(key, now_s)
+        account.begin(now_s)
+        try:
+            yield [(header.decode(), value.decode()) for header, value in account.headers(now_s)]
+        finally:
+            account.end()
+
+    def _retry_after(self, error: TanghuluError) -> tuple[tuple[str, str], ...]:
+        """When a client that is refused should come back, in seconds."""
+        if grpc_edge.status_of(error) not in _COME_BACK:
+            return ()
+        if isinstance(error, RateLimitExceeded):
+            return (("retry-after", str(max(1, round(error.retry_after_s + 0.5)))),)
+        return (("retry-after", str(self._service.retry_after_s())),)

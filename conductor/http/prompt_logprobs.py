@@ -1,0 +1,136 @@
+"""Log probabilities of a prompt's own tokens, as each API shows them.
+
+OpenAI's text completions put them in front of those of the text that ``echo`` shows; vLLM's ``prompt_logprobs`` are a
+list with an entry for each token of the prompt; SGLang's are the input's lists beside the output's. In all of them the
+first token has null: nothing stands before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tanghulu.conductor.http.generation import Generation, GenerationCall
+from tanghulu.conductor.http.openai_format import CompletionLogprobs
+from tanghulu.conductor.routing.requests import PromptLogprobs, TokenLogprobs
+from tanghulu.conductor.text.served_model import ServedModel
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """One token of a prompt: its log probability and rank, and the most likely tokens there as (id, logprob)."""
+
+    position: int
+    token: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+    asked: list[float]
+
+
+def _each(prompt: Sequence[int], parts: Sequence[PromptLogprobs]) -> Iterator[_Scored]:
+    for part in parts:
+        rows = zip(
+            part.logprobs.tolist(),
+            part.ranks.tolist(),
+            part.top_ids.tolist(),
+            part.top_logprobs.tolist(),
+            part.asked_logprobs.tolist(),
+            strict=True,
+        )
+        for position, (logprob, rank, ids, values, asked) in enumerate(rows, part.position):
+            top = list(zip(ids, values, strict=True))
+            yield _Scored(position, int(prompt[position]), logprob, rank, top, asked)
+
+
+def _text_of(model: ServedModel, token: int) -> str:
+    return model.detokenizers.token_bytes(token).decode(errors="replace")
+
+
+class EchoedLogprobs(CompletionLogprobs):
+    """``logprobs`` of a choice that shows its prompt: what is asked for first begins with those of the prompt."""
+
+    def __init__(self, generation: Generation, num_top: int, skip_special_tokens: bool) -> None:
+        super().__init__(generation.model)
+        self._num_top = num_top
+        self._detokenizer = generation.model.detokenizers.new(skip_special_tokens=skip_special_tokens)
+        self._unshown: Generation | None = generation
+
+    def of(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        generation, self._unshown = self._unshown, None
+        prompt = self._of_prompt(generation) if generation is not None else None
+        shown = super().of(logprobs)
+        return shown if prompt is None else {name: values + shown[name] for name, values in prompt.items()}
+
+    def _of_prompt(self, generation: Generation) -> dict[str, list[Any]]:
+        tokens = generation.request.prompt.tolist()
+        values: list[float | None] = [None] * len(tokens)
+        tops: list[dict[str, float] | None] = [None] * len(tokens)
+        for one in _each(tokens, generation.prompt_scores):
+            values[one.position] = one.logprob
+            tops[one.position] = self._top(one)
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(self._detokenizer.feed((token,)))
+        self._offset += len(self._detokenizer.flush())
+        texts = [_text_of(self._model, token) for token in tokens]
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+    def _top(self, one: _Scored) -> dict[str, float]:
+        """The most likely tokens by their text, and the prompt's own; of several of one text the likeliest."""
+        top: dict[str, float] = {}
+        for token, logprob in [*one.top[: self._num_top], (one.token, one.logprob)]:
+            top.setdefault(_text_of(self._model, token), logprob)
+        return top
+
+
+def vllm_prompt_logprobs(generation: Generation, num_top: int) -> list[dict[str, Any] | None]:
+    """``prompt_logprobs`` of a sequence: for each token of its prompt the entries by token id."""
+    model = generation.model
+    shown: list[dict[str, Any] | None] = [None] * generation.num_prompt_tokens
+    for one in _each(generation.request.prompt.tolist(), generation.prompt_scores):
+        ranked = [(one.token, one.logprob, one.rank)]
+        ranked += [(token, logprob, rank) for rank, (token, logprob) in enumerate(one.top[:num_top], 1)]
+        shown[one.position] = {
+            str(token): {"logprob": logprob, "rank": rank, "decoded_token": _text_of(model, token)}
+            for token, logprob, rank in reversed(ranked)
+        }
+    return shown
+
+
+def with_prompt_logprobs(answer: dict[str, Any], call: GenerationCall, num_top: int | None) -> dict[str, Any]:
+    """``answer`` with vLLM's ``prompt_logprobs``, if they are wanted: of each text's choice, or of the whole chat."""
+    if num_top is None:
+        return answer
+    if answer["object"] == "chat.completion":
+        return {**answer, "prompt_logprobs": vllm_prompt_logprobs(call.generations[0], num_top)}
+    for choice, generation in zip(answer["choices"], call.generations, strict=True):
+        choice["prompt_logprobs"] = vllm_prompt_logprobs(generation, num_top)
+    return answer
+
+
+def sglang_input_logprobs(generation: Generation, with_text: bool) -> dict[str, list[Any]]:
+    """SGLang's lists of the prompt's log probabilities, from the token in front of the first scored one on.
+
+    The prompt's own, the most likely, and those asked for by id; entries are [logprob, id, text], the first has none.
+    """
+    model, sampling = generation.model, generation.request.sampling
+    prompt = generation.request.prompt.tolist()
+
+    def entry(logprob: float | None, token: int) -> list[Any]:
+        return [logprob, token, _text_of(model, token) if with_text else None]
+
+    scoring = generation.request.scoring
+    if scoring is None:
+        return {}
+    own: list[Any] = [entry(None, prompt[scoring.start - 1])]
+    top: list[Any] = [None]
+    asked: list[Any] = [None]
+    for one in _each(prompt, generation.prompt_scores):
+        own.append(entry(one.logprob, one.token))
+        top.append([entry(logprob, token) for token, logprob in one.top])
+        pairs = zip(sampling.logprob_token_ids, one.asked, strict=True)
+        asked.append([entry(logprob, token) for token, logprob in pairs])
+    return {"token": own, "top": top, "token_ids": asked}

@@ -1,0 +1,156 @@
+"""One response: read from its call to its end, as a stream of events or as a whole, and kept if it is to be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tanghulu.conductor.http import openai_format as shape
+from tanghulu.conductor.http.generation import GenerationCall, TextDelta
+from tanghulu.conductor.http.preprocess import ParsedRequest
+from tanghulu.conductor.http.reply import dumps, last_events
+from tanghulu.conductor.http.responses.bodies import InputItem, ResponsesBody, messages_of
+from tanghulu.conductor.http.responses.output import OutputItems, Told
+from tanghulu.conductor.routing.requests import FinishReason
+from tanghulu.conductor.tools.events import AnswerEvent, ContentText, ReasoningText
+from tanghulu.errors import TanghuluError
+from tanghulu.web.errors import body_of
+
+
+class ResponseReader:
+    """Reads a response's call. ``keep`` is given the whole response and the messages that its output stands for."""
+
+    def __init__(
+        self,
+        call: GenerationCall,
+        parsed: ParsedRequest,
+        body: ResponsesBody,
+        keep: Callable[[dict[str, Any], list[dict[str, Any]]], None],
+    ) -> None:
+        self._call, self._body, self._keep = call, body, keep
+        self._parser = parsed.new_parser() if parsed.new_parser is not None else None
+        self._output = OutputItems(parsed.most_calls)
+        self._created = int(time.time())
+        self._num_told = 0
+        self._finish = FinishReason.ABORTED
+        self._reasoning_tokens = 0
+        self._num_top = body.top_logprobs or 0
+
+    def take(self, index: int, delta: TextDelta) -> bytes:
+        """Server-sent events, named and numbered as OpenAI's."""
+        piece = b"" if self._num_told else self._opening()
+        piece += self._tell(self._take(delta))
+        self._finish = delta.finish or self._finish
+        return piece
+
+    def end(self) -> bytes:
+        """The events behind the text."""
+        return self._tell(self._end(self._finish))
+
+    def failed(self, error: TanghuluError) -> bytes:
+        """The event that says so, and the error as all streams have it."""
+        return self._tell([("response.failed", {"response": self._response("failed", error=error)})]) + last_events(
+            error
+        )
+
+    async def whole(self) -> dict[str, Any]:
+        """The whole response, when its text has ended."""
+        while not self._call.ended:
+            for _, delta in await self._call.read():
+                self._take(delta)
+                self._finish = delta.finish or self._finish
+        response: dict[str, Any] = self._end(self._finish)[-1][1]["response"]
+        return response
+
+    def _opening(self) -> bytes:
+        response = self._response("in_progress")
+        return self._tell([(f"response.{name}", {"response": response}) for name in ("created", "in_progress")])
+
+    def _take(self, delta: TextDelta) -> list[Told]:
+        events = self._events(delta)
+        if any(isinstance(event, ReasoningText) for event in events):
+            self._reasoning_tokens += len(delta.tokens)
+        logprobs: list[dict[str, Any]] = []
+        if self._body.shows_logprobs:
+            logprobs = shape.chat_logprobs(self._call.model, delta.logprobs, self._num_top)["content"]
+        return self._output.take(events, logprobs)
+
+    def _events(self, delta: TextDelta) -> list[AnswerEvent]:
+        if self._parser is None:
+            return [ContentText(delta.text)] if delta.text else []
+        events = self._parser.feed(delta.text)
+        return events + self._parser.finish() if delta.finish is not None else events
+
+    def _end(self, finish: FinishReason) -> list[Told]:
+        complete = finish is FinishReason.STOP
+        told = self._output.finish(complete)
+        response = self._response("completed" if complete else "incomplete", finish)
+        items = [InputItem.model_validate(item) for item in response["output"]]
+        self._keep(response, messages_of(items) if items else [])
+        return [*told, (f"response.{response['status']}", {"response": response})]
+
+    def _tell(self, told: list[Told]) -> bytes:
+        piece = b""
+        for name, payload in told:
+            shown = {"type": name, "sequence_number": self._num_told, **payload}
+            piece += f"event: {name}\ndata: {dumps(shown)}\n\n".encode()
+            self._num_told += 1
+        return piece
+
+    def _response(
+        self, status: str, finish: FinishReason | None = None, error: TanghuluError | None = None
+    ) -> dict[str, Any]:
+        body, told = self._body, body_of(error)["error"] if error is not None else None
+        ended = finish is not None
+        cut = {FinishReason.LENGTH: "max_output_tokens", FinishReason.ABORTED: "cancelled"}
+        return {
+            "id": self._call.id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "background": False,
+            "error": {"code": "server_error", "message": told["message"]} if told is not None else None,
+            "incomplete_details": {"reason": cut[finish]} if finish in cut else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
+            "model": self._call.model.card.model,
+            "output": list(self._output.items) if ended or error is not None else [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
+            "service_tier": "default",
+            "store": body.store,
+            "temperature": self._sampling.temperature,
+            "text": _dumped(body.text) if body.text is not None else {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": [_dumped(tool) for tool in body.tools or ()],
+            "top_logprobs": self._num_top,
+            "top_p": self._sampling.top_p,
+            "truncation": "disabled",
+            "usage": self._usage() if ended else None,
+            "user": body.user,
+            "metadata": body.metadata or {},
+        }
+
+    @property
+    def _sampling(self) -> Any:
+        return self._call.generations[0].request.sampling
+
+    def _usage(self) -> dict[str, Any]:
+        used = shape.usage(self._call)
+        return {
+            "input_tokens": used["prompt_tokens"],
+            "input_tokens_details": used["prompt_tokens_details"],
+            "output_tokens": used["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "total_tokens": used["total_tokens"],
+        }
+
+
+def _dumped(given: Any) -> dict[str, Any]:
+    dumped: dict[str, Any] = given.model_dump(by_alias=True, exclude_none=True)
+    return dumped

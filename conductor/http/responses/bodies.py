@@ -1,0 +1,211 @@
+"""The body of POST /v1/responses, and the chat that it stands for.
+
+A response is a chat under other names: items become messages, and the chat's own body checks and prepares the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tanghulu.conductor.http.fields import Api
+from tanghulu.conductor.http.schema import (
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ChatBody,
+    NumTokens,
+    RoutedBody,
+)
+from tanghulu.web.errors import BadField
+
+LOGPROBS = "message.output_text.logprobs"
+#: What of an earlier item's parts is text.
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+class InputPart(BaseModel):
+    """A part of an item's content; only text can be understood."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    def shown(self) -> str:
+        if self.type in _TEXT_PARTS and self.text is not None:
+            return self.text
+        if self.type == "refusal" and self.refusal is not None:
+            return self.refusal
+        raise BadField(f"parts of type {self.type[:64]!r} are not supported: models here read text alone", "input")
+
+
+class InputItem(BaseModel):
+    """One item of ``input``: a message, a call of a function, its output, or a chain of thought."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: str = "message"
+    role: str | None = None
+    content: str | list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+
+
+class FunctionTool(BaseModel):
+    """One of ``tools``: a function that the model may call."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        """The same tool as a chat has it."""
+        if self.type != "function":
+            raise BadField(f"tools of type {self.type[:64]!r} are not supported: only functions are called", "tools")
+        given = self.model_dump(exclude_none=True, exclude={"type"})
+        return {"type": "function", "function": given}
+
+
+class FormatOfText(BaseModel):
+    """``text.format``."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = ""
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class TextOptions(BaseModel):
+    """``text``: the format of the answer's text."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    format: FormatOfText | None = None
+
+
+class ReasoningOptions(BaseModel):
+    """``reasoning``."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    effort: str | None = None
+
+
+class ResponsesBody(RoutedBody):
+    """POST /v1/responses."""
+
+    api: ClassVar[Api | None] = Api.RESPONSES
+    input: str | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: NumTokens | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    include: Annotated[list[str], Field(max_length=16)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    store: bool = True
+    previous_response_id: Annotated[str, Field(max_length=256)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    stream: bool | None = False
+
+    @model_validator(mode="after")
+    def _something(self) -> Self:
+        if not self.input:
+            raise ValueError("input is empty")
+        return self
+
+    @property
+    def shows_logprobs(self) -> bool:
+        return self.top_logprobs is not None or LOGPROBS in (self.include or ())
+
+    def chat(self, messages: list[dict[str, Any]]) -> ChatBody:
+        """The chat of ``messages`` that this body asks for. Raises ValidationError for what a chat refuses."""
+        given: dict[str, Any] = {
+            "messages": messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "logprobs": self.shows_logprobs,
+            "top_logprobs": self.top_logprobs,
+            "tools": [tool.for_chat() for tool in self.tools or ()] or None,
+            "tool_choice": _choice_for_chat(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": self._format_for_chat(),
+            "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
+        }
+        routed = self.model_dump(include=set(RoutedBody.model_fields), exclude_none=True)
+        chat = ChatBody.model_validate(routed | {name: value for name, value in given.items() if value is not None})
+        chat.came_from(self._sender)
+        return chat
+
+    def _format_for_chat(self) -> dict[str, Any] | None:
+        form = self.text.format if self.text is not None else None
+        if form is None or form.type != "json_schema":
+            return {"type": form.type} if form is not None else None
+        return {"type": "json_schema", "json_schema": {"name": form.name, "schema": form.schema_ or {}}}
+
+
+def _choice_for_chat(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+        raise BadField("tool_choice is none, auto, required or a function by its name", "tool_choice")
+    return {"type": "function", "function": {"name": choice["name"]}}
+
+
+def messages_of(given: str | list[InputItem]) -> list[dict[str, Any]]:
+    """The messages that ``input`` stands for: calls join the assistant's message in front of them."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[dict[str, Any]] = []
+    reasoning = ""
+    for item in given:
+        match item.type:
+            case "message":
+                role = "system" if item.role == "developer" else item.role or "user"
+                messages.append({"role": role, "content": _text(item.content)})
+            case "function_call":
+                _add_call(messages, item)
+            case "function_call_output":
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            case "reasoning":
+                reasoning += _text(item.content) or _text(item.summary)
+                continue
+            case other:
+                raise BadField(f"items of type {other[:64]!r} are not supported", "input")
+        if reasoning and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"] = reasoning
+        reasoning = ""
+    return messages
+
+
+def _add_call(messages: list[dict[str, Any]], item: InputItem) -> None:
+    if item.name is None or item.call_id is None:
+        raise BadField("a function_call needs name, call_id and arguments", "input")
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    function = {"name": item.name, "arguments": item.arguments or "{}"}
+    call = {"id": item.call_id, "type": "function", "function": function}
+    messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _text(content: str | list[InputPart] | None) -> str:
+    return content if isinstance(content, str) else "".join(part.shown() for part in content or ())
+
+
+def with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``messages`` behind the instructions, joined with a system message that is there already."""
+    if not instructions:
+        return messages
+    if messages and messages[0]["role"] == "system":
+        return [{"role": "system", "content": f"{instructions}\n\n{messages[0]['content']}"}, *messages[1:]]
+    return [{"role": "system", "content": instructions}, *messages]

@@ -1,0 +1,102 @@
+"""The routes of the Responses API."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from tanghulu.conductor.http.preprocess import parse_chat
+from tanghulu.conductor.http.reply import EventStream, JsonWhenDone, note_sender, reading
+from tanghulu.conductor.http.responses.answering import ResponseReader
+from tanghulu.conductor.http.responses.bodies import ResponsesBody, messages_of, with_instructions
+from tanghulu.conductor.http.responses.kept import KeptResponse, KeptResponses
+from tanghulu.conductor.http.schema import ChatBody
+from tanghulu.conductor.http.service import Service
+from tanghulu.web.errors import BadField, ResponseNotFound, from_validation
+
+
+def router(service: Service) -> APIRouter:
+    """The routes; what is kept is kept with them."""
+    api = APIRouter()
+    kept = KeptResponses()
+
+    @api.post("/v1/responses")
+    async def create(request: Request) -> Response:
+        """A response to an input, and to the turns before it."""
+        owner = _owner(request)
+        async with reading(request, service, ResponsesBody) as body:
+            model = await service.find_model(body.model)
+            conversation = [*_earlier(kept, body, owner), *messages_of(body.input)]
+            chat = _chat(body, with_instructions(body.instructions, conversation))
+            note_sender(chat, request)
+            parsed = await parse_chat(chat, model, service.parsers)
+        call = service.start(f"resp_{uuid.uuid4().hex}", parsed)
+
+        def keep(response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+            if body.store:
+                kept.add(KeptResponse(response, conversation + messages, owner))
+
+        reader = ResponseReader(call, parsed, body, keep)
+        if body.stream:
+            return EventStream(call, service.forget, reader)
+        return JsonWhenDone(call, service.forget, reader.whole)
+
+    @api.get("/v1/responses/{response_id}")
+    async def read(response_id: str, request: Request) -> dict[str, Any]:
+        """A response that is still kept."""
+        found = kept.find(response_id, _owner(request))
+        if found is None:
+            raise _gone(response_id)
+        return found.response
+
+    @api.delete("/v1/responses/{response_id}")
+    async def delete(response_id: str, request: Request) -> dict[str, Any]:
+        """Forget a response."""
+        if not kept.remove(response_id, _owner(request)):
+            raise _gone(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    return api
+
+
+def _gone(response_id: str) -> ResponseNotFound:
+    return ResponseNotFound(
+        f"response {response_id[:64]!r} is not kept here (any more): each conductor keeps its own, the last used "
+        "ones; send the whole conversation as input"
+    )
+
+
+def _earlier(kept: KeptResponses, body: ResponsesBody, owner: str) -> list[dict[str, Any]]:
+    """The messages of the conversation that ``body`` goes on with."""
+    if body.previous_response_id is None:
+        return []
+    found = kept.find(body.previous_response_id, owner)
+    if found is None:
+        raise BadField(_gone(body.previous_response_id).message, "previous_response_id")
+    return found.messages
+
+
+#: What a chat calls what a response has under another name.
+_NAMES = {"messages": "input", "response_format": "text", "reasoning_effort": "reasoning"}
+
+
+def _chat(body: ResponsesBody, messages: list[dict[str, Any]]) -> ChatBody:
+    try:
+        return body.chat(messages)
+    except ValidationError as error:
+        fault = from_validation(error)
+        raise BadField(fault.message, _NAMES.get(fault.param or "", fault.param)) from None
+
+
+def _owner(request: Request) -> str:
+    """Who may refer to a response again: who shows the same API key, or sends the same token. No secret is kept."""
+    key = request.scope.get("state", {}).get("api_key")
+    if key is not None:
+        return str(key.client)
+    token = request.headers.get("authorization", "")
+    return hashlib.blake2b(token.encode(), digest_size=16).hexdigest() if token else ""

@@ -1,0 +1,81 @@
+"""Where a request comes from: the ids by which others know it, and when it came.
+
+A trace is W3C's (https://www.w3.org/TR/trace-context/): the client's, where its ``traceparent`` is well formed, else a
+new one. Example: ``00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01`` comes in; what goes on to workers has the
+same trace id and flags, and an id of our own in place of ``b7ad6b7169203331``, which is the parent now.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import uuid
+from collections.abc import Sequence
+from typing import Final
+
+from msgspec import Struct, structs
+
+SAMPLED: Final = 1
+_FORM: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:=+/@\-]{1,128}")
+_NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
+
+
+class Trace(Struct, frozen=True):
+    """A request's place in a trace. ``span_id`` is its own; ``parent_id`` the caller's, "" where the trace is ours."""
+
+    trace_id: str
+    span_id: str
+    parent_id: str = ""
+    flags: int = SAMPLED
+
+    @property
+    def is_sampled(self) -> bool:
+        return bool(self.flags & SAMPLED)
+
+    @property
+    def header(self) -> str:
+        """The ``traceparent`` of what is called, which is the ``traceresponse`` of the answer as well."""
+        return f"00-{self.trace_id}-{self.span_id}-{self.flags:02x}"
+
+
+class Origin(Struct, frozen=True):
+    """The client's id of the request, its trace, and the process's monotonic times of its header and its body."""
+
+    x_request_id: str
+    trace: Trace
+    began_s: float
+    received_s: float
+
+    def beside(self) -> Origin:
+        """The origin of a further sequence of the same request, with a span id of its own."""
+        return structs.replace(self, trace=structs.replace(self.trace, span_id=new_span_id()))
+
+
+def request_id_of(given: Sequence[str]) -> str:
+    """The client's id for the request, the first that may stand in a header and a log; else a new one."""
+    return next((each for each in given if _REQUEST_ID.fullmatch(each)), "") or uuid.uuid4().hex
+
+
+def sender_of(authorization: str, host: str) -> str:
+    """Who sent a request: what it shows, or its address where that is nothing. A key itself is not kept."""
+    if authorization:
+        return "key " + hashlib.blake2b(authorization.encode(), digest_size=8).hexdigest()
+    return f"address {host}" if host else ""
+
+
+def trace_of(given: Sequence[str]) -> Trace:
+    """Continue the trace of the ``traceparent`` headers of a request; begin one if there is not one good one."""
+    found = _FORM.fullmatch(given[0]) if len(given) == 1 else None
+    if found is not None:
+        version, trace_id, parent_id, flags, more = found.groups()
+        is_known = version != "ff" and (version != "00" or more is None)
+        if is_known and trace_id != _NO_TRACE and parent_id != _NO_SPAN:
+            return Trace(trace_id, new_span_id(), parent_id, int(flags, 16) & SAMPLED)
+    return Trace(f"{random.getrandbits(128) or 1:032x}", new_span_id())
+
+
+def new_span_id() -> str:
+    """Make the id of a span."""
+    return f"{random.getrandbits(64) or 1:016x}"

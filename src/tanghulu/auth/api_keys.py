@@ -1,0 +1,199 @@
+"""API keys, ``--api-keys FILE``: who may use the HTTP API, what for, how much, and whose cached prefixes are shared.
+
+    [[keys]]
+    name = "acme-chat"              # for logs, metrics and error messages
+    tenant = "acme"                 # its prefixes are shared within this tenant; left out: among all that have none
+    rights = ["inference"]          # of inference, metrics, admin
+    sha256 = "..."                  # of the key; `tanghulu keys create` makes both
+    expires = 2027-01-31            # optional; a date or a time
+    requests_per_s = 10             # optional, as are those that follow: no limit
+    tokens_per_minute = 100000      # prompt tokens and generated ones
+    max_in_flight = 32              # requests under way at one time
+    weight = 2.0                    # turns that it has for each of another key's, where many wait; default 1
+    shared_prefixes = true          # its prefixes are shared with everybody who says so, whatever the tenant
+
+The file is this user's alone (mode 0600) and is read again when it changes. It is TOML, or JSON if its name ends so.
+Keys are secrets of 256 random bits, so one round of SHA-256 hides them well enough: there is nothing to try out.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final
+
+from tanghulu.auth.private_file import PrivateFile, expiry_unix_s, refuse_unknown
+from tanghulu.auth.tenants import hash_of, validate_tenant
+from tanghulu.errors import ConfigError, Forbidden, Unauthorized
+
+KEY_PREFIX: Final = "sk-tanghulu-"
+MAX_KEYS: Final = 4096
+#: In front of the salts that callers with a key name: no two tenants, and no tenant and nobody, share a salt.
+_SALT: Final = "@{}/"
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,62}")
+_MAX_WEIGHT: Final = 1000.0
+
+
+class KeyRight(Enum):
+    """A right that an API key gives; the value is its name in the file. ``admin`` gives the others, too."""
+
+    INFERENCE = "inference"
+    METRICS = "metrics"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """How much a key may ask for; 0: no limit."""
+
+    requests_per_s: float = 0.0
+    tokens_per_minute: float = 0.0
+    max_in_flight: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """One key, known by its hash."""
+
+    name: str
+    sha256: str = field(repr=False)
+    rights: frozenset[KeyRight]
+    tenant: str = ""
+    limits: KeyLimits = KeyLimits()
+    weight: float = 1.0
+    shared_prefixes: bool = False
+    expires_unix_s: float | None = None
+
+    @property
+    def client(self) -> str:
+        """The client that takes turns with others in the name of this key."""
+        return f"key {self.name}"
+
+    def may(self, right: KeyRight) -> bool:
+        return right in self.rights or KeyRight.ADMIN in self.rights
+
+    def require(self, right: KeyRight, what: str) -> None:
+        """Raise Forbidden unless the key gives ``right``; ``what`` names the request."""
+        if not self.may(right):
+            has = ", ".join(sorted(each.value for each in self.rights))
+            raise Forbidden(f"{what} needs the right {right.value!r}; key {self.name!r} has {has}")
+
+    def salted(self, salt: bytes) -> bytes:
+        """The salt of a request whose body names ``salt``: prefixes are shared within one tenant only."""
+        return _SALT.format("" if self.shared_prefixes else self.tenant).encode() + salt
+
+
+def new_key() -> str:
+    """A key that nobody can guess."""
+    return KEY_PREFIX + secrets.token_urlsafe(32)
+
+
+class ApiKeyTable:
+    """All keys, checked; there may be none, if all were revoked. Immutable: a changed file makes another table."""
+
+    def __init__(self, keys: Iterable[ApiKey]) -> None:
+        self.keys: dict[str, ApiKey] = {}
+        self._by_hash: dict[str, ApiKey] = {}
+        for key in keys:
+            self._add(key)
+        if len(self.keys) > MAX_KEYS:
+            raise ConfigError(f"{len(self.keys)} keys are more than {MAX_KEYS}")
+
+    def _add(self, key: ApiKey) -> None:
+        if not _NAME.fullmatch(key.name):
+            raise ConfigError(f"key {key.name!r}: a name has 1 to 63 of letters, digits and _ . @ -")
+        if key.name in self.keys:
+            raise ConfigError(f"two keys are called {key.name!r}")
+        if not re.fullmatch(r"[0-9a-f]{64}", key.sha256):
+            raise ConfigError(f"key {key.name!r}: sha256 is not 64 hexadecimal digits; see `tanghulu keys create`")
+        if key.sha256 in self._by_hash:
+            raise ConfigError(f"keys {self._by_hash[key.sha256].name!r} and {key.name!r} are the same")
+        if not key.rights:
+            raise ConfigError(f"key {key.name!r} has no rights")
+        self.keys[key.name] = self._by_hash[key.sha256] = key
+
+    def authenticate(self, shown: str, now_unix_s: float | None = None) -> ApiKey:
+        """The key that ``shown`` is; raises Unauthorized that says what is missing."""
+        if not shown:
+            raise Unauthorized("a key is needed here: send the header Authorization: Bearer KEY")
+        sha256 = hash_of(shown)
+        key = self._by_hash.get(sha256)
+        if key is None or not hmac.compare_digest(key.sha256, sha256):
+            raise Unauthorized("the key is unknown here; was it revoked, or is it another cluster's?")
+        now_unix_s = time.time() if now_unix_s is None else now_unix_s
+        if key.expires_unix_s is not None and key.expires_unix_s <= now_unix_s:
+            raise Unauthorized(f"key {key.name!r} has expired")
+        return key
+
+    def still_stands(self, key: ApiKey, now_unix_s: float) -> bool:
+        """Whether ``key`` is in this table as it is, and its time is not over."""
+        return self.keys.get(key.name) == key and (key.expires_unix_s is None or key.expires_unix_s > now_unix_s)
+
+    def check(self) -> None:
+        assert {key.sha256 for key in self.keys.values()} == set(self._by_hash)
+        assert all(name == key.name for name, key in self.keys.items())
+
+    def __repr__(self) -> str:
+        return f"ApiKeyTable({len(self.keys)} keys)"
+
+
+class ApiKeysFile(PrivateFile[ApiKeyTable]):
+    """The table of a file of keys, as it was when last looked at and well-formed. Raises ConfigError."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "--api-keys", _parse)
+
+
+def _parse(content: dict[str, Any]) -> ApiKeyTable:
+    refuse_unknown(content, {"keys"}, "the file")
+    return ApiKeyTable([_key(each) for each in content.get("keys", [])])
+
+
+_NUMBERS: Final = ("requests_per_s", "tokens_per_minute", "max_in_flight", "weight")
+_FIELDS: Final = frozenset(("name", "tenant", "rights", "sha256", "expires", "shared_prefixes", *_NUMBERS))
+
+
+def _key(content: Any) -> ApiKey:
+    refuse_unknown(content, _FIELDS, "a key")
+    name = str(content.get("name", ""))
+    if not name:
+        raise ConfigError("a key has no name")
+    what, known = f"key {name!r}", {right.value: right for right in KeyRight}
+    rights = content.get("rights", [])
+    for right in rights:
+        if right not in known:
+            raise ConfigError(f"{what}: right {right!r} is unknown; known: {', '.join(known)}")
+    tenant, shared = str(content.get("tenant", "")), content.get("shared_prefixes", False)
+    if not isinstance(shared, bool):
+        raise ConfigError(f"{what}: shared_prefixes is true or false")
+    weight = _number(what, content, "weight", 1.0)
+    if not 0 < weight <= _MAX_WEIGHT:
+        raise ConfigError(f"{what}: weight is {weight:g}; it must be above 0 and at most {_MAX_WEIGHT:g}")
+    limits = KeyLimits(
+        _number(what, content, "requests_per_s"),
+        _number(what, content, "tokens_per_minute"),
+        int(_number(what, content, "max_in_flight")),
+    )
+    return ApiKey(
+        name,
+        str(content.get("sha256", "")),
+        frozenset(known[right] for right in rights),
+        validate_tenant(tenant) if tenant else "",
+        limits,
+        weight,
+        shared,
+        expiry_unix_s(what, content.get("expires")),
+    )
+
+
+def _number(what: str, content: dict[str, Any], name: str, default: float = 0.0) -> float:
+    value = content.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
+        raise ConfigError(f"{what}: {name} is {value!r}; it must be a number that is not negative")
+    return float(value)

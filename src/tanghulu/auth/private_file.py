@@ -1,0 +1,104 @@
+"""Files of secrets' hashes, which are this user's alone and are read again when they change: TOML, or JSON by its name.
+
+Tokens (``tokens``) and API keys (``api_keys``) stand in such files.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import stat
+import tomllib
+from collections.abc import Callable, Set
+from pathlib import Path
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import structlog
+
+from tanghulu.errors import ConfigError, InvalidRequest
+
+T = TypeVar("T")
+_Stamp: TypeAlias = tuple[int, int, int]
+
+_log = structlog.get_logger(__name__)
+_MAX_BYTES = 16 << 20
+
+
+class PrivateFile(Generic[T]):
+    """What ``parse`` makes of the file at ``path``, as it was when last looked at and well-formed.
+
+    ``flag`` names the file in errors. Raises ConfigError, also for a mode that others can read.
+    """
+
+    def __init__(self, path: Path, flag: str, parse: Callable[[dict[str, Any]], T]) -> None:
+        self._path, self._flag, self._parse = path, flag, parse
+        self._stamp, data = self._read()
+        self.table = self._parsed(data)
+
+    def refresh(self) -> bool:
+        """Look at the file; returns whether the table has changed. A broken file is logged and ignored."""
+        try:
+            stamp, data = self._read()
+            if stamp == self._stamp:
+                return False
+            self._stamp = stamp
+            self.table = self._parsed(data)
+        except ConfigError as error:
+            _log.error("private_file.not_reloaded", error=error.message)
+            return False
+        _log.info("private_file.reloaded", file=str(self._path), table=repr(self.table))
+        return True
+
+    def _read(self) -> tuple[_Stamp, bytes]:
+        """A pair: a stamp that changes when the file does, and the file's bytes."""
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                mode = stat.S_IMODE(status.st_mode)
+                if mode & 0o077:
+                    raise ConfigError(f"{self._path} can be read by others (mode {mode:04o}): chmod 600")
+                return (status.st_ino, status.st_mtime_ns, status.st_size), file.read(_MAX_BYTES)
+        except OSError as error:
+            raise ConfigError(f"cannot read {self._flag} {self._path}: {error.strerror}") from error
+
+    def _parsed(self, data: bytes) -> T:
+        try:
+            text = data.decode()
+            content = json.loads(text) if self._path.suffix == ".json" else tomllib.loads(text)
+        except ValueError as error:  # of all three
+            raise ConfigError(f"cannot read {self._flag} {self._path}: {error}") from error
+        try:
+            return self._parse(content)
+        except (ConfigError, InvalidRequest) as error:
+            raise ConfigError(f"{self._flag} {self._path}: {error.message}") from None
+
+
+def table_of(value: Any, what: str) -> dict[str, Any]:
+    """``value`` if it is a table; else raises ConfigError."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{what} is not a table")
+    return value
+
+
+def refuse_unknown(table: dict[str, Any], keys: Set[str], what: str) -> None:
+    """Raise ConfigError for a key of ``table`` that is none of ``keys``."""
+    for key in table_of(table, what):
+        if key not in keys:
+            raise ConfigError(f"{what}: key {key!r} is unknown; known: {', '.join(sorted(keys))}")
+
+
+def expiry_unix_s(what: str, value: Any) -> float | None:
+    """The time that a date or a time stands for, in UTC where it does not say; None for None. Raises ConfigError."""
+    if value is None:
+        return None
+    try:
+        if isinstance(value, str):
+            value = datetime.datetime.fromisoformat(value)
+        elif isinstance(value, datetime.date) and not isinstance(value, datetime.datetime):
+            value = datetime.datetime(value.year, value.month, value.day)
+        if value.tzinfo is None:
+            value = value.replace(tzinfo=datetime.UTC)
+        return float(value.timestamp())
+    except (ValueError, AttributeError):
+        raise ConfigError(f"{what}: expires {value!r} is no date or time") from None

@@ -1,0 +1,154 @@
+"""``tanghulu keys``: make, list and revoke the API keys of a file. Processes that use it follow within a second.
+
+The file holds the keys' hashes only. It is changed by text, so that comments and further lines of a key stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+
+from tanghulu.auth.api_keys import ApiKey, ApiKeysFile, KeyRight, new_key
+from tanghulu.auth.tenants import hash_of, validate_tenant
+from tanghulu.cli.printing import print_json
+from tanghulu.errors import ConfigError, InvalidRequest
+
+_HEAD = re.compile(r"^\s*\[\[keys\]\]\s*(#.*)?$")
+_ANY_HEAD = re.compile(r"^\s*\[")
+_FILE = click.argument("file", type=click.Path(path_type=Path))
+_JSON = click.option("--json", "as_json", is_flag=True, help="print JSON for programs")
+
+
+@click.group("keys", help="Make, list and revoke API keys of the HTTP API.")
+def COMMAND() -> None:
+    """The group; its commands follow."""
+
+
+@COMMAND.command("create", short_help="Add a key to a file, and print it once.")
+@_FILE
+@click.argument("name")
+@click.option("--tenant", default="", help="whose key it is: prefixes are shared within a tenant only")
+@click.option(
+    "--right",
+    "rights",
+    multiple=True,
+    type=click.Choice([right.value for right in KeyRight]),
+    help="what it allows; may be said several times [default: inference]",
+)
+@click.option("--requests-per-s", type=click.FloatRange(min=0), default=0.0, help="0: no limit")
+@click.option(
+    "--tokens-per-minute", type=click.FloatRange(min=0), default=0.0, help="of prompts and answers; 0: no limit"
+)
+@click.option(
+    "--max-in-flight", type=click.IntRange(min=0), default=0, help="requests under way at one time; 0: no limit"
+)
+@click.option(
+    "--weight", type=click.FloatRange(min=0, min_open=True), default=1.0, help="turns for each of another key's"
+)
+@_JSON
+def create(file: Path, name: str, tenant: str, rights: tuple[str, ...], as_json: bool, **numbers: float) -> None:
+    """Add a key called NAME to FILE, which is made if it is not there, and print the key. It cannot be shown again."""
+    made = new_key()
+    add(file, name, made, rights or (KeyRight.INFERENCE.value,), tenant, **numbers)
+    if as_json:
+        print_json({"key": made, "name": name, "sha256": hash_of(made)})
+    else:
+        click.echo(made)
+
+
+def add(file: Path, name: str, key: str, rights: tuple[str, ...], tenant: str = "", **numbers: float) -> None:
+    """Enter ``key`` into ``file``; raises ConfigError for a file or a name that is not good."""
+    if file.suffix == ".json":
+        raise ConfigError(f"{file}: keys are added to TOML files only; enter the SHA-256 of a new one by hand")
+    lines = ["[[keys]]", f"name = {json.dumps(name)}"]
+    if tenant:
+        lines.append(f'tenant = "{validate_tenant(tenant)}"')
+    lines.append("rights = [" + ", ".join(f'"{right}"' for right in rights) + "]")
+    lines += [f"{field} = {value}" for field, value in numbers.items() if value and (field, value) != ("weight", 1.0)]
+    lines.append(f'sha256 = "{hash_of(key)}"')
+    with _changing(file) as text:
+        text[:] = [*text, *([""] if text else []), *lines]
+
+
+@COMMAND.command("list", short_help="List the keys of a file.")
+@_FILE
+@_JSON
+def show(file: Path, as_json: bool) -> None:
+    """List the keys of FILE: names, tenants, rights and limits. The keys themselves stand nowhere."""
+    keys = ApiKeysFile(file).table.keys.values()
+    if as_json:
+        print_json([_row(key) for key in keys])
+        return
+    for key in keys:
+        row, rights = _row(key), ", ".join(sorted(right.value for right in key.rights))
+        said = [f"{field}={value}" for field, value in row.items() if field not in ("name", "rights") and value]
+        click.echo(f"{key.name}: {rights}{'  ' if said else ''}{' '.join(said)}")
+
+
+@COMMAND.command("revoke", short_help="Remove a key from a file.")
+@_FILE
+@click.argument("name")
+def revoke(file: Path, name: str) -> None:
+    """Remove the key called NAME from FILE. Answers under way end as they would have; further requests get 401."""
+    if name not in ApiKeysFile(file).table.keys:
+        raise InvalidRequest(f"{file} has no key {name!r}")
+    if file.suffix == ".json":
+        raise ConfigError(f"{file}: keys are removed from TOML files only; take its entry out by hand")
+    with _changing(file) as lines:
+        begin, end = _place_of(lines, name)
+        del lines[begin:end]
+    click.echo(f"{name} is revoked")
+
+
+def _row(key: ApiKey) -> dict[str, object]:
+    expires = key.expires_unix_s
+    return {
+        "name": key.name,
+        "rights": sorted(right.value for right in key.rights),
+        "tenant": key.tenant,
+        "requests_per_s": key.limits.requests_per_s,
+        "tokens_per_minute": key.limits.tokens_per_minute,
+        "max_in_flight": key.limits.max_in_flight,
+        "weight": key.weight if key.weight != 1.0 else 0,
+        "shared_prefixes": key.shared_prefixes,
+        "expires": "" if expires is None else datetime.fromtimestamp(expires, UTC).isoformat(),
+    }
+
+
+def _place_of(lines: list[str], name: str) -> tuple[int, int]:
+    """The lines of the key called ``name``: from its [[keys]] up to the next table. Raises ConfigError."""
+    heads = [number for number, line in enumerate(lines) if _HEAD.match(line)]
+    named = re.compile(rf"""^\s*name\s*=\s*["']{re.escape(name)}["']\s*(#.*)?$""")
+    for begin in heads:
+        following = (number for number in range(begin + 1, len(lines)) if _ANY_HEAD.match(lines[number]))
+        end = next(following, len(lines))
+        if any(named.match(line) for line in lines[begin:end]):
+            return begin, end
+    raise ConfigError(f"the entry of {name!r} is not written as [[keys]]; take it out by hand")
+
+
+@contextlib.contextmanager
+def _changing(file: Path) -> Iterator[list[str]]:
+    """The lines of ``file``, which takes the place of the old one if it is well-formed after the block."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.with_name(f".{file.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            lines = file.read_text().splitlines() if file.exists() else []
+            yield lines
+            scratch = file.with_name(f".{file.stem}.new{file.suffix}")
+            scratch.unlink(missing_ok=True)
+            with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+                out.write("\n".join(lines) + "\n")
+            ApiKeysFile(scratch)
+            scratch.replace(file)
+    except OSError as error:
+        raise ConfigError(f"cannot change {file}: {error.strerror}") from error

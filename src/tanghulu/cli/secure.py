@@ -1,0 +1,95 @@
+"""The keys, tokens and certificates of a cluster that ``tanghulu up --secure`` starts: made once, kept in its state.
+
+    secure/certs/      an authority and a certificate for each role (``tanghulu certs init``)
+    secure/tokens.toml the hashes of two tokens: the cluster's own, and the operator's
+    secure/cluster.token, operator.token, api.key      secrets, for their owner only
+    secure/keys.toml   the API keys (``tanghulu keys``); the first, ``operator``, is in api.key
+
+Children get the names of these files and never a secret, so none is seen in ``ps``, in logs or in cluster.json.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tanghulu.auth.api_keys import KeyRight, new_key
+from tanghulu.auth.credentials import TlsFiles
+from tanghulu.auth.tenants import Right, hash_of, new_token
+from tanghulu.cli import certs, keys
+from tanghulu.errors import ConfigError
+
+_CERTIFICATES: Final = {"prefill": "worker", "decode": "worker", "gateway": "conductor"}
+_TOKENS: Final = {"cluster": (Right.READ, Right.WRITE, Right.JOIN), "operator": (Right.ADMIN,)}
+
+
+@dataclass(frozen=True, slots=True)
+class SecureFiles:
+    """The files in ``folder``."""
+
+    folder: Path
+
+    @property
+    def authority(self) -> Path:
+        """What clients verify the cluster's certificates by."""
+        return self.folder / "certs" / "ca.pem"
+
+    @property
+    def key_file(self) -> Path:
+        """The file with the operator's API key."""
+        return self.folder / "api.key"
+
+    @property
+    def tls(self) -> TlsFiles:
+        """What a client of the HTTP API needs."""
+        return TlsFiles(ca=str(self.authority))
+
+    def options(self, role: str) -> list[str]:
+        """The options of a child, pairs of a flag and its value."""
+        certificate = self.folder / "certs" / _CERTIFICATES.get(role, role)
+        tls = ("--tls-cert", f"{certificate}.pem", "--tls-key", f"{certificate}.key", "--tls-ca", str(self.authority))
+        own = () if role == "master" else ("--token", f"@{self.folder / 'cluster.token'}")
+        api = ("--api-keys", str(self.folder / "keys.toml")) if role == "conductor" else ()
+        return [*tls, *own, *api, "--tokens", str(self.folder / "tokens.toml")]
+
+    def flags(self, role: str) -> list[str]:
+        """Further options, which have no value: those who call conductor and gateway have no certificates."""
+        return {"conductor": [], "gateway": ["--require-token"]}.get(role, ["--tls-mutual"])
+
+
+def prepare(folder: Path, hosts: tuple[str, ...]) -> SecureFiles:
+    """Make what is missing in ``folder``, for a cluster that is reached at ``hosts``. Raises ConfigError."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = folder.resolve()
+        certs.make(folder / "certs", tuple(dict.fromkeys((*hosts, "localhost", "127.0.0.1"))), 365)
+        if not (folder / "tokens.toml").exists():
+            _make_tokens(folder)
+        if not (folder / "keys.toml").exists():
+            key = new_key()
+            _write(folder / "api.key", key)
+            keys.add(folder / "keys.toml", "operator", key, (KeyRight.ADMIN.value,))
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror or error}") from error
+    return SecureFiles(folder)
+
+
+def _make_tokens(folder: Path) -> None:
+    entries = []
+    for name, rights in _TOKENS.items():
+        token = new_token()
+        _write(folder / f"{name}.token", token)
+        named = ", ".join(f'"{right.value}"' for right in rights)
+        entries.append(f'[[tokens]]\nname = "{name}"\nrights = [{named}]\nsha256 = "{hash_of(token)}"\n')
+    _write(folder / "tokens.toml", "\n".join(entries))
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that is its owner's alone from the beginning."""
+    scratch = path.with_name(f"{path.name}.new")
+    scratch.unlink(missing_ok=True)
+    with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text + "\n")
+    scratch.replace(path)

@@ -1,0 +1,95 @@
+"""Calls of the store in threads, each with a number under which its outcome is asked for, and a signal at its end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+class Tasks(Generic[T]):
+    """Work of one kind. However a task ends, its outcome is there and ``signal`` was called, exactly once.
+
+    ``failed``: the outcome of work that broke off, or that could not begin any more.
+    """
+
+    def __init__(self, name: str, threads: int, signal: Callable[[], None]) -> None:
+        self._pool = ThreadPoolExecutor(threads, f"tanghulu-{name}")
+        self._name, self._signal = name, signal
+        self._lock, self._next = threading.Condition(), 0
+        self._outcomes: dict[int, T] = {}
+        self._futures: dict[int, Future[T]] = {}
+        self._num_open = 0
+
+    @property
+    def num_open(self) -> int:
+        """Tasks that have not ended."""
+        return self._num_open
+
+    def begin(self, work: Callable[[], T], failed: T) -> int:
+        """Run ``work`` in a thread; the number of the task."""
+        with self._lock:
+            self._next += 1
+            number = self._next
+            self._num_open += 1
+        try:
+            future = self._pool.submit(work)
+        except RuntimeError:  # closed
+            self._end(number, failed)
+            return number
+        with self._lock:
+            self._futures[number] = future
+        future.add_done_callback(lambda done: self._done(number, done, failed))
+        return number
+
+    def drain(self) -> None:
+        """Have what has not begun fail, and return when the rest has ended, at its deadline at the latest."""
+        with self._lock:
+            futures = list(self._futures.values())
+        for future in futures:
+            future.cancel()
+        with self._lock:
+            self._lock.wait_for(lambda: self._num_open == 0)
+
+    def take(self, number: int) -> T | None:
+        """The outcome of a task, once; None of one that has not ended."""
+        with self._lock:
+            return self._outcomes.pop(number, None)
+
+    def take_all(self) -> dict[int, T]:
+        """The outcomes of all tasks that ended and were not taken."""
+        with self._lock:
+            outcomes, self._outcomes = self._outcomes, {}
+            return outcomes
+
+    def close(self) -> None:
+        """Begin no more; returns when all have ended, at their deadlines at the latest."""
+        self._pool.shutdown(wait=True)
+
+    def _done(self, number: int, work: Future[T], failed: T) -> None:
+        if work.cancelled():
+            self._end(number, failed)
+            return
+        error = work.exception()
+        if error is not None:
+            _log.error("tanghulu: a %s broke off", self._name, exc_info=error)
+        self._end(number, failed if error is not None else work.result())
+
+    def _end(self, number: int, outcome: T) -> None:
+        with self._lock:
+            self._outcomes[number] = outcome
+            self._futures.pop(number, None)
+            self._num_open -= 1
+            self._lock.notify_all()
+        self._signal()
+
+    def check(self) -> None:
+        assert self._num_open >= 0
+        assert all(0 < number <= self._next for number in self._outcomes)
+        assert len(self._futures) <= self._num_open

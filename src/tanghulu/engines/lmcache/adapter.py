@@ -1,0 +1,157 @@
+"""``TanghuluL2Adapter``: what LMCache's server loads as a plugin of its second level.
+
+The class translates: LMCache's keys and memory objects into the store's, its tasks into calls in threads. Lookups lock
+nothing in the store: between lookup and load a chunk may be evicted, and then its load fails, as LMCache provides for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.platform import create_event_notifier
+
+from tanghulu.engines.common.cache_tasks import Tasks
+from tanghulu.engines.common.guarded_store import GuardedStore
+from tanghulu.engines.common.options import LevelOptions
+from tanghulu.errors import TanghuluError
+
+_log = logging.getLogger(__name__)
+
+#: Connecting, in the constructor; a store that is away is tried again later.
+_WARM_DEADLINE_S = 2.0
+#: Calls are cut into pieces of this many keys, so that no answer is larger than a node gives at once.
+_KEYS_PER_CALL = 256
+
+
+class TanghuluL2Adapter(L2AdapterInterface):
+    """See LMCache's interface. ``adapter_params`` as ``LevelOptions`` has them; raises ConfigError for others.
+
+    Lookups, loads and stores have threads and a descriptor each; two threads of LMCache's call.
+    """
+
+    def __init__(self, adapter_params: dict[str, Any], l1_memory_desc: Any = None) -> None:
+        super().__init__()
+        options = LevelOptions.parse(adapter_params)
+        client = options.open_client()
+        try:
+            client.exists("lmcache/", deadline_s=_WARM_DEADLINE_S)
+        except TanghuluError as error:
+            _log.warning(
+                "tanghulu: the store at %s does not answer, and is tried again later: %s", options.master, error
+            )
+        self._options = options
+        self._store = GuardedStore(client, options.load_deadline_s, options.save_deadline_s)
+        self._signals = [create_event_notifier() for _ in range(3)]
+        stored, found, loaded = self._signals
+        self._stores: Tasks[L2StoreResult] = Tasks("store", 1, stored.notify)
+        self._lookups: Tasks[Bitmap] = Tasks("lookup", 1, found.notify)
+        self._loads: Tasks[Bitmap] = Tasks("load", options.threads, loaded.notify)
+        self._lock, self._pending_bytes, self._num_shed = threading.Lock(), 0, 0
+
+    def get_store_event_fd(self) -> int:
+        return int(self._signals[0].fileno())
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        return int(self._signals[1].fileno())
+
+    def get_load_event_fd(self) -> int:
+        return int(self._signals[2].fileno())
+
+    def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """Put the objects; refused as a whole while more than ``save_pending_bytes`` wait."""
+        failed, sizes = L2StoreResult(False, 0), [each.get_size() for each in objects]
+        with self._lock:
+            sheds = self._pending_bytes > 0 and self._pending_bytes + sum(sizes) > self._options.max_pending_bytes
+            self._num_shed += sheds
+            self._pending_bytes += 0 if sheds else sum(sizes)
+        if sheds:
+            return self._stores.begin(lambda: failed, failed)
+        return self._stores.begin(lambda: self._put(keys, objects, sizes), failed)
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        return self._stores.take_all()
+
+    def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: dict[int, Any]) -> int:
+        return self._lookups.begin(lambda: self._find(keys), Bitmap(len(keys)))
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        return self._lookups.take(task_id)
+
+    def submit_unlock(self, keys: list[Any]) -> None:
+        """Nothing: lookups lock nothing."""
+
+    def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
+        return self._loads.begin(lambda: self._get(keys, objects), Bitmap(len(keys)))
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        return self._loads.take(task_id)
+
+    def delete(self, keys: list[Any]) -> None:
+        removed = self._store.remove(self._names(keys))
+        gone = [key for key, was_there in zip(keys, removed, strict=True) if was_there]
+        # Sizes are the store's business, which evicts by itself: nothing here counts them.
+        self._notify_keys_deleted(gone, [0] * len(gone))
+
+    def report_status(self) -> dict[str, Any]:
+        return {
+            "is_healthy": self._store.is_open,
+            "type": type(self).__name__,
+            "master": self._options.master,
+            "stores_under_way": self._stores.num_open,
+            "stores_shed": self._num_shed,
+            "loads_under_way": self._loads.num_open,
+            **self._store.counts,
+        }
+
+    def close(self) -> None:
+        """Wait for what is under way, at most its deadlines, and close."""
+        for tasks in (self._lookups, self._loads, self._stores):
+            tasks.close()
+        self._store.close()
+        for signal in self._signals:
+            signal.close()
+
+    def _put(self, keys: Sequence[Any], objects: Sequence[Any], sizes: Sequence[int]) -> L2StoreResult:
+        try:
+            good = self._store.write(self._names(keys), [each.byte_array for each in objects])
+        finally:
+            with self._lock:
+                self._pending_bytes -= sum(sizes)
+        there = [key for key, stored in zip(keys, good, strict=True) if stored]
+        if there:
+            self._notify_keys_stored(there, [0] * len(there))
+        num_bytes = sum(size for size, stored in zip(sizes, good, strict=True) if stored)
+        return L2StoreResult(all(good), num_bytes)
+
+    def _find(self, keys: Sequence[Any]) -> Bitmap:
+        return _bitmap(self._store.has(self._names(keys), self._options.lookup_deadline_s))
+
+    def _get(self, keys: Sequence[Any], objects: Sequence[Any]) -> Bitmap:
+        names, good = self._names(keys), list[bool]()
+        for at in range(0, len(keys), _KEYS_PER_CALL):
+            part = objects[at : at + _KEYS_PER_CALL]
+            buffers, sizes = [each.byte_array for each in part], [each.get_size() for each in part]
+            good += self._store.read(names[at : at + _KEYS_PER_CALL], buffers, sizes)
+        self._notify_keys_accessed([key for key, loaded in zip(keys, good, strict=True) if loaded])
+        return _bitmap(good)
+
+    def _names(self, keys: Sequence[Any]) -> list[str]:
+        return [key_of(key, self._options.namespace) for key in keys]
+
+
+def key_of(key: Any, namespace: str) -> str:
+    """The store's key of one of LMCache's ``ObjectKey``; @ stands in none of its parts."""
+    salt = f"@{key.cache_salt}" if key.cache_salt else ""
+    return f"lmcache/{namespace}/{key.chunk_hash.hex()}@{key.kv_rank:08x}@{key.object_group_id}@{key.model_name}{salt}"
+
+
+def _bitmap(bits: Sequence[bool]) -> Bitmap:
+    bitmap = Bitmap(len(bits))
+    bitmap.batched_set([at for at, bit in enumerate(bits) if bit])
+    return bitmap

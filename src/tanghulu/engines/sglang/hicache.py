@@ -1,0 +1,263 @@
+"""``TanghuluHiCache``: what SGLang loads with ``--hicache-storage-backend dynamic``.
+
+The class translates: SGLang's pages into keys and memory, its three generations of calls into those of the store. They
+come from threads of its controller, one for queries, one for loads and one for saves, and each ends within a deadline;
+whatever the store does is a miss. docs/engines/sglang.md says how to use it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolTransferResult
+
+from tanghulu.engines.common.guarded_store import GuardedStore
+from tanghulu.engines.common.names import facts_of_model
+from tanghulu.engines.sglang.hits import HitPolicy, PoolPages, leading, usable_prefix
+from tanghulu.engines.sglang.metrics import Rates, StoreMetrics
+from tanghulu.engines.sglang.options import HiCacheOptions
+from tanghulu.engines.sglang.pools import KV, PagePool, memory_of
+from tanghulu.errors import ConfigError, TanghuluError
+
+_log = logging.getLogger(__name__)
+
+#: Connecting, in the constructor; a store that is away is tried again later.
+_WARM_DEADLINE_S = 2.0
+#: Pages of one call, as many as SGLang hands over at once.
+PAGES_PER_CALL = 128
+#: Of SGLang's own arguments, those that change the bytes of its cache and stand in no pool.
+_ARGUMENTS = (
+    *("kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args"),
+    *("speculative_draft_model_path", "speculative_draft_model_revision"),
+)
+
+
+class TanghuluHiCache(HiCacheStorage):
+    """See SGLang's interface. ``storage_config.extra_config`` as ``HiCacheOptions`` has it; raises ConfigError."""
+
+    def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+        options = HiCacheOptions.of_sglang(storage_config.extra_config or {})
+        self._config, self._options = storage_config, options
+        # What is copied page by page has its bytes in another order than what is moved in place.
+        copied = not (storage_config.extra_config or {}).get("interface_v1")
+        self._facts: dict[str, Any] = {"engine": "sglang", "namespace": options.namespace, "copied": copied}
+        self._pools: dict[str, PagePool] = {}
+        client = options.open_client()
+        try:
+            client.exists("sgl/", deadline_s=_WARM_DEADLINE_S)
+        except TanghuluError as error:
+            _log.warning(
+                "tanghulu: the store at %s does not answer, and is tried again later: %s", options.master, error
+            )
+        self._store = GuardedStore(client, options.load_deadline_s, options.save_deadline_s)
+        self._loads, self._saves = Rates(), Rates()
+        self._metrics: StoreMetrics | None = None
+        if storage_config.enable_storage_metrics:
+            self._metrics = StoreMetrics(storage_config.tp_rank, storage_config.pp_rank)
+
+    # --- pools
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Take the pool of the prompt's pages; raises ConfigError if they cannot be reached in place."""
+        super().register_mem_pool_host(mem_pool_host)
+        tag = getattr(mem_pool_host, "storage_format_tag", None)
+        self._facts |= self._facts_of_server(self._config.model_name, tag)
+        pool = self._take(KV, mem_pool_host)
+        _log.info(
+            "tanghulu: pages are kept at %s as %s..., %d bytes", self._options.master, pool.prefix, pool.page_bytes
+        )
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Take a further pool of a hybrid model, or the first one again by its name."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._take(_text(host_pool_name), host_pool)
+
+    def _take(self, name: str, host_pool: Any) -> PagePool:
+        pool = self._pools[name] = PagePool(name, host_pool, self._config, self._facts)
+        return pool
+
+    def _facts_of_server(self, model_name: str | None, tag: str | None) -> dict[str, Any]:
+        arguments = _server_arguments()
+        model = arguments.get("model_path") or (model_name or "").removesuffix(f"-{tag}")
+        if not model and not self._options.namespace:
+            raise ConfigError(
+                'SGLang does not say which model it runs; put "namespace": "<model>" into '
+                "--hicache-storage-backend-extra-config"
+            )
+        facts = {name: str(arguments[name]) for name in _ARGUMENTS if arguments.get(name)}
+        return {"arguments": facts, **facts_of_model(model, arguments.get("revision"))}
+
+    # --- zero copy
+
+    def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
+        """How many leading pages are stored."""
+        pool = self._pools[KV]
+        return leading(self._has(pool.keys(keys))) if pool.has_memory else len(keys)
+
+    def batch_get_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Fill the pages at ``host_indices``; whether each has all its bytes."""
+        return self._load(self._pools[KV], keys, host_indices)
+
+    def batch_set_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Put the pages at ``host_indices``; whether each is in the store now, visible to all."""
+        return self._save(self._pools[KV], keys, host_indices)
+
+    # --- the pools of hybrid models
+
+    def batch_exists_v2(self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
+        """How long a prefix is stored in all pools; one question."""
+        pool, transfers = self._pools[KV], list(pool_transfers or ())
+        names = [pool.keys(keys) if pool.has_memory else []]
+        policies = [HitPolicy.of(transfer.hit_policy) for transfer in transfers]
+        for transfer, policy in zip(transfers, policies, strict=True):
+            beside = self._pools.get(_text(transfer.name))
+            asked = group_keys(keys, transfer) if policy is HitPolicy.BLOCK_GROUPS else keys
+            names.append(beside.keys(asked) if beside is not None else [])
+        there = iter(self._has([name for part in names for name in part]))
+        kv, *others = [[next(there) for _ in part] for part in names]
+        num_kv_pages = leading(kv) if pool.has_memory else len(keys)
+        beside_kv = [
+            PoolPages(
+                _text(transfer.name),
+                policy,
+                found or [False] * len(keys),
+                max(1, len(transfer.keys or ())),
+                getattr(transfer, "block_pages", 0),
+                getattr(transfer, "group_pages", 0) or 1,
+            )
+            for transfer, policy, found in zip(transfers, policies, others, strict=True)
+        ]
+        prefix = usable_prefix(num_kv_pages, beside_kv)
+        hits = {PoolName.KV: num_kv_pages, **{each.name: prefix.pools[_text(each.name)] for each in transfers}}
+        said = {name: num_pages for name, num_pages in hits.items() if num_pages}
+        return PoolTransferResult(prefix.num_pages, said, prefix.restorable)
+
+    def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        """As ``batch_get_v1``, for each of some pools."""
+        return {each.name: self._perform(self._load, each) for each in transfers}
+
+    def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        """As ``batch_set_v1``, for each of some pools."""
+        return {each.name: self._perform(self._save, each) for each in transfers}
+
+    # --- one page or tensor at a time, which SGLang copies; without "interface_v1"
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
+        """Each page into its tensor; None for a page that is not there."""
+        if target_locations is None or any(each is None for each in target_locations):
+            return [None] * len(keys)
+        good = self._read(self._pools[KV], keys, [[memory_of(each)] for each in target_locations])
+        return [target if loaded else None for target, loaded in zip(target_locations, good, strict=True)]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        return value is not None and self.batch_set([key], [value])
+
+    def batch_set(
+        self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Put each tensor; whether all are there now."""
+        if values is None:
+            return False
+        whole = [each.contiguous() for each in values]
+        return all(self._write(self._pools[KV], keys, [[memory_of(each)] for each in whole]))
+
+    # --- life
+
+    def clear(self) -> None:
+        """Remove the pages of servers like this one, and of no other."""
+        for prefix in {pool.prefix for pool in list(self._pools.values())}:
+            if not self._store.remove_below(prefix):
+                _log.warning("tanghulu: not all pages below %s could be removed", prefix)
+
+    def get_stats(self) -> Any:
+        """What was moved since the last call, as SGLang's metrics want it; it asks where metrics are on."""
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
+        if self._metrics is not None:
+            self._metrics.show(self._store.counts, self._store.is_open)
+        (load_pages, load_rates), (save_pages, save_rates) = self._loads.take(), self._saves.take()
+        return StorageMetrics(load_pages, save_pages, load_rates, save_rates)
+
+    def close(self) -> None:
+        """Close the client; calls under way end with misses."""
+        self._store.close()
+
+    # --- the store
+
+    def _perform(self, work: Any, transfer: Any) -> list[bool]:
+        keys, pool = list(transfer.keys or ()), self._pools.get(_text(transfer.name))
+        if pool is None:
+            _log.error("tanghulu: SGLang never registered its pool %s", _text(transfer.name))
+            return [False] * len(keys)
+        done: list[bool] = work(pool, keys, transfer.host_indices)
+        return done
+
+    def _load(self, pool: PagePool, keys: Sequence[str], indices: Any) -> list[bool]:
+        if not pool.has_memory or not keys:
+            return [True] * len(keys)
+        buffers = pool.buffers(indices, len(keys))
+        return [False] * len(keys) if buffers is None else self._read(pool, keys, buffers)
+
+    def _save(self, pool: PagePool, keys: Sequence[str], indices: Any) -> list[bool]:
+        if not pool.has_memory or not pool.is_writer or not keys:
+            return [True] * len(keys)  # another rank puts the same bytes
+        buffers = pool.buffers(indices, len(keys))
+        return [False] * len(keys) if buffers is None else self._write(pool, keys, buffers)
+
+    def _has(self, keys: Sequence[str]) -> list[bool]:
+        return self._store.has(keys, self._options.lookup_deadline_s)
+
+    def _read(self, pool: PagePool, keys: Sequence[str], buffers: Sequence[Any]) -> list[bool]:
+        began_s, names, good = time.monotonic(), pool.keys(keys), list[bool]()
+        for at in range(0, len(names), PAGES_PER_CALL):
+            part = names[at : at + PAGES_PER_CALL]
+            good += self._store.read(part, buffers[at : at + PAGES_PER_CALL], [pool.page_bytes] * len(part))
+        self._loads.add(sum(good), sum(good) * pool.page_bytes, time.monotonic() - began_s)
+        return good
+
+    def _write(self, pool: PagePool, keys: Sequence[str], buffers: Sequence[Any]) -> list[bool]:
+        began_s, names, good = time.monotonic(), pool.keys(keys), list[bool]()
+        for at in range(0, len(names), PAGES_PER_CALL):
+            part = slice(at, at + PAGES_PER_CALL)
+            good += self._store.write(names[part], buffers[part])
+        self._saves.add(sum(good), sum(good) * pool.page_bytes, time.monotonic() - began_s)
+        return good
+
+
+def group_keys(keys: Sequence[str], transfer: Any) -> list[str]:
+    """The pages that hold a second form of the prompt's blocks, group by group.
+
+    SGLang may name them (``transfer.keys``); else they have the names of the last pages of each block.
+    """
+    if transfer.keys:
+        return list(transfer.keys)
+    block, group = transfer.block_pages, transfer.group_pages
+    if not 0 < group <= block:
+        return []
+    return [key for end in range(block, len(keys) + 1, block) for key in keys[end - group : end]]
+
+
+def _text(name: Any) -> str:
+    """A pool's name: SGLang's are members of an Enum, whose values are text."""
+    return str(getattr(name, "value", name))
+
+
+def _server_arguments() -> dict[str, Any]:
+    """SGLang's own arguments, where a server runs in this process."""
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        arguments = get_server_args()
+    except (ImportError, RuntimeError, ValueError):
+        return {}
+    names = ("model_path", "revision", *_ARGUMENTS)
+    return {name: getattr(arguments, name, None) for name in names}

@@ -1,0 +1,136 @@
+"""``TanghuluTier``: the store as a secondary tier of vLLM's native offloading.
+
+vLLM builds it in the scheduler's process, where it sees host memory alone: vLLM copies between that and its cache, on
+any device and for any model, and computes what a load has lost. This file translates between vLLM's calls
+(``SecondaryTierManager``, 0.32) and ``tier_jobs``; docs/engines/vllm.md says how to use it. Importing starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from tanghulu.engines.common.guarded_store import GuardedStore
+from tanghulu.engines.common.options import LevelOptions
+from tanghulu.engines.vllm.facts import fingerprint_of_tier
+from tanghulu.engines.vllm.tier_jobs import TierJobs
+from tanghulu.errors import TanghuluError
+from tanghulu.types import BlockHash, ChunkKey, Fingerprint, kv_chunk_key
+
+# Of vLLM's own loggers: others are not shown by default.
+_log = init_logger("vllm.tanghulu")
+
+#: Connecting, in the constructor; a store that is away is tried again later.
+_WARM_DEADLINE_S = 2.0
+
+
+class TanghuluTier(SecondaryTierManager):
+    """See vLLM's interface. Further arguments as ``LevelOptions`` has them; raises ConfigError for others."""
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        parsed = LevelOptions.parse(options)
+        row_bytes = self.block_size_bytes
+        device = current_platform.device_type
+        self._fingerprint = fingerprint_of_tier(offloading_spec.config, row_bytes, device, parsed.namespace)
+        client = parsed.open_client()
+        try:
+            client.exists("kv/", deadline_s=_WARM_DEADLINE_S)
+        except TanghuluError as error:
+            _log.warning(
+                "tanghulu: the store at %s does not answer, and is tried again later: %s", parsed.master, error
+            )
+        _log.info("tanghulu: chunks are kept at %s as kv/%s/...", parsed.master, self._fingerprint[:8].hex())
+        self._store = GuardedStore(client, parsed.load_deadline_s, parsed.save_deadline_s)
+        self._jobs = TierJobs(self._store, primary_kv_view.cast("B"), row_bytes, parsed)
+        self._lookups = Lookups(self._store, self._fingerprint, parsed.lookup_deadline_s)
+        self._loading: dict[int, tuple[OffloadKey, ...]] = {}  # the keys of each load that has not ended
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """What the store says of a chunk; RETRY until it has, which it does within its deadline."""
+        found = self._lookups.lookup(key, req_context)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Ask for what this step looked up."""
+        self._lookups.flush()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._lookups.cleanup(req_context.req_id)
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        keys = keys_of(self._fingerprint, list(job_metadata.keys))
+        self._jobs.store(job_metadata.job_id, keys, job_metadata.chunk_ids.tolist())
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._loading[job_metadata.job_id] = tuple(job_metadata.keys)
+        keys = keys_of(self._fingerprint, self._loading[job_metadata.job_id])
+        self._jobs.load(job_metadata.job_id, keys, job_metadata.chunk_ids.tolist())
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """The jobs that ended. What a load has lost counts as missing from now on, or vLLM would ask again for ever."""
+        results = []
+        for job in self._jobs.take_ended():
+            keys = self._loading.pop(job.job_id, ())
+            pairs = zip(keys, job.good, strict=True) if keys else ()
+            loaded = [key for key, good in pairs if good]
+            self._lookups.mark_miss(set(keys) - set(loaded))
+            results.append(JobResult(job.job_id, all(job.good), loaded or None, job.took_s, job.moved_bytes))
+        return results
+
+    def drain_jobs(self) -> None:
+        """Return when nothing touches vLLM's memory any more, at the jobs' deadlines at the latest."""
+        self._jobs.drain()
+
+    def shutdown(self) -> None:
+        """Break off what is under way: vLLM gives its scheduler's process some seconds to end."""
+        self._jobs.close()
+        self._lookups.shutdown()
+        _log.info(
+            "tanghulu: came of the tier's calls: %s, stores shed: %d", dict(self._store.counts), self._jobs.num_shed
+        )
+
+
+class Lookups(AsyncLookupManager):
+    """vLLM's thread of questions, which come here a request's at a time."""
+
+    def __init__(self, store: GuardedStore, fingerprint: Fingerprint, deadline_s: float) -> None:
+        self._store, self._fingerprint, self._deadline_s = store, fingerprint, deadline_s
+        super().__init__(tier_type="tanghulu")
+
+    def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
+        """Which chunks are stored; none where nobody says so in time."""
+        return self._store.has(keys_of(self._fingerprint, keys), self._deadline_s)
+
+
+def keys_of(fingerprint: Fingerprint, keys: Sequence[OffloadKey]) -> list[ChunkKey]:
+    """The store's key of each chunk; its part is the group of layers."""
+    return [
+        kv_chunk_key(fingerprint, BlockHash(get_offload_block_hash(key)), get_offload_group_idx(key)) for key in keys
+    ]

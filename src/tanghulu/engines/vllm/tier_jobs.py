@@ -1,0 +1,114 @@
+"""Jobs between vLLM's host memory and the store: each ends once, at its deadline at the latest, with what came of it.
+
+vLLM's manager gives a job as keys and the numbers of rows of its host memory; such a row holds a chunk of all ranks of
+this host in one piece. A store's rows are pinned until the job has ended, a load's wait for it. Imports nothing of
+vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tanghulu.engines.common.cache_tasks import Tasks
+from tanghulu.engines.common.guarded_store import GuardedStore
+from tanghulu.engines.common.options import LevelOptions
+from tanghulu.runtime.clock import Clock, SystemClock
+from tanghulu.types import ChunkKey
+
+#: Calls are cut into pieces of this many keys, so that no answer is larger than a node gives at once.
+KEYS_PER_CALL = 256
+
+
+@dataclass(frozen=True, slots=True)
+class EndedJob:
+    """``good``: for each key of the job whether its bytes are where they should be."""
+
+    job_id: int
+    good: tuple[bool, ...]
+    took_s: float = 0.0
+    moved_bytes: int = 0
+
+
+class TierJobs:
+    """All jobs of an engine. ``memory``: its host memory, rows of ``row_bytes`` each.
+
+    Methods are called by the engine's thread alone.
+    """
+
+    def __init__(
+        self,
+        store: GuardedStore,
+        memory: memoryview,
+        row_bytes: int,
+        options: LevelOptions,
+        clock: Clock | None = None,
+    ) -> None:
+        self._store, self._memory, self._row_bytes = store, memory, row_bytes
+        self._options, self._clock = options, clock or SystemClock()
+        # Loads are what requests wait for: stores, however many, have a thread of their own.
+        self._loads: Tasks[EndedJob] = Tasks("load", options.threads, lambda: None)
+        self._stores: Tasks[EndedJob] = Tasks("store", 1, lambda: None)
+        self._pending: dict[int, int] = {}  # bytes of each store that has not been taken as ended
+        self.num_shed = 0
+
+    def load(self, job_id: int, keys: Sequence[ChunkKey], rows: Sequence[int]) -> None:
+        """Begin to fill the rows; ``take_ended`` will tell of it."""
+        self._loads.begin(lambda: self._move(self._get, job_id, keys, rows), _failed(job_id, keys))
+
+    def store(self, job_id: int, keys: Sequence[ChunkKey], rows: Sequence[int]) -> None:
+        """Begin to put the rows; refused as a whole while more than ``save_pending_bytes`` wait."""
+        failed, num_bytes = _failed(job_id, keys), len(keys) * self._row_bytes
+        waiting = sum(self._pending.values())
+        if waiting and waiting + num_bytes > self._options.max_pending_bytes:
+            self.num_shed += 1
+            self._stores.begin(lambda: failed, failed)
+            return
+        self._pending[job_id] = num_bytes
+        self._stores.begin(lambda: self._move(self._put, job_id, keys, rows), failed)
+
+    def take_ended(self) -> list[EndedJob]:
+        """Jobs that ended since the last call."""
+        ended = [*self._loads.take_all().values(), *self._stores.take_all().values()]
+        for job in ended:
+            self._pending.pop(job.job_id, None)
+        return ended
+
+    def drain(self) -> None:
+        """Return when no job touches the memory any more; those that have not begun fail."""
+        self._stores.drain()
+        self._loads.drain()
+
+    def close(self) -> None:
+        """Break off what is under way, and return when it has ended."""
+        self._store.close()
+        self.drain()
+        self._loads.close()
+        self._stores.close()
+
+    def _move(
+        self,
+        perform: Callable[[Sequence[ChunkKey], list[memoryview]], list[bool]],
+        job_id: int,
+        keys: Sequence[ChunkKey],
+        rows: Sequence[int],
+    ) -> EndedJob:
+        began_s, good = self._clock.now_s(), list[bool]()
+        for at in range(0, len(keys), KEYS_PER_CALL):
+            part = [self._row(row) for row in rows[at : at + KEYS_PER_CALL]]
+            good += perform(keys[at : at + KEYS_PER_CALL], part)
+        took_s = self._clock.now_s() - began_s
+        return EndedJob(job_id, tuple(good), took_s, sum(good) * self._row_bytes)
+
+    def _get(self, keys: Sequence[ChunkKey], memory: list[memoryview]) -> list[bool]:
+        return self._store.read(keys, memory, [self._row_bytes] * len(keys))
+
+    def _put(self, keys: Sequence[ChunkKey], memory: list[memoryview]) -> list[bool]:
+        return self._store.write(keys, memory)
+
+    def _row(self, row: int) -> memoryview:
+        return self._memory[row * self._row_bytes : (row + 1) * self._row_bytes]
+
+
+def _failed(job_id: int, keys: Sequence[ChunkKey]) -> EndedJob:
+    return EndedJob(job_id, (False,) * len(keys))

@@ -1,0 +1,129 @@
+"""The options of ``tanghulu vllm-worker``, and what they mean for vLLM's engine arguments. Imports nothing of vLLM."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tanghulu.auth.credentials import Credentials
+from tanghulu.discovery.open import HELP as DISCOVERY_HELP
+from tanghulu.errors import ConfigError
+from tanghulu.runtime.config import check_bounds, option
+from tanghulu.runtime.master_options import MasterOptions, PortOptions
+from tanghulu.runtime.process import ProcessConfig
+
+CONNECTOR = "TanghuluConnector"
+CONNECTOR_MODULE = "tanghulu.engines.vllm.connector"
+#: Its functions can be called in vLLM's processes.
+EXTENSION = "tanghulu.engines.vllm_worker.extension.InVllmProcess"
+#: Engine arguments that this worker decides, and by which option, if by any.
+_DECIDED = {
+    "model": "--model",
+    "dtype": "--dtype",
+    "block_size": "--block-tokens",
+    "kv_cache_memory_bytes": "--kv-memory",
+    "max_num_batched_tokens": "--max-num-batched-tokens",
+    "kv_transfer_config": "--store",
+    "prefix_caching_hash_algo": "",
+    "enable_prefix_caching": "",
+    "kv_events_config": "",
+    "worker_extension_cls": "",
+    "disable_log_stats": "",
+    "enable_logging_iteration_details": "",
+    "data_parallel_size": "",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmWorkerConfig(MasterOptions, PortOptions, ProcessConfig):
+    """The options of a worker that computes with vLLM."""
+
+    port: int = option(7430, "port of sessions and administration; 0 picks one")
+    discovery: str = option("master", DISCOVERY_HELP)
+    model: str = option("", "a directory with safetensors, config.json and tokenizer.json", metavar="DIR")
+    dtype: str = option("auto", "arithmetic and KV type", choices=("auto", "float32", "bfloat16", "float16"))
+    kv_memory: int = option(1 << 30, "memory of vLLM's KV cache", size=True)
+    block_tokens: int = option(64, "tokens of a block; equal for all workers that share KV", least=1)
+    max_num_batched_tokens: int = option(
+        512, "tokens of one step at most: bounds how long a prefill delays decodes, and vLLM's signs of life", least=1
+    )
+    store: bool = option(True, "load prefixes from the store and keep new blocks there")
+    grace_s: float = option(
+        5.0, "at the end, how long requests under way may go on before they move to other workers, in seconds", least=0
+    )
+    vllm: str = option("{}", "further engine arguments of vLLM as JSON, such as '{\"enforce_eager\": true}'")
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        PortOptions.__post_init__(self)
+        if not (Path(self.model).expanduser() / "config.json").is_file():
+            raise ConfigError(
+                f"--model is {self.model!r}; vLLM's worker needs a directory with config.json, tokenizer.json and "
+                "safetensors"
+            )
+        self.further_arguments()
+
+    @property
+    def folder(self) -> Path:
+        """The directory of the model."""
+        return Path(self.model).expanduser().resolve()
+
+    def further_arguments(self) -> dict[str, Any]:
+        """The engine arguments in ``--vllm``; raises ConfigError for no JSON object, or what others decide."""
+        try:
+            given = json.loads(self.vllm)
+        except ValueError as error:
+            raise ConfigError(f"--vllm is no JSON: {error}") from None
+        if not isinstance(given, dict):
+            raise ConfigError('--vllm must be a JSON object of engine arguments, such as {"max_model_len": 4096}')
+        for name in sorted(given.keys() & _DECIDED.keys()):
+            instead = f"; use {_DECIDED[name]}" if _DECIDED[name] else ", for the conductor depends on it"
+            raise ConfigError(f"--vllm: {name} is decided by this worker{instead}")
+        return given
+
+    def engine_arguments(self, events: Path, replay: Path) -> dict[str, Any]:
+        """vLLM's engine arguments as plain values; KV events are told at the Unix sockets ``events`` and ``replay``."""
+        arguments: dict[str, Any] = {
+            "model": str(self.folder),
+            "dtype": self.dtype,
+            "block_size": self.block_tokens,
+            "kv_cache_memory_bytes": self.kv_memory,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "prefix_caching_hash_algo": "sha256_cbor",
+            "enable_prefix_caching": True,
+            "worker_extension_cls": EXTENSION,
+            "kv_events_config": {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": f"ipc://{events}",
+                "replay_endpoint": f"ipc://{replay}",
+            },
+            # Ours listens to each step's figures; vLLM's own, which log and count, are left out.
+            "disable_log_stats": True,
+            "enable_logging_iteration_details": True,
+            # The grammars of requests are in the dialect of the library that ours uses, too.
+            "structured_outputs_config": {"backend": "guidance"},
+        }
+        if self.store:
+            arguments["kv_transfer_config"] = self._transfer()
+        return arguments | self.further_arguments()
+
+    def _transfer(self) -> dict[str, Any]:
+        shown: Credentials = self.credentials
+        options = {
+            "master": str(self.master),
+            "tenant": shown.tenant,
+            "token": shown.token,
+            "tls_ca": shown.tls.ca,
+            "tls_cert": shown.tls.cert,
+            "tls_key": shown.tls.key,
+        }
+        return {
+            "kv_connector": CONNECTOR,
+            "kv_connector_module_path": CONNECTOR_MODULE,
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {name: value for name, value in options.items() if value},
+        }

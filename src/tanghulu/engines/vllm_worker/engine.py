@@ -1,0 +1,247 @@
+"""``VllmEngine``: an ``AsyncLLM`` as sessions need an engine (``SessionEngine``).
+
+Runs on the process's event loop; vLLM computes in a process of its own. What requests give and what vLLM's cache tells
+is gathered, and leaves as one report behind whatever else the loop does in that turn: the outputs of a step of vLLM are
+one message to each conductor, as a step's of our own engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+
+from tanghulu.conductor.routing.requests import KvChange
+from tanghulu.engines.vllm_worker.cached_names import CachedNames
+from tanghulu.engines.vllm_worker.load_book import LoadBook
+from tanghulu.engines.vllm_worker.requests import VllmRequest, outputs_of
+from tanghulu.errors import Conflict, DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
+from tanghulu.hashing import TokenSequence
+from tanghulu.types import RequestId
+from tanghulu.workers.engine.block_pool import KvEvent
+from tanghulu.workers.engine.requests import PeerExport
+from tanghulu.workers.engine.step_result import RequestOutput, StepResult
+from tanghulu.workers.engine.thread import EngineLoad, StepReport
+from tanghulu.workers.sessions.port import TakesSnapshot
+
+_log = structlog.get_logger(__name__)
+#: How often vLLM's process is looked after.
+LOOK_S = 0.5
+#: How long a vLLM that was told to forget its cache may take, and how often it is told: saves hold blocks for a moment.
+DROP_S, DROP_AGAIN_S = 10.0, 0.1
+
+
+class AsyncEngine(Protocol):
+    """What is used of vLLM's ``AsyncLLM``."""
+
+    def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, *, priority: int = 0
+    ) -> AsyncIterator[Any]: ...
+
+    async def check_health(self) -> None:
+        """Raise if vLLM's process has ended."""
+
+    async def is_sleeping(self) -> bool:
+        """Answered by vLLM's process, between two steps."""
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget the cache, unless blocks are in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSurface:
+    """vLLM's engine, and what of vLLM's types is needed to use it."""
+
+    llm: AsyncEngine
+    sampling: Callable[[VllmRequest], Any]  # makes SamplingParams
+    dead: type[BaseException]
+    invalid: tuple[type[BaseException], ...]  # raised for what a request asks
+
+
+class VllmEngine:
+    """Gives requests to vLLM; ``on_report`` and ``on_failure`` are called in the event loop."""
+
+    def __init__(
+        self,
+        surface: VllmSurface,
+        num_blocks: int,
+        block_tokens: int,
+        on_report: Callable[[StepReport], None],
+        on_failure: Callable[[BaseException], None],
+        max_requests: int,
+    ) -> None:
+        self._surface = surface
+        self._on_report = on_report
+        self._on_failure = on_failure
+        self._max_requests = max_requests
+        self._block_tokens = block_tokens
+        self._loop = asyncio.get_running_loop()
+        self._mirror = CachedNames()
+        self._book = LoadBook(num_blocks)
+        self._tasks: dict[RequestId, asyncio.Task[None]] = {}
+        self._beating: asyncio.Task[None] | None = None
+        self._outputs: list[RequestOutput] = []
+        self._events: list[KvEvent] = []
+        self._reporting = False
+        self._failed = False
+        self._probes = itertools.count(1)
+
+    # --- for sessions
+
+    def submit(
+        self, request: VllmRequest, added: Callable[[int], None], refused: Callable[[TanghuluError], None]
+    ) -> None:
+        """Give the request to vLLM."""
+        if request.request_id in self._book:
+            refused(Conflict(f"request {request.request_id} is under way"))
+            return
+        if len(self._book) >= self._max_requests:
+            refused(Overloaded(f"{len(self._book)} requests are here, and no more than {self._max_requests} may be"))
+            return
+        num_cached = self._mirror.num_leading(request.block_hashes) * self._block_tokens
+        self._book.add(request.request_id, max(len(request.tokens) - num_cached, 1))
+        added(self._book.num_added)
+        task = self._loop.create_task(self._serve(request, refused))
+        self._tasks[request.request_id] = task
+        task.add_done_callback(lambda _: self._ended(request.request_id))
+
+    def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: PeerExport) -> None:
+        """Never called: the factory makes no pulls."""
+        raise AssertionError(f"{name} was to be fetched")
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request; one that has ended has its outputs on their way."""
+        if (task := self._tasks.get(request_id)) is not None:
+            task.cancel()
+
+    def snapshot(self, take: TakesSnapshot) -> None:
+        """Give ``take`` the names of the cached blocks, and the events of them that no report has told yet."""
+        events, self._events = self._events, []
+        take(self._mirror.names, self.load(), events)
+
+    def beat(self) -> None:
+        """Have a report come once vLLM's process has answered."""
+        if self._beating is None or self._beating.done():
+            self._beating = self._loop.create_task(self._answered())
+
+    # --- for the worker
+
+    def load(self) -> EngineLoad:
+        """How busy vLLM is."""
+        return self._book.load(len(self._mirror))
+
+    def on_stats(self, stats: Any) -> None:
+        """Take vLLM's ``SchedulerStats`` of a step."""
+        if stats is not None:
+            self._book.step(stats)
+            self._report_soon()
+
+    def on_change(self, change: KvChange) -> None:
+        """Take an event of vLLM's cache."""
+        if events := self._mirror.apply(change):
+            self._events += events
+            self._report_soon()
+
+    async def probe(self, request: VllmRequest, deadline_s: float) -> float:
+        """Return the seconds until vLLM made a token of ``request``; raises DeadlineExceeded, NodeUnavailable."""
+        surface, began_s = self._surface, self._loop.time()
+        name = f"{request.request_id}-{next(self._probes)}"
+        try:
+            async with asyncio.timeout(deadline_s):
+                async for _ in surface.llm.generate(request.prompt, surface.sampling(request), name):
+                    break
+        except TimeoutError:
+            raise DeadlineExceeded(f"vLLM computed no token within {deadline_s:g} s") from None
+        except surface.dead as error:
+            self._fail(error)
+            raise NodeUnavailable("vLLM's engine has ended") from error
+        return self._loop.time() - began_s
+
+    async def drop_cached(self) -> int:
+        """Have vLLM forget its cache; returns how many blocks had a name. Raises Conflict while requests use some."""
+        num_cached, until_s = len(self._mirror), self._loop.time() + DROP_S
+        while not await self._surface.llm.reset_prefix_cache():
+            if self._book or self._loop.time() > until_s:
+                raise Conflict("vLLM forgets its cache only while no request uses it")
+            await asyncio.sleep(DROP_AGAIN_S)
+        return num_cached
+
+    async def watch(self) -> None:
+        """Tell of vLLM's death; run until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self._surface.llm.check_health()
+            except self._surface.dead as error:
+                self._fail(error)
+                return
+
+    async def close(self) -> None:
+        """Abort what is under way."""
+        tasks = [*self._tasks.values(), *([self._beating] if self._beating is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def check(self) -> None:
+        self._book.check()
+        self._mirror.check()
+        assert len(self._book) == len(self._tasks)
+
+    # --- one request
+
+    async def _serve(self, request: VllmRequest, refused: Callable[[TanghuluError], None]) -> None:
+        surface, num_told = self._surface, 0
+        try:
+            sampling = surface.sampling(request)
+            steps = surface.llm.generate(request.prompt, sampling, request.request_id, priority=request.priority)
+            async for output in steps:
+                outputs = outputs_of(request, output, num_told)
+                num_told += sum(len(each.tokens) for each in outputs)
+                self._book.started(request.request_id)
+                self._outputs += outputs
+                self._report_soon()
+        except surface.dead as error:
+            self._fail(error)
+        except surface.invalid as error:
+            refused(InvalidRequest(f"vLLM refuses the request: {error}"))
+        except TanghuluError as error:
+            refused(error)
+        except Exception as error:  # noqa: BLE001 - whatever vLLM raises is this request's end, not the worker's
+            _log.warning("vllm.request_failed", request=request.request_id, error=repr(error))
+            refused(NodeUnavailable(f"vLLM failed at the request: {error!r}"))
+
+    def _ended(self, request_id: RequestId) -> None:
+        self._tasks.pop(request_id, None)
+        self._book.ended(request_id)
+        self._report_soon()
+
+    async def _answered(self) -> None:
+        try:
+            await self._surface.llm.is_sleeping()
+        except self._surface.dead as error:
+            self._fail(error)
+        else:
+            self._report_soon()
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failed:
+            self._failed = True
+            self._on_failure(error)
+
+    # --- reports
+
+    def _report_soon(self) -> None:
+        if not self._reporting and not self._failed:
+            self._reporting = True
+            self._loop.call_soon(self._report)
+
+    def _report(self) -> None:
+        self._reporting = False
+        outputs, self._outputs = self._outputs, []
+        events, self._events = self._events, []
+        self._on_report(StepReport(StepResult(tuple(outputs), kv_events=tuple(events)), {}, self.load()))

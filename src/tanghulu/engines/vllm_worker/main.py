@@ -1,0 +1,68 @@
+"""``tanghulu vllm-worker``: vLLM's engine in a process that conductors open sessions with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+import structlog
+
+from tanghulu.discovery.base import Instance
+from tanghulu.discovery.open import open_discovery
+from tanghulu.engines.vllm_worker.config import VllmWorkerConfig
+from tanghulu.errors import NodeUnavailable
+from tanghulu.runtime.config import command
+from tanghulu.runtime.process import Process, run
+from tanghulu.types import Role
+
+if TYPE_CHECKING:
+    from tanghulu.engines.vllm_worker.server import VllmWorkerServer
+
+_log = structlog.get_logger(__name__)
+
+
+async def serve(process: Process, config: VllmWorkerConfig) -> None:
+    """Start vLLM, open the port, serve sessions until told to stop, then drain; raises NodeUnavailable if vLLM ends."""
+    from tanghulu.engines.vllm_worker.server import VllmWorkerServer
+
+    async with contextlib.AsyncExitStack() as stack:
+        worker = await stack.enter_async_context(VllmWorkerServer(process, config))
+        registered = await stack.enter_async_context(_registered(process, config, worker))
+        process.ready(worker.instance_id, worker.address)
+        await worker.until(process.stopping)
+        await registered.aclose()  # conductors send nothing new from here on
+        if worker.failure is not None:
+            raise NodeUnavailable("vLLM's engine has ended; its own log says why") from worker.failure
+        await worker.drain(config.grace_s)
+
+
+@contextlib.asynccontextmanager
+async def _registered(
+    process: Process, config: VllmWorkerConfig, worker: VllmWorkerServer
+) -> AsyncIterator[contextlib.AsyncExitStack]:
+    """Register the worker; closing the value ends the registration."""
+    instance = Instance(
+        id=worker.instance_id,
+        role=process.role,
+        address=worker.address,
+        namespace=config.namespace,
+        metrics_address=process.metrics_address,
+        place=config.place,
+        generation=process.generation,
+        unix_path=worker.unix_path,
+        attributes={"model": worker.model_name},
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        discovery = await stack.enter_async_context(open_discovery(config.discovery, config.master))
+        registration = await discovery.register(instance)
+        async with contextlib.AsyncExitStack() as registered:
+            registered.push_async_callback(registration.close)
+            yield registered
+
+
+def _run(config: VllmWorkerConfig) -> None:
+    run(Role.BOTH, config, serve)
+
+
+COMMAND = command("vllm-worker", VllmWorkerConfig, _run, "Run a worker that computes with vLLM.")

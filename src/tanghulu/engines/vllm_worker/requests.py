@@ -1,0 +1,156 @@
+"""From the messages of sessions to vLLM's sampling parameters and back. Pure; imports nothing of vLLM.
+
+A request that another worker lost comes with what it generated so far: vLLM takes all of it as the prompt, so that its
+bounds become less by as many tokens, and penalties on the answer's tokens count these as the prompt's: vLLM has no way
+to say otherwise. A text under a grammar cannot be taken up in its middle; the conductor is told to look elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from tanghulu.errors import InvalidRequest, NodeUnavailable
+from tanghulu.hashing import VLLM_SHA256_CBOR, TokenSequence, as_tokens, root_hash
+from tanghulu.protos import session_pb2
+from tanghulu.types import BlockHash, Fingerprint, RequestId
+from tanghulu.workers.engine.requests import EngineFinishReason, PeerExport
+from tanghulu.workers.engine.step_result import Logprobs, RequestOutput, TokenLogprob
+
+#: Names of grammars in messages -> in vLLM's ``StructuredOutputsParams``.
+_GRAMMARS = {"json_schema": "json", "regex": "regex", "lark": "grammar"}
+_FINISH = {"stop": EngineFinishReason.STOP, "length": EngineFinishReason.LENGTH}
+_MAX_SEED = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class VllmRequest:
+    """A request as vLLM takes it: ``sampling`` and ``grammar`` are fields of its parameters of these kinds."""
+
+    request_id: RequestId
+    tokens: list[int]
+    num_prompt_tokens: int
+    block_hashes: list[BlockHash]
+    sampling: dict[str, Any]
+    grammar: dict[str, str] | None = None
+    cache_salt: str = ""
+    priority: int = 0
+
+    @property
+    def prompt(self) -> dict[str, Any]:
+        """What ``AsyncLLM.generate`` takes."""
+        salt = {"cache_salt": self.cache_salt} if self.cache_salt else {}
+        return {"prompt_token_ids": self.tokens, **salt}
+
+
+class VllmRequestFactory:
+    """Makes requests from Submit messages.
+
+    ``by_priority``: vLLM's scheduler goes by priorities. Without ``keeps_seeds`` vLLM draws as it likes: its engine for
+    CPUs (0.32) ends at a seed of a prompt that takes more than one step ("CPU Generator does not use offset").
+    """
+
+    def __init__(self, block_tokens: int, *, by_priority: bool = False, keeps_seeds: bool = True) -> None:
+        self._block_tokens = block_tokens
+        self._by_priority = by_priority
+        self._keeps_seeds = keeps_seeds
+
+    def request(self, submit: session_pb2.Submit) -> VllmRequest:
+        """Make the request; raises InvalidRequest for one that vLLM cannot be asked for, NodeUnavailable for one that
+        another worker could take."""
+        if submit.hand_over or submit.HasField("source"):
+            raise InvalidRequest("a vLLM worker computes prompt and answer; it hands nothing over")
+        root = root_hash(Fingerprint(b""), submit.salt, VLLM_SHA256_CBOR)
+        sequence = TokenSequence(root, self._block_tokens, as_tokens(submit.tokens), VLLM_SHA256_CBOR)
+        num_prompt = submit.num_prompt_tokens or len(sequence)
+        if not 0 < num_prompt <= len(sequence):
+            raise InvalidRequest(f"request {submit.request_id} says {num_prompt} prompt tokens of {len(sequence)}")
+        num_generated = len(sequence) - num_prompt
+        return VllmRequest(
+            request_id=RequestId(submit.request_id),
+            tokens=sequence.tokens.tolist(),
+            num_prompt_tokens=num_prompt,
+            block_hashes=sequence.block_hashes,
+            sampling=_sampling(submit, num_generated) | ({} if self._keeps_seeds else {"seed": None}),
+            grammar=_grammar(submit.sampling, num_generated),
+            cache_salt=submit.salt.decode(),
+            priority=-submit.priority if self._by_priority else 0,  # vLLM's lower numbers go first
+        )
+
+    def pulled(self, pull: session_pb2.PullAhead) -> tuple[TokenSequence, PeerExport]:
+        """Raise InvalidRequest: nothing is fetched from another worker's memory here."""
+        raise InvalidRequest("a vLLM worker fetches nothing from a prefill worker")
+
+    def probe(self, request_id: RequestId) -> VllmRequest:
+        """A request of one token whose name no other prompt has."""
+        sampling = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True, "detokenize": False}
+        return VllmRequest(request_id, [0], 1, [], sampling, cache_salt="tanghulu probe")
+
+
+def _sampling(submit: session_pb2.Submit, num_generated: int) -> dict[str, Any]:
+    given, stop = submit.sampling, submit.stop
+    max_tokens = stop.max_new_tokens - num_generated
+    if max_tokens < 1:
+        raise InvalidRequest(f"max_new_tokens is {stop.max_new_tokens}; {num_generated} exist already")
+    # A request without a seed still draws the same tokens wherever it begins: its id is the seed.
+    named = given.seed if given.HasField("seed") else xxhash.xxh3_64_intdigest(submit.request_id.encode())
+    return {
+        "repetition_penalty": given.repetition_penalty or 1.0,
+        "presence_penalty": given.presence_penalty,
+        "frequency_penalty": given.frequency_penalty,
+        "logit_bias": dict(given.logit_bias) or None,
+        "temperature": given.temperature,
+        "top_k": given.top_k,
+        "top_p": given.top_p or 1.0,
+        "min_p": given.min_p,
+        "seed": (named + num_generated) % _MAX_SEED,
+        "logprobs": given.num_logprobs if given.HasField("num_logprobs") else None,
+        "max_tokens": max_tokens,
+        "min_tokens": min(max(stop.min_tokens - num_generated, 0), max_tokens),
+        "stop_token_ids": list(stop.stop_token_ids),
+        "ignore_eos": stop.ignore_eos,
+        "detokenize": False,
+    }
+
+
+def _grammar(sampling: session_pb2.Sampling, num_generated: int) -> dict[str, str] | None:
+    kind = sampling.WhichOneof("grammar")
+    if kind is None:
+        return None
+    if num_generated:
+        raise NodeUnavailable("vLLM cannot go on in the middle of a text under a grammar")
+    return {_GRAMMARS[kind]: getattr(sampling, kind)}
+
+
+def outputs_of(request: VllmRequest, output: Any, num_before: int) -> list[RequestOutput]:
+    """The outputs in one of vLLM's (a ``RequestOutput`` of its own), behind ``num_before`` tokens that it has told.
+
+    With logprobs there is one output a token. Raises NodeUnavailable where vLLM gave the request up.
+    """
+    (one,) = output.outputs
+    tokens = tuple(one.token_ids)
+    finish = None
+    if one.finish_reason is not None:
+        finish = _FINISH.get(one.finish_reason)
+        if finish is None or (finish is EngineFinishReason.STOP and not tokens):
+            raise NodeUnavailable(f"vLLM ended request {request.request_id}: {one.finish_reason}")
+    pieces: list[tuple[tuple[int, ...], Logprobs | None]] = [(tokens, None)]
+    if one.logprobs:
+        top = request.sampling["logprobs"]
+        pieces = [((token,), _logprobs(token, found, top)) for token, found in zip(tokens, one.logprobs, strict=True)]
+    told, count = [], len(request.tokens) - request.num_prompt_tokens + num_before
+    for number, (piece, logprobs) in enumerate(pieces, start=1):
+        count += len(piece)
+        last = finish if number == len(pieces) else None
+        cached = output.num_cached_tokens or 0
+        told.append(RequestOutput(request.request_id, piece, logprobs, last, request.num_prompt_tokens, count, cached))
+    return told
+
+
+def _logprobs(token: int, found: Mapping[int, Any], num_top: int) -> Logprobs:
+    best: Sequence[tuple[int, Any]] = sorted(found.items(), key=lambda each: each[1].rank)
+    top = tuple(TokenLogprob(each, entry.logprob) for each, entry in best[:num_top])
+    return Logprobs(TokenLogprob(token, found[token].logprob), top)

@@ -1,0 +1,185 @@
+"""Puts a vLLM worker together: vLLM's engine, the follower of its KV events, sessions, port.
+
+The one place that knows all parts, as ``workers.assembly`` is for our own engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, Self
+
+import structlog
+
+from tanghulu.auth.tokens import TokensFile
+from tanghulu.conductor.routing_service.vllm_events import EventSource
+from tanghulu.conductor.routing_service.vllm_follower import VllmFollower
+from tanghulu.engines.vllm_worker.config import VllmWorkerConfig
+from tanghulu.engines.vllm_worker.engine import VllmEngine
+from tanghulu.engines.vllm_worker.llm import LoadedVllm, StatsRelay, VllmFacts
+from tanghulu.engines.vllm_worker.requests import VllmRequestFactory
+from tanghulu.errors import NodeUnavailable
+from tanghulu.hashing import VLLM_SHA256_CBOR
+from tanghulu.protos import common_pb2, session_pb2, session_pb2_grpc, store_pb2
+from tanghulu.rpc.authorizer import Authorizer, GrpcAuthorizer
+from tanghulu.rpc.fast_server import FastService, Peer
+from tanghulu.rpc.methods import HELLO
+from tanghulu.rpc.port_mux import PortMux
+from tanghulu.rpc.versions import settle
+from tanghulu.runtime.process import Process
+from tanghulu.runtime.tasks import beside
+from tanghulu.types import Address, RequestId
+from tanghulu.workers.engine.thread import StepReport
+from tanghulu.workers.kv.peer_methods import WORKER_GRPC_RULES
+from tanghulu.workers.metrics import WorkerMetrics
+from tanghulu.workers.sessions.beats import EngineBeats
+from tanghulu.workers.sessions.server import SessionHub
+from tanghulu.workers.sessions.servicer import WorkerServicer
+from tanghulu.workers.sessions.wire import model_card
+from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets, assets_of_folder
+
+_log = structlog.get_logger(__name__)
+#: Requests that may be here at once, running and waiting.
+MAX_REQUESTS = 1024
+#: How often a vLLM that is starting is told to end.
+BREAK_OFF_S = 0.5
+
+
+class VllmWorkerServer:
+    """A running worker; an async context manager. ``failure`` is why vLLM ended, if it has."""
+
+    def __init__(self, process: Process, config: VllmWorkerConfig) -> None:
+        self._process = process
+        self._config = config
+        self._stack = contextlib.AsyncExitStack()
+        self._ending = asyncio.Event()
+        self.failure: BaseException | None = None
+        self.model_name = config.folder.name
+        self.address = Address("", 0)
+        self.unix_path = ""
+        self.instance_id = process.instance_id(config.port)
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            await self._open(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def _open(self, stack: contextlib.AsyncExitStack) -> None:
+        """vLLM first, which begins processes, then the port."""
+        process, config, relay = self._process, self._config, StatsRelay()
+        events, replay = process.run_dir / "kv-events.sock", process.run_dir / "kv-replay.sock"
+        process.progress("starting vLLM", 0.0)
+        loaded = await self._loaded(asyncio.to_thread(LoadedVllm, config.engine_arguments(events, replay), relay))
+        stack.push_async_callback(asyncio.to_thread, loaded.close)
+        facts = await loaded.facts("")
+        assets = assets_of_folder(config.folder, facts.bos_id, facts.eos_ids)
+        self._engine = VllmEngine(
+            loaded.surface(), facts.num_blocks, facts.block_tokens, self._report, self._failed, MAX_REQUESTS
+        )
+        stack.push_async_callback(self._engine.close)
+        relay.listen = self._engine.on_stats
+        source = EventSource(self.instance_id, f"ipc://{events}", f"ipc://{replay}")
+        await stack.enter_async_context(beside(VllmFollower(source, self._engine.on_change).run()))
+        await self._serve(stack, loaded, facts, assets)
+        _log.info("vllm.loaded", model=self.model_name, fingerprint=facts.fingerprint.hex(), blocks=facts.num_blocks)
+
+    async def _loaded(self, loads: Coroutine[Any, Any, LoadedVllm]) -> LoadedVllm:
+        """Wait for vLLM, which takes a minute; told to end meanwhile, break it off and raise NodeUnavailable."""
+        loading, stopping = asyncio.create_task(loads), asyncio.create_task(self._process.stopping.wait())
+        await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        while not loading.done():
+            LoadedVllm.break_off()
+            await asyncio.wait((loading,), timeout=BREAK_OFF_S)
+        if self._process.stopping.is_set() and loading.exception() is not None:
+            raise NodeUnavailable("told to end before vLLM had started") from loading.exception()
+        return loading.result()
+
+    async def _serve(
+        self, stack: contextlib.AsyncExitStack, loaded: LoadedVllm, facts: VllmFacts, assets: TokenizerAssets
+    ) -> None:
+        process, config = self._process, self._config
+        tokens = None if config.tokens is None else TokensFile(config.tokens)
+        tls = config.server_tls() if config.tls.cert or config.tls_mutual else None
+        interceptors = () if tokens is None else (GrpcAuthorizer(tokens, WORKER_GRPC_RULES),)
+        service = FastService()
+        port = PortMux(service, process.run_dir, "worker", interceptors, tls)
+        self.address = await port.bind(config.host, config.port, config.reachable_host)
+        self.unix_path = port.unix_path
+        self.instance_id = process.instance_id(self.address.port)
+        factory = VllmRequestFactory(facts.block_tokens, by_priority=loaded.by_priority, keeps_seeds=not loaded.on_cpu)
+        self._metrics = WorkerMetrics(process.registry, block_bytes=facts.block_bytes, num_blocks=facts.num_blocks)
+        self._hub = SessionHub(
+            self.instance_id, process.generation, factory, self._engine, lambda report: {}, lambda export: None
+        )
+        service.register(HELLO, self._hello)
+        self._hub.serve(service)
+        if tokens is not None:
+            authorizer = Authorizer(tokens)
+            authorizer.authorize(service)
+            await stack.enter_async_context(beside(authorizer.watch(service)))
+        self._beats = EngineBeats(self._engine, process.alive)
+        await stack.enter_async_context(beside(self._beats.run()))
+        await stack.enter_async_context(beside(self._engine.watch()))
+        probe = functools.partial(self._engine.probe, factory.probe(RequestId("probe")))
+        card = self._card(facts, assets)
+        session_pb2_grpc.add_WorkerServicer_to_server(
+            WorkerServicer(card, self._engine.drop_cached, probe, self._end), port.grpc_server
+        )
+        await port.open()
+        stack.push_async_callback(port.close)
+        stack.callback(self._hub.close)
+
+    def _hello(self, peer: Peer, request: store_pb2.HelloRequest, _: memoryview) -> store_pb2.HelloReply:
+        return store_pb2.HelloReply(
+            instance_id=self.instance_id, generation=self._process.generation, protocol_version=settle(request)
+        )
+
+    def _card(self, facts: VllmFacts, assets: TokenizerAssets) -> session_pb2.ModelCard:
+        return model_card(
+            facts,
+            assets,
+            name=self.model_name,
+            fingerprint=facts.fingerprint,
+            block_hash=VLLM_SHA256_CBOR,
+            num_blocks=facts.num_blocks,
+            context_length=facts.context_length,
+            vocab_size=facts.vocab_size,
+        )
+
+    def _report(self, report: StepReport) -> None:
+        self._metrics.report([report])
+        self._hub.on_reports([report])
+        self._beats.on_report(report)
+
+    def _failed(self, error: BaseException) -> None:
+        _log.error("worker.engine_failed", error=repr(error))
+        self.failure = error
+        self._ending.set()
+
+    def _end(self) -> common_pb2.EndReply:
+        self._process.stopping.set()
+        return common_pb2.EndReply(num_requests=self._hub.num_requests, grace_s=self._config.grace_s)
+
+    async def until(self, stopping: asyncio.Event) -> None:
+        """Wait until ``stopping`` is set or vLLM has ended."""
+        waits = [asyncio.create_task(stopping.wait()), asyncio.create_task(self._ending.wait())]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests; wait at most ``grace_s`` until those under way have ended."""
+        self._hub.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._hub.idle.wait()

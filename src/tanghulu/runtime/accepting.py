@@ -1,0 +1,20 @@
+"""The end of an asyncio server's listening, without a connection that nobody owns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+
+async def accept_no_more(servers: Sequence[asyncio.Server]) -> None:
+    """Have ``servers`` accept nothing more, so that they can be closed; what they have accepted has its protocol then.
+
+    asyncio makes a connection's protocol two turns of the loop after it was accepted, and up to Python 3.11 forgets one
+    whose server is closed in between: its client waits until the garbage is collected.
+    """
+    loop = asyncio.get_running_loop()
+    for server in servers:
+        for listener in server.sockets:
+            loop.remove_reader(listener.fileno())
+    for _ in range(2):
+        await asyncio.sleep(0)

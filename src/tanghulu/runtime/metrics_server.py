@@ -1,0 +1,172 @@
+"""GET /metrics on a process's --metrics-port, in threads of its own, so that a busy loop is still observed.
+
+Where the process was started with ``--tokens`` or ``--api-keys``, who asks has to show one that may see metrics, or
+the token that the process itself shows to its master; where it has a certificate, the port speaks TLS.
+"""
+
+from __future__ import annotations
+
+import hmac
+import http.client
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+import structlog
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
+
+from tanghulu.auth.api_keys import ApiKeysFile, KeyRight
+from tanghulu.auth.credentials import Credentials
+from tanghulu.auth.tls import REFRESH_S as TLS_REFRESH_S
+from tanghulu.auth.tls import ServerTls
+from tanghulu.auth.tokens import TokensFile
+from tanghulu.errors import ConfigError, Forbidden, Unauthorized
+
+_log = structlog.get_logger(__name__)
+_HANDSHAKE_S: Final = 10.0
+_REFRESH_S: Final = 1.0
+
+
+class MetricsAuthorizer:
+    """Who may see a process's metrics: by its tokens, its API keys, or ``own``, what it shows itself."""
+
+    def __init__(self, tokens: TokensFile | None, keys: ApiKeysFile | None, own: Credentials) -> None:
+        self._tokens, self._keys, self._own = tokens, keys, own
+        self._refreshed_s = time.monotonic()
+
+    def admit(self, authorization: str) -> None:
+        """Take the header of a request; raises Unauthorized, Forbidden."""
+        self._refresh()
+        scheme, _, shown = authorization.strip().partition(" ")
+        shown = shown.strip() if scheme.lower() == "bearer" else ""
+        if not shown:
+            raise Unauthorized("metrics need a token: send the header Authorization: Bearer TOKEN")
+        if self._own.token and hmac.compare_digest(shown.encode(), self._own.token.encode()):
+            return
+        found: list[bool] = []
+        for table_allows in (self._by_token, self._by_key):
+            try:
+                found.append(table_allows(shown))
+            except Unauthorized:
+                continue
+        if not found:
+            raise Unauthorized("the token is unknown here")
+        if not any(found):
+            raise Forbidden("metrics tell of all tenants: the token needs the right 'metrics'")
+
+    def _by_token(self, shown: str) -> bool:
+        if self._tokens is None:
+            raise Unauthorized("there are no tokens")
+        return self._tokens.table.authenticate(Credentials(token=shown)).sees_metrics
+
+    def _by_key(self, shown: str) -> bool:
+        if self._keys is None:
+            raise Unauthorized("there are no keys")
+        return self._keys.table.authenticate(shown).may(KeyRight.METRICS)
+
+    def _refresh(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._refreshed_s >= _REFRESH_S:
+            self._refreshed_s = now_s
+            for file in (self._tokens, self._keys):
+                if file is not None:
+                    file.refresh()
+
+
+class MetricsServer:
+    """The server, from its construction until ``close``. Raises ConfigError if the port is taken."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        host: str,
+        port: int,
+        authorizer: MetricsAuthorizer | None = None,
+        tls: ServerTls | None = None,
+    ) -> None:
+        app = make_wsgi_app(registry)
+        if authorizer is not None:
+            app = _authorized(app, authorizer)
+        try:
+            self._server = make_server(host, port, app, _server_class(host), handler_class=_Handler)
+        except OSError as error:
+            raise ConfigError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from error
+        self._server.tls, self._server.tls_refreshed_s = tls, time.monotonic()
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+        self.port = int(self._server.server_port)
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Handler(WSGIRequestHandler):
+    """Quiet, and with an end to its patience."""
+
+    timeout = _HANDSHAKE_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log no line a request."""
+
+
+class _Server(ThreadingWSGIServer):
+    """A thread for each connection, which agrees on TLS there, so that nobody else waits for a slow client."""
+
+    daemon_threads = True
+    tls: ServerTls | None = None
+    tls_refreshed_s = 0.0
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve one connection."""
+        if self.tls is not None:
+            self._follow_files(self.tls)
+            try:
+                request.settimeout(_HANDSHAKE_S)
+                request = self.tls.context.wrap_socket(request, server_side=True)
+            except OSError as error:  # what wrapping fails for is closed by it
+                _log.debug("metrics.handshake_failed", peer=str(client_address), error=str(error))
+                return
+        super().process_request_thread(request, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say little of a connection that broke or spoke something else."""
+        _log.debug("metrics.connection_failed", peer=str(client_address))
+
+    def _follow_files(self, tls: ServerTls) -> None:
+        """Use replaced certificates for new connections."""
+        now_s = time.monotonic()
+        if now_s - self.tls_refreshed_s >= TLS_REFRESH_S:
+            self.tls_refreshed_s = now_s
+            try:
+                tls.refresh()
+            except ConfigError as error:
+                _log.error("metrics.certificates_not_replaced", error=error.message)
+
+
+class _ServerOverIpv6(_Server):
+    address_family = socket.AF_INET6
+
+
+def _server_class(host: str) -> type[_Server]:
+    return _ServerOverIpv6 if ":" in host else _Server
+
+
+def _authorized(app: Callable[..., Iterable[bytes]], authorizer: MetricsAuthorizer) -> Callable[..., Iterable[bytes]]:
+    def authorized(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        try:
+            authorizer.admit(environ.get("HTTP_AUTHORIZATION", ""))
+        except Unauthorized as error:
+            status = 403 if isinstance(error, Forbidden) else 401
+            said = [("content-type", "text/plain; charset=utf-8"), ("www-authenticate", "Bearer")]
+            start_response(f"{status} {http.client.responses[status]}", said)
+            return [error.message.encode() + b"\n"]
+        return app(environ, start_response)
+
+    return authorized

@@ -1,0 +1,260 @@
+"""Which master is asked for which keys, and how the answers of several become one. Pure.
+
+As long as a client has heard of one master only, that one is asked for everything, and nothing of this is needed. A
+master that does not own all keys of a call does nothing of it and answers KeysMoved; then the client asks for the map
+of the masters, and from then on splits its calls by owner:
+
+    call                 split                                  joined
+    LOCATE, WAIT         by owner of each key, in their order   by position
+    COMMIT_KEY(S)        by owner of each key (``commit``)      by position
+    REPLICATE            by owner of each key                   sum
+    LIST_KEYS            all owners, each for its ranges        merged by key, cut at the limit
+    NODES of an operator all owners, each for its ranges        by node, chunks summed; drained if all say so
+    everything else      the leader, or any master              -
+
+What an owner has answered stays. What one refuses, or what nobody owns now, is split again by the next map and asked
+again. An answer counts only if the map still names that master as the owner of all the ranges that it answered for,
+and if it was made knowing their terms: one from before a range went elsewhere and came back is none.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple, TypeAlias
+
+from tanghulu.errors import KeysMoved, MasterUnavailable, NotLeader, TanghuluError
+from tanghulu.protos import directory_pb2
+from tanghulu.rpc.fast_client import Call, Reply
+from tanghulu.store.client.logic.effects import MASTER, PeerId, owner_peer
+from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.key_slots import NUM_RANGES, bits_of, range_of
+from tanghulu.store.protocol.messages import LocateReply, LocateRequest, Location
+from tanghulu.store.protocol.range_map import RangeMap
+from tanghulu.store.protocol.terms import Term
+
+#: What one master answered for the keys, or ranges, at these positions of a call.
+Answer: TypeAlias = tuple[Sequence[int], Any]
+
+
+class KeyOwners:
+    """The map as a client goes by it. ``key_scope``: what the masters put in front of this client's keys."""
+
+    def __init__(self, known: RangeMap, key_scope: str = "") -> None:
+        self.map, self.key_scope = known, key_scope
+        self._peers = tuple(None if owner is None else owner_peer(owner) for owner in known.owners)
+        self.peers = frozenset(peer for peer in self._peers if peer is not None)
+
+    def range_of(self, key: str) -> int:
+        """The range of ``key``, as the masters count it."""
+        return range_of(self.key_scope + key)
+
+    def owner_of(self, number: int) -> PeerId | None:
+        """The owner of that range; None: nobody owns it now."""
+        return self._peers[number]
+
+    def term_of(self, key: str) -> Term:
+        """What a master must know that takes a commit of ``key``."""
+        return Term(self.map.term_of(self.range_of(key)), self.map.cluster)
+
+    def believes(self, peer: PeerId, numbers: Iterable[int], term: int, term_of: int) -> bool:
+        """Whether what ``peer`` answered, who knew the map up to ``term``, counts for these ranges."""
+        known = self.map
+        return term_of == known.cluster and all(
+            self._peers[number] == peer and known.terms[number] <= term for number in numbers
+        )
+
+    def __repr__(self) -> str:
+        return f"KeyOwners({self.map})"
+
+
+class _Split(NamedTuple):
+    """How the calls of one method are split: ``keys`` None: by ranges, of which there is one at each position."""
+
+    keys: Callable[[Any], Sequence[str]] | None
+    part: Callable[[Any, Sequence[int]], Any]
+    join: Callable[[Any, Sequence[Answer]], Any]
+
+
+class SplitCall:
+    """One call on its way to the owners of its keys: what is still open, and what has been answered.
+
+    ``informant`` is who seems to know another map than the caller.
+    """
+
+    def __init__(self, call: Call[Any]) -> None:
+        self._call, self._split = call, SPLITS[call.method]
+        keys = self._split.keys
+        self._keys = None if keys is None else keys(call.request)
+        self._open: Sequence[int] = range(NUM_RANGES if self._keys is None else len(self._keys))
+        self._asked: list[tuple[PeerId, Sequence[int]]] = []
+        self._answers: list[Answer] = []
+        self.informant = MASTER
+
+    def calls(self, owners: KeyOwners | None) -> list[tuple[PeerId, Call[Any]]]:
+        """What is open, by owner; what nobody owns now is left out. None: an only master owns everything."""
+        if owners is None:
+            self._asked = [(MASTER, self._open)]
+        else:
+            by_owner: dict[PeerId, list[int]] = {}
+            for position in self._open:
+                owner = owners.owner_of(self._range(owners, position))
+                if owner is not None:
+                    by_owner.setdefault(owner, []).append(position)
+            self._asked = list(by_owner.items())
+        return [(peer, self._part(positions)) for peer, positions in self._asked]
+
+    def _range(self, owners: KeyOwners, position: int) -> int:
+        return position if self._keys is None else owners.range_of(self._keys[position])
+
+    def _part(self, positions: Sequence[int]) -> Call[Any]:
+        if self._keys is not None and len(positions) == len(self._keys):
+            return self._call
+        request = self._split.part(self._call.request, positions)
+        return Call(self._call.method, request, self._call.reply_type)
+
+    def answered(
+        self, outcomes: Sequence[Reply[Any] | TanghuluError], owners: KeyOwners | None
+    ) -> MasterUnavailable | None:
+        """Take an outcome for each of ``calls``; why something is open yet, or None: everything is answered.
+
+        ``owners`` are those that are known now. Raises any other error.
+        """
+        failure: MasterUnavailable | None = None
+        self.informant = MASTER
+        done: set[int] = set()
+        for (peer, positions), outcome in zip(self._asked, outcomes, strict=True):
+            if isinstance(outcome, MasterUnavailable):
+                failure = outcome
+                if isinstance(outcome, KeysMoved) and owners is not None and outcome.version > owners.map.version:
+                    self.informant = peer
+            elif isinstance(outcome, TanghuluError):
+                raise outcome
+            elif self._counts(peer, positions, outcome, owners):
+                self._answers.append((positions, outcome.message))
+                done.update(positions)
+            else:
+                failure = NotLeader(f"{peer or 'a master'} answered for keys that it does not own any more")
+        self._open = [position for position in self._open if position not in done]
+        if self._open and failure is None:
+            failure = MasterUnavailable("no master owns these keys now; a lost one is replaced when its lease is over")
+        return failure
+
+    def _counts(self, peer: PeerId, positions: Sequence[int], outcome: Reply[Any], owners: KeyOwners | None) -> bool:
+        if owners is None or peer == MASTER:
+            return owners is None and peer == MASTER
+        numbers = {self._range(owners, position) for position in positions}
+        return owners.believes(peer, numbers, outcome.message.term, outcome.message.term_of)
+
+    def reply(self) -> Reply[Any]:
+        """All answers as one."""
+        assert not self._open, f"{self!r} is not answered"
+        if len(self._answers) == 1 and self._keys is not None:
+            return Reply(self._answers[0][1], memoryview(b""))
+        return Reply(self._split.join(self._call.request, self._answers), memoryview(b""))
+
+    def __repr__(self) -> str:
+        return f"SplitCall({len(self._open)} open, {len(self._answers)} answers)"
+
+
+# --- the table
+
+
+def _part_of_locate(request: LocateRequest, positions: Sequence[int]) -> LocateRequest:
+    return LocateRequest([request.keys[position] for position in positions], request.count_only)
+
+
+def _join_locations(request: LocateRequest, answers: Sequence[Answer]) -> LocateReply:
+    found, located = bytearray(len(request.keys)), list[Location | None]([None] * len(request.keys))
+    for positions, reply in answers:
+        if request.count_only:
+            for position, byte in zip(positions, reply.found, strict=True):
+                found[position] = byte
+        else:
+            for position, location in zip(positions, reply.locations, strict=True):
+                located[position] = location
+    incomplete = any(reply.incomplete for _, reply in answers)
+    return LocateReply(incomplete, (), bytes(found)) if request.count_only else LocateReply(incomplete, located)
+
+
+def _part_of_wait(request: directory_pb2.WaitRequest, positions: Sequence[int]) -> directory_pb2.WaitRequest:
+    keys = request.keys
+    return directory_pb2.WaitRequest(keys=[keys[each] for each in positions], deadline_ms=request.deadline_ms)
+
+
+def _join_waits(request: directory_pb2.WaitRequest, answers: Sequence[Answer]) -> directory_pb2.WaitReply:
+    found = bytearray(len(request.keys))
+    for positions, reply in answers:
+        for position, byte in zip(positions, reply.found, strict=True):
+            found[position] = byte
+    return directory_pb2.WaitReply(found=bytes(found))
+
+
+def _part_of_replicate(
+    request: directory_pb2.ReplicateRequest, positions: Sequence[int]
+) -> directory_pb2.ReplicateRequest:
+    keys = [request.keys[position] for position in positions]
+    return directory_pb2.ReplicateRequest(keys=keys, holders=request.holders, for_s=request.for_s)
+
+
+def _sum_taken(request: directory_pb2.ReplicateRequest, answers: Sequence[Answer]) -> directory_pb2.ReplicateReply:
+    return directory_pb2.ReplicateReply(num_taken=sum(reply.num_taken for _, reply in answers))
+
+
+def _part_of_listing(request: directory_pb2.ListKeysRequest, positions: Sequence[int]) -> directory_pb2.ListKeysRequest:
+    ranges = sum(1 << number for number in positions)
+    return directory_pb2.ListKeysRequest(prefix=request.prefix, after=request.after, limit=request.limit, ranges=ranges)
+
+
+def _merge_pages(request: directory_pb2.ListKeysRequest, answers: Sequence[Answer]) -> directory_pb2.ListKeysReply:
+    """The first keys of all pages: none behind the end of a page that has more keys than it tells."""
+    pages = [reply for _, reply in answers]
+    ends = [page.keys[-1].key if page.keys else request.after for page in pages if page.more]
+    end = min(ends) if ends else None
+    merged = directory_pb2.ListKeysReply(more=bool(ends))
+    in_order = heapq.merge(*(page.keys for page in pages), key=lambda info: info.key)
+    for key, same in groupby(in_order, key=lambda info: info.key):  # keys are unique but in answers that overlap
+        if (end is not None and key > end) or (request.limit and len(merged.keys) >= request.limit):
+            merged.more = True
+            break
+        merged.keys.append(next(same))
+    return merged
+
+
+def _part_of_nodes(request: directory_pb2.NodesRequest, positions: Sequence[int]) -> directory_pb2.NodesRequest:
+    return directory_pb2.NodesRequest(ranges=bits_of(positions))
+
+
+def _sum_up_nodes(request: directory_pb2.NodesRequest, answers: Sequence[Answer]) -> directory_pb2.NodesReply:
+    """Each node as who has heard of it last tells; a drain is over when it is over for the keys of every owner."""
+    told: dict[str, list[directory_pb2.NodeInfo]] = {}
+    for _, reply in answers:
+        for node in reply.nodes:
+            told.setdefault(node.instance.id, []).append(node)
+    merged = directory_pb2.NodesReply(
+        rebuilding=any(reply.rebuilding for _, reply in answers),
+        num_keys=sum(reply.num_keys for _, reply in answers),
+    )
+    for node_id in sorted(told):
+        views = told[node_id]
+        node = merged.nodes.add()
+        node.CopyFrom(min(views, key=lambda view: view.last_seen_s))
+        node.num_chunks, node.num_unsafe = sum(v.num_chunks for v in views), sum(v.num_unsafe for v in views)
+        node.draining = any(view.draining for view in views)
+        node.drained = len(views) == len(answers) and all(view.drained for view in views)
+    return merged
+
+
+def _keys(request: Any) -> Sequence[str]:
+    keys: Sequence[str] = request.keys
+    return keys
+
+
+SPLITS: dict[int, _Split] = {
+    methods.LOCATE.number: _Split(_keys, _part_of_locate, _join_locations),
+    methods.WAIT.number: _Split(_keys, _part_of_wait, _join_waits),
+    methods.REPLICATE.number: _Split(_keys, _part_of_replicate, _sum_taken),
+    methods.LIST_KEYS.number: _Split(None, _part_of_listing, _merge_pages),
+    methods.NODES.number: _Split(None, _part_of_nodes, _sum_up_nodes),
+}

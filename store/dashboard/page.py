@@ -1,0 +1,50 @@
+"""The page as an answer, and what it shows as a server-sent event. No script, style or picture comes from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import msgspec
+from starlette.responses import HTMLResponse, Response
+
+#: Between two events of a stream.
+PERIOD_S = 1.0
+#: Points of a chart, and rows of a list that may be long.
+MAX_POINTS = 100
+MAX_SHOWN = 50
+
+
+def page() -> Response:
+    """The page; the policy in its header lets exactly its own script and style run."""
+    text, policy = _page()
+    return HTMLResponse(text, headers={"content-security-policy": policy, "cache-control": "no-cache"})
+
+
+def once(state: Mapping[str, Any]) -> Response:
+    """What the page shows, as JSON."""
+    return Response(msgspec.json.encode(state), media_type="application/json")
+
+
+def event(state: Mapping[str, Any]) -> bytes:
+    """What the page shows, as one server-sent event."""
+    return b"data: " + msgspec.json.encode(state) + b"\n\n"
+
+
+@cache
+def _page() -> tuple[str, str]:
+    text = resources.files(__package__).joinpath("page.html").read_text()
+    sources = {
+        kind: " ".join(
+            f"'sha256-{base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()}'"
+            for part in re.findall(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
+        )
+        for kind in ("script", "style")
+    }
+    policy = f"default-src 'none'; connect-src 'self'; script-src {sources['script']}; style-src {sources['style']}"
+    return text, f"{policy}; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"

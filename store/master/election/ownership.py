@@ -1,0 +1,373 @@
+"""The driver of RangeElection: talks to etcd, and lets this master answer for the ranges that it owns, and lead."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+
+import structlog
+from google.protobuf.message import DecodeError
+
+from tanghulu.discovery.base import Instance
+from tanghulu.discovery.etcd_client import EtcdClient
+from tanghulu.discovery.instance_wire import instance_from_proto, instance_to_proto
+from tanghulu.discovery.masters import leader_key, masters_prefix
+from tanghulu.errors import InvalidRequest, KeysMoved, MasterUnavailable, NotLeader
+from tanghulu.protos import common_pb2, etcd_pb2
+from tanghulu.runtime.clock import Clock
+from tanghulu.store.master.election.admitted_nodes import AdmittedNodes
+from tanghulu.store.master.election.election import Apply, Lead, Renew, Revoke, StepDown
+from tanghulu.store.master.election.masters_view import (
+    ADMITTED,
+    LEADER,
+    MASTERS,
+    NODES,
+    RANGE_NUMBERS,
+    KeySeen,
+    range_name,
+)
+from tanghulu.store.master.election.proving import ProofWaiters
+from tanghulu.store.master.election.range_election import (
+    Announce,
+    Claim,
+    ClaimLead,
+    Disown,
+    HandOver,
+    Own,
+    RangeElection,
+    RangeInstruction,
+)
+from tanghulu.store.protocol.range_map import RangeMap
+from tanghulu.store.protocol.terms import Renewals
+from tanghulu.types import Address
+
+_log = structlog.get_logger(__name__)
+#: Every call to etcd; less than a lease, so that a renewal that hangs is followed by another.
+_CALL_DEADLINE_S = 1.0
+_TICK_S = 0.02
+_RETRY_S = 0.2
+#: How long a closing master tries to give its lease back.
+_RESIGN_S = 1.0
+#: Between two looks whether the watch has told of a node that was let in: a millisecond or two after the answer.
+_LOOK_S = 0.002
+
+
+@dataclass(frozen=True)
+class Duties:
+    """What a master does when etcd tells it of its part.
+
+    ``own(range)`` begins to answer for a range, with an empty directory, ``disown(range)`` ends that, ``lead(term)``
+    and ``step_down()`` begin and end to lead. ``nodes(nodes, ids)`` takes the admitted nodes whenever they
+    change, before ``own``, and the ids of all, some of which are known by their id alone; None: none was ever let in.
+    """
+
+    own: Callable[[int], None]
+    disown: Callable[[int], None]
+    lead: Callable[[int], None]
+    step_down: Callable[[], None]
+    nodes: Callable[[Mapping[str, Instance], frozenset[str] | None], None]
+
+
+class EtcdOwnership:
+    """What this master owns among several, whether it leads, and the map of all of them."""
+
+    shares = True
+
+    def __init__(
+        self,
+        addresses: Iterable[Address],
+        instance: Instance,
+        ttl_s: float,
+        clock: Clock,
+        duties: Duties,
+    ) -> None:
+        self.election = RangeElection(instance.id, ttl_s)
+        self.cluster = 0
+        self._client = EtcdClient(tuple(addresses), _CALL_DEADLINE_S)
+        self._instance = instance
+        self._prefix = masters_prefix(instance.namespace)
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._duties = duties
+        self._map = self.election.view.map(0)
+        self._nodes: tuple[dict[str, Instance], frozenset[str] | None] | None = None  # as the duties were told
+        self.admitted = AdmittedNodes(
+            self._client,
+            instance.namespace,
+            leader_key(instance.namespace),
+            lambda: self.election.term,
+            lambda: self.leads,
+        )
+        self._calls: set[asyncio.Task[None]] = set()
+        self._proofs = ProofWaiters(
+            lambda: self._perform(self.election.renew(self._clock.now_s())),
+            lambda: self.election.num_asked,
+            lambda: self.election.num_confirmed,
+        )
+
+    # --- questions of the calls
+
+    @property
+    def owned(self) -> frozenset[int]:
+        """The ranges that this master may answer for now."""
+        return self.election.owned(self._clock.now_s())
+
+    @property
+    def map(self) -> RangeMap:
+        """The map as far as this master has been told; replaced when it changes."""
+        return self._map
+
+    @property
+    def nodes(self) -> Mapping[str, Instance]:
+        """The admitted nodes that this master has been told of; ask anew for later ones."""
+        return self.election.view.nodes
+
+    @property
+    def leads(self) -> bool:
+        """Whether this master may answer as the leader now."""
+        return self.election.leads(self._clock.now_s())
+
+    @property
+    def term(self) -> int:
+        """The term in which this master leads, or led last."""
+        return self.election.term
+
+    def require(self) -> None:
+        """Raise NotLeader unless this master leads."""
+        if not self.leads:
+            raise self._not_leader()
+
+    def refusal(self) -> MasterUnavailable:
+        """What callers are told who ask for keys that this master does not own."""
+        return KeysMoved.known_in(self._map.version) if self.election.view.is_shared else self._not_leader()
+
+    def _not_leader(self) -> NotLeader:
+        leader = self.election.view.leader
+        known = "" if leader is None or leader.id == self._instance.id else str(leader.address)
+        return NotLeader.naming(known)
+
+    def heard_of(self, term: int, term_of: int) -> None:
+        """Raise NotLeader or KeysMoved if a node has obeyed a master that knows of a later ``term`` than this one."""
+        if term_of == self.cluster and term > self._map.version:
+            raise self.refusal()
+
+    @contextlib.asynccontextmanager
+    async def admitting(self, node: Instance) -> AsyncIterator[None]:
+        """Admit ``node``, whose lease begins in the body; this master's own watch has told of it before.
+
+        Raises MasterUnavailable or NotLeader; then the node must not be let in.
+        """
+        self.require()
+        async with self.admitted.admitting(node):
+            try:
+                async with asyncio.timeout(_CALL_DEADLINE_S):
+                    while self.nodes.get(node.id) != node:  # noqa: ASYNC110 - the watch tells, within milliseconds
+                        await asyncio.sleep(_LOOK_S)
+            except TimeoutError:
+                raise MasterUnavailable(f"etcd has not told of node {node.id}, which it has let in") from None
+            self.require()
+            yield
+
+    @property
+    def renewals(self) -> Renewals:
+        """Of this master's lease, as callers count them."""
+        return self.election.renewals(self._clock.now_s())
+
+    @property
+    def ttl_s(self) -> float:
+        """How long a renewal keeps the lease."""
+        return self._ttl_s
+
+    async def prove(self) -> int:
+        """Wait until etcd has confirmed a renewal that is asked for after this call; how many were asked for before.
+
+        One renewal serves all who wait. Raises NotLeader if this master owns no range then.
+        """
+        self._require_any()
+        number = await self._proofs.wait()
+        self._require_any()
+        return number
+
+    def _require_any(self) -> None:
+        if not self.owned:
+            raise self._not_leader()
+
+    # --- taking part
+
+    async def run(self) -> None:
+        """Take part until cancelled; then give everything back."""
+        watching = asyncio.create_task(self._watch())
+        try:
+            while not watching.done():
+                self._perform(self.election.tick(self._clock.now_s()))
+                await asyncio.sleep(_TICK_S)
+            watching.result()
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            self._perform(self.election.resign(self._clock.now_s()))
+            if self._calls:
+                await asyncio.wait(self._calls, timeout=_RESIGN_S)
+            for call in self._calls:
+                call.cancel()
+            await self._client.close()
+
+    async def _watch(self) -> None:
+        """Tell the election of all keys, now and whenever they change."""
+        while True:
+            try:
+                await self._observe()
+            except MasterUnavailable as error:
+                _log.warning("master.etcd_unavailable", error=error.message)
+            await asyncio.sleep(_RETRY_S)
+
+    async def _observe(self) -> None:
+        end = self._prefix[:-1] + bytes([self._prefix[-1] + 1])
+        now = await self._client.range(self._prefix, end)
+        self.cluster = now.header.cluster_id
+        keys = [self._key(each, each.value) for each in now.kvs]
+        self._see(self.election.snapshot(keys, now.header.revision, self._clock.now_s()))
+        responses = self._client.watch_together(self._prefix, end, now.header.revision + 1)
+        async with contextlib.aclosing(responses):
+            async for changes in responses:
+                told = [self._key(each.kv, b"" if _is_gone(each) else each.kv.value) for each in changes]
+                self._see(self.election.seen(told, self._clock.now_s()))
+
+    def _key(self, kv: etcd_pb2.KeyValue, value: bytes) -> KeySeen:
+        name = kv.key[len(self._prefix) :].decode(errors="replace")
+        if name in RANGE_NUMBERS or name == ADMITTED:
+            return KeySeen(name, kv.mod_revision, kv.lease, text=value.decode(errors="replace"))
+        is_instance = name == LEADER or name.startswith((MASTERS, NODES))
+        return KeySeen(name, kv.mod_revision, kv.lease, instance=_instance(name, value) if is_instance else None)
+
+    def _see(self, instructions: list[RangeInstruction]) -> None:
+        view = self.election.view
+        self._map = view.map(self.cluster)
+        nodes = (view.nodes, view.admitted)
+        if self._nodes != nodes:
+            self._nodes = (dict(view.nodes), view.admitted)
+            if not self.leads:
+                self.admitted.seen(view.nodes.values())
+            self._duties.nodes(*self._nodes)
+        self._perform(instructions)
+
+    # --- instructions
+
+    def _perform(self, instructions: list[RangeInstruction]) -> None:
+        num_owned, num_disowned = 0, 0
+        for instruction in instructions:
+            match instruction:
+                case Own(number):
+                    num_owned += 1
+                    self._duties.own(number)
+                case Disown(number):
+                    num_disowned += 1
+                    self._duties.disown(number)
+                case Lead(term):
+                    _log.info("master.leads", term=term, known_nodes=len(self.nodes))
+                    self.admitted.begin_term(self.election.view.admitted or ())
+                    self.admitted.seen(self.nodes.values())
+                    self._duties.lead(term)
+                case StepDown():
+                    _log.warning("master.stepped_down", term=self.term)
+                    self._duties.step_down()
+                case _:
+                    self._spawn(self._ask(instruction))
+        if num_owned or num_disowned:
+            _log.info("master.ranges", owned=len(self.owned), came=num_owned, went=num_disowned)
+        if num_disowned and not self.owned:
+            self._proofs.settle(holds=False)
+
+    def _spawn(self, call: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(call)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _ask(self, instruction: Apply | Renew | Revoke | Announce | Claim | ClaimLead | HandOver) -> None:
+        match instruction:
+            case Apply():
+                await self._apply()
+            case Renew():
+                await self._renew(instruction)
+            case Revoke(lease):
+                with contextlib.suppress(MasterUnavailable):  # then it runs out by itself
+                    await self._client.revoke(lease)
+            case Announce():
+                await self._announce(instruction)
+            case ClaimLead():
+                await self._claim_lead(instruction)
+            case Claim() | HandOver():
+                await self._write(instruction)
+
+    async def _apply(self) -> None:
+        asked_s = self._clock.now_s()
+        try:
+            lease = await self._client.grant(self._ttl_s)
+        except MasterUnavailable:
+            self.election.apply_failed(self._clock.now_s())
+        else:
+            self._perform(self.election.lease_granted(lease, asked_s, self._clock.now_s()))
+
+    async def _renew(self, renewal: Renew) -> None:
+        asked_s = self._clock.now_s()
+        with contextlib.suppress(MasterUnavailable):
+            known = await self._client.keep_alive(renewal.lease)
+            self._perform(self.election.renewed(renewal, asked_s, self._clock.now_s(), known=known))
+        self._proofs.settle(holds=bool(self.owned))
+
+    async def _announce(self, announce: Announce) -> None:
+        key, value = self._prefix + f"{MASTERS}{self._instance.id}".encode(), instance_to_proto(self._instance)
+        with contextlib.suppress(MasterUnavailable):
+            await self._client.put(key, value.SerializeToString(), announce.lease)
+        self.election.done(announce, self._clock.now_s())
+
+    async def _claim_lead(self, claim: ClaimLead) -> None:
+        key, value = leader_key(self._instance.namespace), instance_to_proto(self._instance).SerializeToString()
+        request = etcd_pb2.TxnRequest()
+        request.compare.add(result=etcd_pb2.Compare.EQUAL, target=etcd_pb2.Compare.CREATE, key=key, create_revision=0)
+        request.success.add(request_put=etcd_pb2.PutRequest(key=key, value=value, lease=claim.lease))
+        with contextlib.suppress(MasterUnavailable):
+            await self._client.transact(request)
+        self.election.done(claim, self._clock.now_s())
+
+    async def _write(self, write: Claim | HandOver) -> None:
+        """Write the ranges' keys in one transaction; one by one if that fails, as one of them may be another's now."""
+        owner, terms = (
+            (self._instance.id, [(number, 0) for number in write.ranges])
+            if isinstance(write, Claim)
+            else (write.owner, write.terms)
+        )
+        with contextlib.suppress(MasterUnavailable):
+            if not await self._write_keys(terms, owner, write.lease) and len(terms) > 1:
+                for each in terms:
+                    await self._write_keys([each], owner, write.lease)
+        self.election.done(write, self._clock.now_s())
+
+    async def _write_keys(self, terms: Iterable[tuple[int, int]], owner: str, lease: int) -> bool:
+        """Write the keys of ranges if each still has its term, 0 if it is absent, all or none."""
+        request = etcd_pb2.TxnRequest()
+        for number, term in terms:
+            key = self._prefix + range_name(number).encode()
+            request.compare.add(result=etcd_pb2.Compare.EQUAL, target=etcd_pb2.Compare.MOD, key=key, mod_revision=term)
+            request.success.add(request_put=etcd_pb2.PutRequest(key=key, value=owner.encode(), lease=lease))
+        return (await self._client.transact(request)).succeeded
+
+    def __repr__(self) -> str:
+        return f"EtcdOwnership({self.election!r})"
+
+
+def _is_gone(change: etcd_pb2.Event) -> bool:
+    return bool(change.type == etcd_pb2.Event.DELETE)
+
+
+def _instance(name: str, value: bytes) -> Instance | None:
+    """The instance in a key's value; None, and it is told, for one that cannot be read."""
+    if not value:
+        return None
+    try:
+        return instance_from_proto(common_pb2.Instance.FromString(value))
+    except (InvalidRequest, DecodeError) as error:
+        _log.warning("master.unknown_key", key=name, error=str(error))
+        return None

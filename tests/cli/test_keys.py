@@ -1,0 +1,54 @@
+"""`tanghulu keys`: what it makes works, is listed, and is gone when it is revoked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tanghulu.auth.api_keys import ApiKeysFile, KeyLimits, KeyRight
+from tanghulu.cli.keys import COMMAND
+from tanghulu.errors import ConfigError, InvalidRequest
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(COMMAND, [str(each) for each in arguments], catch_exceptions=False)
+
+
+def test_a_key_is_made_listed_and_revoked(tmp_path: Path) -> None:
+    file = tmp_path / "sub" / "keys.toml"
+    key = run("create", file, "acme", "--tenant", "acme", "--requests-per-s", 2, "--weight", 3).output.strip()
+    second = json.loads(run("create", file, "ops", "--right", "admin", "--json").output)["key"]
+    assert file.stat().st_mode & 0o777 == 0o600
+    table = ApiKeysFile(file).table
+    known = table.authenticate(key)
+    assert (known.name, known.tenant, known.limits, known.weight) == ("acme", "acme", KeyLimits(2.0), 3.0)
+    assert table.authenticate(second).rights == {KeyRight.ADMIN}
+    assert key not in file.read_text()
+    listed = run("list", file).output
+    assert "acme: inference  tenant=acme requests_per_s=2.0 weight=3.0" in listed
+    assert "ops: admin\n" in listed
+    assert [row["name"] for row in json.loads(run("list", file, "--json").output)] == ["acme", "ops"]
+    file.write_text("# a remark\n" + file.read_text())
+    assert "is revoked" in run("revoke", file, "acme").output
+    assert list(ApiKeysFile(file).table.keys) == ["ops"]
+    assert file.read_text().startswith("# a remark\n")
+    run("revoke", file, "ops")
+    assert not ApiKeysFile(file).table.keys
+
+
+def test_what_cannot_be_is_said_and_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    run("create", file, "a")
+    before = file.read_text()
+    with pytest.raises(ConfigError, match="two keys are called 'a'"):
+        run("create", file, "a")
+    with pytest.raises(ConfigError, match="a name has"):
+        run("create", file, 'b"')
+    with pytest.raises(InvalidRequest, match="has no key 'b'"):
+        run("revoke", file, "b")
+    with pytest.raises(ConfigError, match="TOML files only"):
+        run("create", tmp_path / "keys.json", "a")
+    assert file.read_text() == before

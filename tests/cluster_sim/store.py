@@ -1,0 +1,86 @@
+"""The store as workers and conductors of a simulated cluster see it: chunks by their hash, sometimes away."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from tanghulu.errors import DeadlineExceeded, NodeUnavailable
+from tanghulu.store.directory_feed import DirectoryEvent, DirectoryEventKind
+from tanghulu.types import BlockHash, kv_chunk_key
+from tests.cluster_sim import text
+
+HOST = "store"
+#: How long the store's client tries while nobody answers.
+AWAY_S = 1.0
+_NODE = "node-0"
+_MOST_CHUNKS = 400
+
+
+class SimStore:
+    """All chunks; forgets the oldest. ``away``: it does not answer. Conductors hear of changes after a while."""
+
+    def __init__(self, world: Any, rng: Random) -> None:
+        self._world, self._rng = world, rng
+        self.chunks: dict[BlockHash, bytes] = {}
+        self.away = False
+
+    def seen_by(self, host: str) -> _SeenStore:
+        """The store as a worker's connector reaches it."""
+        return _SeenStore(self._world, self, host)
+
+    def put(self, block_hash: BlockHash, data: bytes) -> None:
+        if block_hash in self.chunks:
+            return
+        self.chunks[block_hash] = data
+        self._tell(DirectoryEventKind.STORED, block_hash)
+        if len(self.chunks) > _MOST_CHUNKS:
+            oldest = next(iter(self.chunks))
+            del self.chunks[oldest]
+            self._tell(DirectoryEventKind.REMOVED, oldest)
+
+    def _tell(self, kind: DirectoryEventKind, block_hash: BlockHash) -> None:
+        event = DirectoryEvent(0, kind, _NODE, (kv_chunk_key(text.FINGERPRINT, block_hash, 0),))
+        for conductor in self._world.conductors:
+            self._world.loop.call_later(0.01, conductor.store_event, event)
+
+    def snapshot(self) -> list[DirectoryEvent]:
+        """What a conductor hears first."""
+        keys = tuple(kv_chunk_key(text.FINGERPRINT, block_hash, 0) for block_hash in self.chunks)
+        first = [DirectoryEvent(0, DirectoryEventKind.RESET, "", ())]
+        return first + ([DirectoryEvent(0, DirectoryEventKind.STORED, _NODE, keys)] if keys else [])
+
+
+class _SeenStore:
+    """A `KvStore`: blocking, in the threads of one worker."""
+
+    def __init__(self, world: Any, store: SimStore, host: str) -> None:
+        self._world, self._store, self._host = world, store, host
+
+    def load(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+        self._travel()
+        for count, (block_hash, buffer) in enumerate(zip(hashes, buffers, strict=True)):
+            data = self._store.chunks.get(block_hash)
+            if data is None:
+                return count
+            buffer[:] = data
+            self._world.threads.sleep(1e-4)
+        return len(hashes)
+
+    def save(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+        self._travel()
+        for block_hash, buffer in zip(hashes, buffers, strict=True):
+            self._world.threads.sleep(1e-4)
+            self._store.put(block_hash, bytes(buffer))
+        return len(hashes)
+
+    def _travel(self) -> None:
+        network, threads = self._world.network, self._world.threads
+        threads.sleep(2 * network.latency_s(self._host, HOST))
+        if self._store.away:
+            threads.sleep(AWAY_S)
+            raise NodeUnavailable("the store is away")
+        if network.is_cut(self._host, HOST):
+            threads.sleep(AWAY_S)
+            raise DeadlineExceeded("the store did not answer")

@@ -1,0 +1,339 @@
+"""A simulated worker: the product's classes, wired as `tanghulu.workers.assembly` wires them.
+
+Not as they are: its port (sessions come by `carrier`, other workers by the fast lane's protocols over `Network`), the
+memory that others read (copied after a delay, admitted by the worker's own access table), and the time that its model
+takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from tanghulu.discovery.base import Instance
+from tanghulu.discovery.memory import MemoryDiscovery
+from tanghulu.errors import NodeUnavailable, TransferFailed
+from tanghulu.rpc.fast_aio import AsyncFastConnection
+from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
+from tanghulu.rpc.frames import PREAMBLE
+from tanghulu.runtime.clock import SystemClock
+from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.segment import SegmentDescriptor
+from tanghulu.types import Address, InstanceId, LeaseId, Role
+from tanghulu.workers.assembly import _HeldInEngine
+from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
+from tanghulu.workers.engine.probe import EngineProbe
+from tanghulu.workers.engine.speed import SpeedMeter
+from tanghulu.workers.engine.thread import EngineThread, StepReport
+from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector, KvStore
+from tanghulu.workers.kv.peer_reader import PeerReader
+from tanghulu.workers.kv.peer_server import KvIdentity, PeerServer
+from tanghulu.workers.kv.ports import HostBlocks
+from tanghulu.workers.metrics import WorkerMetrics
+from tanghulu.workers.sessions.beats import EngineBeats
+from tanghulu.workers.sessions.reports import EngineReports
+from tanghulu.workers.sessions.server import SessionHub
+from tanghulu.workers.sessions.wire import RequestFactory, model_card
+from tests.cluster_sim import carrier, text
+from tests.cluster_sim.process import Process
+from tests.virtual.loop import Network, Pipe
+from tests.virtual.threads import Threads
+
+PORT = 7430
+LEASE_MS = 20_000
+REGISTER_TTL_S = 3.0
+STEP_TOKENS = 64
+#: A worker whose engine gives no sign of life for so long is killed by whoever supervises it.
+SUPERVISED_S = 6.0
+_HANG_LOOK_S = 0.05
+
+
+class SimWorker(Process):
+    """A worker of ``role``."""
+
+    def __init__(self, number: int, world: Any, role: Role, generation: int) -> None:
+        super().__init__(f"worker-{number}", world.network)
+        self.number, self.role, self.generation = number, role, generation
+        self.id = InstanceId(self.host)
+        self.address = Address(self.host, PORT)
+        self.hangs = self._computes = False
+        self.slowness = 1.0
+        self.draining = False
+        self.alive_s = self.loop.time()
+        self._world = world
+        self._threads: Threads = world.threads
+        self.run(self._open)
+
+    def _open(self) -> None:
+        plan, clock, loaded = self._world.plan, SystemClock(), text
+        self.memory = bytearray(plan.num_blocks * loaded.LAYOUT.block_bytes)
+        runner = text.TextRunner(
+            loaded.LAYOUT,
+            memoryview(self.memory),
+            text.TIMING,
+            text_ids=text.LETTERS,
+            vocab=text.VOCAB,
+            max_context=4096,
+            checks=True,
+            sleep=self._compute,
+        )
+        metrics = WorkerMetrics(CollectorRegistry(), block_bytes=text.LAYOUT.block_bytes, num_blocks=plan.num_blocks)
+        speed = SpeedMeter(STEP_TOKENS)
+        reader = PeerReader(SimTransfers(self._world, self.host), self.id, text.FINGERPRINT)  # type: ignore[arg-type]
+        store: KvStore | None = self._world.store.seen_by(self.host) if plan.has_store else None
+        self.reader = reader
+        self.connector = KvConnector(store, reader, metrics, speed, ConnectorConfig())
+        config = EngineCoreConfig(
+            block_tokens=text.BLOCK_TOKENS,
+            max_num_batched_tokens=STEP_TOKENS,
+            max_num_seqs=plan.num_seqs,
+            max_num_waiting=plan.num_waiting,
+            moves_preempted=plan.moves_preempted,
+            debug_checks=plan.checks,
+        )
+        self.core = EngineCore(runner, config, fetcher=self.connector, sink=self.connector)
+        self.reports = EngineReports(self._spread)
+        self.thread = EngineThread(self.core, self.reports.put, self._engine_failed, speed, self.reports.call)
+        blocks = HostBlocks(runner.cache)
+        self.connector.attach(self.core, blocks, self.thread.post)
+        self.access = AccessTable(clock, LEASE_MS, len(self.memory))
+        identity = KvIdentity(self.id, self.generation, text.FINGERPRINT)
+        held = _HeldInEngine(self.thread)
+        self.peers = PeerServer(identity, text.LAYOUT, blocks, self.access, clock, metrics, held)
+        service = FastService()
+        self.peers.serve(service, self)  # type: ignore[arg-type]
+        self.peers.address = str(self.address)
+        factory = RequestFactory(text.FINGERPRINT, text.BLOCK_TOKENS, "xxh3_128", text.ASSETS.eos_ids)
+        self.probe = EngineProbe(self.thread, factory.probe, clock)
+        self.hub = SessionHub(
+            self.id, self.generation, factory, self.thread, self.peers.add_exports, self.peers.release
+        )
+        self.hub.serve(service)
+        self.beats = EngineBeats(self.thread, self._is_alive)
+        self.card = model_card(
+            text.LAYOUT,
+            text.ASSETS,
+            name=text.NAME,
+            fingerprint=text.FINGERPRINT,
+            block_hash="xxh3_128",
+            num_blocks=plan.num_blocks,
+            context_length=self.core.scheduler.max_tokens,
+            vocab_size=text.VOCAB,
+        )
+        self.thread.start()
+        self.background = [self.spawn(self.beats.run()), self.spawn(self.peers.sweep())]
+        self.network.listen(str(self.address), functools.partial(_Port, self, service))
+        self.discovery = MemoryDiscovery(self._world.instances)
+        self.spawn(self.register())
+
+    async def register(self) -> None:
+        """Be found by conductors."""
+        instance = Instance(self.id, self.role, self.address, generation=self.generation)
+        self.registration = await self.discovery.register(instance, REGISTER_TTL_S)
+
+    def answer(self, wire: carrier.Wire) -> None:
+        """Answer a call for the card or a probe."""
+        self.spawn(carrier.serve(wire, self.card, self.probe.run))
+
+    # --- what PeerServer asks of a segment server
+
+    def descriptor(self) -> SegmentDescriptor:
+        return SegmentDescriptor("kv", len(self.memory), self.host, self.generation, ())
+
+    def maps(self, session_id: int) -> bool:
+        """Nobody maps another host's memory."""
+        return False
+
+    # --- the engine
+
+    def _compute(self, seconds: float) -> None:
+        self._computes = True
+        self._threads.sleep(seconds * self.slowness)
+        while self.hangs:
+            self._threads.sleep(_HANG_LOOK_S)
+        self._computes = False
+
+    def _spread(self, reports: Sequence[StepReport]) -> None:
+        self.hub.on_reports(reports)
+        for report in reports:
+            self.probe.on_report(report)
+        self.beats.on_report(reports[-1])
+
+    def _engine_failed(self, error: BaseException) -> None:
+        if self.alive:
+            self._world.fail(error)
+
+    def _is_alive(self) -> None:
+        self.alive_s = self.loop.time()
+
+    # --- ends
+
+    def kill(self, *, silently: bool = False) -> None:
+        if self.alive:
+            super().kill(silently=silently)
+            self.discovery.crash()
+
+    async def drain(self, grace_s: float) -> None:
+        """End in order, as on SIGTERM; the world starts it again."""
+        self.draining = True
+        await self.registration.close()
+        self.hub.drain()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.hub.idle.wait()
+                await self.peers.idle.wait()
+        except TimeoutError:
+            pass
+        self.hub.close()
+        await asyncio.sleep(0.05)
+        self.reports.close()
+        await self._threads.run(self.thread.stop)
+        await self._threads.run(self.connector.close)
+        self.kill()
+
+    def check(self) -> None:
+        """Assert the invariants of all parts."""
+        self.access.check()
+        self.peers._exports.check()
+        if not self._computes:  # else the engine is in the middle of a step
+            self.core.scheduler.check()
+
+    def check_idle(self) -> None:
+        """Assert that nothing is left of any request."""
+        core, hub = self.core, self.hub
+        scheduler, pool = core.scheduler, core.scheduler.pool
+        scheduler.check()
+        left = {
+            "requests": len(scheduler._requests),
+            "pulls": len(scheduler.pulls),
+            "exports held": scheduler.held.num_exports,
+            "blocks in use": pool.num_in_use,
+            "blocks in transfer": pool.num_in_transfer,
+            "owned": hub.num_requests,
+            "exports": len(self.peers._exports),
+            "early exports": len(self.peers._early),
+            "prefixes": len(self.peers._prefixes),
+            "leases": self.access.num_leases,
+            "pulls under way": len(self.connector._pulls),
+            "blocks on their way to the store": self.connector._pending_blocks,
+            "probes": len(self.probe._waiting),
+            "requests of sessions": sum(len(session.requests) for session in hub._sessions),
+            "untold": sum(len(session.untold._outputs) for session in hub._sessions),
+        }
+        found = {name: count for name, count in left.items() if count}
+        assert not found, f"{self.host} still has {found}"
+        assert hub.idle.is_set()
+        assert self.peers.idle.is_set()
+
+
+class _Port(asyncio.Protocol):
+    """What the port mux does: tells the fast lane by its preamble from other calls."""
+
+    def __init__(self, worker: SimWorker, service: FastService) -> None:
+        self._worker, self._service = worker, service
+        self._transport: Pipe
+        self._inner: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, Pipe)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._inner is None:
+            if data.startswith(PREAMBLE):
+                data = data[len(PREAMBLE) :]
+                self._inner = FastServerProtocol(self._service, Peer(None, False, "simulated"))
+                self._inner.connection_made(self._transport)
+            else:
+                self._inner = carrier.Wire()
+                self._inner.connection_made(self._transport)
+                self._worker.answer(self._inner)
+        if data:
+            self._inner.data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._inner is not None:
+            self._inner.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        if self._inner is not None:
+            self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._inner is not None:
+            self._inner.resume_writing()
+
+
+class SimConnection:
+    """The fast lane's blocking connection, as a worker's threads use it."""
+
+    threads: Threads  # of the life that runs
+
+    def __init__(self, address: Address, unix_path: str | None = None, tls: Any = None, dead_s: int = 0) -> None:
+        self.peer = str(address)
+        self._connection: AsyncFastConnection = self.threads.waiting_for(AsyncFastConnection.connect(address))
+
+    @property
+    def closed(self) -> bool:
+        return self._connection.closed
+
+    def call(self, method: int, request: Any, reply_type: Any, *, deadline_s: float = 5.0) -> Any:
+        return self.threads.waiting_for(self._connection.call(method, request, reply_type, deadline_s=deadline_s))
+
+    def close(self) -> None:
+        self._connection.abort()
+
+
+class _Remote:
+    """Another worker's memory, opened."""
+
+    transport = "shm"  # a read is one step, under which no connection is watched
+
+    def __init__(self, descriptor: SegmentDescriptor, session_id: int) -> None:
+        self.host, self.generation, self.session_id = descriptor.host_id, descriptor.generation, session_id
+        self.alive = True
+
+    def close(self) -> None:
+        self.alive = False
+
+
+class SimTransfers:
+    """What `PeerReader` asks of a transfer engine; it reads by the network."""
+
+    def __init__(self, world: Any, host: str) -> None:
+        self._world, self._host = world, host
+
+    def open_segment(self, descriptor: SegmentDescriptor, session_id: int) -> _Remote:
+        return _Remote(descriptor, session_id)
+
+    def register(self, buffer: memoryview) -> memoryview:
+        return buffer
+
+    def transfer(self, requests: Sequence[Any], deadline_s: float) -> None:
+        network: Network = self._world.network
+        threads: Threads = self._world.threads
+        rng: Random = self._world.rng
+        for request in requests:
+            remote: _Remote = request.target
+            threads.sleep(network.latency_s(self._host, remote.host))
+            if network.is_cut(self._host, remote.host):
+                threads.sleep(min(deadline_s, network.reset_s))
+                raise TransferFailed(f"{remote.host} does not answer")
+            worker = self._world.workers[int(remote.host.partition("-")[2])]
+            if not worker.alive or worker.generation != remote.generation:
+                raise NodeUnavailable(f"{remote.host} is gone")
+            self._read(worker, request)
+            if rng.random() < self._world.plan.torn:
+                request.source[:] = bytes(len(request.source))  # what came is not what was sent
+
+    @staticmethod
+    def _read(worker: SimWorker, request: Any) -> None:
+        lease_id, end = LeaseId(request.lease_id), request.target_offset + request.length
+        worker.access.begin(request.target.session_id, lease_id, request.opcode, request.target_offset, request.length)
+        request.source[:] = memoryview(worker.memory)[request.target_offset : end]
+        worker.peers.on_freed(worker.access.end(lease_id))

@@ -1,0 +1,1 @@
+"""Faults of every kind at every moment, on clusters of real processes."""

@@ -1,0 +1,1 @@
+"""Tests of LMCache's adapter: they start programs in LMCache's own environment."""

@@ -1,0 +1,133 @@
+"""Jobs of the tier: each ends once with what came of it, whatever the store does. A store in memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tanghulu.engines.common.guarded_store import GuardedStore
+from tanghulu.engines.common.options import LevelOptions
+from tanghulu.engines.vllm.tier_jobs import EndedJob, TierJobs
+from tanghulu.errors import MasterUnavailable
+from tanghulu.types import ChunkKey
+from tests.engines.common.test_guarded_store import Chunks
+
+ROW_BYTES, NUM_ROWS = 100, 8
+DEADLINE_S = 30
+
+
+def a_tier(chunks: Chunks, **options: object) -> tuple[TierJobs, memoryview]:
+    memory = memoryview(bytearray(ROW_BYTES * NUM_ROWS))
+    parsed = LevelOptions.parse({"master": "nowhere:1", **options})
+    store = GuardedStore(chunks, parsed.load_deadline_s, parsed.save_deadline_s)
+    return TierJobs(store, memory, ROW_BYTES, parsed), memory
+
+
+def fill(memory: memoryview, row: int, value: int) -> None:
+    memory[row * ROW_BYTES : (row + 1) * ROW_BYTES] = bytes([value]) * ROW_BYTES
+
+
+def row_of(memory: memoryview, row: int) -> bytes:
+    return bytes(memory[row * ROW_BYTES : (row + 1) * ROW_BYTES])
+
+
+def keys(*numbers: int) -> list[ChunkKey]:
+    return [ChunkKey(f"kv/f/{number}/0") for number in numbers]
+
+
+def ended(jobs: TierJobs, num_jobs: int = 1) -> dict[int, EndedJob]:
+    told, until_s = list[EndedJob](), time.monotonic() + DEADLINE_S
+    while len(told) < num_jobs and time.monotonic() < until_s:
+        told += jobs.take_ended()
+        time.sleep(0.001)
+    assert len(told) == num_jobs
+    return {job.job_id: job for job in told}
+
+
+class Slow(Chunks):
+    """Puts wait until they are let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def put_many(self, items, *, deadline_s=None):
+        self.begun.set()
+        assert self.go.wait(DEADLINE_S)
+        return super().put_many(items, deadline_s=deadline_s)
+
+
+def test_rows_are_stored_and_loaded_into_others() -> None:
+    jobs, memory = a_tier(Chunks())
+    for row in range(3):
+        fill(memory, row, row + 1)
+    jobs.store(7, keys(0, 1, 2), [0, 1, 2])
+    assert ended(jobs)[7].good == (True,) * 3
+    jobs.load(8, keys(2, 9, 0), [5, 6, 7])
+    job = ended(jobs)[8]
+    assert (job.good, job.moved_bytes) == ((True, False, True), 2 * ROW_BYTES)
+    assert [row_of(memory, row)[0] for row in (5, 7)] == [3, 1]
+    jobs.close()
+
+
+def test_a_chunk_of_another_size_is_lost() -> None:
+    chunks = Chunks()
+    jobs, _ = a_tier(chunks)
+    chunks.kept |= {keys(0)[0]: b"short", keys(1)[0]: bytes(ROW_BYTES + 1)}
+    jobs.load(1, keys(0, 1), [0, 1])
+    assert ended(jobs)[1].good == (False, False)
+    jobs.close()
+
+
+def test_stores_beyond_the_budget_are_shed_and_drained_ones_fail() -> None:
+    chunks = Slow()
+    jobs, _ = a_tier(chunks, save_pending_bytes=3 * ROW_BYTES)
+    jobs.store(1, keys(0), [0])
+    assert chunks.begun.wait(DEADLINE_S)
+    jobs.store(2, keys(1, 2), [1, 2])
+    jobs.store(3, keys(3), [3])
+    assert jobs.num_shed == 1, "3 rows wait"
+    drained = threading.Thread(target=jobs.drain)
+    drained.start()
+    jobs_left = ended(jobs, 2)
+    assert {number: job.good for number, job in jobs_left.items()} == {2: (False, False), 3: (False,)}
+    assert drained.is_alive(), "the first one reads its row still"
+    chunks.go.set()
+    drained.join(DEADLINE_S)
+    assert ended(jobs)[1].good == (True,)
+    jobs.store(4, keys(1, 2, 3), [1, 2, 3])
+    assert ended(jobs)[4].good == (True,) * 3, "nothing waits any more"
+    jobs.close()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    asked=st.lists(
+        st.tuples(st.booleans(), st.lists(st.integers(0, NUM_ROWS - 1), max_size=4, unique=True)), max_size=9
+    ),
+    fails_at=st.integers(0, 9),
+    drains_at=st.integers(0, 9),
+    closes_at=st.integers(0, 9),
+)
+def test_every_job_ends_once(asked, fails_at: int, drains_at: int, closes_at: int) -> None:
+    chunks, told = Chunks(), list[EndedJob]()
+    jobs, memory = a_tier(chunks, save_pending_bytes=4 * ROW_BYTES)
+    for row in range(NUM_ROWS):
+        fill(memory, row, row)
+    for job_id, (is_load, rows) in enumerate(asked):
+        if job_id == fails_at:
+            chunks.error = MasterUnavailable("gone")
+        if job_id == drains_at:
+            jobs.drain()
+        if job_id == closes_at:
+            jobs.close()
+        (jobs.load if is_load else jobs.store)(job_id, keys(*rows), rows)
+        told += jobs.take_ended()
+    jobs.close()
+    told += jobs.take_ended()
+    assert sorted(job.job_id for job in told) == list(range(len(asked)))
+    assert all(len(job.good) == len(asked[job.job_id][1]) for job in told)
+    assert all(row_of(memory, row) == bytes([row]) * ROW_BYTES for row in range(NUM_ROWS)), "each row its own key"

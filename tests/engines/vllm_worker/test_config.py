@@ -1,0 +1,53 @@
+"""The options of ``tanghulu vllm-worker`` as vLLM's engine arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tanghulu.engines.common.options import ConnectorOptions
+from tanghulu.engines.vllm_worker.config import VllmWorkerConfig
+from tanghulu.errors import ConfigError
+from tanghulu.masters import Masters
+
+SOCKETS = (Path("/run/events"), Path("/run/replay"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text("{}")
+    return str(tmp_path)
+
+
+def arguments(**options: Any) -> dict[str, Any]:
+    return VllmWorkerConfig(**options).engine_arguments(*SOCKETS)
+
+
+def test_the_store_and_further_arguments(model):
+    made = arguments(
+        model=model, master=Masters.parse("h:1,h:2"), tenant="t", token="secret", vllm='{"max_model_len": 99}'
+    )
+    assert (made["max_model_len"], made["block_size"], made["model"]) == (99, 64, model)
+    assert made["kv_events_config"]["replay_endpoint"] == "ipc:///run/replay"
+    transfer = made["kv_transfer_config"]
+    assert transfer["kv_load_failure_policy"] == "recompute"
+    options = ConnectorOptions.parse(transfer["kv_connector_extra_config"])
+    assert (options.master, options.tenant, options.token) == ("h:1,h:2", "t", "secret")
+    assert "kv_transfer_config" not in arguments(model=model, store=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"vllm": "nonsense"}, "no JSON"),
+        ({"vllm": "[1]"}, "JSON object"),
+        ({"vllm": '{"block_size": 16}'}, "use --block-tokens"),
+        ({"vllm": '{"prefix_caching_hash_algo": "xxhash"}'}, "the conductor depends"),
+        ({"model": "/nowhere"}, "/nowhere"),
+    ],
+)
+def test_what_is_refused_at_the_start(options, said, model):
+    with pytest.raises(ConfigError, match=said):
+        VllmWorkerConfig(**{"model": model, **options})

@@ -1,0 +1,100 @@
+"""GET /metrics of a process: open, or for tokens and keys that may see it; over TLS one silent client stops nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from tanghulu.auth.api_keys import ApiKeysFile, new_key
+from tanghulu.auth.credentials import Credentials, TlsFiles
+from tanghulu.auth.tenants import hash_of, new_token
+from tanghulu.auth.tls import HTTP1, ServerTls
+from tanghulu.auth.tokens import TokensFile, load
+from tanghulu.errors import ConfigError
+from tanghulu.runtime import metrics_server
+from tanghulu.runtime.metrics_server import MetricsAuthorizer, MetricsServer
+from tanghulu.runtime.scraping import scrape, summed
+from tests.tls_files import Authority
+
+TOKENS = {name: new_token() for name in ("prometheus", "worker", "tenant", "reader", "admin")}
+RIGHTS = {
+    "prometheus": 'rights = ["metrics"]',
+    "worker": 'rights = ["join"]',
+    "tenant": 'rights = ["join", "read"]\ntenant = "acme"',
+    "reader": 'rights = ["read"]',
+    "admin": 'rights = ["admin"]',
+}
+
+
+def write_tokens(path: Path, **rights: str) -> Path:
+    path.touch(0o600)
+    rows = (f'[[tokens]]\nname = "{n}"\nsha256 = "{hash_of(TOKENS[n])}"\n{lines}\n' for n, lines in rights.items())
+    path.write_text("\n".join(rows))
+    return path
+
+
+@contextlib.contextmanager
+def served(authorizer: MetricsAuthorizer | None = None, tls: ServerTls | None = None) -> Iterator[str]:
+    registry = CollectorRegistry()
+    Counter("puts", "Puts", registry=registry).inc(3)
+    server = MetricsServer(registry, "127.0.0.1", 0, authorizer, tls)
+    try:
+        yield f"{'https://' if tls else ''}127.0.0.1:{server.port}"
+    finally:
+        server.close()
+
+
+async def _seen(address: str, token: str, tls: TlsFiles = TlsFiles()) -> bool:  # noqa: B008 - it is frozen
+    (page,) = await scrape([address], Credentials(token=token, tls=tls))
+    assert not page or summed(page)["puts_total"] == 3
+    return bool(page)
+
+
+async def test_without_tokens_all_see_them() -> None:
+    with served() as address:
+        assert await _seen(address, "")
+
+
+async def test_with_tokens_those_with_the_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "_REFRESH_S", 0.0)
+    file, key, own = write_tokens(tmp_path / "tokens.toml", **RIGHTS), new_key(), new_token()
+    keys = tmp_path / "keys.toml"
+    keys.touch(0o600)
+    keys.write_text(f'[[keys]]\nname = "k"\nrights = ["metrics"]\nsha256 = "{hash_of(key)}"\n')
+    with served(MetricsAuthorizer(TokensFile(file), ApiKeysFile(keys), Credentials(token=own))) as address:
+        seen = {name: await _seen(address, token) for name, token in TOKENS.items()}
+        assert seen == {"prometheus": True, "worker": True, "tenant": False, "reader": False, "admin": True}
+        assert await _seen(address, key)
+        assert await _seen(address, own)
+        for token, status in (("", 401), ("wrong", 401), (TOKENS["reader"], 403)):
+            shown = {"authorization": f"Bearer {token}"} if token else {}
+            async with httpx.AsyncClient(trust_env=False) as http:
+                answer = await http.get(f"http://{address}/metrics", headers=shown)
+            assert (answer.status_code, "puts" in answer.text) == (status, False)
+            assert answer.headers["www-authenticate"] == "Bearer"
+        write_tokens(file, admin=RIGHTS["admin"])
+        assert not await _seen(address, TOKENS["prometheus"])
+
+
+async def test_over_tls_a_silent_client_stops_nobody(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "tls")
+    cert, key = authority.sign("host")
+    ours = TlsFiles(cert, key, authority.ca)
+    with served(tls=ServerTls(ours, mutual=True, protocol=HTTP1)) as address:
+        host, _, port = address.removeprefix("https://").partition(":")
+        with socket.create_connection((host, int(port))):
+            assert await _seen(address, "", ours)
+        assert not await _seen(address, "", TlsFiles(ca=authority.ca))  # no certificate
+        assert not await _seen(address.removeprefix("https://"), "")
+        assert not await _seen(address, "")  # the authority is nobody's here
+
+
+def test_metrics_tell_of_all_tenants_so_no_tenant_gets_the_right(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="metrics sees all tenants"):
+        load(write_tokens(tmp_path / "tokens.toml", tenant='rights = ["metrics"]\ntenant = "acme"'))

@@ -1,0 +1,47 @@
+"""A store's figures from its nodes' counters."""
+
+from tanghulu.store.dashboard.history import MAX_SAMPLES, SampleLog, StoreCounters, StoreHistory
+
+
+def test_counters_are_read_from_a_page_of_metrics():
+    page = [("tanghulu_node_hits_total", {}, 3.0), ("tanghulu_node_read_bytes_total", {"transport": "shm"}, 5.0)]
+    page += [("tanghulu_node_read_bytes_total", {"transport": "tcp"}, 6.0), ("another_total", {}, 9.0)]
+    assert StoreCounters.on(page) == StoreCounters(hits=3, read_bytes=11)
+
+
+def test_rates_look_back_a_minute():
+    history = StoreHistory()
+    assert history.now() == {}
+    for second in range(200):
+        # two gets a second, of which one finds its key until 100, then both
+        hits = second + max(0, second - 100)
+        history.append(1000.0 + second, {"a": StoreCounters(hits, 2 * second - hits, read_bytes=10 * second)})
+    now = history.now()
+    assert now["gets_per_s"] == 2
+    assert now["get_hit_ratio"] == 1
+    assert now["get_hit_ratio_total"] == hits / 398
+    assert now["read_bytes_per_s"] == 10
+    assert history.points(10)[0]["get_hit_ratio"] == 0.5
+    assert history.points(10)[-1]["get_hit_ratio"] == 1
+
+
+def test_nodes_that_come_restart_and_go():
+    history = StoreHistory()
+    history.append(1.0, {"a": StoreCounters(hits=100)})
+    history.append(2.0, {"a": StoreCounters(hits=110), "b": StoreCounters(hits=1000)})
+    assert history.grown.hits == 10, "what b did before it was seen is none of this minute"
+    history.append(3.0, {"a": StoreCounters(hits=4)})
+    assert history.grown.hits == 14, "a began anew"
+    history.append(4.0, {"a": StoreCounters(hits=4), "b": StoreCounters(hits=1001)})
+    assert history.grown.hits == 15
+    assert history.now()["gets_per_s"] == 5
+
+
+def test_samples_are_bounded():
+    log = SampleLog[int]()
+    assert log.window() is None
+    for second in range(2 * MAX_SAMPLES):
+        log.append(float(second), second)
+    assert len(log) == MAX_SAMPLES
+    assert log.window() == (60.0, 2 * MAX_SAMPLES - 61, 2 * MAX_SAMPLES - 1)
+    assert len(list(log.pairs(100))) <= 100

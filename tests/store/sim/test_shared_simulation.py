@@ -1,0 +1,108 @@
+"""Seeded lives of a store whose ranges of keys several masters share: new ones each day, some of always, mutations."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tanghulu.store.master.directory.rebuild import Rebuild
+from tanghulu.store.master.election.range_election import RangeElection, RangeState
+from tanghulu.store.node.state.report_queue import HandedOver, ReportQueue
+from tanghulu.store.protocol.key_slots import RANGE_SLOTS
+from tanghulu.store.protocol.terms import LeaseProofs
+from tests.store.sim.plan import Plan
+from tests.store.sim.shared_world import SharedWorld
+
+#: Lives of every run; seeds that fail join them.
+SEEDS = (10, 53)
+_MUTANT_LIVES = 25
+#: Masters come and go, and stand still, while nodes, clients and the links between them stay.
+_MOVING = Plan(2, 6, 40, 8.0, 8 << 20, 0.5, faults=(), sizes=(10, 3000), removals=0.1, num_masters=3, master_faults=1.0)
+#: Their machines stand still with their clocks, so that they take themselves for owners when they wake.
+_FROZEN = Plan(
+    2, 12, 40, 10.0, 8 << 20, 0.5, (), (10, 3000), num_masters=3, master_faults=1.0, master_kinds=("freeze",)
+)
+
+
+def _live(first: int, *arguments: str) -> str:
+    """Live from seed ``first`` on, in a process whose sets of strings have one order; returns what it says of that."""
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-m", "tests.store.sim", "--shared", "--first", str(first), *arguments]
+    ended = subprocess.run(
+        command, cwd=root, env=os.environ | {"PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_life(seed: int) -> None:
+    assert "'ranges owned': " in _live(seed, "--seeds", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.by_hand
+def test_new_seeds() -> None:
+    """As many as fit into a minute, other ones every day; the seed that fails is named, and can be repeated."""
+    first = datetime.datetime.now(datetime.UTC).toordinal() * 100_000
+    assert int(_live(first, "--seeds", "100000", "--seconds", "60").split()[0]) > 0
+
+
+def _answers_on_after_a_hand_over(original: Any) -> Any:
+    def owned(self: RangeElection, now_s: float) -> frozenset[int]:
+        given_up = self._in(RangeState.HANDING_OVER) + self._in(RangeState.FOLLOWING)
+        return original(self, now_s) | {number for number in given_up if self._given_up[number] and self._lease}
+
+    return owned
+
+
+def _takes_a_moved_range_for_known(original: Any) -> Any:
+    return lambda self, num_slots: original(self, RANGE_SLOTS)
+
+
+def _tells_the_former_owner_alone(original: Any) -> Any:
+    return lambda self, untold, numbers: original(self, HandedOver(), numbers)
+
+
+def _believes_without_proof(original: Any) -> Any:
+    return lambda self, term, now_s: True
+
+
+def _keeps_what_is_under_way_to_the_former_owner(original: Any) -> Any:
+    def hand_over(self: ReportQueue, numbers: frozenset[int]) -> Any:
+        message, self._under_way = self._under_way, None
+        untold = original(self, numbers)
+        self._under_way = message
+        return untold
+
+    return hand_over
+
+
+MUTATIONS = [
+    (RangeElection, "owned", _answers_on_after_a_hand_over, _MOVING),
+    (Rebuild, "told", _takes_a_moved_range_for_known, _MOVING),
+    (ReportQueue, "take_over", _tells_the_former_owner_alone, _MOVING),
+    (LeaseProofs, "is_proven", _believes_without_proof, _FROZEN),
+    (ReportQueue, "hand_over", _keeps_what_is_under_way_to_the_former_owner, _MOVING),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("owner", "name", "mutate", "plan"), MUTATIONS, ids=[m[2].__name__.strip("_") for m in MUTATIONS]
+)
+def test_mutations_are_caught(owner: Any, name: str, mutate: Any, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, name, mutate(getattr(owner, name)))
+    for seed in range(_MUTANT_LIVES):
+        try:
+            SharedWorld(seed, plan).run()
+        except (AssertionError, KeyError):
+            return
+    pytest.fail(f"{_MUTANT_LIVES} lives passed with {owner.__name__}.{name} broken")

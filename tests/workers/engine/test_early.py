@@ -1,0 +1,226 @@
+"""KV that is shown, and pulled, while a prefill goes on: the decisions, by examples."""
+
+from __future__ import annotations
+
+import pytest
+
+from tanghulu.workers.engine.block_pool import BlockPool
+from tanghulu.workers.engine.early_exports import EarlyBlocks, early_name
+from tanghulu.workers.engine.early_pulls import (
+    MAX_PULLS,
+    TRANSITIONS,
+    EarlyPullEvent,
+    EarlyPulls,
+    EarlyPullState,
+)
+from tanghulu.workers.engine.requests import PeerExport
+from tests.workers.engine.test_scheduler import B, ident, req, runs, scheduler, step
+from tests.workers.tiny import request
+
+PEER = PeerExport("there|", "7", 0)
+
+
+def hashes(count: int) -> list:
+    return list(request("any", range(count * B), block_tokens=B).sequence.block_hashes)
+
+
+def pulls(num_blocks: int = 16) -> EarlyPulls:
+    return EarlyPulls(BlockPool(num_blocks), B)
+
+
+# --- what is shown of a prefill
+
+
+def test_a_prefill_is_shown_block_by_block_until_it_is_handed_over() -> None:
+    core = scheduler()  # 8 tokens a step
+    core.add(req("a", 20, hold_kv=True))
+    step(core)
+    (first,) = core.early_exports.take()
+    assert (first.request_id, first.first, len(first.block_ids), first.over) == ("a", 0, 2, False)
+    step(core)
+    (second,) = core.early_exports.take()
+    assert (second.first, len(second.block_ids)) == (2, 2)
+    step(core)
+    assert core.early_exports.take() == (EarlyBlocks(ident("a"), early_name(ident("a")), over=True),)
+    handed = core.held.export(ident("a"))
+    assert handed is not None
+    assert handed.block_ids[:4] == first.block_ids + second.block_ids
+    core.held.release_export(ident("a"))
+    assert core.pool.num_in_use == 4, "a reader may still be there"
+    core.held.release_export(early_name(ident("a")))
+    assert core.pool.num_in_use == 0
+    core.check()
+
+
+def test_what_is_not_handed_over_or_computed_at_once_is_not_shown() -> None:
+    core = scheduler()
+    core.add(req("whole", 8, hold_kv=True))
+    step(core)
+    core.add(req("own", 20))
+    for _ in range(3):
+        step(core)
+    assert core.early_exports.take() == ()
+
+
+@pytest.mark.parametrize("how", ["abort", "preempt"])
+def test_a_prefill_that_stops_is_shown_no_longer(how: str) -> None:
+    core = scheduler(num_blocks=8, max_num_batched_tokens=4)
+    core.add(req("old", [90, 91, 92], 40))
+    step(core)
+    core.add(req("a", 24, hold_kv=True))
+    step(core)
+    step(core)
+    assert not core.early_exports.take()[0].over
+    if how == "abort":
+        core.abort(ident("a"))
+    preempted = [name for _ in range(5) for name in step(core)[0].preempted]
+    assert preempted == (["a"] if how == "preempt" else [])
+    assert core.early_exports.take()[-1].over
+    for _ in range(5):
+        step(core)
+    assert core.early_exports.take() == (), "nor when it comes back"
+
+
+def test_a_reader_that_gave_up_is_shown_nothing_more() -> None:
+    core = scheduler()
+    core.add(req("a", 40, hold_kv=True))
+    step(core)
+    core.early_exports.take()
+    core.held.release_export(early_name(ident("a")))
+    step(core)
+    assert core.early_exports.take() == ()
+    core.check()
+
+
+# --- what is pulled
+
+
+@pytest.mark.parametrize("state", EarlyPullState)
+@pytest.mark.parametrize("event", EarlyPullEvent)
+def test_every_pair_of_state_and_event_is_in_the_table_or_asserts(state, event) -> None:
+    made = pulls()
+    made.begin(ident("p"), hashes(2), PEER, 0)
+    pull = made._pulls[ident("p")]
+    pull.state = state
+    if (state, event) in TRANSITIONS:
+        assert pull.on(event) is TRANSITIONS[state, event]
+    else:
+        with pytest.raises(AssertionError, match=event.name):
+            pull.on(event)
+
+
+def test_blocks_that_came_can_be_matched_before_the_last_one_has() -> None:
+    made = pulls()
+    wanted = made.begin(ident("p"), hashes(4), PEER, 0)
+    assert (wanted.first_block, len(wanted.block_ids), wanted.num_tokens) == (0, 4, 4 * B)
+    assert made._pool.num_hits(hashes(4)) == 0
+    made.arrived(ident("p"), 3)
+    assert made._pool.num_hits(hashes(4)) == 3
+    assert made._pool.num_in_transfer == 1
+    made.done(ident("p"))
+    assert made._pool.num_in_use == 3
+    assert made.drop(ident("p"))
+    assert (made._pool.num_in_use, made._pool.num_cached) == (0, 3)
+    made.check()
+
+
+def test_another_pull_goes_on_from_what_an_earlier_one_has() -> None:
+    made = pulls()
+    made.begin(ident("from p"), hashes(4), PEER, 0)
+    made.arrived(ident("from p"), 2)
+    made.done(ident("from p"))
+    wanted = made.begin(ident("from q"), hashes(4), PEER, 0)
+    assert (wanted.first_block, len(wanted.block_ids)) == (2, 2)
+    made.drop(ident("from p"))
+    made.arrived(ident("from q"), 2)
+    made.done(ident("from q"))
+    assert made._pool.num_hits(hashes(4)) == made._pool.num_in_use == 4
+
+
+def test_a_dropped_pull_keeps_its_blocks_until_its_transfer_has_ended() -> None:
+    made = pulls()
+    made.begin(ident("p"), hashes(4), PEER, 0)
+    made.arrived(ident("p"), 1)
+    assert made.drop(ident("p"))
+    assert made.take_left() == ["p"]
+    assert (made._pool.num_in_use, made._pool.num_in_transfer) == (3, 3)
+    made.arrived(ident("p"), 1)  # was under way
+    assert made._pool.num_in_use == 2
+    made.done(ident("p"))
+    assert (made._pool.num_in_use, made._pool.num_cached, len(made)) == (0, 2, 0)
+    assert not made.drop(ident("p"))
+
+
+def test_pulls_take_only_what_is_left_over() -> None:
+    made = pulls(num_blocks=6)
+    assert made.begin(ident("p"), hashes(4), PEER, spare=3) is None
+    assert made.begin(ident("p"), hashes(4), PEER, spare=2) is not None
+    assert made.begin(ident("p"), hashes(1), PEER, spare=0) is None, "it is there"
+    assert made.begin(ident("q"), hashes(4), PEER, spare=0) is None
+    many = pulls(num_blocks=4 * MAX_PULLS)
+    each = [list(request(f"{n}", [n] * B, block_tokens=B).sequence.block_hashes) for n in range(MAX_PULLS + 1)]
+    begun = [many.begin(ident(f"{n}"), each[n], PEER, 0) for n in range(MAX_PULLS + 1)]
+    assert [wanted is not None for wanted in begun] == [True] * MAX_PULLS + [False]
+
+
+def test_the_request_finds_what_was_pulled_and_fetches_the_rest() -> None:
+    core = scheduler(can_fetch=True, max_num_batched_tokens=32)
+    made = req("a", 19, ahead=ident("p"), peer=PeerExport("there|", "8", 18))
+    wanted = core.pull_ahead(ident("p"), made.sequence, PEER)
+    assert len(wanted.block_ids) == 4
+    core.pulls.arrived(ident("p"), 3)
+    core.add(made)
+    assert core.pulls.take_left() == ["p"], "its transfer is told to end"
+    core.add(req("b", [80]))
+    assert list(runs(step(core)[0])) == ["b"], "it waits for the pull's end, and holds up nobody"
+    core.pulls.done(ident("p"))
+    plan, _ = step(core)
+    (fetch,) = plan.fetches
+    assert (fetch.first_block, len(fetch.block_ids), fetch.num_tokens) == (3, 2, 18)
+    core.fetch_done(ident("a"), 2)
+    assert runs(step(core)[0])["a"] == (18, 1)
+    assert len(core.pulls) == 0
+    core.check()
+
+
+def test_a_pull_gives_way_to_whoever_waits_for_room() -> None:
+    core = scheduler(num_blocks=8, can_fetch=True)
+    core.add(req("r", [1]))
+    step(core)
+    core.pull_ahead(ident("p"), req("a", 20).sequence, PEER)
+    core.pulls.arrived(ident("p"), 5)
+    core.pulls.done(ident("p"))
+    core.add(req("huge", 30 * [9]))
+    assert list(runs(step(core)[0])) == ["r"]
+    assert len(core.pulls) == 1, "its end would not help"
+    core.abort(ident("huge"))
+    core.abort(ident("r"))
+    core.add(req("large", list(range(100, 120)), fetch_blocks=0))
+    assert runs(step(core)[0]) == {"large": (0, 8)}
+    assert len(core.pulls) == 0
+    core.check()
+
+
+def test_a_decode_takes_the_room_of_a_pull_before_that_of_a_request() -> None:
+    core = scheduler(num_blocks=4, can_fetch=True)
+    core.add(req("a", [1, 2, 3], 9))
+    core.add(req("b", [4, 5, 6], 9))
+    step(core)
+    assert core.pull_ahead(ident("p"), req("c", list(range(50, 59))).sequence, PEER) is None, "too little is left"
+    core.pulls.begin(ident("p"), hashes(2), PEER, 0)
+    core.pulls.done(ident("p"))
+    preempted = [name for _ in range(4) for name in step(core)[0].preempted]
+    assert preempted == []
+
+
+def test_an_aborted_request_gives_up_its_pull() -> None:
+    core = scheduler(can_fetch=True)
+    made = req("a", 16, ahead=ident("p"))
+    core.pull_ahead(ident("p"), made.sequence, PEER)
+    core.add(made)
+    core.pulls.take_left()
+    core.abort(ident("a"))
+    assert core.pulls.take_left() == ["p"]
+    core.pulls.done(ident("p"))
+    assert core.pool.num_in_use == 0
+    core.check()

@@ -1,0 +1,237 @@
+"""The ways in which a request may be served, each of which has to give the same answer from a worker that is invariant.
+
+Every way runs the same requests through engines and returns, of each, the tokens and the log probabilities.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+
+from tanghulu.types import RequestId
+from tanghulu.workers.compute.kv_cache import KvTensors
+from tanghulu.workers.compute.models.registry import Model, dtype_name
+from tanghulu.workers.compute.torch_runner import TorchRunner
+from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig, KvFetcher, ModelRunner
+from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.ngram_drafts import NgramProposer
+from tanghulu.workers.engine.requests import EngineRequest, PeerExport, SamplingParams
+from tanghulu.workers.engine.step_plan import FetchWanted
+from tanghulu.workers.engine.step_result import Logprobs, StepResult
+from tests.workers.tiny import request
+
+#: Tokens and log probabilities of an answer.
+Answer = tuple[list[int], list[Logprobs | None]]
+MakeRunner = Callable[[Model, int, int], ModelRunner]
+
+
+def cpu_runner(model: Model, block_tokens: int, num_blocks: int) -> ModelRunner:
+    layout = KvLayout.of(model.config, block_tokens, dtype_name(model.dtype))
+    return TorchRunner(model, block_tokens=block_tokens, kv_capacity_bytes=num_blocks * layout.block_bytes)
+
+
+class Served:
+    """Requests (prompt, sampling), each for ``num_new`` tokens, for the engines of ``model``."""
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: Sequence[tuple[list[int], SamplingParams]],
+        *,
+        num_new: int,
+        block_tokens: int = 8,
+        make_runner: MakeRunner = cpu_runner,
+        proposer: NgramProposer | None = None,
+    ) -> None:
+        self.prompts = prompts
+        self.num_new = num_new
+        self.block_tokens = block_tokens
+        self._model, self._make_runner, self._proposer = model, make_runner, proposer
+        longest = max(len(prompt) for prompt, _ in prompts) + num_new
+        #: Blocks of the longest request.
+        self.most_blocks = -(-longest // block_tokens)
+
+    def engine(self, num_blocks: int, fetcher: KvFetcher | None = None, **config: int) -> EngineCore:
+        runner = self._make_runner(self._model, self.block_tokens, num_blocks)
+        bounds = {"max_num_batched_tokens": 512} | config
+        made = EngineCoreConfig(block_tokens=self.block_tokens, proposer=self._proposer, debug_checks=True, **bounds)
+        core = EngineCore(runner, made, fetcher=fetcher)
+        kv_of(core).fill_(float("nan"))  # of last owners a block may have anything
+        return core
+
+    def request(self, index: int, generated: Sequence[int] = ()) -> EngineRequest:
+        """Request ``index``, or, behind ``generated`` tokens, what is left of it for another worker."""
+        prompt, sampling = self.prompts[index]
+        return request(
+            str(index),
+            [*prompt, *generated],
+            self.num_new,
+            block_tokens=self.block_tokens,
+            num_prompt=len(prompt),
+            sampling=sampling,
+        )
+
+    def alone(self) -> list[Answer]:
+        answers = []
+        for index in range(len(self.prompts)):
+            answers += self.answers(self.engine(self.most_blocks + 1), [index])
+        return answers
+
+    def answers(self, core: EngineCore, indices: Sequence[int]) -> list[Answer]:
+        """Add the requests at once; their answers when all are done."""
+        for index in indices:
+            core.add(self.request(index))
+        found: dict[int, Answer] = {index: ([], []) for index in indices}
+        while core.scheduler.has_work:
+            collect(core, found)
+        return in_order(found)
+
+
+class Outside:
+    """A `KvFetcher` from the engine that holds the export of a hand-off, its partial last block included."""
+
+    def __init__(self, holder: EngineCore) -> None:
+        self._holder = holder
+        self._wanted: list[FetchWanted] = []
+        self.num_blocks = 0
+
+    def fetch(self, wanted: FetchWanted) -> None:
+        self._wanted.append(wanted)
+
+    def forgo(self, peer: PeerExport) -> None: ...
+
+    def pull(self, wanted: FetchWanted) -> None:
+        raise AssertionError("nothing is pulled ahead")
+
+    def leave(self, name: RequestId) -> None: ...
+
+    def arrive(self, core: EngineCore) -> None:
+        """Copy all that was asked for."""
+        while self._wanted:
+            wanted = self._wanted.pop()
+            export = self._holder.scheduler.held.export(wanted.request_id)
+            assert export is not None
+            sources = export.block_ids[wanted.first_block :]
+            for source, block in zip(sources, wanted.block_ids, strict=True):
+                kv_of(core)[block] = kv_of(self._holder)[source]
+            self.num_blocks += len(wanted.block_ids)
+            core.fetch_done(wanted.request_id, len(wanted.block_ids))
+
+
+def kv_of(core: EngineCore) -> torch.Tensor:
+    return cast("KvTensors", core.cache).blocks
+
+
+def batched(served: Served, **config: int) -> list[Answer]:
+    """All in one engine, in another order, coming in by and by."""
+    rng = random.Random(3)
+    core = served.engine(served.most_blocks * len(served.prompts), **config)
+    waiting = rng.sample(range(len(served.prompts)), len(served.prompts))
+    found: dict[int, Answer] = {index: ([], []) for index in waiting}
+    while waiting or core.scheduler.has_work:
+        while waiting and (rng.random() < 0.4 or not core.scheduler.has_work):
+            core.add(served.request(waiting.pop()))
+        collect(core, found)
+    return in_order(found)
+
+
+def cached(served: Served) -> list[Answer]:
+    """Each twice, one behind the other: the second finds the first one's blocks."""
+    core = served.engine(served.most_blocks * len(served.prompts), max_num_batched_tokens=100)
+    everybody = range(len(served.prompts))
+    served.answers(core, everybody)
+    answers, found = served.answers(core, everybody), core.scheduler.pool
+    assert found.num_in_use == 0
+    assert found.num_cached > 0
+    return answers
+
+
+def preempted(served: Served) -> list[Answer]:
+    """All at once, the longest first, in a cache with a block more than the prompts of the first two; both need one."""
+    assert served.num_new > served.block_tokens + 1
+    found: dict[int, Answer] = {index: ([], []) for index in range(len(served.prompts))}
+    order = sorted(found, key=lambda index: -len(served.prompts[index][0]))
+    num_blocks = sum(-(-len(served.prompts[index][0]) // served.block_tokens) for index in order[:2])
+    core = served.engine(num_blocks + 1, max_num_batched_tokens=4096)  # both are admitted before either grows
+    for index in order:
+        core.add(served.request(index))
+    num_preempted = 0
+    while core.scheduler.has_work:
+        num_preempted += len(collect(core, found).preempted)
+    assert num_preempted > 0
+    return in_order(found)
+
+
+def handed_off(served: Served) -> list[Answer]:
+    """Prompts by one engine, the rest by another from its KV."""
+    size = served.most_blocks * len(served.prompts)
+    prefill = served.engine(size, max_num_batched_tokens=70)
+    found: dict[int, Answer] = {index: ([], []) for index in range(len(served.prompts))}
+    for index in found:
+        first = served.request(index)
+        first.hold_kv = True
+        prefill.add(first)
+    while prefill.scheduler.has_work:
+        collect(prefill, found)
+    outside = Outside(prefill)
+    decode = served.engine(size, outside)
+    for index in found:
+        rest = served.request(index, found[index][0])
+        export = prefill.scheduler.held.export(rest.request_id)
+        assert export is not None
+        rest.peer = PeerExport("prefill", rest.request_id, export.num_tokens)
+        decode.add(rest)
+    while decode.scheduler.has_work:
+        collect(decode, found)
+        outside.arrive(decode)
+    assert outside.num_blocks > 0
+    return in_order(found)
+
+
+def moved(served: Served) -> list[Answer]:
+    """Half of each answer by one engine; what is left is computed by another from the tokens alone."""
+    size, half = served.most_blocks * len(served.prompts), served.num_new // 2
+    first, second = served.engine(size, max_num_batched_tokens=50), served.engine(size)
+    found: dict[int, Answer] = {index: ([], []) for index in range(len(served.prompts))}
+    for index in found:
+        first.add(served.request(index))
+    while first.scheduler.has_work:
+        for output in collect(first, found).outputs:
+            index = int(output.request_id)
+            if output.num_generated_tokens == half:
+                first.abort(output.request_id)
+                second.add(served.request(index, found[index][0]))
+        if second.scheduler.has_work:
+            collect(second, found)
+    while second.scheduler.has_work:
+        collect(second, found)
+    return in_order(found)
+
+
+#: By name: what runs the requests so.
+WAYS: dict[str, Callable[[Served], list[Answer]]] = {
+    "batched": batched,
+    "chunked-64": lambda served: batched(served, max_num_batched_tokens=64),
+    "chunked-256": lambda served: batched(served, max_num_batched_tokens=256),
+    "cached": cached,
+    "preempted": preempted,
+    "handed-off": handed_off,
+    "moved": moved,
+}
+
+
+def collect(core: EngineCore, found: dict[int, Answer]) -> StepResult:
+    """Step once and add what came out to ``found``."""
+    result = core.step()
+    for output in result.outputs:
+        tokens, logprobs = found[int(output.request_id)]
+        tokens += output.tokens
+        logprobs.append(output.logprobs)
+    return result
+
+
+def in_order(found: dict[int, Answer]) -> list[Answer]:
+    return [found[index] for index in sorted(found)]

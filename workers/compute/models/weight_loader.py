@@ -1,0 +1,72 @@
+"""Takes a model's weights out of a checkpoint, checked against its config, as the products of one rank's share."""
+
+from __future__ import annotations
+
+import torch
+
+from tanghulu.errors import ModelUnsupported
+from tanghulu.workers.compute.linear import Arithmetic, Linear
+from tanghulu.workers.compute.models.layers import Norm
+from tanghulu.workers.compute.models.shard import Shard
+from tanghulu.workers.weights.model_config import ModelConfig
+from tanghulu.workers.weights.weight_source import WeightSource
+
+_WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class WeightLoader:
+    """Takes tensors by name, checked against the shape that the config promises."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        dtype: torch.dtype,
+        shard: Shard,
+        device: torch.device,
+        arithmetic: Arithmetic,
+    ) -> None:
+        self._config, self._weights, self._dtype, self.shard = config, weights, dtype, shard
+        self._device, self.arithmetic = device, arithmetic
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the weights go to main memory."""
+        return self._device.type == "cpu"
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has the tensor."""
+        return self._weights.has(name)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor ``name`` in the type and on the device that it will have; raises ModelUnsupported."""
+        tensor = self._weights.tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelUnsupported(f"tensor {name!r} has shape {tuple(tensor.shape)}; the config says {shape}")
+        if tensor.dtype not in _WEIGHT_DTYPES:  # its scales stand elsewhere
+            raise ModelUnsupported(f"tensor {name!r} is {tensor.dtype}: this worker runs no quantised safetensors")
+        if self._device.type != "cpu":  # in the file's type over the bus, converted there
+            return tensor.to(self._device).to(self._dtype)
+        # clone: a tensor that is a view of a mapped file must not outlive the file.
+        return tensor.to(self._dtype, copy=True)
+
+    def norm(self, name: str, size: int, before: Linear | None = None) -> Norm:
+        """The norm ``name``, whose results go to ``before`` alone if that is given."""
+        return self.scaled_norm(name, size, 1.0 if before is None else before.take_factor())
+
+    def scaled_norm(self, name: str, size: int, factor: float) -> Norm:
+        """The norm ``name``, whose results are multiplied by ``factor``."""
+        return Norm(self.take(name, (size,)), self._config.rms_eps, factor, self._config.norm_offset)
+
+    def linear(self, prefix: str, parts: tuple[tuple[str, int], ...], columns: int, *, bias: bool = False) -> Linear:
+        """The product with this rank's rows of all ``parts`` (name, rows) of ``prefix``, one under the other."""
+        own = self.shard.own
+        weight = [self.take(f"{prefix}.{name}.weight", (rows, columns))[own(rows)] for name, rows in parts]
+        biases = [self.take(f"{prefix}.{name}.bias", (rows,))[own(rows)] for name, rows in parts] if bias else []
+        return Linear(torch.cat(weight), torch.cat(biases) if biases else None, self.arithmetic)
+
+    def summand(self, name: str, rows: int, columns: int, *, bias: bool = False) -> Linear:
+        """The product with this rank's columns; the ranks' results add up to the whole, the bias counted once."""
+        weight = self.take(f"{name}.weight", (rows, columns))[:, self.shard.own(columns)]
+        own_bias = self.take(f"{name}.bias", (rows,)) if bias and self.shard.rank == 0 else None
+        return Linear(weight, own_bias, self.arithmetic)

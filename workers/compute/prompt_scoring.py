@@ -1,0 +1,59 @@
+"""Log probabilities of prompt tokens out of a forward pass, a few rows of logits at a time.
+
+The logits of a whole run of a prompt would be gigabytes (8,192 tokens of a vocabulary of 128,000: 4 GB). So the model's
+head is applied to ``MAX_LOGITS`` values at a time, of which only what was asked for is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tanghulu.workers.compute.device import upload
+from tanghulu.workers.engine.prompt_scores import PromptScores
+
+#: Logits that are in memory at one time, 16 MiB; at least those of one row.
+MAX_LOGITS = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredRows:
+    """Rows ``first_row .. first_row + len(into.targets)`` of a forward batch, whose logits give the scores ``into``."""
+
+    first_row: int
+    into: PromptScores
+
+
+def score(
+    scored: Sequence[ScoredRows], logits_of: Callable[[torch.Tensor], torch.Tensor], vocab: int, device: torch.device
+) -> None:
+    """Fill in all scores. ``logits_of`` gives the logits of rows, int64 [n], as float32 [n, vocab].
+
+    Ranks other than 0 get no logits and fill in nothing, but compute their share of them.
+    """
+    most = max(1, MAX_LOGITS // vocab)
+    for rows in scored:
+        for start in range(0, len(rows.into.targets), most):
+            part = rows.into.part(start, start + most)
+            first = rows.first_row + start
+            logits = logits_of(torch.arange(first, first + len(part.targets), device=device))
+            if len(logits):
+                _fill(part, logits)
+
+
+def _fill(scores: PromptScores, logits: torch.Tensor) -> None:
+    device = logits.device
+    values = logits.log_softmax(dim=-1)  # as of generated tokens: the same bits
+    targets = upload(scores.targets.astype(np.int64)[:, None], device)
+    scores.logprobs[:] = values.gather(1, targets)[:, 0].cpu().numpy()
+    scores.ranks[:] = ((logits > logits.gather(1, targets)).sum(dim=-1) + 1).cpu().numpy()
+    if scores.num_top:
+        best = logits.topk(scores.num_top, dim=-1)
+        scores.top_ids[:] = best.indices.cpu().numpy()
+        scores.top_logprobs[:] = values.gather(1, best.indices).cpu().numpy()
+    if scores.asked:
+        asked = upload(np.asarray(scores.asked, dtype=np.int64), device)
+        scores.asked_logprobs[:] = values[:, asked].cpu().numpy()

@@ -1,0 +1,90 @@
+"""A trial at start with ``--batch-invariant``: whether this machine's kernels compute a token alike in any company.
+
+Every kernel of a step takes part: the model's first layers and its head run over a few tokens in each of the ways in
+which requests are served, alone, in chunks, token by token, in company, in lanes, on one thread and on all. KV and
+logits have to be the same bits. A hash of them names the kernels' arithmetic: where another machine rounds otherwise,
+its KV has another fingerprint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+import xxhash
+
+from tanghulu.errors import ConfigError
+from tanghulu.workers.compute.attention.invariant import KEY_SPAN
+from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
+from tanghulu.workers.compute.kv_cache import DeviceKvCache
+from tanghulu.workers.compute.lanes import LanedForward
+from tanghulu.workers.compute.models.registry import Model, dtype_name
+from tanghulu.workers.engine.kv_layout import KvLayout
+
+_BLOCK_TOKENS = 16
+#: The sequence ends behind a span of keys, and its company is enough for several lanes.
+_NUM_TOKENS, _COMPANY = KEY_SPAN + 21, (1, 37)
+#: Ends of its chunks.
+_CHUNKS = ((_NUM_TOKENS,), (64, _NUM_TOKENS), (3, 40, *range(_NUM_TOKENS - 3, _NUM_TOKENS + 1)))
+
+_Answer = tuple[torch.Tensor, torch.Tensor]
+
+
+def require_invariance(model: Model, num_threads: int) -> bytes:
+    """Raise ConfigError unless all ways of computing a sequence gave the same bits; return a hash of these.
+
+    ``num_threads``: the most that the worker will use. Leaves torch's setting as it was.
+    """
+    model = model.with_layers(min(2, model.config.num_layers))
+    threads = torch.get_num_threads()
+    try:
+        first: _Answer | None = None
+        for name, answer in _answers(model, num_threads):
+            first = first or answer
+            if not all(map(torch.equal, first, answer)):
+                raise ConfigError(
+                    f"--batch-invariant: kernels of this {model.device.type} with torch {torch.__version__} give other "
+                    f"bits {name} than alone at once; choose another --dtype or --device, or leave the option out"
+                )
+    finally:
+        torch.set_num_threads(threads)
+    assert first is not None
+    return xxhash.xxh3_128_digest(b"".join(part.view(torch.uint8).numpy().tobytes() for part in first))
+
+
+def _answers(model: Model, num_threads: int) -> Iterator[tuple[str, _Answer]]:
+    """Ways to compute one sequence, each with its KV and last logits."""
+    for threads in sorted({1, num_threads}):
+        torch.set_num_threads(threads)
+        for ends in _CHUNKS:
+            for company in (False, True):
+                beside = "in company" if company else "alone"
+                yield f"{beside} in {len(ends)} chunks on {threads} threads", _computed(model, ends, company=company)
+
+
+def _computed(model: Model, ends: Sequence[int], *, company: bool) -> _Answer:
+    """KV and last logits of the sequence, computed in chunks that end at ``ends``."""
+    layout = KvLayout.of(model.config, _BLOCK_TOKENS, dtype_name(model.dtype))
+    needed = -(-_NUM_TOKENS // _BLOCK_TOKENS)
+    cache = DeviceKvCache(layout, needed * (1 + len(_COMPANY)), model.device)
+    forward = LanedForward(model, cache)
+    tokens = np.random.default_rng(7).integers(0, model.config.vocab, _NUM_TOKENS)
+    own = range(needed)
+    others = [
+        SequenceChunk(tokens[:length], 0, range(needed * (1 + at), needed * (2 + at)), wants_logits=True)
+        for at, length in enumerate(_COMPANY)
+    ]
+    start, logits = 0, torch.empty(0)
+    for end in ends:
+        beside = company and (start == 0 or end == _NUM_TOKENS)
+        chunks = [SequenceChunk(tokens[start:end], start, own, wants_logits=end == _NUM_TOKENS)]
+        if beside:
+            chunks = [*others[:1], *chunks, *others[1:]]
+        if model.device.type == "cpu":
+            logits = forward(chunks)
+        else:
+            logits = model.forward(build_forward_batch(chunks, _BLOCK_TOKENS, model.device), cache)
+        start = end
+    kv = cache.blocks[: needed - 1]
+    return kv.cpu(), logits[1 if company else 0].cpu()

@@ -1,0 +1,59 @@
+"""What sessions need of an engine, whichever it is: ``EngineThread`` for ours, ``VllmEngine`` for vLLM's.
+
+All of it is called in the process's event loop, and what is handed in is called there, too, in one order with the
+reports: what a snapshot holds was reported before it, and nothing of what comes behind it is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from tanghulu.errors import TanghuluError
+from tanghulu.hashing import TokenSequence
+from tanghulu.protos import session_pb2
+from tanghulu.types import BlockHash, RequestId
+from tanghulu.workers.engine.block_pool import KvEvent
+from tanghulu.workers.engine.requests import PeerExport
+from tanghulu.workers.engine.thread import EngineLoad
+
+RequestT = TypeVar("RequestT")
+RequestIn = TypeVar("RequestIn", contravariant=True)
+RequestOut = TypeVar("RequestOut", covariant=True)
+#: The cached blocks, the load, and events that no report has told yet and that the blocks already contain.
+TakesSnapshot = Callable[[Sequence[BlockHash], EngineLoad, Sequence[KvEvent]], None]
+
+
+class Beating(Protocol):
+    """An engine that can be asked for a sign of life."""
+
+    def beat(self) -> None:
+        """Have the engine report, whether there is work or not."""
+
+
+class SessionEngine(Beating, Protocol[RequestIn]):
+    """An engine that sessions give requests to."""
+
+    def submit(
+        self, request: RequestIn, added: Callable[[int], None], refused: Callable[[TanghuluError], None]
+    ) -> None:
+        """Begin. ``added`` hears how many requests the engine has taken by then, or ``refused`` why not this one."""
+
+    def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: PeerExport) -> None:
+        """Begin to fetch the KV of a prompt that another worker computes; ``abort`` of ``name`` ends that."""
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request or a fetch, which may have ended already."""
+
+    def snapshot(self, take: TakesSnapshot) -> None:
+        """Give ``take`` the blocks that a prompt would find."""
+
+
+class MakesRequests(Protocol[RequestOut]):
+    """Makes an engine's requests from messages."""
+
+    def request(self, submit: session_pb2.Submit) -> RequestOut:
+        """The request that ``submit`` describes; raises InvalidRequest if it is not valid."""
+
+    def pulled(self, pull: session_pb2.PullAhead) -> tuple[TokenSequence, PeerExport]:
+        """The prompt that ``pull`` names, and where its KV is computed; raises InvalidRequest where that cannot be."""

@@ -1,0 +1,70 @@
+"""The engine's reports on their way from its thread to the event loop: one wake-up for all that wait.
+
+Waking the loop costs a system call and a change of threads; a loop that is busy takes all reports of its last turn
+together. What else has to come in its place among them, as the blocks that were cached between two steps, goes the same
+way (``call``).
+
+The engine may be ``MAX_WAITING`` steps ahead of the loop, then it waits: an engine with short steps would otherwise
+keep the interpreter to itself, and each request's tokens, submission and KV wait for their turn behind all steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, cast
+
+from tanghulu.workers.engine.thread import StepReport
+
+#: Reports that the loop has not taken. Long steps never come to so many.
+MAX_WAITING: Final = 32
+
+
+class EngineReports:
+    """``put`` is called by the engine's thread, ``spread`` in the event loop, with reports that wait, in order.
+
+    Example: of a report, a call and two reports that wait together, ``spread`` gets the first, then the call is made,
+    then ``spread`` gets the other two.
+    """
+
+    def __init__(self, spread: Callable[[Sequence[StepReport]], None]) -> None:
+        self._spread = spread
+        self._loop = asyncio.get_running_loop()
+        self._changed = threading.Condition()
+        self._waiting: list[StepReport | Callable[[], None]] = []
+        self._closed = False
+
+    def put(self, report: StepReport) -> None:
+        with self._changed:
+            while len(self._waiting) >= MAX_WAITING and not self._closed:
+                self._changed.wait()
+            self._add(report)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Have ``function`` called in the event loop, behind the reports so far and in front of later ones."""
+        with self._changed:
+            self._add(function)
+
+    def _add(self, item: StepReport | Callable[[], None]) -> None:
+        self._waiting.append(item)
+        if len(self._waiting) == 1:
+            self._loop.call_soon_threadsafe(self._take)
+
+    def close(self) -> None:
+        """Hold up the engine no longer."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _take(self) -> None:
+        with self._changed:
+            waiting, self._waiting = self._waiting, []
+            self._changed.notify()
+        for are_reports, items in itertools.groupby(waiting, lambda item: isinstance(item, StepReport)):
+            if are_reports:
+                self._spread(cast("list[StepReport]", list(items)))
+            else:
+                for function in cast("Iterator[Callable[[], None]]", items):
+                    function()

@@ -1,0 +1,114 @@
+"""What one conductor has not been told yet, and becomes one message however many steps it comes from.
+
+A step's outputs leave at once. But a message costs more than a step of a small batch, so what comes while one is being
+written waits for the next, which holds all of it: a conductor that reads slowly gets fewer messages, not later tokens.
+Example: three steps of two requests come during a write; the next message has two outputs of three tokens each.
+
+A conductor that has no output in a step hears of the load and the KV events only every ``SPREAD_S``, of all that came
+meanwhile in one message: with many conductors each would otherwise read each step of each worker, and more conductors
+could carry no more. Example: of eight conductors one has requests at a worker that makes 100 steps a second: it gets
+100 messages a second, each of the others 20.
+
+Pure: time goes in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from msgspec import structs
+
+from tanghulu.protos import session_pb2
+from tanghulu.types import RequestId
+from tanghulu.workers.engine.speed import PeerReadTotal
+from tanghulu.workers.engine.step_result import RequestOutput
+from tanghulu.workers.engine.thread import EngineLoad
+from tanghulu.workers.sessions.wire import load_message, output_message
+
+#: Between two messages to a conductor that has no output in them.
+SPREAD_S = 0.05
+#: KV events that wait for the next message at the most.
+MAX_UNTOLD_EVENTS = 1024
+
+
+class Untold:
+    """The outputs, KV events and the load for the next message to one conductor.
+
+    ``num_steps`` with outputs are in it. ``num_submits`` have come from the conductor; the load holds the first
+    ``_num_taken`` of them. ``added`` has those that the engine took and no load held yet, each with how many requests
+    of all sessions it had taken then.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_submits = 0
+        self.added: deque[tuple[int, int]] = deque()
+        self._num_taken = 0
+        self._outputs: dict[RequestId, list[RequestOutput]] = {}
+        self._sources: dict[RequestId, session_pb2.KvSource] = {}
+        self._refusals: list[session_pb2.RequestOutput] = []
+        self._begun: list[session_pb2.BegunExport] = []
+        self._events: list[session_pb2.KvEvent] = []
+        self._load: EngineLoad | None = None
+        self._reads: list[PeerReadTotal] = []
+        self._next_s = 0.0
+
+    def output(self, output: RequestOutput, source: session_pb2.KvSource | None) -> None:
+        """Add a request's output of the steps that are noted next."""
+        self._outputs.setdefault(output.request_id, []).append(output)
+        if source is not None:
+            self._sources[output.request_id] = source
+
+    def begun(self, request_id: RequestId, source: session_pb2.KvSource) -> None:
+        """Add where the KV of a prefill that goes on can be read already."""
+        self._begun.append(session_pb2.BegunExport(request_id=request_id, source=source))
+
+    def refusal(self, refusal: session_pb2.RequestOutput) -> None:
+        self._refusals.append(refusal)
+
+    def steps(self, num_steps: int, events: Sequence[session_pb2.KvEvent], load: EngineLoad) -> None:
+        """Add what steps say to all; ``load`` is the last one's, with what all have read."""
+        while self.added and self.added[0][0] <= load.num_added:
+            self._num_taken = self.added.popleft()[1]
+        self.num_steps += num_steps if self._outputs else 0
+        self._events += events
+        self._load = load
+        self._reads += load.reads
+
+    def snapshot(self) -> None:
+        """Forget the events: a snapshot that is told before them holds them."""
+        self._events.clear()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to be told at once: measured reads do not wait either."""
+        told_at_once = self._outputs or self._refusals or self._begun or self._reads
+        return bool(told_at_once or len(self._events) > MAX_UNTOLD_EVENTS)
+
+    @property
+    def due_s(self) -> float:
+        """From when on it may be told at once, whatever it is."""
+        return self._next_s
+
+    def take(self, step: int, sequence: int, now_s: float) -> session_pb2.StepOutput:
+        """The message, after ``step``, with all KV events before ``sequence``; nothing is untold then."""
+        self._next_s = now_s + SPREAD_S
+        outputs = [output_message(outputs, self._sources.get(name)) for name, outputs in self._outputs.items()]
+        load = None
+        if self._load is not None:
+            load = load_message(structs.replace(self._load, reads=tuple(self._reads)))
+        message = session_pb2.StepOutput(
+            step=step,
+            outputs=outputs + self._refusals,
+            event_sequence=sequence - len(self._events),
+            kv_events=self._events,
+            load=load,
+            submits_taken=self._num_taken,
+            begun=self._begun,
+        )
+        self.num_steps, self._load = 0, None
+        told = (self._outputs, self._sources, self._refusals, self._begun, self._events, self._reads)
+        for each in told:
+            each.clear()
+        return message
