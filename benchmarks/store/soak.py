@@ -33,7 +33,7 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,18 @@ class Usage:
         self.fds.append(fds)
         self.mappings.append(mappings)
 
+    def at_age(self, from_s: float, to_s: float) -> list[int]:
+        """Which samples were taken between these ages; none where the machine was too busy for samples."""
+        return [i for i, at_s in enumerate(self.at_s) if from_s < at_s <= to_s]
+
+
+#: What is kept of each life of a node.
+_FIGURES: dict[str, Callable[[Usage], list[int]]] = {
+    "private bytes": lambda usage: usage.private_bytes,
+    "descriptors": lambda usage: usage.fds,
+    "mappings": lambda usage: usage.mappings,
+}
+
 
 def growth(at_s: list[float], figures: list[int]) -> tuple[float, float]:
     """By how much the straight line through the figures rises from the first to the last, and their mean."""
@@ -174,10 +186,15 @@ def stolen_s() -> float:
     return int(Path("/proc/stat").read_text().split("\n", 1)[0].split()[8]) / os.sysconf("SC_CLK_TCK")
 
 
-def stalls_of(server: Server) -> list[dict[str, Any]]:
-    """All long stalls of a process in its lives, as ``soak_server`` wrote them to its log."""
+def told(server: Server, what: str) -> list[dict[str, Any]]:
+    """What ``soak_server`` wrote to its log in lines that begin with ``what``, in all lives of the process."""
     lines = (server.folder / "log").read_text(errors="replace").splitlines()
-    return [json.loads(line.removeprefix("STALL ")) for line in lines if line.startswith("STALL ")]
+    return [json.loads(line.removeprefix(what)) for line in lines if line.startswith(what)]
+
+
+def stalls_of(server: Server) -> list[dict[str, Any]]:
+    """All long stalls of a process in its lives."""
+    return told(server, "STALL ")
 
 
 def stall_row(stalls: list[dict[str, Any]]) -> dict[str, Any]:
@@ -324,6 +341,13 @@ class Soak:
             time.sleep(0.1)
         if any(leases):
             self.findings.append(f"leases that are left when all clients are closed, by node: {leases}")
+            for node in self.nodes:
+                node.popen.send_signal(signal.SIGUSR1)
+            time.sleep(SAMPLE_S)
+            pids = {each.popen.pid: each.name for each in self.servers}
+            pids |= {client.pid: f"client-{number}" for number, client in enumerate(self.clients)}
+            for node in self.nodes:
+                self.findings += [f"{node.name}: {each}, of {pids}" for each in told(node, "LEASE ")]
         with tanghulu.connect(self.master.address, token=self._tokens["operator"], deadline_s=READY_S) as store:
             report = perform(store, check(with_repair=False))
         if report.findings:
@@ -382,23 +406,15 @@ class Soak:
         """The figures of each life at the same age, the life's last half minute in common."""
         lives = [usage for name, usage in self.usage.items() if name.startswith(node.name + "/")]
         lives = [usage for usage in lives if usage.at_s[-1] > RESTART_S]
-        at = [[i for i, at_s in enumerate(life.at_s) if RESTART_S / 2 < at_s <= RESTART_S] for life in lives]
+        own = [(life, life.at_age(RESTART_S / 2, RESTART_S)) for life in lives]
         figures = {
-            "private bytes": [
-                int(statistics.median([life.private_bytes[i] for i in own]))
-                for life, own in zip(lives, at, strict=True)
-            ],
-            "descriptors": [
-                int(statistics.median([life.fds[i] for i in own])) for life, own in zip(lives, at, strict=True)
-            ],
-            "mappings": [
-                int(statistics.median([life.mappings[i] for i in own])) for life, own in zip(lives, at, strict=True)
-            ],
+            what: [int(statistics.median([values(life)[i] for i in at])) for life, at in own if at]
+            for what, values in _FIGURES.items()
         }
         longest = max(lives, key=lambda each: each.at_s[-1], default=None)
         row: dict[str, Any] = {"process": node.name, "lives": len(lives), "at the same age": figures}
         if longest is not None:
-            begin = next(i for i, at_s in enumerate(longest.at_s) if at_s > RESTART_S / 2)
+            begin = next(i for i, at_s in enumerate(longest.at_s) if at_s > RESTART_S / 2)  # its last sample is
             row |= self._flat(node.name, longest.at_s[begin:], longest, slice(begin, None))
         return row
 

@@ -4,20 +4,24 @@
 
 Of each stall of more than 50 ms a line of JSON goes to the standard error: its length, the processor time that the
 loop's thread used in it, and how long that thread, and the worst of the others, were ready to run and got no processor
-(/proc/self/task/*/schedstat): a thread that waits so may hold the interpreter's lock meanwhile.
+(/proc/self/task/*/schedstat): a thread that waits so may hold the interpreter's lock meanwhile. At SIGUSR1 a node
+writes a line for each lease: what it is on, and whose.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
 from pathlib import Path
 
 from tanghulu.runtime import process, stalls
+from tanghulu.store.node.state.chunk_leases import ChunkLeases
 
 MOST_STALL_S = 0.05
 
@@ -73,7 +77,18 @@ class TellingWatch(stalls.LoopWatch):
         super()._tick()
 
 
+def tell_leases(*_signal: object) -> None:
+    """Write down who holds which lease, and in what state it is."""
+    for leases in [each for each in gc.get_objects() if isinstance(each, ChunkLeases)]:
+        for lease_id, chunk in leases.leases():
+            lease = leases.lease(lease_id)
+            session = None if lease is None else leases.access._sessions.get(lease.session_id)
+            line = {"lease": repr(lease), "chunk": repr(chunk), "session": repr(session)}
+            print("LEASE " + json.dumps(line), file=sys.stderr, flush=True)
+
+
 def main() -> None:
+    signal.signal(signal.SIGUSR1, tell_leases)
     stalls.LOGGED_S = MOST_STALL_S
     process.LoopWatch = TellingWatch  # type: ignore[misc]
     importlib.import_module(sys.argv.pop(1)).COMMAND()

@@ -111,10 +111,10 @@ class AsyncioDriver:
             return result
         except BaseException:
             logic.close()  # a cancelled call, too, has the logic give up what it has taken
-            if self.context.leases.dropped:
-                self.flush()
             raise
         finally:
+            if self.context.leases.dropped:
+                self.flush()
             if self.context.departed:
                 self._leave_departed()
 
@@ -270,7 +270,9 @@ class AsyncioDriver:
     async def _notify(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
         for position, (peer, call) in enumerate(calls):
             try:
-                connection = self._connections.get(peer) or await self._open(peer, deadline_s)
+                connection = self._connections.get(peer)
+                if connection is None or connection.closed:  # a node that has lost the session hears what is held still
+                    connection = await self._open(peer, deadline_s)
                 connection.send(call.method, call.request, call.reply_type, self._was_told, call.attachment)
                 self._num_untold += 1
                 self._all_told.clear()
@@ -414,7 +416,9 @@ class AsyncioDriver:
             self._all_told.set()
 
     async def _give_back(self) -> None:
-        await self._notify(self.context.given_back(), self.settings.deadline_s)
+        """Give back what is not needed, and what is dropped while nodes are told: nobody might call any more."""
+        while calls := self.context.given_back():
+            await self._notify(calls, self.settings.deadline_s)
 
     def __repr__(self) -> str:
         return f"AsyncioDriver({self.settings.master}{', closed' if self._closed else ''})"

@@ -138,10 +138,10 @@ class BlockingDriver:
             return result
         except BaseException:
             logic.close()  # an interrupt, too, has the logic give up what it has taken
-            if self.context.leases.dropped:
-                self.flush(deadline.remaining_s())
             raise
         finally:
+            if self.context.leases.dropped:
+                self.flush(deadline.remaining_s())
             if self.context.departed:
                 self._leave_departed()
 

@@ -259,3 +259,24 @@ async def test_what_an_asyncio_client_gave_back_before_it_closed_is_given_back(n
         stack.close()
         await closing
     eventually(lambda: leases(nodes) == 0)
+
+
+# --- a client that calls no more
+
+
+async def test_what_is_dropped_while_nodes_are_told_is_given_back(nodes: Cluster) -> None:
+    """A node that has to be connected to again takes a moment, and nobody calls afterwards."""
+    with tanghulu.connect(nodes.address) as other:
+        keys = keys_of(other, nodes)
+    eventually(lambda: leases(nodes) == 0)
+    async with aio.connect(nodes.address, transport="shm", deadline_s=30) as store:
+        first, second = [await store.get(key) for key in keys]
+        driver = store._driver
+        lost = PeerId((await store.stat(keys[0])).nodes[0])
+        await driver._connections[lost].close()
+        async with driver._opening[lost]:  # somebody else connects
+            first.close()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            second.close()
+        await asyncio.to_thread(eventually, lambda: leases(nodes) == 0)
