@@ -105,6 +105,7 @@ class FastConnection:
         self._rest = b""  # received beyond the last frame
         self._num_missing = 0  # of the frame that is being received
         self._unwanted: dict[int, type[Any]] = {}  # calls whose reply nobody waits for, and its type
+        self._posted: dict[int, Call[Any]] = {}  # of these, what was only to be told
         self._on_late = on_late or {}
         try:
             self._socket.sendall(PREAMBLE)
@@ -139,6 +140,11 @@ class FastConnection:
         """Whether replies are to come that ``on_late`` wants."""
         return not self._on_late.keys().isdisjoint(self._unwanted.values())
 
+    @property
+    def unanswered(self) -> list[Call[Any]]:
+        """What was posted and has not been answered: of a connection that is closed, the peer may not have read it."""
+        return list(self._posted.values())
+
     def take_late(self) -> bool:
         """Take the late replies that have come to a broken connection; False, and closed: no more will. Never waits."""
         if not self._lock.acquire(blocking=False):
@@ -159,6 +165,7 @@ class FastConnection:
     def _take_unwanted(self, frame: Frame) -> None:
         """A reply that nobody waits for."""
         reply_type = self._unwanted.pop(frame.call_id, None)
+        self._posted.pop(frame.call_id, None)
         if reply_type in self._on_late:
             assert reply_type is not None
             tell_late(self._on_late, reply_type, outcome_of(reply_type, frame))
@@ -289,8 +296,8 @@ class FastConnection:
         while len(self._unwanted) >= _MAX_UNWANTED:
             self._take_unwanted(self._receive_next(until))
         call_id = call_id_of(next(self._numbers))
+        self._unwanted[call_id], self._posted[call_id] = call.reply_type, call
         self._send(call, call_id, until)
-        self._unwanted[call_id] = call.reply_type
 
     def _exchange(self, calls: Sequence[Call[R]], until: float) -> list[Reply[R] | TanghuluError]:
         outcomes: dict[int, Reply[R] | TanghuluError] = {}

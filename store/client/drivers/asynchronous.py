@@ -273,7 +273,8 @@ class AsyncioDriver:
                 connection = self._connections.get(peer)
                 if connection is None or connection.closed:  # a node that has lost the session hears what is held still
                     connection = await self._open(peer, deadline_s)
-                connection.send(call.method, call.request, call.reply_type, self._was_told, call.attachment)
+                told = partial(self._was_told, peer, call)
+                connection.send(call.method, call.request, call.reply_type, told, call.attachment)
                 self._num_untold += 1
                 self._all_told.clear()
             except TanghuluError:
@@ -410,10 +411,14 @@ class AsyncioDriver:
             return error
         return self._sessions.opened(known, copies, remote)
 
-    def _was_told(self, outcome: Outcome) -> None:
+    def _was_told(self, peer: PeerId, call: AnyCall, outcome: Outcome) -> None:
+        """``peer`` has answered a notice; or the connection is lost, and it is told again, on another one."""
         self._num_untold -= 1
         if not self._num_untold:
             self._all_told.set()
+        if isinstance(outcome, NodeUnavailable):
+            self.context.untold([(peer, call)])
+            self.flush()
 
     async def _give_back(self) -> None:
         """Give back what is not needed, and what is dropped while nodes are told: nobody might call any more."""

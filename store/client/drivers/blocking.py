@@ -149,7 +149,7 @@ class BlockingDriver:
         """Close what is open to nodes that are gone."""
         for peer in self._sessions.take_departed():
             for connection in self._idle.pop(peer, ()):
-                connection.close()
+                self._hang_up(peer, connection)
 
     def deadline(self, seconds: float | None) -> Deadline:
         """The end of an operation that begins now."""
@@ -157,8 +157,11 @@ class BlockingDriver:
 
     def flush(self, deadline_s: float | None = None) -> None:
         """Give back the leases that nobody needs any more; nodes that cannot be told find out by themselves."""
-        if not self._closed:
-            self._notify(self.context.given_back(), self.settings.deadline_s if deadline_s is None else deadline_s)
+        deadline_s = self.settings.deadline_s if deadline_s is None else deadline_s
+        calls: Sequence[tuple[PeerId, AnyCall]] = () if self._closed else self.context.given_back()
+        while calls:
+            self._notify(calls, deadline_s)
+            calls = self.context.given_back() if self.context.leases.dropped else ()  # as what a broken connection lost
 
     def register(self, buffer: Any) -> Buffer:
         """See TransferEngine.register."""
@@ -497,7 +500,7 @@ class BlockingDriver:
                 break
             if not connection.closed and not fresh:
                 return connection, True
-            connection.close()
+            self._hang_up(peer, connection)
         if peer == MASTER:
             target = Target(self._masters.find_blocking(), None, self.settings.uses_unix)
         else:
@@ -544,15 +547,21 @@ class BlockingDriver:
             if isinstance(link, NodeLink):
                 self.context.opened(peer, link, welcome)
 
+    def _hang_up(self, peer: PeerId, connection: FastConnection) -> None:
+        """Close the connection; what the peer may not have read of what it was told is told again."""
+        connection.close()
+        self.context.untold([(peer, call) for call in connection.unanswered])
+
     def _put_back(self, peer: PeerId, connection: FastConnection) -> None:
         if connection.closed:
+            self.context.untold([(peer, call) for call in connection.unanswered])
             if connection.owes_replies:
                 self._owing.append((peer, connection))
                 if len(self._owing) > MAX_OWING:
                     self._owing.popleft()[1].close()
             return
         if peer != MASTER and not self.context.is_known(peer):  # it left meanwhile
-            connection.close()
+            self._hang_up(peer, connection)
             return
         with self._lock:
             pool = self._idle.get(peer)

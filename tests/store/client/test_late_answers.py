@@ -280,3 +280,46 @@ async def test_what_is_dropped_while_nodes_are_told_is_given_back(nodes: Cluster
             await asyncio.sleep(0)
             second.close()
         await asyncio.to_thread(eventually, lambda: leases(nodes) == 0)
+
+
+def test_what_was_told_on_a_connection_that_broke_is_told_again(nodes: Cluster) -> None:
+    """The client's session lives on by its other connection, so the node does not find out by itself."""
+    with tanghulu.connect(nodes.address, transport="shm", deadline_s=30) as store:
+        keys = keys_of(store, nodes)
+        two_connections_each(store, keys)
+        node = PeerId(store.stat(keys[0]).nodes[0])
+        chunk = store.get(keys[0])
+        used = store._driver._idle[node][-1]
+        used._send = lambda *sent: None  # type: ignore[method-assign]
+        chunk.close()
+        store._driver._idle[node].remove(used)
+        store._driver._hang_up(node, used)
+        eventually(lambda: store.exists(keys[0]) and leases(nodes) == 0)
+
+
+class Mute:
+    """A transport of which nothing leaves."""
+
+    def write(self, data: bytes) -> None:
+        pass
+
+
+async def test_what_was_told_on_an_asyncio_connection_that_broke_is_told_again(
+    nodes: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tanghulu.connect(nodes.address) as other:
+        keys = keys_of(other, nodes)
+    eventually(lambda: leases(nodes) == 0)
+    async with aio.connect(nodes.address, transport="shm", deadline_s=30) as store:
+        node = PeerId((await store.stat(keys[0])).nodes[0])
+        held, chunk = await store.get(keys[0]), await store.get(keys[0])
+        connection = store._driver._connections[node]
+        with monkeypatch.context() as patched:
+            patched.setattr(connection, "_open_transport", Mute)
+            chunk.close()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        connection.abort()
+        await asyncio.to_thread(eventually, lambda: leases(nodes) == 1)
+        held.close()
+        await asyncio.to_thread(eventually, lambda: leases(nodes) == 0)
