@@ -1,0 +1,114 @@
+"""Processes of every role that start while there is no master: told at once at a wrong address, else they wait."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.faults.parts import Part
+from tests.e2e.faults.standing import MOCK, until
+from tests.free_ports import free_port
+from tests.store.elected_cluster import EtcdServer
+
+#: A model that is not there would be said, too, if it were looked for before the master.
+NO_MODEL = ("--model", "/no/such/model")
+
+
+@pytest.fixture
+def ends() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def every_role(folder: Path, finder: str, *model: str) -> list[Part]:
+    pools = folder / "pools.toml"
+    pools.write_text("[[pools]]\nname = 'short'\n")
+    at = ("--master", finder)
+    return [
+        Part(folder, "node", "node", *at, "--memory", "16MiB"),
+        Part(folder, "worker", "worker", *at, *model),
+        Part(folder, "conductor", "conductor", *at),
+        Part(folder, "router", "router", *at, "--pools", str(pools)),
+    ]
+
+
+def lines(part: Part, event: str) -> list[dict[str, str]]:
+    """The lines of the log of ``event``."""
+    found = []
+    for text in part.log_path.read_text().splitlines():
+        if text.startswith("{") and (line := json.loads(text))["event"] == event:
+            found.append(line)
+    return found
+
+
+@pytest.mark.slow
+async def test_at_a_wrong_address_it_ends_with_one_line_that_says_so(tmp_path: Path, ends: ExitStack) -> None:
+    master = f"127.0.0.1:{free_port()}"
+    parts = every_role(tmp_path, master, *NO_MODEL)
+    for part in parts:
+        ends.callback(part.end)
+        part.spawn()
+    for part in parts:
+        assert await asyncio.to_thread(part.wait_ended) == 1, part.log()
+        said = part.log_path.read_text().splitlines()
+        assert said[-1].startswith("tanghulu "), part.log()
+        assert f"master at {master}" in said[-1], part.log()
+        assert said[-1].endswith("is it running, and is this its address?"), part.log()
+        assert len(lines(part, "discovery.waiting")) == 1, part.log()
+        assert "Traceback" not in part.log_path.read_text()
+
+
+@pytest.mark.slow
+async def test_while_masters_change_it_waits_and_says_so_twice(tmp_path: Path, ends: ExitStack) -> None:
+    """At first there is none at all; then the only one is stopped, whom the others know, and another leads."""
+    etcd = ends.enter_context(EtcdServer())
+    parts = every_role(tmp_path, f"etcd://{etcd.address}", *MOCK)
+    for part in parts:
+        ends.callback(part.end)
+        part.spawn()
+    for part in parts:
+        await until(lambda part=part: lines(part, "discovery.waiting"), what=f"{part} waits")  # type: ignore[misc]
+        assert part.alive
+    told = parts[0]  # to stop meanwhile
+    told.terminate()
+    assert await asyncio.to_thread(told.wait_ended) == 0, told.log()
+    master = Part(tmp_path, "master", "master", "--etcd", etcd.address, "--election-ttl-s", "2")
+    ends.callback(master.end)
+    await asyncio.to_thread(master.start)
+    for part in parts[1:]:
+        await asyncio.to_thread(part.wait_ready)
+        assert [len(lines(part, event)) for event in ("discovery.waiting", "discovery.found")] == [1, 1], part.log()
+
+
+@pytest.mark.slow
+async def test_a_master_that_goes_while_the_model_loads_is_waited_for(tmp_path: Path, ends: ExitStack) -> None:
+    etcd = ends.enter_context(EtcdServer())
+    master = Part(tmp_path, "master", "master", "--etcd", etcd.address, "--election-ttl-s", "2")
+    ends.callback(master.end)
+    await asyncio.to_thread(master.start)
+    worker = Part(tmp_path, "worker", "worker", "--master", f"etcd://{etcd.address}", *MOCK)
+    ends.callback(worker.end)
+    worker.spawn()
+    await asyncio.to_thread(_until_it_loads, worker)
+    worker.stop()
+    master.kill()
+    await asyncio.to_thread(master.wait_ended)
+    worker.go_on()
+    await until(lambda: lines(worker, "discovery.waiting"), what="the worker waits")
+    await asyncio.to_thread(master.start)
+    await asyncio.to_thread(worker.wait_ready)
+    assert len(lines(worker, "discovery.found")) == 1
+
+
+def _until_it_loads(worker: Part) -> None:
+    with worker._status.makefile() as told:
+        for line in told:
+            if json.loads(line)["event"] == "loading":
+                return
+    raise AssertionError(worker.log())
