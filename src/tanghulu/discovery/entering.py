@@ -19,7 +19,7 @@ from tanghulu.runtime.clock import SystemClock
 _log = structlog.get_logger(__name__)
 #: How long a start looks for somebody who answers, and, where somebody does, for a master that leads: several elect
 #: another when theirs has died.
-MEET_S, LEADER_S = 5.0, 60.0
+MEET_S, LEADER_S = 5.0, 120.0
 #: Between two tries, at first and at most.
 _RETRY_S, _RETRY_MOST_S = 0.1, 0.4
 
@@ -60,9 +60,12 @@ async def meet(discovery: Discovery) -> None:
         try:
             await discovery.look()
         except MasterUnavailable as error:
-            limit_s = LEADER_S if isinstance(error, NotLeader) else MEET_S
+            if isinstance(error, NotLeader):
+                limit_s, hint = LEADER_S, ""
+            else:
+                limit_s, hint = MEET_S, "; is it running, and is this its address?"
             if waiting.waited_s >= limit_s:
-                raise MasterUnavailable(f"{error.message}; is it running, and is this its address?") from error
+                raise MasterUnavailable(error.message + hint) from error
             await waiting.pause(error)
         else:
             waiting.over()

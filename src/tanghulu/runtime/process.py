@@ -105,6 +105,7 @@ class SupervisorLine:
     def __init__(self, fd: int, on_orphaned: Callable[[], None]) -> None:
         self._socket = socket.socket(fileno=fd) if fd >= 0 else None
         self._on_orphaned = on_orphaned
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.orphaned = False
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -112,13 +113,14 @@ class SupervisorLine:
         if self._socket is not None:
             self._socket.setblocking(False)
             loop.add_reader(self._socket.fileno(), self._read)
+            self._loop = loop
 
     def _read(self) -> None:
         assert self._socket is not None
         with contextlib.suppress(BlockingIOError, ConnectionError):
             if self._socket.recv(4096):
                 return
-        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self._unwatch()
         self.orphaned = True
         self._on_orphaned()
 
@@ -131,7 +133,14 @@ class SupervisorLine:
     def close(self) -> None:
         """Hang up."""
         if self._socket is not None:
+            self._unwatch()
             self._socket.close()
+
+    def _unwatch(self) -> None:
+        """libuv aborts the process if it is to begin to watch a descriptor that was closed since."""
+        if self._loop is not None and self._socket is not None:
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop = None
 
 
 class StoppedEarly(Exception):
