@@ -79,6 +79,10 @@ async def test_at_a_wrong_address_it_ends_with_one_line_that_says_so(tmp_path: P
 async def test_while_masters_change_it_waits_and_says_so_twice(tmp_path: Path, ends: ExitStack) -> None:
     """An etcd answers, so the address is right. One that is told to stop meanwhile ends in order."""
     etcd = ends.enter_context(EtcdServer())
+    master = Part(tmp_path, "master", "master", "--etcd", etcd.address, "--election-ttl-s", "2")
+    ends.callback(master.end)
+    await asyncio.to_thread(master.start)
+    master.stop()
     parts = every_role(tmp_path, f"etcd://{etcd.address}", *MOCK)
     for part in parts:
         ends.callback(part.end)
@@ -88,38 +92,8 @@ async def test_while_masters_change_it_waits_and_says_so_twice(tmp_path: Path, e
         assert part.alive
     told = parts[0]  # to stop meanwhile
     told.terminate()
+    master.go_on()
     assert await asyncio.to_thread(told.wait_ended) == 0, told.log()
-    master = Part(tmp_path, "master", "master", "--etcd", etcd.address, "--election-ttl-s", "2")
-    ends.callback(master.end)
-    await asyncio.to_thread(master.start)
     for part in parts[1:]:
         await asyncio.to_thread(part.wait_ready)
         assert [len(lines(part, event)) for event in ("discovery.waiting", "discovery.found")] == [1, 1], part.log()
-
-
-@pytest.mark.slow
-async def test_a_master_that_goes_while_the_model_loads_is_waited_for(tmp_path: Path, ends: ExitStack) -> None:
-    etcd = ends.enter_context(EtcdServer())
-    master = Part(tmp_path, "master", "master", "--etcd", etcd.address, "--election-ttl-s", "2")
-    ends.callback(master.end)
-    await asyncio.to_thread(master.start)
-    worker = Part(tmp_path, "worker", "worker", "--master", f"etcd://{etcd.address}", *MOCK)
-    ends.callback(worker.end)
-    worker.spawn()
-    await asyncio.to_thread(_until_it_loads, worker)
-    worker.stop()
-    master.kill()
-    await asyncio.to_thread(master.wait_ended)
-    worker.go_on()
-    await until(lambda: lines(worker, "discovery.waiting"), START_DEADLINE_S, "the worker waits")
-    await asyncio.to_thread(master.start)
-    await asyncio.to_thread(worker.wait_ready)
-    assert len(lines(worker, "discovery.found")) == 1
-
-
-def _until_it_loads(worker: Part) -> None:
-    with worker._status.makefile() as told:
-        for line in told:
-            if json.loads(line)["event"] == "loading":
-                return
-    raise AssertionError(worker.log())
