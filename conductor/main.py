@@ -37,6 +37,7 @@ from tanghulu.conductor.routing.requests import Timeouts
 from tanghulu.conductor.stories.otel import SpanExport
 from tanghulu.conductor.tools.choosing import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS, ParserNames
 from tanghulu.discovery.base import Discovery, Instance
+from tanghulu.discovery.entering import enter, meet
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import ConfigError, NodeUnavailable
@@ -323,6 +324,7 @@ async def serve(process: Process, config: ConductorConfig) -> None:
     """Run until the process is to stop."""
     async with open_discovery(config.discovery, config.master) as discovery:
         conductor = Conductor(config, f"conductor-{process.generation:012x}", process.registry, process.stopping)
+        await process.unless_stopping(meet(discovery))
         async with (
             conductor.running(discovery, config.port),
             beside(
@@ -340,7 +342,7 @@ async def serve(process: Process, config: ConductorConfig) -> None:
                 generation=process.generation,
                 attributes={group.ATTRIBUTE: str(conductor.peers.address), "scheme": config.scheme},
             )
-            registration = await discovery.register(instance)
+            registration = await process.unless_stopping(enter(discovery, instance))
             process.ready(instance.id, conductor.address, busy=lambda: conductor.dispatcher.num_requests > 0)
             await process.stopping.wait()
             await registration.close()

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tanghulu.discovery.entering import enter, meet
 from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import ConfigError
 from tanghulu.runtime.config import command, option
@@ -18,19 +19,21 @@ from tanghulu.workers.compute.process_tuning import wait_shortly
 from tanghulu.workers.config import WorkerConfig
 
 if TYPE_CHECKING:
-    from tanghulu.discovery.base import Instance
+    from tanghulu.discovery.base import Discovery, Instance
     from tanghulu.workers.assembly import WorkerServer
     from tanghulu.workers.loading.loaded_model import LoadedModel
 
 
 async def serve(process: Process, config: WorkerConfig) -> None:
-    """Load the model, open the port, serve sessions until told to stop, then drain."""
-    process.progress("importing torch", 0.0)
-    loaded = await asyncio.to_thread(_load, process, config)
-    async with _serving(process, config, loaded) as (worker, registered):
-        await process.stopping.wait()
-        await registered.aclose()  # conductors send nothing new from here on, and keep their sessions
-        await worker.drain(config.grace_s)
+    """Look for the others, load the model, open the port, serve sessions until told to stop, then drain."""
+    async with open_discovery(config.discovery, config.master) as discovery:
+        await process.unless_stopping(meet(discovery))
+        process.progress("importing torch", 0.0)
+        loaded = await asyncio.to_thread(_load, process, config)
+        async with _serving(process, config, loaded, discovery) as (worker, registered):
+            await process.stopping.wait()
+            await registered.aclose()  # conductors send nothing new from here on, and keep their sessions
+            await worker.drain(config.grace_s)
 
 
 def _load(process: Process, config: WorkerConfig) -> LoadedModel:
@@ -49,15 +52,14 @@ def _load(process: Process, config: WorkerConfig) -> LoadedModel:
 
 @contextlib.asynccontextmanager
 async def _serving(
-    process: Process, config: WorkerConfig, loaded: LoadedModel
+    process: Process, config: WorkerConfig, loaded: LoadedModel, discovery: Discovery
 ) -> AsyncIterator[tuple[WorkerServer, contextlib.AsyncExitStack]]:
     """Start a worker and register it; closing the second value ends the registration alone."""
     from tanghulu.workers.assembly import WorkerServer
 
     async with contextlib.AsyncExitStack() as stack:
         worker = await stack.enter_async_context(WorkerServer(process, config, loaded))
-        discovery = await stack.enter_async_context(open_discovery(config.discovery, config.master))
-        registration = await discovery.register(_instance(process, config, worker))
+        registration = await process.unless_stopping(enter(discovery, _instance(process, config, worker)))
         registered = await stack.enter_async_context(contextlib.AsyncExitStack())
         registered.push_async_callback(registration.close)
         process.ready(worker.instance_id, worker.address)

@@ -18,6 +18,7 @@ from tanghulu.conductor.pool_router.forward import Forwarder
 from tanghulu.conductor.pool_router.grid import PoolMap, read_pools
 from tanghulu.conductor.pool_router.metrics import PoolMetrics
 from tanghulu.discovery.base import Discovery, EventKind, Instance, InstanceEvent
+from tanghulu.discovery.entering import enter, meet
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import ConfigError
@@ -105,6 +106,7 @@ async def serve(process: Process, config: GlobalRouterConfig) -> None:
         discovery = None
         if config.discovery != "none":
             discovery = await stack.enter_async_context(open_discovery(config.discovery, config.master))
+            await process.unless_stopping(meet(discovery))
         await stack.enter_async_context(router.running(discovery))
         instance = Instance(
             id=process.instance_id(router.address.port),
@@ -115,8 +117,8 @@ async def serve(process: Process, config: GlobalRouterConfig) -> None:
             place=config.place,
             generation=process.generation,
         )
-        registration = await discovery.register(instance) if discovery is not None else None
+        if discovery is not None:
+            registration = await process.unless_stopping(enter(discovery, instance))
+            stack.push_async_callback(registration.close)
         process.ready(instance.id, router.address)
         await process.stopping.wait()
-        if registration is not None:
-            await registration.close()

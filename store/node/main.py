@@ -18,9 +18,10 @@ from tanghulu.auth.tenants import Tenant
 from tanghulu.auth.tls import ServerTls
 from tanghulu.auth.tokens import TokensFile
 from tanghulu.discovery.base import Instance, Registration
+from tanghulu.discovery.entering import enter, meet
 from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.discovery.masters import MasterFinder
-from tanghulu.errors import ConfigError
+from tanghulu.errors import ConfigError, TanghuluError
 from tanghulu.eviction import POLICIES
 from tanghulu.protos import store_pb2_grpc
 from tanghulu.rpc.authorizer import Authorizer, GrpcAuthorizer
@@ -34,8 +35,8 @@ from tanghulu.runtime.descriptors import allow_descriptors
 from tanghulu.runtime.machine_memory import refuse_too_much
 from tanghulu.runtime.master_options import MasterOptions, PortOptions
 from tanghulu.runtime.process import Process, ProcessConfig
+from tanghulu.runtime.tasks import cancelled
 from tanghulu.store.node.replication.copier import Copier
-from tanghulu.store.node.reporting import registration as registering
 from tanghulu.store.node.reporting.copy_wire import Orders
 from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.rpc import metrics
@@ -74,7 +75,7 @@ _log = structlog.get_logger(__name__)
 _TICK_S = 0.05
 #: How often write buffers are looked at while they are used.
 _POLL_S = 0.002
-#: How long a start waits for the master before it serves without it.
+#: How long a start waits for a master that went away meanwhile before it serves without it.
 _FIRST_CONTACT_S = 2.0
 #: What a node evicts ahead of need in one tick: without an SSD tier, and with one, to which it copies all that.
 _EVICT_AHEAD_BYTES, _SEND_AHEAD_BYTES = 64 << 20, 16 << 20
@@ -254,17 +255,19 @@ class Node:
         allow_descriptors(DESCRIPTORS_PER_CONNECTION * config.max_connections + config.max_data_connections)
         tasks: list[asyncio.Task[None]] = []
         try:
-            if self._tier is not None:
-                await self._tier.recover()
-            if self._promoter is not None:
-                self._promoter.bring_up_pinned()
-            address = await self._open()
             async with MasterDiscovery(self._config.master, finder=self._masters) as discovery:
+                await self._process.unless_stopping(meet(discovery))
+                if self._tier is not None:
+                    await self._tier.recover()
+                if self._promoter is not None:
+                    self._promoter.bring_up_pinned()
+                address = await self._open()
                 self._discovery = discovery
-                entering = asyncio.create_task(registering.register(discovery, self._instance(address)))
+                entering = asyncio.create_task(enter(discovery, self._instance(address)))
                 self._registration = entering
                 await asyncio.wait([entering], timeout=_FIRST_CONTACT_S)
-                registering.raise_refusal(entering)
+                if entering.done():
+                    entering.result()  # a node that the master will never let in does not start
                 instance_id = self._process.instance_id(address.port)
                 running = [self._reporter.run(instance_id), self._tick(), self._copier.run()]
                 if self._authorizer is not None:
@@ -274,7 +277,7 @@ class Node:
                     await asyncio.wait_for(self._reporter.connected.wait(), _FIRST_CONTACT_S)
                 self._process.ready(instance_id, address)
                 await _until_stopping(self._process.stopping, tasks)
-                await registering.unregister(entering)
+                await _leave(entering)
         finally:
             for task in tasks:
                 task.cancel()
@@ -413,6 +416,15 @@ class Node:
     def _evict_ahead(self) -> None:
         budget = _EVICT_AHEAD_BYTES if self._tier is None else min(self._tier.free_queue_bytes, _SEND_AHEAD_BYTES)
         self._chunks.evict_ahead(self._watermarks.wanted(self._chunks.used_bytes, budget))
+
+
+async def _leave(entering: asyncio.Task[Registration]) -> None:
+    """Take the node out again, or stop trying to enter it."""
+    if not entering.done():
+        await cancelled(entering)
+        return
+    with contextlib.suppress(TanghuluError):
+        await entering.result().close()
 
 
 async def _until_stopping(stopping: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:

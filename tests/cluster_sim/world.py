@@ -176,12 +176,7 @@ class World:
 
     async def _live(self) -> None:
         plan = self.plan
-        self.instances = MemoryRegistry(SystemClock())
-        for number in range(plan.num_conductors):
-            self.conductors.append(SimConductor(number, self))
-        for number in range(len(plan.roles)):
-            self.workers.append(self._new_worker(number))
-        await asyncio.sleep(0.5)
+        await self._begin()
         clients = [SimClient(number, self, Random(self.rng.random())) for number in range(plan.num_clients)]
         tasks = [asyncio.create_task(client.live()) for client in clients]
         ends_s = self.loop.time() + plan.seconds
@@ -198,6 +193,15 @@ class World:
         self._check_counters()
         gc.collect()  # a task that nobody refers to is destroyed, and was lost
         self._raise()
+
+    async def _begin(self) -> None:
+        """Start all processes, and wait until they know each other."""
+        self.instances = MemoryRegistry(SystemClock())
+        for number in range(self.plan.num_conductors):
+            self.conductors.append(SimConductor(number, self))
+        for number in range(len(self.plan.roles)):
+            self.workers.append(self._new_worker(number))
+        await asyncio.sleep(0.5)
 
     async def _tick(self, clients: list[asyncio.Task[None]]) -> None:
         await asyncio.sleep(_TICK_S)

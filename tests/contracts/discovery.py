@@ -179,3 +179,8 @@ async def test_many_come_and_go(discovery: Discovery) -> None:
         assert gone == {f"n{n:03}" for n in range(30)}
         await registrations[40].update(replace(instance("n040"), metrics_address="x:1"))
         assert (await watcher.take()).instance.metrics_address == "x:1"
+
+
+async def test_it_says_whether_one_could_register(discovery: Discovery) -> None:
+    await discovery.look()
+    await discovery.register(instance())

@@ -1,8 +1,10 @@
-"""The address under which a process says that others reach it."""
+"""The address under which a process says that others reach it, and its line to its supervisor."""
 
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -45,3 +47,29 @@ def test_a_machine_without_any_address_has_to_be_told(monkeypatch: pytest.Monkey
 
 def test_the_way_to_elsewhere_sends_nothing_and_is_no_loopback() -> None:
     assert not process._address_to_elsewhere().startswith("127.")
+
+
+#: Ends before its event loop has looked at anything, as a process does that refuses its configuration.
+_SHORT = """
+import asyncio, sys
+import uvloop
+from tanghulu.runtime.process import SupervisorLine
+
+async def main():
+    line = SupervisorLine(int(sys.argv[1]), lambda: None)
+    line.watch(asyncio.get_running_loop())
+    line.send("failed")
+    line.close()
+
+uvloop.run(main())
+print("the end")
+"""
+
+
+def test_a_process_that_fails_at_once_ends_in_order_under_its_supervisor() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-c", _SHORT, str(theirs.fileno())]
+        done = subprocess.run(command, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout) == (0, "the end\n"), done
+        assert ours.recv(100) == b'{"event": "failed"}\n'

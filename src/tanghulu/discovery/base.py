@@ -63,6 +63,13 @@ class Registration(Protocol):
 class Discovery(Protocol):
     """The place where instances are registered and watched. An async context manager."""
 
+    async def look(self) -> None:
+        """Return if somebody could register now. Raises MasterUnavailable; NotLeader if only the leader is missing.
+
+        One attempt of a few seconds at most; whoever may wait calls it again.
+        """
+        ...
+
     async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> Registration:
         """Enter ``instance``; it vanishes ``ttl_s`` after this process stops renewing. Raises MasterUnavailable."""
         ...

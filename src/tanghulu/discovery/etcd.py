@@ -93,6 +93,10 @@ class EtcdDiscovery:
             await registration.close()
         await self.client.close()
 
+    async def look(self) -> None:
+        """Read a key. Raises MasterUnavailable."""
+        await self.client.range(self._prefix.encode())
+
     async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> EtcdRegistration:
         """Enter ``instance`` under a lease of ``ttl_s`` (rounded up to seconds). Raises MasterUnavailable."""
         registration = EtcdRegistration(self, instance, ttl_s)

@@ -176,6 +176,10 @@ class FileDiscovery:
     ) -> None:
         await asyncio.gather(*(registration.close() for registration in list(self.registrations)))
 
+    async def look(self) -> None:
+        """Make the directory if it is not there. Raises MasterUnavailable."""
+        await asyncio.to_thread(_make, self._directory)
+
     async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> FileRegistration:
         """Enter ``instance``. Raises MasterUnavailable if the directory cannot be written."""
         path = self._namespace(instance.namespace) / f"{quote(instance.id, safe='')}.json"
@@ -218,6 +222,13 @@ def _stats(directory: Path) -> dict[str, os.stat_result]:
                     elif entry.name.endswith(".tmp") and time.time() - entry.stat().st_mtime > LITTER_S:
                         os.unlink(entry.path)
     return found
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MasterUnavailable(f"cannot register in {directory}: {error}") from error
 
 
 def _write(path: Path, data: bytes) -> None:

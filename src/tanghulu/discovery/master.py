@@ -21,9 +21,9 @@ import structlog
 
 from tanghulu.discovery.base import DEFAULT_TTL_S, Instance, InstanceEvent
 from tanghulu.discovery.instance_wire import instance_from_proto, instance_to_proto
-from tanghulu.discovery.masters import PING_MS, SILENCE_MS, MasterFinder, Seeking
+from tanghulu.discovery.masters import ATTEMPT_S, PING_MS, SILENCE_MS, MasterFinder, Seeking
 from tanghulu.discovery.mirror import InstanceMirror
-from tanghulu.errors import DeadlineExceeded, InvalidRequest, MasterUnavailable, TanghuluError
+from tanghulu.errors import DeadlineExceeded, InvalidRequest, MasterUnavailable, NotLeader, TanghuluError
 from tanghulu.masters import Masters
 from tanghulu.protos import membership_pb2 as pb
 from tanghulu.protos import membership_pb2_grpc
@@ -168,6 +168,18 @@ class MasterDiscovery:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._poked.wait(), seconds)
             self._poked.clear()
+
+    async def look(self) -> None:
+        """Renew nobody's lease. Raises NotLeader if etcd or other masters answer, MasterUnavailable if nobody does."""
+        shown = self._metadata
+        try:
+            await self._ask(
+                lambda stub, timeout_s: stub.KeepAlive(pb.KeepAliveRequest(), timeout=timeout_s, metadata=shown),
+                ATTEMPT_S,
+            )
+        except (MasterUnavailable, DeadlineExceeded) as error:
+            kind = NotLeader if self._finder.answered else MasterUnavailable
+            raise kind(error.message) from error
 
     async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> MasterRegistration:
         """Enter ``instance``; waits up to REGISTER_DEADLINE_S for the master, then raises MasterUnavailable."""

@@ -48,6 +48,8 @@ class MasterFinder:
     def __init__(self, masters: Masters | Address | str) -> None:
         self.masters = Masters.of(masters)
         self._current: Address | None = None if self.masters.in_etcd else self.masters.addresses[0]
+        #: Whether the etcd, or a master that does not lead, has answered: so what was given is the right address.
+        self.answered = False
 
     @property
     def several(self) -> bool:
@@ -64,6 +66,7 @@ class MasterFinder:
         if asked != self._current or not self.several:
             return
         named = error.leader if isinstance(error, NotLeader) else ""
+        self.answered |= isinstance(error, NotLeader)
         if named:
             self._current = Address.parse(named)
         elif self.masters.in_etcd:
@@ -80,6 +83,7 @@ class MasterFinder:
                 kvs = (await client.range(leader_key(self.masters.namespace))).kvs
             finally:
                 await client.close()
+            self.answered = True
             self._current = leader_in(kvs[0].value if kvs else None)
         return self._known()
 

@@ -122,6 +122,9 @@ class MemoryDiscovery:
         for registration in list(self.registrations):
             await registration.close()
 
+    async def look(self) -> None:
+        """The registry is always there."""
+
     async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> MemoryRegistration:
         """Enter ``instance``. Raises MasterUnavailable after ``crash``."""
         if self._crashed:

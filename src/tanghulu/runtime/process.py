@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -39,10 +39,12 @@ from tanghulu.runtime.config import describe, option
 from tanghulu.runtime.master_options import HttpOptions, MasterOptions, TlsOptions
 from tanghulu.runtime.metrics_server import MetricsAuthorizer, MetricsServer
 from tanghulu.runtime.stalls import LoopWatch
+from tanghulu.runtime.tasks import cancelled
 from tanghulu.runtime.telemetry import LOG_LEVELS, configure_log, new_registry
 from tanghulu.types import Address, InstanceId, Place, Role, is_loopback
 
 _log = structlog.get_logger(__name__)
+T = TypeVar("T")
 #: An address that is nobody's (RFC 5737).
 _ELSEWHERE = "192.0.2.1"
 
@@ -103,6 +105,7 @@ class SupervisorLine:
     def __init__(self, fd: int, on_orphaned: Callable[[], None]) -> None:
         self._socket = socket.socket(fileno=fd) if fd >= 0 else None
         self._on_orphaned = on_orphaned
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.orphaned = False
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -110,13 +113,14 @@ class SupervisorLine:
         if self._socket is not None:
             self._socket.setblocking(False)
             loop.add_reader(self._socket.fileno(), self._read)
+            self._loop = loop
 
     def _read(self) -> None:
         assert self._socket is not None
         with contextlib.suppress(BlockingIOError, ConnectionError):
             if self._socket.recv(4096):
                 return
-        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self._unwatch()
         self.orphaned = True
         self._on_orphaned()
 
@@ -129,7 +133,18 @@ class SupervisorLine:
     def close(self) -> None:
         """Hang up."""
         if self._socket is not None:
+            self._unwatch()
             self._socket.close()
+
+    def _unwatch(self) -> None:
+        """libuv aborts the process if it is to begin to watch a descriptor that was closed since."""
+        if self._loop is not None and self._socket is not None:
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop = None
+
+
+class StoppedEarly(Exception):
+    """The process was told to stop before it served: an orderly end."""
 
 
 @dataclass(eq=False)
@@ -150,6 +165,18 @@ class Process:
     def instance_id(self, port: int) -> InstanceId:
         """The identity of this process, readable and never reused: ``node-7410-9f3c21``."""
         return InstanceId(f"{self.role.value}-{port}-{self.generation & 0xFFFFFF:06x}")
+
+    async def unless_stopping(self, work: Coroutine[Any, Any, T]) -> T:
+        """What ``work`` returns; raises StoppedEarly, and cancels ``work``, if the process is told to stop before."""
+        stopping = asyncio.create_task(self.stopping.wait())
+        working = asyncio.create_task(work)
+        try:
+            await asyncio.wait({stopping, working}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise StoppedEarly
+            return working.result()
+        finally:
+            await cancelled(stopping, working)
 
     def progress(self, what: str, fraction: float) -> None:
         """Tell the supervisor how far a long start has come (0..1)."""
@@ -224,6 +251,8 @@ async def _run(role: Role, config: P, serve: Serve[P]) -> None:
         collecting = asyncio.create_task(_collect_garbage(process))
         with LoopWatch(registry):
             await serve(process, config)
+    except StoppedEarly:
+        _log.info("process.stopped_early")
     except TanghuluError as error:
         status.send("failed", code=error.code, message=error.message)
         raise

@@ -43,7 +43,8 @@ _NUM = {"prefill": 2, "decode": 3, "node": 3, "master": 3, "conductor": 2}
 _LASTING = frozenset({"SIGSTOP", "hang", "black hole"})
 _LEAST_S, _MOST_S = 0.5, 12.0
 #: In float32, where a text does not depend on what is computed beside it; a step of many takes long on a busy machine.
-REAL, REAL_TIMEOUT_S = ("--model", "smollm2", "--dtype", "float32", "--kv-memory", "128MiB"), 30.0
+REAL = ("--model", "smollm2", "--dtype", "float32", "--kv-memory", "128MiB", "--max-num-batched-tokens", "128")
+REAL_TIMEOUT_S = 30.0
 #: A part is left alone for so long behind its fault: a process starts.
 _RECOVERY_S = 6.0
 
@@ -248,7 +249,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="th-chaos-"))
     print(f"seed {given.seed}, {given.seconds:g} s, logs in {folder}", flush=True)
     engine, timeout_s = (REAL, REAL_TIMEOUT_S) if given.real else ((), WORKER_TIMEOUT_S)
-    asks = [replace(one, model="smollm2") for one in ASKS] if given.real else ASKS
+    asks = [replace(one, model="smollm2", max_tokens=one.max_tokens // 2) for one in ASKS] if given.real else ASKS
     with Pool(folder, engine=engine, timeout_s=timeout_s) as pool:
         load = asyncio.run(run(pool, given.seed, given.seconds, given.clients, asks))
     print(f"seed {given.seed}: {load.counts['answered']} answered, none lost, none wrong, nothing left over")

@@ -15,6 +15,8 @@ from tests.e2e.faults.parts import Part
 #: What a client is told by a conductor that ends.
 _STOPPING = "the conductor is stopping"
 _PAUSE_S = 0.1
+#: As long as a whole answer of the real model may take on a busy machine.
+_READ_S = 900.0
 ASKS = tuple(
     Ask(api, stream, greedy, number, max_tokens)
     for number, max_tokens in ((0, 40), (1, 120))
@@ -35,7 +37,7 @@ class Load:
         self._conductors = conductors
         self._num_clients, self._asks = num_clients, asks
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self.http = httpx.AsyncClient(timeout=300, trust_env=False, limits=limits)
+        self.http = httpx.AsyncClient(timeout=_READ_S, trust_env=False, limits=limits)
         self.wanted: dict[Ask, Answer] = {}
         self.counts: Counter[str] = Counter()
         self.lost: list[str] = []
@@ -45,10 +47,13 @@ class Load:
 
     async def begin(self) -> None:
         """Learn the undisturbed answers, then start the clients."""
-        urls = [conductor.url for conductor in self._conductors()]
-        answers = await asyncio.gather(
-            *(self._once(urls[0], one, f"first-{n}", "") for n, one in enumerate(self._asks))
-        )
+        url, at_once = self._conductors()[0].url, asyncio.Semaphore(self._num_clients)
+
+        async def undisturbed(number: int, one: Ask) -> Answer:
+            async with at_once:
+                return await self._once(url, one, f"first-{number}", "")
+
+        answers = await asyncio.gather(*(undisturbed(n, one) for n, one in enumerate(self._asks)))
         self.wanted = dict(zip(self._asks, answers, strict=True))
         for one, answer in self.wanted.items():
             assert answer.finishes == ["length"], (one, answer)

@@ -103,10 +103,10 @@ class Part:
         self.spawn()
         self.wait_ready()
 
-    def wait_ended(self) -> int:
+    def wait_ended(self, deadline_s: float = END_DEADLINE_S) -> int:
         """Wait for the end of a process that was told to; returns its exit code."""
         assert self.popen is not None
-        code = self.popen.wait(END_DEADLINE_S)
+        code = self.popen.wait(deadline_s)
         self._status.close()
         return code
 

@@ -12,6 +12,8 @@ from tests.e2e.faults.standing import MOCK
 from tests.store.elected_cluster import EtcdServer
 
 WORKER_TIMEOUT_S = 6.0
+#: Of the mock's timing at its own speed: a step of so many tokens takes under a second, so that none looks hung.
+_STEP_TOKENS = 410
 
 
 class Pool:
@@ -28,7 +30,8 @@ class Pool:
         """``engine``: flags of the workers instead of those of the mock engine at ``speedup``."""
         self.folder = folder
         self._etcd = EtcdServer()
-        mock = (*MOCK, "--mock-speedup", str(speedup), "--max-num-batched-tokens", "2048")
+        mock = (*MOCK, "--mock-speedup", str(speedup))
+        mock += ("--max-num-batched-tokens", str(round(_STEP_TOKENS * speedup)))
         self._engine, self._grace_s, self._timeout_s = engine or mock, grace_s, timeout_s
         self._ends = contextlib.ExitStack()
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from tanghulu.discovery.base import Instance
+from tanghulu.discovery.base import Discovery, Instance
+from tanghulu.discovery.entering import enter, meet
 from tanghulu.discovery.open import open_discovery
 from tanghulu.engines.vllm_worker.config import VllmWorkerConfig
 from tanghulu.errors import NodeUnavailable
@@ -23,12 +24,17 @@ _log = structlog.get_logger(__name__)
 
 
 async def serve(process: Process, config: VllmWorkerConfig) -> None:
-    """Start vLLM, open the port, serve sessions until told to stop, then drain; raises NodeUnavailable if vLLM ends."""
+    """Look for the others, start vLLM, open the port, serve sessions until told to stop, then drain.
+
+    Raises NodeUnavailable if vLLM ends.
+    """
     from tanghulu.engines.vllm_worker.server import VllmWorkerServer
 
     async with contextlib.AsyncExitStack() as stack:
+        discovery = await stack.enter_async_context(open_discovery(config.discovery, config.master))
+        await process.unless_stopping(meet(discovery))
         worker = await stack.enter_async_context(VllmWorkerServer(process, config))
-        registered = await stack.enter_async_context(_registered(process, config, worker))
+        registered = await stack.enter_async_context(_registered(process, config, worker, discovery))
         process.ready(worker.instance_id, worker.address)
         await worker.until(process.stopping)
         await registered.aclose()  # conductors send nothing new from here on
@@ -39,7 +45,7 @@ async def serve(process: Process, config: VllmWorkerConfig) -> None:
 
 @contextlib.asynccontextmanager
 async def _registered(
-    process: Process, config: VllmWorkerConfig, worker: VllmWorkerServer
+    process: Process, config: VllmWorkerConfig, worker: VllmWorkerServer, discovery: Discovery
 ) -> AsyncIterator[contextlib.AsyncExitStack]:
     """Register the worker; closing the value ends the registration."""
     instance = Instance(
@@ -53,12 +59,10 @@ async def _registered(
         unix_path=worker.unix_path,
         attributes={"model": worker.model_name},
     )
-    async with contextlib.AsyncExitStack() as stack:
-        discovery = await stack.enter_async_context(open_discovery(config.discovery, config.master))
-        registration = await discovery.register(instance)
-        async with contextlib.AsyncExitStack() as registered:
-            registered.push_async_callback(registration.close)
-            yield registered
+    registration = await process.unless_stopping(enter(discovery, instance))
+    async with contextlib.AsyncExitStack() as registered:
+        registered.push_async_callback(registration.close)
+        yield registered
 
 
 def _run(config: VllmWorkerConfig) -> None:

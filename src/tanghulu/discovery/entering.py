@@ -1,0 +1,87 @@
+"""How every process comes into its cluster: it looks for the others first, starts, and then registers.
+
+``meet`` is called before anything that takes long, such as loading a model, so that a wrong address is told at once.
+``enter`` is called when the process serves. By then the address has proved right: a master that is away meanwhile is
+being replaced or restarted, and is waited for, with one line in the log when that begins and one when it is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from tanghulu.discovery.base import Discovery, Instance, Registration
+from tanghulu.errors import MasterUnavailable, NotLeader, TanghuluError
+from tanghulu.runtime.backoff import Backoff
+from tanghulu.runtime.clock import SystemClock
+
+_log = structlog.get_logger(__name__)
+#: How long a start looks for somebody who answers, and, where somebody does, for a master that leads: several elect
+#: another when theirs has died.
+MEET_S, LEADER_S = 5.0, 120.0
+#: Between two tries, at first and at most.
+_RETRY_S, _RETRY_MOST_S = 0.1, 0.4
+
+
+class _Waiting:
+    """The pauses of one wait, and its two lines in the log: when it begins, and when it is over."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._backoff = Backoff(_RETRY_S, _RETRY_MOST_S)
+        self._clock = SystemClock()
+        self._began_s = self._clock.now_s()
+        self._told = False
+
+    @property
+    def waited_s(self) -> float:
+        return self._clock.now_s() - self._began_s
+
+    async def pause(self, error: TanghuluError) -> None:
+        """Wait until the next try is due, behind one that failed with ``error``."""
+        if not self._told:
+            _log.warning("discovery.waiting", to=self._what, code=error.code, error=error.message)
+        self._told = True
+        await asyncio.sleep(self._backoff.pause_s())
+
+    def over(self) -> None:
+        if self._told:
+            _log.info("discovery.found", to=self._what, waited_s=round(self.waited_s, 3))
+
+
+async def meet(discovery: Discovery) -> None:
+    """Return when ``discovery`` has answered. Raises MasterUnavailable if it does not, Unauthorized if it refuses.
+
+    Where nobody answers, that is MEET_S later; where somebody does who knows of no leader, LEADER_S.
+    """
+    waiting = _Waiting("start")
+    while True:
+        try:
+            await discovery.look()
+        except MasterUnavailable as error:
+            if isinstance(error, NotLeader):
+                limit_s, hint = LEADER_S, ""
+            else:
+                limit_s, hint = MEET_S, "; is it running, and is this its address?"
+            if waiting.waited_s >= limit_s:
+                raise MasterUnavailable(error.message + hint) from error
+            await waiting.pause(error)
+        else:
+            waiting.over()
+            return
+
+
+async def enter(discovery: Discovery, instance: Instance) -> Registration:
+    """Register ``instance``, however long that takes. Raises at once what another try would not change."""
+    waiting = _Waiting("register")
+    while True:
+        try:
+            registration = await discovery.register(instance)
+        except TanghuluError as error:
+            if not error.retryable:
+                raise
+            await waiting.pause(error)
+        else:
+            waiting.over()
+            return registration
