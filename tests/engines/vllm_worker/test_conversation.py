@@ -42,7 +42,8 @@ class Replay:
     """``tanghulu replay --live`` of the trace's beginning, under way."""
 
     def __init__(self, served: Served) -> None:
-        self._served, self._ended_before = served, self._num_ended()
+        self._served = served
+        self._ended_before = self._num_ended()
         command = [sys.executable, "-m", "tanghulu", "replay", str(TRACE), "--live", str(served.http.base_url)]
         command += ["--scale", str(SCALE), "--limit", str(NUM_REQUESTS), "--warmup", "0", "--json"]
         command += ["--connections", "4"]
