@@ -108,16 +108,13 @@ def of_connector(name: str, asked: Sequence[list[int]], dtype: str) -> list[Row]
     return rows
 
 
-def cold(asked: Sequence[list[int]], dtype: str) -> list[Row]:
+def cold(asked: Sequence[list[int]], dtype: str) -> Iterator[Row]:
     """What TanghuluConnector adds to prompts that nobody has: with it and without it in turns, in one process."""
-    rows = list[Row]()
     with ARMS["tanghulu"]() as arm, started(IN_TURNS, arm, "cold", {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}) as worker:
         worker.call("open", model=str(MODEL), dtype=dtype, transfer=arm.transfer)
         for at, prompt in enumerate(asked):
             connected = at % 4 in (1, 2)  # without, with, with, without: what grows with time is in both
-            rows.append({"connected": connected, **worker.call("ask", prompt=prompt, connected=connected)})
-            print(rows[-1], flush=True)
-    return rows
+            yield {"connected": connected, **worker.call("ask", prompt=prompt, connected=connected)}
 
 
 def summary_of_cold(rows: Sequence[Row]) -> Row:
@@ -185,10 +182,13 @@ def main(only: str, what: str, seed: int, dtype: str, kept: bool) -> None:
     names = only.split(",")
     told = {"dtype": dtype, "prompt_tokens": PROMPT_TOKENS, "load_average": os.getloadavg()[0]}
     if what == "cold":
-        rows = cold(prompts(seed, NUM_COLD), dtype)
+        rows = list[Row]()
+        for row in cold(prompts(seed, NUM_COLD), dtype):
+            print(row, flush=True)
+            rows.append(row)
+            if kept and len(rows) % 4 == 0:  # so far: a run takes long
+                keep("connectors_cold", rows, seed=seed, summary=summary_of_cold(rows), **told)
         print(summary_of_cold(rows))
-        if kept:
-            keep("connectors_cold", rows, seed=seed, summary=summary_of_cold(rows), **told)
         return
     rows, left_out = list[Row](), dict.fromkeys(names, "not reached")
     for name in names:

@@ -26,15 +26,18 @@ TRACE = Path(__file__).parents[2] / "conductor" / "replay" / "data" / "conversat
 NUM_REQUESTS = 100
 #: Prompts of 240 tokens on average and of 1,884 at most; shorter blocks vLLM does not have on CPUs.
 SCALE, BLOCK_TOKENS = 64, 32
-#: Of SmolLM2 in bfloat16. All prompts have 24,000 tokens, a worker has room for 11,000: the rest is in the store.
-TOKEN_BYTES, KV_MEMORY = 30 * 2 * 3 * 64 * 2, "256MiB"
-SAME = ("--block-tokens", str(BLOCK_TOKENS), "--kv-memory", KV_MEMORY)
-VLLM = (*SAME, "--dtype", "bfloat16", "--vllm", json.dumps(FURTHER))
+#: All prompts have 24,000 tokens and a worker has room for half as many: the rest is in the store.
+KV_TOKENS = 12_000 // BLOCK_TOKENS * BLOCK_TOKENS
+#: Of SmolLM2 in bfloat16, and of a mock worker.
+TOKEN_BYTES, MOCK_TOKEN_BYTES = 30 * 2 * 3 * 64 * 2, 16
+STORE_TOKENS = 80_000
+VLLM = ("--block-tokens", str(BLOCK_TOKENS), "--kv-memory", str(KV_TOKENS * TOKEN_BYTES), "--dtype", "bfloat16")
+VLLM = (*VLLM, "--vllm", json.dumps(FURTHER))
 OWN = (sys.executable, "-m", "tanghulu", "worker", "--engine", "mock", "--model", "mock", "--mock-speedup", "4")
-OWN = (*OWN, *SAME, "--mock-kv-token-bytes", str(TOKEN_BYTES))
+OWN = (*OWN, "--block-tokens", str(BLOCK_TOKENS), "--kv-memory", str(KV_TOKENS * MOCK_TOKEN_BYTES))
+OWN = (*OWN, "--mock-kv-token-bytes", str(MOCK_TOKEN_BYTES))
 #: Points by which the shares of cached tokens may differ.
 WITHIN = 0.05
-STORE_MEMORY = "2GiB"
 REPLAY_S, EVENT_S = 3600.0, 1800.0
 
 
@@ -72,11 +75,12 @@ def test_shares_as_with_our_workers_and_nothing_fails(monkeypatch: pytest.Monkey
     # A thread each: several of one process would wait for each other wherever others have a core.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    with Cluster(1, STORE_MEMORY, checked=False) as store, contextlib.closing(Served(store)) as served:
+    with Cluster(1, "64MiB", checked=False) as store, contextlib.closing(Served(store)) as served:
         served.workers += [WorkerProcess(OWN, store.address) for _ in range(2)]
         served.until_connected()
         ours = [Replay(served).report()["hit_tokens"] for _ in range(2)]
-    with Cluster(1, STORE_MEMORY, checked=False) as store, contextlib.closing(Served(store)) as served:
+    memory = str(STORE_TOKENS * TOKEN_BYTES)
+    with Cluster(1, memory, checked=False) as store, contextlib.closing(Served(store)) as served:
         with ThreadPoolExecutor() as starting:
             served.workers += starting.map(lambda _: VllmWorker(store.address, *VLLM), range(2))
         served.until_connected()
@@ -89,7 +93,7 @@ def test_shares_as_with_our_workers_and_nothing_fails(monkeypatch: pytest.Monkey
         served.workers[0].kill()
         replay.until_ended(40)
         store.nodes[0].kill()
-        store.add_node(STORE_MEMORY)
+        store.add_node(memory)
         replay.until_ended(65)
         store.restart_master()
         replay.report()
