@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.report import ROOT, keep
-from benchmarks.engines.arms import ARMS, ENGINES, Arm
+from benchmarks.engines.arms import ARMS, ENGINES, Arm, inherited
 from benchmarks.peers import environments
 from benchmarks.peers.jsonlines import Worker, WorkerFailed
 
@@ -55,8 +55,7 @@ def prompts(seed: int, num_prompts: int = NUM_PROMPTS) -> list[list[int]]:
 def started(program: Path, arm: Arm, name: str, more: Mapping[str, str] | None = None) -> Iterator[Worker]:
     """``program`` in vLLM's environment."""
     environment = {
-        # Modules that are compiled once, as those of an installed package are.
-        **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
+        **inherited(),
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         # One thread, bound to no core: several would wait for each other wherever others have a core.
