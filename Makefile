@@ -43,7 +43,7 @@ test-engines: $(VENV)/.ready ## real vLLM, LMCache and SGLang's controller on th
 	$(PY) tools/engine_venv.py vllm
 	$(PY) tools/engine_venv.py lmcache
 	$(PY) tools/engine_venv.py sglang
-	$(PY) -m pytest -m "engine_vllm or engine_lmcache or engine_sglang" $(PYTEST_FLAGS)
+	$(PY) -m pytest -m "(engine_vllm or engine_lmcache or engine_sglang) and not by_hand" $(PYTEST_FLAGS)
 
 test-rdma: $(VENV)/.ready ## real verbs: soft-RoCE devices in two QEMU guests (docs/rdma.md)
 	tests/rdma_vm/rdma_vm.sh prepare

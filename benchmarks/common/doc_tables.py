@@ -172,8 +172,20 @@ def connectors() -> str:
     return table((*head, "CPU s of each process", "of the servers", "MB kept"), rows)
 
 
+def connectors_cold() -> str:
+    record = kept("connectors_cold") or {"summary": {}, "rows": []}
+    shown = {"ttft_cpu_s": "to the first token", "whole_cpu_s": "until all is saved"}
+    rows = [
+        [shown[name], f"{line['without']:.2f}", f"{line['with']:.2f}", f"{line['ratio']:.3f}"]
+        for name, line in record["summary"].items()
+    ]
+    num_each = len(record["rows"]) // 2
+    return table((f"CPU seconds, medians of {num_each} prompts each", "without", "with the connector", "ratio"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "connectors": connectors,
+    "connectors-cold": connectors_cold,
     "store": store,
     "store-limits": store_limits,
     "store-runs": lambda: _loads("store_compare"),

@@ -42,6 +42,11 @@ class Arm:
         return cpu_s(self.pids)
 
 
+def inherited() -> dict[str, str]:
+    """This process's environment, but for what keeps modules from being compiled once, as those of a package are."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 def _connector(name: str, extra: Mapping[str, Any], module: str | None = None) -> dict[str, Any]:
     transfer = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": dict(extra)}
     # Of a prefix that is lost while it is loaded nothing is computed anew by default.
@@ -112,7 +117,7 @@ def lmcache() -> Iterator[Arm]:
         "--supported-transfer-mode", "engine_driven", "--shm-name", f"lmcache-bench-{os.getpid()}",
     ]  # fmt: skip
     extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
-    with clusters.running(command, "lmcache_server.log", env=os.environ | environment) as child:
+    with clusters.running(command, "lmcache_server.log", env=inherited() | environment) as child:
         clusters.wait_for_port(port, child, "lmcache_server.log", _LMCACHE_START_S)
         yield Arm(_connector("LMCacheMPConnector", extra), [str(packages)], environment, [child.pid])
 

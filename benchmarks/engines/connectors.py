@@ -7,7 +7,7 @@ their start. Needs ``tools/engine_venv.py vllm``; connectors that are not instal
 so.
 
     python -m benchmarks.engines.connectors
-    python -m benchmarks.engines.connectors --only none,tanghulu --what cold    # two engines side by side, in turns
+    python -m benchmarks.engines.connectors --what cold    # what ours adds to cold prompts, with and without in turns
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,18 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.report import ROOT, keep
-from benchmarks.engines.arms import ARMS, ENGINES, Arm
+from benchmarks.engines.arms import ARMS, ENGINES, Arm, inherited
 from benchmarks.peers import environments
 from benchmarks.peers.jsonlines import Worker, WorkerFailed
 
 PYTHON = ENGINES / "vllm" / "bin" / "python"
 MODEL = ENGINES / "smollm2"
-PROGRAM = Path(__file__).with_name("vllm_process.py")
+PROGRAM, IN_TURNS = Path(__file__).with_name("vllm_process.py"), Path(__file__).with_name("vllm_in_turns.py")
 #: Tokens of SmolLM2 that stand for text, not for structure.
 ORDINARY = (1000, 40_000)
 NUM_PROMPTS, PROMPT_TOKENS = 4, 2000
+#: Of them half with the connector.
+NUM_COLD = 12
 #: Behind the last answer: what was computed is still being saved, some of it with the engine's next step.
 SETTLE_S = 3.0
 
@@ -50,11 +52,10 @@ def prompts(seed: int, num_prompts: int = NUM_PROMPTS) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def engine(arm: Arm, name: str, dtype: str) -> Iterator[Worker]:
-    """vLLM with the arm's connector, started."""
+def started(program: Path, arm: Arm, name: str, more: Mapping[str, str] | None = None) -> Iterator[Worker]:
+    """``program`` in vLLM's environment."""
     environment = {
-        # Modules that are compiled once, as those of an installed package are.
-        **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
+        **inherited(),
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         # One thread, bound to no core: several would wait for each other wherever others have a core.
@@ -64,14 +65,22 @@ def engine(arm: Arm, name: str, dtype: str) -> Iterator[Worker]:
         # Names of blocks that all processes share, also where a connector hashes by itself.
         "PYTHONHASHSEED": "0",
         **arm.environment,
+        **(more or {}),
     }
-    worker = Worker(PYTHON, PROGRAM, environments.logs() / f"vllm-{name}.log", environment, f"vllm with {name}")
+    worker = Worker(PYTHON, program, environments.logs() / f"vllm-{name}.log", environment, f"vllm with {name}")
     try:
+        yield worker
+    finally:
+        worker.close()
+
+
+@contextlib.contextmanager
+def engine(arm: Arm, name: str, dtype: str) -> Iterator[Worker]:
+    """vLLM with the arm's connector, started."""
+    with started(PROGRAM, arm, name) as worker:
         worker.call("open", model=str(MODEL), dtype=dtype, transfer=arm.transfer, beside=arm.beside)
         yield worker
         worker.call("close")
-    finally:
-        worker.close()
 
 
 def one_process(arm: Arm, name: str, number: int, asked: Sequence[list[int]], dtype: str) -> list[Row]:
@@ -98,20 +107,28 @@ def of_connector(name: str, asked: Sequence[list[int]], dtype: str) -> list[Row]
     return rows
 
 
-def cold(names: Sequence[str], asked: Sequence[list[int]], dtype: str) -> list[Row]:
-    """One engine for each connector, all at once; prompts that none has seen, in turns, in changing order."""
-    rows = list[Row]()
-    with contextlib.ExitStack() as stack:
-        engines = {}
-        for name in names:
-            arm = stack.enter_context(ARMS[name]())
-            engines[name] = stack.enter_context(engine(arm, f"{name}-cold", dtype))
+def cold(asked: Sequence[list[int]], dtype: str) -> Iterator[Row]:
+    """What TanghuluConnector adds to prompts that nobody has: with it and without it in turns, in one process."""
+    with ARMS["tanghulu"]() as arm, started(IN_TURNS, arm, "cold", {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}) as worker:
+        worker.call("open", model=str(MODEL), dtype=dtype, transfer=arm.transfer)
         for at, prompt in enumerate(asked):
-            for name in names if at % 2 else reversed(names):
-                told = engines[name].call("ask", prompt=prompt)
-                rows.append({"connector": name, "what": "cold", "prompt": at} | told)
-                time.sleep(SETTLE_S)  # saves of this answer are no part of the next one's time
-    return rows
+            connected = at % 4 in (1, 2)  # without, with, with, without: what grows with time is in both
+            yield {"connected": connected, **worker.call("ask", prompt=prompt, connected=connected)}
+
+
+def summary_of_cold(rows: Sequence[Row]) -> Row:
+    """Medians of CPU seconds with and without the connector, to the first token and until all is saved."""
+    line: Row = {}
+    for name in ("ttft_cpu_s", "whole_cpu_s"):
+        spent = {True: list[float](), False: list[float]()}
+        for row in rows:
+            spent[row["connected"]].append(row["ttft_cpu_s"] + (row["saved_cpu_s"] if name == "whole_cpu_s" else 0))
+        line[name] = {
+            "with": round(statistics.median(spent[True]), 3),
+            "without": round(statistics.median(spent[False]), 3),
+            "ratio": round(statistics.median(spent[True]) / statistics.median(spent[False]), 3),
+        }
+    return line
 
 
 def summary(rows: Sequence[Row]) -> list[Row]:
@@ -164,9 +181,13 @@ def main(only: str, what: str, seed: int, dtype: str, kept: bool) -> None:
     names = only.split(",")
     told = {"dtype": dtype, "prompt_tokens": PROMPT_TOKENS, "load_average": os.getloadavg()[0]}
     if what == "cold":
-        rows = cold(names, prompts(seed, 5), dtype)
-        if kept:
-            keep("connectors_cold", rows, seed=seed, **told)
+        rows = list[Row]()
+        for row in cold(prompts(seed, NUM_COLD), dtype):
+            print(row, flush=True)
+            rows.append(row)
+            if kept and len(rows) % 4 == 0:  # so far: a run takes long
+                keep("connectors_cold", rows, seed=seed, summary=summary_of_cold(rows), **told)
+        print(summary_of_cold(rows))
         return
     rows, left_out = list[Row](), dict.fromkeys(names, "not reached")
     for name in names:

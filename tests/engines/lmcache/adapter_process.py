@@ -1,6 +1,7 @@
 """Runs in LMCache's environment: the adapter under LMCache's own interface, driven by lines of JSON.
 
-The first argument is the adapter's parameters. Each line on the standard input is ``["store" | "lookup" | "load", first
+The first argument is the adapter's parameters, the second what LMCache's ``fault_inject`` around it shall do to loads,
+``{}`` for no such adapter. Each line on the standard input is ``["store" | "lookup" | "load", first
 key, number of keys]``; the answer is a line with what came of each key, read after the descriptor of that kind was
 signalled.
 """
@@ -72,7 +73,9 @@ def main() -> None:
         "class_name": "TanghuluL2Adapter",
         "adapter_params": json.loads(sys.argv[1]),
     }
-    adapter = create_l2_adapter_from_registry(get_l2_adapter_config_class("plugin").from_dict(spec))
+    faults = json.loads(sys.argv[2])
+    spec = {"type": "fault_inject", "inner": spec, **faults} if faults else spec
+    adapter = create_l2_adapter_from_registry(get_l2_adapter_config_class(spec["type"]).from_dict(spec))
     for line in sys.stdin:
         print(json.dumps(perform(adapter, *json.loads(line))), flush=True)
     status = adapter.report_status()

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +30,19 @@ BLOCK_TOKENS = 64
 FURTHER = {"enforce_eager": True, "max_model_len": 4096}
 
 
-class VllmWorker:
-    """One ``tanghulu vllm-worker``, ready when the constructor returns."""
+class WorkerProcess:
+    """A worker, started by ``command`` and ready when the constructor returns."""
 
-    def __init__(self, master: str) -> None:
+    def __init__(self, command: Sequence[str | Path], master: str) -> None:
         self.run_dir = Path(tempfile.mkdtemp(prefix="th-"))
         self._status, theirs = socket.socketpair()
         self._status.settimeout(START_DEADLINE_S)
-        flags = ["--port", "0", "--master", master, "--model", str(MODEL), "--dtype", "float32"]
-        flags += ["--kv-memory", "600MiB", "--vllm", json.dumps(FURTHER), "--grace-s", "0"]
+        flags = ["--port", "0", "--master", master, "--grace-s", "0"]
         flags += ["--run-dir", str(self.run_dir), "--status-fd", str(theirs.fileno())]
         self._log_path = self.run_dir / "log"
         with self._log_path.open("wb") as log:
             self.popen = subprocess.Popen(
-                [PYTHON, "-m", "tanghulu", "vllm-worker", *flags],
+                [*command, *flags],
                 pass_fds=[theirs.fileno()],
                 stdout=log,
                 stderr=log,
@@ -91,12 +90,20 @@ class VllmWorker:
         assert not left
 
 
+class VllmWorker(WorkerProcess):
+    """One ``tanghulu vllm-worker``; ``more_flags`` have the last word."""
+
+    def __init__(self, master: str, *more_flags: str) -> None:
+        flags = ["--model", str(MODEL), "--dtype", "float32", "--kv-memory", "600MiB", "--vllm", json.dumps(FURTHER)]
+        super().__init__([PYTHON, "-m", "tanghulu", "vllm-worker", *flags, *more_flags], master)
+
+
 class Served:
     """What a test holds in its hands: conductor and workers in front of one store."""
 
     def __init__(self, store: Cluster) -> None:
         self.store = store
-        self.workers: list[VllmWorker] = []
+        self.workers: list[WorkerProcess] = []
         self.start_conductor()
 
     def start_conductor(self) -> None:
