@@ -54,6 +54,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Let everything happen, in order, that has waited on ``host``."""
         self._ready.extend(self._stopped.pop(host, ()))
 
+    def all_go_on(self) -> None:
+        """Let no host stand still."""
+        for host in list(self._stopped):
+            self.go_on(host)
+
     def _waits(self, handle: asyncio.Handle) -> bool:
         waiting = self._stopped.get(handle._context.get(HOST, ""))
         if waiting is not None:

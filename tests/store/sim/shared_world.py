@@ -47,6 +47,7 @@ from tests.virtual.loop import HOST, on_host
 TTL_S = 2.0
 #: How long a fault of masters or etcd lasts, or half as long again, or less.
 _FAULTS_S = (0.2, 1.0, 3.0)
+_AGAIN_S = 0.1
 
 
 def address_of(number: int) -> Address:
@@ -209,8 +210,11 @@ class SharedWorld(World):
         HOST.set(host)
 
     def _start_owner(self, number: int) -> None:
-        known = self.owners.get(address_of(number).host)
-        if known is None or not known.alive:
+        host = address_of(number).host
+        known = self.owners.get(host)
+        if host in self._stopped:  # nobody begins in a machine that stands still
+            self.loop.call_later(_AGAIN_S, self._start_owner, number)
+        elif known is None or not known.alive:
             self._generation += 1
             owner = SimOwner(number, self, self._generation, Random(self.rng.random()))
             self.owners[owner.host] = owner

@@ -71,6 +71,7 @@ class World:
             try:
                 self.loop.run_until_complete(self._live())
             finally:
+                self.loop.all_go_on()
                 for task in asyncio.all_tasks(self.loop):
                     task.cancel()
                 self.loop.run_until_complete(asyncio.sleep(1))
