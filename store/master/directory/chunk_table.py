@@ -192,9 +192,8 @@ class DirectoryTable:
 
         A key that is there from the beginning to the end comes once.
         """
-        for part in self.parts:
-            if part:
-                yield from list(part)
+        for part in filter(None, self.parts):
+            yield from list(part)
 
     def clean(self, key: str) -> Iterable[str]:
         """Take dead inventories out of the entry of ``key``; returns the nodes of which followers are to be told."""

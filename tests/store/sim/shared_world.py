@@ -128,10 +128,13 @@ class SimOwner(SimProcess):
         return lease_id
 
     def check(self) -> None:
-        """Assert that all parts are sound, and that nothing is owned that etcd does not say."""
+        """Assert that all parts are sound."""
         self.core.check()
-        election, world = self.ownership.election, self._world
-        election.check()
+        self.ownership.election.check()
+
+    def check_owned(self) -> None:
+        """Assert that nothing is owned that etcd does not say."""
+        world = self._world
         if not world.behind_s[self.host]:
             for number in self.owned:
                 holder = world.etcd.holder(range_name(number))
@@ -268,6 +271,11 @@ class SharedWorld(World):
             self.loop.go_on(host)
 
     # --- what must hold
+
+    def check(self, num_nodes: int = 1 << 20) -> None:
+        super().check(num_nodes)
+        for owner in self.masters:
+            owner.check_owned()
 
     def _require_absent(self, key: str, began_s: float) -> None:
         """Where nodes and their links are whole, whatever masters do, what was put before is found at once."""
