@@ -29,6 +29,7 @@ from tanghulu.runtime.clock import SystemClock
 from tanghulu.store.client.logic.key_owners import KeyOwners
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory.rebuild import REBUILD_S
+from tanghulu.store.master.election import ownership
 from tanghulu.store.master.election.assignment import assign
 from tanghulu.store.master.election.masters_view import RANGE_NUMBERS, range_name
 from tanghulu.store.master.election.ownership import Duties, EtcdOwnership
@@ -48,6 +49,8 @@ TTL_S = 2.0
 #: How long a fault of masters or etcd lasts, or half as long again, or less.
 _FAULTS_S = (0.2, 1.0, 3.0)
 _AGAIN_S = 0.1
+#: As often a master looks at its election; more often costs a fifth of a life and shows nothing else.
+_LOOK_S = 0.05
 
 
 def address_of(number: int) -> Address:
@@ -167,7 +170,7 @@ class SharedWorld(World):
                     world.fail(AssertionError(f"{owner} was believed for range {number}, which it did not own"))
             return is_believed
 
-        with mock.patch.object(KeyOwners, "believes", checked):
+        with mock.patch.object(KeyOwners, "believes", checked), mock.patch.object(ownership, "_TICK_S", _LOOK_S):
             return super().run()
 
     def clock_s(self) -> float:

@@ -11,11 +11,16 @@ from typing import Any
 
 import pytest
 
+from tanghulu.store.client.logic.key_owners import KeyOwners
+from tanghulu.store.master.directory.chunk_table import DirectoryTable
 from tanghulu.store.master.directory.rebuild import Rebuild
 from tanghulu.store.master.election.range_election import RangeElection, RangeState
+from tanghulu.store.node.space.space import Space
+from tanghulu.store.node.state.node_chunks import NodeChunks
 from tanghulu.store.node.state.report_queue import HandedOver, ReportQueue
 from tanghulu.store.protocol.key_slots import RANGE_SLOTS
 from tanghulu.store.protocol.terms import LeaseProofs
+from tanghulu.store.protocol.types import Pin
 from tests.store.sim.plan import Plan
 from tests.store.sim.shared_world import SharedWorld
 
@@ -28,6 +33,16 @@ _MOVING = Plan(2, 6, 40, 8.0, 8 << 20, 0.5, faults=(), sizes=(10, 3000), removal
 _FROZEN = Plan(
     2, 12, 40, 10.0, 8 << 20, 0.5, (), (10, 3000), num_masters=3, master_faults=1.0, master_kinds=("freeze",)
 )
+#: Nodes come back with their SSD files while ranges move.
+_DISKS = Plan(
+    3, 4, 40, 8.0, 256 << 10, 0.5, ("crash", "crash", "tear"), (3000, 20_000), removals=0.2, num_masters=2,
+    master_faults=0.5, master_kinds=("fall", "leave"), disk_bytes=4 << 20, cuts_frames=True, pins=0.2,
+)  # fmt: skip
+#: Few keys that are removed twice at once, and put again, pinned or not, by clients that rest in between.
+_DOUBLED = Plan(
+    2, 6, 4, 8.0, 4 << 20, 0.5, ("tear", "slow"), (10, 3000), removals=4.0, num_masters=2,
+    master_faults=0.5, master_kinds=("fall", "leave", "etcd cut"), doubled=0.5, idle=0.02, pins=0.3, cuts_frames=True,
+)  # fmt: skip
 
 
 def _live(first: int, *arguments: str) -> str:
@@ -85,7 +100,35 @@ def _keeps_what_is_under_way_to_the_former_owner(original: Any) -> Any:
     return hand_over
 
 
+def _reports_memory_alone(original: Any) -> Any:
+    def report_wanted(self: NodeChunks) -> None:
+        self._reports.begin_wanted([*self.table], self._is_reported)
+
+    return report_wanted
+
+
+def _removes_whatever_version(original: Any) -> Any:
+    return lambda self, node_id, key, version=None: original(self, node_id, key)
+
+
+def _evicts_hard_pins(original: Any) -> Any:
+    def settle(self: Space[Any], chunk: Any) -> None:
+        original(self, chunk)
+        if chunk.pin is Pin.HARD:
+            self._noted.append(chunk)
+
+    return settle
+
+
+def _believes_whoever_answers(original: Any) -> Any:
+    return lambda self, peer, numbers, term, term_of: True
+
+
 MUTATIONS = [
+    (NodeChunks, "report_wanted", _reports_memory_alone, _DISKS),
+    (DirectoryTable, "remove", _removes_whatever_version, _DOUBLED),
+    (Space, "settle", _evicts_hard_pins, _DOUBLED),
+    (KeyOwners, "believes", _believes_whoever_answers, _FROZEN),
     (RangeElection, "owned", _answers_on_after_a_hand_over, _MOVING),
     (Rebuild, "told", _takes_a_moved_range_for_known, _MOVING),
     (ReportQueue, "take_over", _tells_the_former_owner_alone, _MOVING),
