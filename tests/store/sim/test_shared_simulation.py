@@ -6,12 +6,12 @@ import datetime
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tanghulu.store.client.logic.key_owners import KeyOwners
 from tanghulu.store.master.directory.chunk_table import DirectoryTable
 from tanghulu.store.master.directory.rebuild import Rebuild
 from tanghulu.store.master.election.range_election import RangeElection, RangeState
@@ -33,6 +33,8 @@ _MOVING = Plan(2, 6, 40, 8.0, 8 << 20, 0.5, faults=(), sizes=(10, 3000), removal
 _FROZEN = Plan(
     2, 12, 40, 10.0, 8 << 20, 0.5, (), (10, 3000), num_masters=3, master_faults=1.0, master_kinds=("freeze",)
 )
+#: Beside clients that rest meanwhile, and go on with the map and the proofs that they had.
+_RESTING = replace(_FROZEN, idle=0.1)
 #: Nodes come back with their SSD files while ranges move.
 _DISKS = Plan(
     3, 4, 40, 8.0, 256 << 10, 0.5, ("crash", "crash", "tear"), (3000, 20_000), removals=0.2, num_masters=2,
@@ -120,15 +122,15 @@ def _evicts_hard_pins(original: Any) -> Any:
     return settle
 
 
-def _believes_whoever_answers(original: Any) -> Any:
-    return lambda self, peer, numbers, term, term_of: True
+def _keeps_a_proof_for_ever(original: Any) -> Any:
+    return lambda self, term, now_s: original(self, term, 0.0)
 
 
 MUTATIONS = [
     (NodeChunks, "report_wanted", _reports_memory_alone, _DISKS),
     (DirectoryTable, "remove", _removes_whatever_version, _DOUBLED),
     (Space, "settle", _evicts_hard_pins, _DOUBLED),
-    (KeyOwners, "believes", _believes_whoever_answers, _FROZEN),
+    (LeaseProofs, "is_proven", _keeps_a_proof_for_ever, _RESTING),
     (RangeElection, "owned", _answers_on_after_a_hand_over, _MOVING),
     (Rebuild, "told", _takes_a_moved_range_for_known, _MOVING),
     (ReportQueue, "take_over", _tells_the_former_owner_alone, _MOVING),
