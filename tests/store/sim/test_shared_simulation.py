@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tanghulu.store.master.directory.chunk_table import DirectoryTable
 from tanghulu.store.master.directory.rebuild import Rebuild
 from tanghulu.store.master.election.range_election import RangeElection, RangeState
 from tanghulu.store.node.space.space import Space
@@ -65,6 +64,12 @@ def test_a_life(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("plan", "kind"), [(_DISKS, "crash"), (_DOUBLED, "doubled")], ids=["disks", "doubled"])
+def test_lives_of_a_kind(plan: Plan, kind: str) -> None:
+    assert all(SharedWorld(seed, plan).run()[kind] > 0 for seed in range(2))
+
+
+@pytest.mark.slow
 @pytest.mark.by_hand
 def test_new_seeds() -> None:
     """As many as fit into a minute, other ones every day; the seed that fails is named, and can be repeated."""
@@ -109,10 +114,6 @@ def _reports_memory_alone(original: Any) -> Any:
     return report_wanted
 
 
-def _removes_whatever_version(original: Any) -> Any:
-    return lambda self, node_id, key, version=None: original(self, node_id, key)
-
-
 def _evicts_hard_pins(original: Any) -> Any:
     def settle(self: Space[Any], chunk: Any) -> None:
         original(self, chunk)
@@ -128,7 +129,6 @@ def _keeps_a_proof_for_ever(original: Any) -> Any:
 
 MUTATIONS = [
     (NodeChunks, "report_wanted", _reports_memory_alone, _DISKS),
-    (DirectoryTable, "remove", _removes_whatever_version, _DOUBLED),
     (Space, "settle", _evicts_hard_pins, _DOUBLED),
     (LeaseProofs, "is_proven", _keeps_a_proof_for_ever, _RESTING),
     (RangeElection, "owned", _answers_on_after_a_hand_over, _MOVING),
