@@ -59,15 +59,15 @@ class PartedDict(Generic[K, V]):
 
     def values(self) -> Iterator[V]:
         """All values; the dict does not change meanwhile."""
-        return chain.from_iterable(part.values() for part in self._parts)
+        return chain.from_iterable(map(dict.values, self._parts))
 
     def items(self) -> Iterator[tuple[K, V]]:
         """All keys with their values; the dict does not change meanwhile."""
-        return chain.from_iterable(part.items() for part in self._parts)
+        return chain.from_iterable(map(dict.items, self._parts))
 
     def check(self) -> None:
         """Assert that each key is in its part, and that all are counted."""
-        for part in self._parts:
+        for part in filter(None, self._parts):
             assert all(self._parts[hash(key) >> PART_SHIFT] is part for key in part)
         assert self._num_keys == sum(map(len, self._parts))
 

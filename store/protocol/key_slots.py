@@ -12,6 +12,7 @@ Example: ``slot_of("kv/a")`` is 812 everywhere, and its range 50. A master to wh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 from xxhash import xxh3_64_intdigest
@@ -39,6 +40,7 @@ def bits_of(numbers: Iterable[int]) -> int:
     return sum(1 << number for number in set(numbers))
 
 
+@functools.lru_cache(maxsize=NUM_SLOTS + 1)
 def known_below(num_slots: int) -> bytes:
     """Of each range how many of its slots, from the first on, are among the first ``num_slots`` of all."""
     return bytes(min(max(num_slots - number * RANGE_SLOTS, 0), RANGE_SLOTS) for number in range(NUM_RANGES))

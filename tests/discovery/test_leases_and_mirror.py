@@ -70,6 +70,17 @@ def test_a_master_that_stood_still_forgives() -> None:
     assert table.expire(11.0) == [instance()]
 
 
+def test_a_renewal_behind_a_standstill_ends_no_lease_sooner() -> None:
+    table = LeaseTable()
+    lease_id = table.register(instance(), 1.0, 0.0)
+    table.forgive(10.0)
+    assert table.expire(2.0) == []  # looked at again at 11
+    assert table.keep_alive("n1", lease_id, 3.0)
+    table.check()
+    assert table.expire(10.9) == []
+    assert table.expire(11.0) == [instance()]
+
+
 def test_bounds(monkeypatch) -> None:
     table = LeaseTable()
     for ttl_s in (0.0, -1.0, 1e9):

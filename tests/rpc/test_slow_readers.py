@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import warnings
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,7 +19,7 @@ from tanghulu.rpc.frames import HEAD, PREAMBLE, FrameReader
 from tanghulu.rpc.methods import Method
 from tanghulu.rpc.unsent import PRESSED_S, SLOW_PEER_S, SlowPeer, UnsentAnswers
 from tanghulu.runtime.least_rate import LEAST_BYTES_S, LeastRate
-from tests.rpc.service import ECHO, LATER, READABLE, Served, until
+from tests.rpc.service import ECHO, LATER, READABLE, SLOW, Served, until
 
 ASK, REPLY = pb.LocateRequest(keys=["k"]), pb.LocateReply
 LARGE = 40
@@ -172,3 +175,16 @@ def test_the_least_rate_is_judged_by_windows() -> None:
     assert not rate.is_too_slow(10 * LEAST_BYTES_S, 10.0)
     assert not rate.is_too_slow(10 * LEAST_BYTES_S, 19.0)
     assert rate.is_too_slow(20 * LEAST_BYTES_S - 1, 20.0)
+
+
+async def test_a_call_whose_connection_is_lost_at_once_leaves_nothing(served: Served) -> None:
+    protocol = fast_server.FastServerProtocol(served.service, Peer(None, False, "test"))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        protocol.connection_made(Mock(asyncio.Transport))
+        protocol.data_received(request_of(SLOW, 1))
+        protocol.connection_lost(None)
+        await until(lambda: not protocol._tasks)
+        gc.collect()
+    assert not warned, "the answer was never awaited"
+    assert not served.waiting

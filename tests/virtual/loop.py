@@ -54,6 +54,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Let everything happen, in order, that has waited on ``host``."""
         self._ready.extend(self._stopped.pop(host, ()))
 
+    def all_go_on(self) -> None:
+        """Let no host stand still."""
+        for host in list(self._stopped):
+            self.go_on(host)
+
     def _waits(self, handle: asyncio.Handle) -> bool:
         waiting = self._stopped.get(handle._context.get(HOST, ""))
         if waiting is not None:
@@ -216,6 +221,7 @@ class Network:
         self._slow: dict[str, float] = {}
         self.delay_s = 0.0005
         self.reset_s = RESET_S
+        self.cuts_frames = False  # a torn connection brings a part of what was on its way
         #: Writes on their way on one connection before its writer is told to pause; None: it never is.
         self.most_on_the_way: int | None = None
 
@@ -339,7 +345,13 @@ class Network:
             self._took(pipe)
 
     def tear(self, pipe: Pipe, error: Exception) -> None:
-        """Both ends lose the connection; what is on its way is lost with it."""
+        """Both ends lose the connection; what is on its way is lost with it, or a part of its first write arrives."""
+        for end in (pipe, pipe.peer) if self.cuts_frames else ():
+            data = end.on_the_way[0][2] if end.on_the_way else None
+            if data and not self.is_cut(pipe.host, pipe.peer.host):
+                end.on_the_way.clear()
+                part = data[: int(self._rng.random() * len(data))]
+                self.loop.call_soon(end.peer.receive, part, context=end.peer.context)
         self._later(0.0, pipe, pipe.lose, error)
         self._later(self.latency_s(pipe.host, pipe.peer.host), pipe.peer, pipe.peer.lose, error)
 

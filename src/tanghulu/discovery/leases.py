@@ -79,7 +79,7 @@ class LeaseTable:
         lease = self._leases.get(instance_id)
         if lease is None or lease.lease_id != lease_id:
             return False
-        lease.expires_s = now_s + lease.ttl_s
+        self.prolong(instance_id, now_s)
         return True
 
     def prolong(self, instance_id: str, now_s: float) -> None:

@@ -493,11 +493,10 @@ class FastServerProtocol(asyncio.Protocol):
             self._num_later += 1
             answer.then(partial(self._send_later, frame, method.name, begun))
         else:
-            task = asyncio.ensure_future(
-                self._finish(frame, method.name, begun, cast("Coroutine[Any, Any, Answer]", answer))
-            )
+            coming = cast("Coroutine[Any, Any, Answer]", answer)
+            task = asyncio.ensure_future(self._finish(frame, method.name, begun, coming))
             self._tasks.add(task)
-            task.add_done_callback(self._task_done)
+            task.add_done_callback(partial(self._task_done, coming))
         self._pace()
 
     def _begin(self, stream: AnswerStream, frame: Frame) -> None:
@@ -522,7 +521,8 @@ class FastServerProtocol(asyncio.Protocol):
             self._internal(frame)
         self._service.latencies.took(name, perf_counter() - begun)
 
-    def _task_done(self, task: asyncio.Task[None]) -> None:
+    def _task_done(self, answer: Coroutine[Any, Any, Answer], task: asyncio.Task[None]) -> None:
+        answer.close()  # it has not begun where the connection was lost at once
         self._tasks.discard(task)
         self._pace()
 

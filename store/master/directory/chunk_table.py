@@ -192,7 +192,7 @@ class DirectoryTable:
 
         A key that is there from the beginning to the end comes once.
         """
-        for part in self.parts:
+        for part in filter(None, self.parts):
             yield from list(part)
 
     def clean(self, key: str) -> Iterable[str]:
@@ -240,7 +240,7 @@ class DirectoryTable:
         """Assert that keys are in their parts and held once by a node; returns the inventories that hold them."""
         assert self._num_keys == sum(map(len, self.parts))
         held: list[int] = []
-        for part in self.parts:
+        for part in filter(None, self.parts):
             for key, entry in part.items():
                 assert self._part(key) is part
                 held += self._checked_holders(key, _unpacked(entry)[2])

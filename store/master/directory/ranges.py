@@ -426,7 +426,7 @@ class RangeDirectories:
     def tick(self, now_s: float) -> None:
         """Let times pass: of pending commits, of a predecessor's leases, and of an order that nobody asks for."""
         for directory in self._ranges:
-            for node_id, key in directory.expire(now_s):
+            for node_id, key in directory.expire(now_s) if directory.pending_commits else ():
                 self._log(DirectoryEventKind.REMOVED, node_id, (key,))
         self.cluster.tick(now_s)
         self._count_slots()

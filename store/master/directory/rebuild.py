@@ -28,6 +28,7 @@ slots, and a key of slot 600, in range 37, is neither here nor missing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Set
 from enum import Enum
 
@@ -221,4 +222,5 @@ class ToldSlots:
         assert self._num_nodes == len(node_ids)
         for told, counts in zip(self._told, self._counts, strict=True):
             assert told.keys() <= node_ids
-            assert [list(told.values()).count(num_slots) for num_slots in range(RANGE_SLOTS + 1)] == counts
+            assert sum(counts) == len(told)
+            assert all(counts[num_slots] == num_nodes for num_slots, num_nodes in Counter(told.values()).items())

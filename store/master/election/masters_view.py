@@ -81,15 +81,29 @@ class MastersView:
         self._is_shared: bool | None = None  # until it is asked for
 
     def begin(self, keys: Iterable[KeySeen], revision: int) -> None:
-        """Take ``keys`` for all that there were at ``revision``."""
+        """Take ``keys`` for all that there were at ``revision``.
+
+        The map's version is then what it is for those who have watched all the time, or callers that know this master's
+        would refuse theirs: etcd's revision also grows by what the map does not tell. Only where something has gone
+        unseen, at a revision that nobody tells, is it taken; others get there with the next change, which follows.
+        """
         assert revision >= self.revision, "etcd's revisions only grow"
+        keys = list(keys)
+        mapped = {key.name: key.revision for key in keys if not key.name.startswith(ADMITTED)}
+        version = revision if self._mapped_names() - mapped.keys() else max(mapped.values(), default=0)
+        self._map_revision = max(self._map_revision, version)
         self.leader, self.masters, self.leases, self.nodes = None, {}, {}, {}
         self.leader_lease, self.admitted = 0, None
         self.holders = [None] * NUM_RANGES
-        self.revision = self._map_revision = revision
+        self.revision = revision
         self._is_shared = None
         for key in keys:
             self._take(key)
+
+    def _mapped_names(self) -> set[str]:
+        """The names of the keys that the map tells of."""
+        held = {name for name, number in RANGE_NUMBERS.items() if self.holders[number] is not None}
+        return held | {MASTERS + name for name in self.masters} | ({LEADER} if self.leader is not None else set())
 
     def change(self, keys: Iterable[KeySeen]) -> None:
         """Take the changes of one revision, or of several in order; those that were told before change nothing."""

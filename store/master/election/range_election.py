@@ -294,7 +294,7 @@ class RangeElection:
     # --- inside: the ranges
 
     def _in(self, state: RangeState) -> list[int]:
-        return [number for number, each in enumerate(self.states) if each is state]
+        return [number for number, each in enumerate(self.states) if each is state] if state in self.states else []
 
     def _move(self, number: int, event: RangeEvent) -> None:
         self.states[number] = RANGE_TRANSITIONS[self.states[number], event]

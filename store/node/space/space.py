@@ -23,7 +23,7 @@ leave no hole, the window with the fewest bytes is cleared, of those that hold n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Generic, Protocol, TypeVar
 
 from tanghulu.eviction.base import Policy
@@ -466,7 +466,7 @@ class Space(Generic[R]):
                 assert chunk is not None, f"{key!r} is in the eviction order only"
                 assert chunk.pin is pin
         loose = {resident.offset: resident for resident in self._table if resident.is_loose}
-        assert loose == {offset: each for frame in self._loose for offset, each in frame.items()}, "what is loose"
+        assert loose == dict(chain.from_iterable(map(dict.items, filter(None, self._loose)))), "what is loose"
         assert all(self._loose_at(offset) is each for offset, each in loose.items())
         rounded = self.allocator.rounded
         ranges = [(offset, rounded(resident.range_bytes)) for offset, resident in loose.items()]

@@ -243,9 +243,9 @@ class ReportQueue:
         self._retracted = (self._retracted + untold.retracted)[:MAX_RETRACTED]
         self._owes_report = self._owes_report or untold.owes_report
         for flush in untold.flushes:
-            if flush not in self._flushes:
-                self._flushes.append(flush)
-                flush.queues.add(self)
+            self.forget_flush(flush)  # the message under way here does not tell what it waits for now
+            self._flushes.append(flush)
+            flush.queues.add(self)
         self._known = bytes(0 if number in numbers else known for number, known in enumerate(self._known))
         self.want_report(numbers)
 

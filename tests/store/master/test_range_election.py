@@ -8,7 +8,15 @@ from tanghulu.discovery.base import Instance
 from tanghulu.store.master.election import range_election
 from tanghulu.store.master.election.assignment import assign
 from tanghulu.store.master.election.election import RETRY_S, Apply, Lead, Renew, Revoke, StepDown
-from tanghulu.store.master.election.masters_view import ADMITTED, LEADER, MASTERS, NODES, KeySeen, range_name
+from tanghulu.store.master.election.masters_view import (
+    ADMITTED,
+    LEADER,
+    MASTERS,
+    NODES,
+    KeySeen,
+    MastersView,
+    range_name,
+)
 from tanghulu.store.master.election.range_election import (
     OTHERS_WAIT_S,
     RANGE_TRANSITIONS,
@@ -252,6 +260,23 @@ def test_a_watch_that_is_late_or_begins_again_does_not_deceive() -> None:
 
 
 # --- the leader
+
+
+def test_a_watch_that_begins_again_takes_nodes_for_no_change_of_the_map() -> None:
+    known = [KeySeen(LEADER, 19, 99, instance=instance("z")), master_key("a", 31, LEASE), *range_keys(ALL, 40, "a", 5)]
+    node = KeySeen(NODES + "n", 50, 0, instance=instance("n", Role.NODE))
+    watched, begun_again, restarted = MastersView(), MastersView(), MastersView()
+    for view in (watched, begun_again):
+        view.begin(known[:1], 30)
+        view.change(known[1:])
+        view.change([node])
+    begun_again.begin([*known, node], 90)
+    restarted.begin([*known, node], 90)
+    assert [view.map(7).version for view in (watched, begun_again, restarted)] == [40, 40, 40]
+    begun_again.begin([*known[:-1], node], 95)
+    assert begun_again.map(7).version == 95, "a key went unseen, at a revision that nobody tells"
+    for view in (watched, begun_again, restarted):
+        view.check()
 
 
 def test_who_finds_no_leader_claims_its_key_and_leads_when_the_watch_tells() -> None:

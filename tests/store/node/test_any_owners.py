@@ -179,6 +179,28 @@ def test_what_is_under_way_to_the_old_owner_is_told_the_new_one() -> None:
     queues.check()
 
 
+def test_a_flush_waits_for_what_came_behind_the_message_under_way() -> None:
+    state = make_state()
+    queues, number, flushed = state.reports, range_of("k1"), list[str]()
+    other = next(key for key in KEYS if range_of(key) != number)
+    owner_of = tuple(A if each == number else B for each in range(NUM_RANGES))
+    queues.take_map(RangeMap(10, 7, owner_of, (10,) * NUM_RANGES))
+    for key in ("k1", other):
+        put(state, new(key))
+        state.chunks.remove(ChunkKey(key))
+    queues.flush(lambda: flushed.append("told"))
+    heir = queues.owners[B]
+    assert [key for key, _ in heir.take().deleted] == [other]
+    terms = tuple(20 if owner is A else 10 for owner in owner_of)
+    queues.take_map(RangeMap(20, 7, (B,) * NUM_RANGES, terms))
+    heir.done()
+    queues.check()
+    assert not flushed, "the new owner has yet to hear of k1"
+    assert [key for key, _ in heir.take().deleted] == ["k1"]
+    heir.done()
+    assert flushed == ["told"]
+
+
 def test_a_commit_at_an_owner_whose_term_is_over_is_not_valid() -> None:
     state = make_state()
     key = ChunkKey("k1")

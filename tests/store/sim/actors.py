@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -37,8 +37,13 @@ from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.service import NodeIdentity, NodeService
 from tanghulu.store.node.rpc.sessions import Sessions
+from tanghulu.store.node.ssd.admission import TierAdmission
+from tanghulu.store.node.ssd.promotion import Promoter
+from tanghulu.store.node.ssd.tier import QUEUE_BYTES, SsdTier, open_tier
 from tanghulu.store.node.state.chunk_table import Published
+from tanghulu.store.node.state.limits import Watermarks
 from tanghulu.store.node.state.node_state import make_node_state
+from tanghulu.store.node.state.ssd_chunk import SsdChunk
 from tanghulu.store.node.state.write_buffers import AREA_BYTES
 from tanghulu.store.node.writes.puts import PutService
 from tanghulu.store.protocol.range_map import PROTOCOL, RANGES_FROM
@@ -162,6 +167,14 @@ class SimNode(SimProcess):
         clock = SystemClock()
         self.access = AccessTable(clock, LEASE_MS, capacity_bytes)
         self.published = Published(IndexWriter(memoryview(self.index), generation, clock.now_s()))
+        self.tier: SsdTier | None = None
+        disk = world.disk_of(self.host)
+
+        def open_disk(on_lost: Callable[[SsdChunk], None]) -> SsdTier:
+            admission = TierAdmission("all", QUEUE_BYTES, 0)
+            self.tier = open_tier(disk, view, admission, lambda: make_policy("lru"), clock, on_lost)
+            return self.tier
+
         self.state = make_node_state(
             capacity_bytes,
             self.access,
@@ -170,7 +183,10 @@ class SimNode(SimProcess):
             generation=generation,
             published=self.published,
             buffer_memory=(view, capacity_bytes),
+            make_tier=None if disk is None else open_disk,
         )
+        self.promoter = None if self.tier is None else Promoter(self.state, self.tier, view)
+        self.watermarks = Watermarks(capacity_bytes, *((1.0, 0.95) if self.tier is None else (0.95, 0.9)))
         self.reporter = Reporter(
             self.state,
             MasterFinder(world.masters_named),
@@ -185,9 +201,12 @@ class SimNode(SimProcess):
         descriptor = SegmentDescriptor("store", len(self.memory), self.host, generation, ())
         identity = NodeIdentity(self.id, generation, descriptor, place)
         self.traffic = traffic = TrafficCounters()
-        NodeService(identity, self.state, self.puts, self.sessions, traffic).serve(service)
+        NodeService(identity, self.state, self.puts, self.sessions, traffic, self.promoter).serve(service)
         self._register_now = asyncio.Event()
         HOST.set(self.host)
+        if self.tier is not None and self.promoter is not None:
+            _at_once(self.tier.recover())
+            self.promoter.bring_up_pinned()
         network.listen(str(self.address), functools.partial(Server, service))
         for coroutine in (self._stay_registered(), self.reporter.run(self.id)):
             self.spawn(coroutine)
@@ -195,6 +214,19 @@ class SimNode(SimProcess):
 
     def _changed(self) -> None:
         self.puts.room_changed()
+        if self.promoter is not None:
+            self.promoter.room_changed()
+
+    def kill(self, *, silently: bool = False) -> None:
+        super().kill(silently=silently)
+        self.close_disk()
+
+    def close_disk(self) -> None:
+        """Let the file go as the kernel does: what this process would still do to it is lost."""
+        if self.tier is not None and not self.tier._closed:
+            self.tier._closed = True
+            self.tier.file.close()
+            self.tier.file._fd = -1
 
     def _not_registered(self) -> None:
         self._register_now.set()
@@ -238,6 +270,8 @@ class SimNode(SimProcess):
         self.sessions.forget_ended()
         self.puts.fills.tick()
         self.state.tick_buffers(now_s)
+        chunks = self.state.chunks
+        chunks.evict_ahead(self.watermarks.wanted(chunks.used_bytes, chunks.tier.free_queue_bytes))
         self._changed()
         self.reporter.tick()
         self.network.loop.call_later(TICK_S, self._tick)
@@ -265,6 +299,23 @@ class SimNode(SimProcess):
         self.state.check()
         self.sessions.check()
         self.puts.fills.check()
+        if self.tier is not None and self.alive:
+            self.tier.check()
+
+    @property
+    def keys(self) -> set[str]:
+        """The keys of what the node has to give, in memory and on its disk."""
+        chunks = self.state.chunks
+        return {chunk.key for chunk in chunks.table if chunk.is_live} | {entry.key for entry in chunks.tier.entries()}
+
+
+def _at_once(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run what waits for threads alone: in virtual time they are done at once."""
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("a coroutine waits for more than threads")
 
 
 def _bytes_of(request: TransferRequest) -> memoryview:

@@ -31,6 +31,11 @@ class Plan:
     num_masters: int = 0  # that share the ranges of keys, see ``shared_world``; 0: one owns everything
     master_faults: float = 0.0  # how many of the faults are of those masters, or of their etcd
     master_kinds: tuple[str, ...] = MASTER_FAULTS
+    disk_bytes: int = 0  # of each node's SSD tier, which a node that starts again finds; 0: there is none
+    idle: float = 0.0  # how often a client rests for seconds, and knows old things when it goes on
+    doubled: float = 0.0  # how many of the removals are made twice at the same time
+    pins: float = 0.0  # how many of the puts are pinned, softly or hard
+    cuts_frames: bool = False  # a torn connection brings a part of what was on its way
 
     def value(self, rng: Random, key: str) -> bytes:
         """One that names its key."""
@@ -63,13 +68,25 @@ class Plan:
         """A drawn plan of a store with several masters."""
         faults = tuple(each for each in FAULTS if each != "master")
         plan = cls.of(rng)
+        num_masters, master_faults = rng.choice((1, 2, 2, 3, 3, 4)), rng.choice((0.3, 0.6, 1.0))
         return replace(
             plan,
             num_nodes=min(plan.num_nodes, 5),
-            num_masters=rng.choice((1, 2, 2, 3, 3, 4)),
-            master_faults=rng.choice((0.3, 0.6, 1.0)),
-            faults=faults,
+            num_masters=num_masters,
+            master_faults=master_faults,
+            faults=_some(faults, rng),
+            master_kinds=_some(MASTER_FAULTS, rng),
+            disk_bytes=rng.choice((0, 0, 4 << 20)),
+            idle=rng.choice((0.0, 0.03)),
+            doubled=rng.choice((0.0, 0.3)),
+            pins=rng.choice((0.0, 0.2)),
+            cuts_frames=rng.random() < 0.5,
         )
+
+
+def _some(kinds: tuple[str, ...], rng: Random) -> tuple[str, ...]:
+    """All of the kinds, or some: what seldom meets among all of them does where there are few."""
+    return kinds if rng.random() < 0.5 else tuple(rng.choices(kinds, k=rng.randint(1, 4)))
 
 
 @dataclass

@@ -6,6 +6,7 @@ import datetime
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import pytest
 
 from tanghulu.store.master.directory.rebuild import Rebuild
 from tanghulu.store.master.election.range_election import RangeElection, RangeState
+from tanghulu.store.node.space.space import Space
+from tanghulu.store.node.state.node_chunks import NodeChunks
 from tanghulu.store.node.state.report_queue import HandedOver, ReportQueue
 from tanghulu.store.protocol.key_slots import RANGE_SLOTS
 from tanghulu.store.protocol.terms import LeaseProofs
+from tanghulu.store.protocol.types import Pin
 from tests.store.sim.plan import Plan
 from tests.store.sim.shared_world import SharedWorld
 
@@ -28,6 +32,18 @@ _MOVING = Plan(2, 6, 40, 8.0, 8 << 20, 0.5, faults=(), sizes=(10, 3000), removal
 _FROZEN = Plan(
     2, 12, 40, 10.0, 8 << 20, 0.5, (), (10, 3000), num_masters=3, master_faults=1.0, master_kinds=("freeze",)
 )
+#: Beside clients that rest meanwhile, and go on with the map and the proofs that they had.
+_RESTING = replace(_FROZEN, idle=0.1)
+#: Nodes come back with their SSD files while ranges move.
+_DISKS = Plan(
+    3, 4, 40, 8.0, 256 << 10, 0.5, ("crash", "crash", "tear"), (3000, 20_000), removals=0.2, num_masters=2,
+    master_faults=0.5, master_kinds=("fall", "leave"), disk_bytes=4 << 20, cuts_frames=True, pins=0.2,
+)  # fmt: skip
+#: Few keys that are removed twice at once, and put again, pinned or not, by clients that rest in between.
+_DOUBLED = Plan(
+    2, 6, 4, 8.0, 4 << 20, 0.5, ("tear", "slow"), (10, 3000), removals=4.0, num_masters=2,
+    master_faults=0.5, master_kinds=("fall", "leave", "etcd cut"), doubled=0.5, idle=0.02, pins=0.3, cuts_frames=True,
+)  # fmt: skip
 
 
 def _live(first: int, *arguments: str) -> str:
@@ -45,6 +61,12 @@ def _live(first: int, *arguments: str) -> str:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_life(seed: int) -> None:
     assert "'ranges owned': " in _live(seed, "--seeds", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "kind"), [(_DISKS, "crash"), (_DOUBLED, "doubled")], ids=["disks", "doubled"])
+def test_lives_of_a_kind(plan: Plan, kind: str) -> None:
+    assert all(SharedWorld(seed, plan).run()[kind] > 0 for seed in range(2))
 
 
 @pytest.mark.slow
@@ -85,7 +107,30 @@ def _keeps_what_is_under_way_to_the_former_owner(original: Any) -> Any:
     return hand_over
 
 
+def _reports_memory_alone(original: Any) -> Any:
+    def report_wanted(self: NodeChunks) -> None:
+        self._reports.begin_wanted([*self.table], self._is_reported)
+
+    return report_wanted
+
+
+def _evicts_hard_pins(original: Any) -> Any:
+    def settle(self: Space[Any], chunk: Any) -> None:
+        original(self, chunk)
+        if chunk.pin is Pin.HARD:
+            self._noted.append(chunk)
+
+    return settle
+
+
+def _keeps_a_proof_for_ever(original: Any) -> Any:
+    return lambda self, term, now_s: original(self, term, 0.0)
+
+
 MUTATIONS = [
+    (NodeChunks, "report_wanted", _reports_memory_alone, _DISKS),
+    (Space, "settle", _evicts_hard_pins, _DOUBLED),
+    (LeaseProofs, "is_proven", _keeps_a_proof_for_ever, _RESTING),
     (RangeElection, "owned", _answers_on_after_a_hand_over, _MOVING),
     (Rebuild, "told", _takes_a_moved_range_for_known, _MOVING),
     (ReportQueue, "take_over", _tells_the_former_owner_alone, _MOVING),

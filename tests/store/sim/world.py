@@ -13,16 +13,21 @@ One seed is one life: sizes, traffic, crashes, cut and slow links, torn connecti
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
+import os
+import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import ChunkNotFound, TanghuluError
 from tanghulu.store.client.aio import AsyncClient
+from tanghulu.store.node.ssd.tier import SsdPlace
 from tanghulu.store.node.state.chunk import ChunkState
 from tests.store.sim.actors import MASTER, SimMaster, SimNode, SimProcess, kill_writers, open_client
 from tests.store.sim.plan import KeyLife, Plan
@@ -38,6 +43,8 @@ _CHECKED_NODES = 2
 _CHECK_EVERY_S = 0.15
 #: Steps of the world between two collections of garbage.
 _GARBAGE_EVERY = 20
+#: Where files cost no disk.
+_MEMORY = "/dev/shm"
 
 
 class World:
@@ -63,20 +70,39 @@ class World:
         self._dead: list[SimProcess] = []  # what they waited for is nobody's business, but not lost
         self._failure: BaseException | None = None
         self._ended = False
+        self._num_checks = 0
+        self._disks: Path | None = None
 
     def run(self) -> Counter[str]:
         """One life; returns how often what happened."""
-        with virtual_time(self), collected_garbage():
+        self.network.cuts_frames = self.plan.cuts_frames
+        with virtual_time(self), self._disks_made(), collected_garbage():
             self.loop.set_exception_handler(self._unhandled)
             try:
                 self.loop.run_until_complete(self._live())
             finally:
+                self.loop.all_go_on()
                 for task in asyncio.all_tasks(self.loop):
                     task.cancel()
                 self.loop.run_until_complete(asyncio.sleep(1))
                 self.loop.close()
+                for node in self.nodes.values():
+                    node.close_disk()
         self._raise()
         return self.counts
+
+    @contextlib.contextmanager
+    def _disks_made(self) -> Iterator[None]:
+        if not self.plan.disk_bytes:
+            yield
+            return
+        with tempfile.TemporaryDirectory(dir=_MEMORY if os.path.isdir(_MEMORY) else None) as path:
+            self._disks = Path(path)
+            yield
+
+    def disk_of(self, host: str) -> SsdPlace | None:
+        """The file of that host's SSD tier, which outlives the node; None if nodes have none."""
+        return None if self._disks is None else SsdPlace(self._disks / host, self.plan.disk_bytes, 0)
 
     def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception") or AssertionError(f"{context['message']} {context.get('task', '')!r}")
@@ -171,9 +197,12 @@ class World:
         self._disturbed_s[host] = self.loop.time()
 
     def check(self, num_nodes: int = 1 << 20) -> None:
-        """Assert the invariants of the master and of so many nodes."""
-        for master in self.masters:
-            master.check()
+        """Assert the invariants of so many nodes, and of a master; of each when all nodes are looked at."""
+        masters = self.masters
+        self._num_checks += 1
+        for number, master in enumerate(masters):
+            if num_nodes > _CHECKED_NODES or number == self._num_checks % len(masters):
+                master.check()
         alive = [node for node in self.nodes.values() if node.alive]
         for node in self.rng.sample(alive, min(num_nodes, len(alive))):
             node.check()
@@ -289,6 +318,8 @@ class World:
     async def _process(self, client: AsyncClient, rng: Random) -> None:
         for _ in range(rng.randint(5, 200)):
             await asyncio.sleep(rng.expovariate(20))
+            if self.plan.idle and rng.random() < self.plan.idle:
+                await asyncio.sleep(rng.uniform(1, 6))
             await self._operation(client, rng)
         await client.close()
 
@@ -323,7 +354,8 @@ class World:
             statuses = await client.put_many([(k, each[0]) for k, each in begun.items()], deadline_s=DEADLINE_S)
         else:
             replicas = rng.choice((1, 1, 2, 3))
-            statuses = [await client.put(key, begun[key][0], replicas=replicas, deadline_s=DEADLINE_S)]
+            pin = rng.choice(("soft", "hard")) if self.plan.pins and rng.random() < self.plan.pins else "none"
+            statuses = [await client.put(key, begun[key][0], replicas=replicas, pin=pin, deadline_s=DEADLINE_S)]
         for status in [each for each in statuses if each.ok]:
             begun[status.key][1]()
 
@@ -360,6 +392,15 @@ class World:
                 assert not self.plan.calm, f"{key} was told to be there and not found"
 
     async def _remove(self, client: AsyncClient, rng: Random, key: str) -> None:
+        if not self.plan.doubled or rng.random() >= self.plan.doubled:
+            await self._remove_once(client, key)
+            return
+        self.counts["doubled"] += 1
+        outcomes = await asyncio.gather(*[self._remove_once(client, key) for _ in range(2)], return_exceptions=True)
+        for error in [each for each in outcomes if isinstance(each, BaseException)]:
+            raise error
+
+    async def _remove_once(self, client: AsyncClient, key: str) -> None:
         life = self.keys.setdefault(key, KeyLife())
         is_there, before = life.acked_s is not None and not life.removes_open, life.removes_begun
         with life.removing(self.loop.time, DEADLINE_S + CONVERGE_S):
@@ -412,8 +453,7 @@ class World:
         self.counts["bytes streamed"] = sum(node.traffic.bytes_written["stream"] for node in self.nodes.values())
         for host, node in self.nodes.items():
             node.state.drain_buffers()
-            held = {chunk.key for chunk in node.state.chunks.table if chunk.is_live}
-            listed = self._listed(host)
+            held, listed = node.keys, self._listed(host)
             assert listed == held, f"{host} holds {held - listed} more, {listed - held} less than the directory says"
         await on_host("client-0", self._read_all())
 
@@ -432,7 +472,7 @@ class World:
         client = open_client(self, "client-0", "", "the last one")
         try:
             for key, life in self.keys.items():
-                holders = [n for n in self.nodes.values() if n.state.chunks.find(key) is not None]  # type: ignore[arg-type]
+                holders = [node for node in self.nodes.values() if key in node.keys]
                 try:
                     with await client.get(key, deadline_s=DEADLINE_S) as chunk:
                         self._require_put(key, chunk.bytes())
