@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from tanghulu.conductor.http.answers import TOOL_CALLS
-from tanghulu.conductor.http.generation import Generation, GenerationCall, TextDelta
-from tanghulu.conductor.http.preprocess import ParsedRequest
+from tanghulu.conductor.inference.generation import Generation, GenerationCall, TextDelta
+from tanghulu.conductor.inference.preprocess import ParsedRequest
 from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
 from tanghulu.conductor.tools.events import (
+    TOOL_CALLS,
     AnswerEvent,
     AnswerParser,
     CallArguments,

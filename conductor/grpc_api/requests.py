@@ -12,7 +12,7 @@ import msgspec
 from google.protobuf.message import Message as Protobuf
 from pydantic import ValidationError
 
-from tanghulu.conductor.http.schema import Body, ChatBody, CompletionBody, OpenAIBody, TokenizeBody
+from tanghulu.conductor.inference.schema import Body, ChatBody, CompletionBody, OpenAIBody, TokenizeBody
 from tanghulu.protos import inference_pb2 as pb
 from tanghulu.web.errors import BadField, from_validation
 

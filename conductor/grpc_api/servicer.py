@@ -24,9 +24,9 @@ from tanghulu.auth.credentials import AUTHORIZATION, from_metadata
 from tanghulu.auth.key_limits import RateLimitExceeded
 from tanghulu.conductor.grpc_api.replies import ReplyWriter
 from tanghulu.conductor.grpc_api.requests import body_of, tokenize_body_of
-from tanghulu.conductor.http.preprocess import ParsedRequest, parse_chat, parse_completion
-from tanghulu.conductor.http.schema import ChatBody, CompletionBody
-from tanghulu.conductor.http.service import Service
+from tanghulu.conductor.inference.preprocess import ParsedRequest, parse_chat, parse_completion
+from tanghulu.conductor.inference.schema import ChatBody, CompletionBody
+from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.stories.origin import Origin, Trace, request_id_of, sender_of, trace_of
 from tanghulu.conductor.text.preparing import INLINE_BYTES, in_thread

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tanghulu.conductor.http.generation import Generation, GenerationCall
 from tanghulu.conductor.http.openai_format import CompletionLogprobs
+from tanghulu.conductor.inference.generation import Generation, GenerationCall
 from tanghulu.conductor.routing.requests import PromptLogprobs, TokenLogprobs
 from tanghulu.conductor.text.served_model import ServedModel
 

@@ -13,10 +13,12 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from tanghulu.conductor.http import fields, schema
-from tanghulu.conductor.http.fields import ROWS, TABLE, Api, Effect, FieldRow
+from tanghulu.conductor.http import fields
+from tanghulu.conductor.http.fields import ROWS, TABLE, Effect, FieldRow
 from tanghulu.conductor.http.reply import parse_fields
 from tanghulu.conductor.http.responses.bodies import ResponsesBody
+from tanghulu.conductor.inference import schema
+from tanghulu.conductor.inference.schema import Api
 from tanghulu.types import Role
 from tanghulu.web.errors import BadField
 from tests.conductor.cluster import running_cluster
