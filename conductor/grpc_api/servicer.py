@@ -136,7 +136,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         parsed = await self._parsed(message, context, caller)
         call = self._service.start(message.request_id or uuid.uuid4().hex, parsed)
         caller.request_id = call.id
-        writer = ReplyWriter(call, parsed)
+        writer = ReplyWriter(call, parsed, message.echo)
         try:
             while not call.ended:
                 for reply in writer.write(await call.read()):
