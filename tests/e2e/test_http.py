@@ -154,7 +154,7 @@ ABOUT_ROME = [{"role": "user", "content": "Which country is Rome in? Show it."}]
 
 @pytest.mark.slow
 def test_langchain_s_tools_and_structured_answers(cluster):
-    pytest.importorskip("llguidance", reason="extra: llguidance is not installed: pip install 'tanghulu[grammar]'")
+    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[grammar]'")
     langchain = pytest.importorskip("langchain_openai", reason="extra: langchain-openai is not installed")
     with httpx.Client(trust_env=False) as http:
         chat = langchain.ChatOpenAI(
@@ -177,7 +177,7 @@ def test_langchain_s_tools_and_structured_answers(cluster):
 
 @pytest.mark.slow
 def test_litellm_s_tools(cluster, monkeypatch):
-    pytest.importorskip("llguidance", reason="extra: llguidance is not installed: pip install 'tanghulu[grammar]'")
+    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[grammar]'")
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     litellm = pytest.importorskip("litellm", reason="extra: litellm is not installed")
