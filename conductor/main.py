@@ -25,8 +25,8 @@ from tanghulu.conductor.grpc_api.port import InferencePort
 from tanghulu.conductor.http import admin_api, openai_api, openapi_document, sglang_api, unserved
 from tanghulu.conductor.http.envelope import Envelope
 from tanghulu.conductor.http.responses import routes as responses_api
-from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES, ROOM_BYTES, Service, UnknownFields
 from tanghulu.conductor.index.shards import DEFAULT_SHARDS
+from tanghulu.conductor.inference.service import DEFAULT_BODY_BYTES, ROOM_BYTES, Service, UnknownFields
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.peers import group
 from tanghulu.conductor.replicating import CopyRequester, Replicator, RequestCopies

@@ -7,11 +7,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "input_ids", "chat", "sampling", "request_id", "priority", "cache_salt", "prompt_cache_key", "user", "routing", "first_token_timeout", "token_timeout", "truncate_prompt_tokens", "add_special_tokens")
+    __slots__ = ("model", "text", "input_ids", "chat", "texts", "input_id_lists", "sampling", "request_id", "priority", "cache_salt", "prompt_cache_key", "user", "routing", "first_token_timeout", "token_timeout", "truncate_prompt_tokens", "add_special_tokens", "echo", "prompt_logprobs")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    INPUT_ID_LISTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
@@ -23,10 +25,14 @@ class GenerateRequest(_message.Message):
     TOKEN_TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ECHO_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     input_ids: TokenIds
     chat: Chat
+    texts: Texts
+    input_id_lists: TokenIdLists
     sampling: SamplingOptions
     request_id: str
     priority: int
@@ -38,13 +44,27 @@ class GenerateRequest(_message.Message):
     token_timeout: float
     truncate_prompt_tokens: int
     add_special_tokens: bool
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., input_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., prompt_cache_key: _Optional[str] = ..., user: _Optional[str] = ..., routing: _Optional[_Union[RoutingOptions, _Mapping]] = ..., first_token_timeout: _Optional[float] = ..., token_timeout: _Optional[float] = ..., truncate_prompt_tokens: _Optional[int] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
+    echo: bool
+    prompt_logprobs: int
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., input_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., texts: _Optional[_Union[Texts, _Mapping]] = ..., input_id_lists: _Optional[_Union[TokenIdLists, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., prompt_cache_key: _Optional[str] = ..., user: _Optional[str] = ..., routing: _Optional[_Union[RoutingOptions, _Mapping]] = ..., first_token_timeout: _Optional[float] = ..., token_timeout: _Optional[float] = ..., truncate_prompt_tokens: _Optional[int] = ..., add_special_tokens: _Optional[bool] = ..., echo: _Optional[bool] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
     IDS_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Texts(_message.Message):
+    __slots__ = ("texts",)
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TokenIdLists(_message.Message):
+    __slots__ = ("lists",)
+    LISTS_FIELD_NUMBER: _ClassVar[int]
+    lists: _containers.RepeatedCompositeFieldContainer[TokenIds]
+    def __init__(self, lists: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ...) -> None: ...
 
 class Chat(_message.Message):
     __slots__ = ("messages", "tools", "tool_choice", "tool_function", "parallel_tool_calls", "add_generation_prompt", "chat_template_kwargs", "reasoning_effort")
@@ -179,7 +199,7 @@ class RoutingOptions(_message.Message):
     def __init__(self, policy: _Optional[str] = ..., worker: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., weights: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class GenerateReply(_message.Message):
-    __slots__ = ("request_id", "model", "index", "tokens", "text", "reasoning", "tool_calls", "logprobs", "finish_reason", "stop_text", "stop_token", "usage")
+    __slots__ = ("request_id", "model", "index", "tokens", "text", "reasoning", "tool_calls", "logprobs", "finish_reason", "stop_text", "stop_token", "usage", "prompt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +212,7 @@ class GenerateReply(_message.Message):
     STOP_TEXT_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     index: int
@@ -204,7 +225,18 @@ class GenerateReply(_message.Message):
     stop_text: str
     stop_token: int
     usage: GenerateUsage
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., index: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallDelta, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., stop_text: _Optional[str] = ..., stop_token: _Optional[int] = ..., usage: _Optional[_Union[GenerateUsage, _Mapping]] = ...) -> None: ...
+    prompt: PromptPiece
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., index: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallDelta, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., stop_text: _Optional[str] = ..., stop_token: _Optional[int] = ..., usage: _Optional[_Union[GenerateUsage, _Mapping]] = ..., prompt: _Optional[_Union[PromptPiece, _Mapping]] = ...) -> None: ...
+
+class PromptPiece(_message.Message):
+    __slots__ = ("tokens", "text", "logprobs")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    text: str
+    logprobs: _containers.RepeatedCompositeFieldContainer[PositionLogprobs]
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ...) -> None: ...
 
 class ToolCallDelta(_message.Message):
     __slots__ = ("index", "id", "name", "arguments")
@@ -219,12 +251,14 @@ class ToolCallDelta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
 class PositionLogprobs(_message.Message):
-    __slots__ = ("sampled", "top")
+    __slots__ = ("sampled", "top", "rank")
     SAMPLED_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     sampled: TokenProbability
     top: _containers.RepeatedCompositeFieldContainer[TokenProbability]
-    def __init__(self, sampled: _Optional[_Union[TokenProbability, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenProbability, _Mapping]]] = ...) -> None: ...
+    rank: int
+    def __init__(self, sampled: _Optional[_Union[TokenProbability, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenProbability, _Mapping]]] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class TokenProbability(_message.Message):
     __slots__ = ("token", "logprob")

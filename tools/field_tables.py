@@ -13,7 +13,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from tanghulu.conductor.http.fields import ROWS, Api, Effect, FieldRow
+from tanghulu.conductor.http.fields import ROWS, Effect, FieldRow
+from tanghulu.conductor.inference.schema import Api
 
 PAGE = Path(__file__).parents[1] / "docs" / "http.md"
 _TABLE = re.compile(r"(<!-- fields ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -9,7 +9,7 @@ import structlog
 
 from tanghulu.auth.api_keys import ApiKeysFile
 from tanghulu.conductor.grpc_api.servicer import RIGHTS, InferenceServicer
-from tanghulu.conductor.http.service import Service
+from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.protos import inference_pb2_grpc
 from tanghulu.rpc.authorizer import GrpcKeyAuthorizer

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
+from typing import Final
 
-from tanghulu.conductor.http.answers import TOOL_CALLS
-from tanghulu.conductor.http.generation import Generation, GenerationCall, TextDelta
-from tanghulu.conductor.http.preprocess import ParsedRequest
+from tanghulu.conductor.inference.generation import Generation, GenerationCall, TextDelta
+from tanghulu.conductor.inference.preprocess import ParsedRequest
+from tanghulu.conductor.inference.prompt_scores import ScoredToken, scored_tokens
 from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
 from tanghulu.conductor.tools.events import (
+    TOOL_CALLS,
     AnswerEvent,
     AnswerParser,
     CallArguments,
@@ -19,39 +22,54 @@ from tanghulu.conductor.tools.events import (
 )
 from tanghulu.protos import inference_pb2 as pb
 
+#: Tokens of a prompt in one reply: with 20 log probabilities each they make 100 kB, in a few milliseconds.
+PIECE_TOKENS: Final = 256
+
 
 class ReplyWriter:
-    """The replies of one call; a chat's text is read for reasoning and tool calls where its model has them."""
+    """The replies of one call; a chat's text is read for reasoning and tool calls where its model has them.
 
-    def __init__(self, call: GenerationCall, parsed: ParsedRequest) -> None:
+    With ``echo`` each sequence begins with its prompt.
+    """
+
+    def __init__(self, call: GenerationCall, parsed: ParsedRequest, echo: bool) -> None:
         self._call = call
-        self._sequences = [_Sequence(generation, parsed) for generation in call.generations]
+        self._sequences = [
+            _Sequence(generation, parsed, _PromptPieces(generation, echo, rules.skip_special_tokens))
+            for generation, rules in zip(call.generations, parsed.rules, strict=True)
+        ]
         self._is_first = True
 
     def write(self, deltas: list[tuple[int, TextDelta]]) -> Iterator[pb.GenerateReply]:
         """The replies that the next pieces make; none for one that brings nothing."""
         for index, delta in deltas:
-            reply = self._sequences[index].reply(delta)
-            if not reply.ListFields():
-                continue
-            reply.index = index
-            if self._is_first:
-                self._is_first = False
-                reply.request_id, reply.model = self._call.id, self._call.model.card.model
-            yield reply
+            for reply in self._sequences[index].replies(delta):
+                reply.index = index
+                if self._is_first:
+                    self._is_first = False
+                    reply.request_id, reply.model = self._call.id, self._call.model.card.model
+                yield reply
 
 
 class _Sequence:
     """One sequence's replies."""
 
-    def __init__(self, generation: Generation, parsed: ParsedRequest) -> None:
-        self._generation = generation
+    def __init__(self, generation: Generation, parsed: ParsedRequest, prompt: _PromptPieces) -> None:
+        self._generation, self._prompt = generation, prompt
         self._parser: AnswerParser | None = parsed.new_parser() if parsed.new_parser is not None else None
         self._most_calls = math.inf if parsed.most_calls is None else parsed.most_calls
-        self._has_calls = False
+        self._has_calls = self._has_begun = False
 
-    def reply(self, delta: TextDelta) -> pb.GenerateReply:
-        """The next reply, without what the whole call has in common; empty if there is nothing to tell."""
+    def replies(self, delta: TextDelta) -> Iterator[pb.GenerateReply]:
+        """The next replies, without what the whole call has in common; none if there is nothing to tell."""
+        if not self._has_begun:
+            self._has_begun = True
+            yield from (pb.GenerateReply(prompt=piece) for piece in self._prompt.pieces())
+        reply = self._reply(delta)
+        if reply.ListFields():
+            yield reply
+
+    def _reply(self, delta: TextDelta) -> pb.GenerateReply:
         reply = pb.GenerateReply(tokens=delta.tokens, logprobs=[_logprobs(one) for one in delta.logprobs])
         if self._parser is None:
             reply.text = delta.text
@@ -88,6 +106,42 @@ class _Sequence:
         reply.usage.prompt_tokens = generation.num_prompt_tokens
         reply.usage.completion_tokens = generation.num_generated
         reply.usage.cached_tokens = generation.cached_tokens
+
+
+class _PromptPieces:
+    """A sequence's prompt as it is told, if it is: its tokens, with ``echo`` their text, and the log probabilities."""
+
+    def __init__(self, generation: Generation, echo: bool, skip_special_tokens: bool) -> None:
+        self._generation, self._echo, self._skip_special_tokens = generation, echo, skip_special_tokens
+
+    def pieces(self) -> Iterator[pb.PromptPiece]:
+        """The whole prompt; made as it is taken, when the log probabilities are known."""
+        request = self._generation.request
+        if not self._echo and request.scoring is None:
+            return
+        tokens = request.prompt.tolist()
+        detokenizer = self._generation.model.detokenizers.new(skip_special_tokens=self._skip_special_tokens)
+        scored = scored_tokens(tokens, self._generation.prompt_scores)
+        for start in range(0, len(tokens), PIECE_TOKENS):
+            ids = tokens[start : start + PIECE_TOKENS]
+            piece = pb.PromptPiece(tokens=ids)
+            if self._echo:
+                piece.text = detokenizer.feed(ids)
+                if start + len(ids) == len(tokens):
+                    piece.text += detokenizer.flush()
+            if request.scoring is not None:
+                first = [] if start else [pb.PositionLogprobs()]
+                piece.logprobs.extend(first)
+                piece.logprobs.extend(_prompt_logprobs(one) for one in itertools.islice(scored, len(ids) - len(first)))
+            yield piece
+
+
+def _prompt_logprobs(one: ScoredToken) -> pb.PositionLogprobs:
+    return pb.PositionLogprobs(
+        sampled=pb.TokenProbability(token=one.token, logprob=one.logprob),
+        top=[pb.TokenProbability(token=token, logprob=logprob) for token, logprob in one.top],
+        rank=one.rank,
+    )
 
 
 def _logprobs(one: TokenLogprobs) -> pb.PositionLogprobs:

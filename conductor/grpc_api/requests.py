@@ -12,26 +12,35 @@ import msgspec
 from google.protobuf.message import Message as Protobuf
 from pydantic import ValidationError
 
-from tanghulu.conductor.http.schema import Body, ChatBody, CompletionBody, OpenAIBody, TokenizeBody
+from tanghulu.conductor.inference.schema import Body, ChatBody, CompletionBody, OpenAIBody, TokenizeBody
 from tanghulu.protos import inference_pb2 as pb
 from tanghulu.web.errors import BadField, from_validation
 
 B = TypeVar("B", bound=Body)
 _PROMPT = "prompt"
+#: The fields of a request that its prompt may stand in.
+_PROMPTS = ("text", "texts", "input_ids", "input_id_lists", "chat")
 
 
 def body_of(message: pb.GenerateRequest) -> OpenAIBody:
-    """The body of a chat, or of a completion of a text or of token ids. Raises BadField."""
-    fields = _given(message, but=("text", "input_ids", "chat", "sampling")) | _sampling(message)
-    fields["stream"] = True
+    """The body of a chat, or of a completion of texts or of token ids. Raises BadField."""
+    fields = _given(message, but=(*_PROMPTS, "sampling")) | _sampling(message)
     match message.WhichOneof("prompt"):
         case "text":
-            return _checked(CompletionBody, fields | {_PROMPT: message.text})
+            prompt: Any = message.text
         case "input_ids":
-            return _checked(CompletionBody, fields | {_PROMPT: list(message.input_ids.ids)})
+            prompt = list(message.input_ids.ids)
+        case "texts":
+            prompt = list(message.texts.texts)
+        case "input_id_lists":
+            prompt = [list(each.ids) for each in message.input_id_lists.lists]
         case "chat":
+            if message.echo:
+                raise BadField("echo is of texts and token ids alone; leave it out of a chat", "echo")
             return _checked(ChatBody, _chat_names(fields) | _chat(message.chat))
-    raise BadField("give one of text, input_ids and chat", _PROMPT)
+        case _:
+            raise BadField(f"give one of {', '.join(_PROMPTS[:-1])} and {_PROMPTS[-1]}", _PROMPT)
+    return _checked(CompletionBody, fields | {_PROMPT: prompt})
 
 
 def tokenize_body_of(message: pb.TokenizeRequest) -> TokenizeBody:

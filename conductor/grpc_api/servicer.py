@@ -24,9 +24,9 @@ from tanghulu.auth.credentials import AUTHORIZATION, from_metadata
 from tanghulu.auth.key_limits import RateLimitExceeded
 from tanghulu.conductor.grpc_api.replies import ReplyWriter
 from tanghulu.conductor.grpc_api.requests import body_of, tokenize_body_of
-from tanghulu.conductor.http.preprocess import ParsedRequest, parse_chat, parse_completion
-from tanghulu.conductor.http.schema import ChatBody, CompletionBody
-from tanghulu.conductor.http.service import Service
+from tanghulu.conductor.inference.preprocess import ParsedRequest, parse_chat, parse_completion
+from tanghulu.conductor.inference.schema import ChatBody, CompletionBody
+from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.stories.origin import Origin, Trace, request_id_of, sender_of, trace_of
 from tanghulu.conductor.text.preparing import INLINE_BYTES, in_thread
@@ -136,7 +136,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         parsed = await self._parsed(message, context, caller)
         call = self._service.start(message.request_id or uuid.uuid4().hex, parsed)
         caller.request_id = call.id
-        writer = ReplyWriter(call, parsed)
+        writer = ReplyWriter(call, parsed, message.echo)
         try:
             while not call.ended:
                 for reply in writer.write(await call.read()):

@@ -10,10 +10,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from tanghulu.conductor.dispatch.router import RoutedRequest
-from tanghulu.conductor.http.preprocess import ParsedRequest, parse_chat, parse_completion
 from tanghulu.conductor.http.reply import dumps, note_sender, parse_large, reading
-from tanghulu.conductor.http.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from tanghulu.conductor.http.service import Service
+from tanghulu.conductor.inference.preprocess import ParsedRequest, parse_chat, parse_completion
+from tanghulu.conductor.inference.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.stories.book import MAX_KEPT
 from tanghulu.conductor.text.preparing import in_thread
 from tanghulu.web.errors import BadField, RequestNotFound

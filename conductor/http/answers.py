@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tanghulu.conductor.http import openai_format as shape
-from tanghulu.conductor.http.generation import GenerationCall, TextDelta
 from tanghulu.conductor.http.reply import DONE, last_events
+from tanghulu.conductor.inference.generation import GenerationCall, TextDelta
 from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
 from tanghulu.conductor.tools.events import (
+    TOOL_CALLS,
     AnswerEvent,
     AnswerParser,
     CallArguments,
@@ -25,7 +26,6 @@ from tanghulu.conductor.tools.events import (
 )
 from tanghulu.errors import TanghuluError
 
-TOOL_CALLS = "tool_calls"
 #: The logprobs of a choice's next tokens, as the API shows them.
 Logprobs = Callable[[Sequence[TokenLogprobs]], Any]
 

@@ -2,7 +2,7 @@
 
 One table says of each what becomes of it: it works, it is refused with 400, or it is taken and changes nothing, and
 why. Bodies are checked by it, docs/http.md is written from it, and a test sends every row. Owns the names; the types
-and bounds of those that work are `schema`'s.
+and bounds of those that work are `inference.schema`'s.
 """
 
 from __future__ import annotations
@@ -14,24 +14,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
+from tanghulu.conductor.inference.schema import Api
 from tanghulu.web.errors import BadField
 
 #: Names of unknown fields that an answer tells of.
 _MOST_TOLD: Final = 8
 _MOST_NAME_CHARACTERS: Final = 64
 _UNPRINTABLE: Final = re.compile(r"[^A-Za-z0-9_.\-]")
-
-
-class Api(Enum):
-    """What has fields of its own: a body, or an object inside of one."""
-
-    CHAT = "/v1/chat/completions"
-    COMPLETIONS = "/v1/completions"
-    RESPONSES = "/v1/responses"
-    GENERATE = "/generate"
-    SAMPLING_PARAMS = "sampling_params of /generate"
-    STREAM_OPTIONS = "stream_options"
-    STRUCTURED_OUTPUTS = "structured_outputs"
 
 
 class Effect(Enum):

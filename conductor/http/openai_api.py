@@ -13,12 +13,12 @@ from starlette.responses import Response
 
 from tanghulu.conductor.http import openai_format as shape
 from tanghulu.conductor.http.answers import Choice, ParsedStream, whole_answer
-from tanghulu.conductor.http.generation import Generation, GenerationCall, TextDelta
-from tanghulu.conductor.http.preprocess import ParsedRequest, parse_chat, parse_completion
 from tanghulu.conductor.http.prompt_logprobs import EchoedLogprobs, with_prompt_logprobs
 from tanghulu.conductor.http.reply import DONE, EventStream, JsonWhenDone, last_events, reading
-from tanghulu.conductor.http.schema import ChatBody, CompletionBody, OpenAIBody
-from tanghulu.conductor.http.service import Service
+from tanghulu.conductor.inference.generation import Generation, GenerationCall, TextDelta
+from tanghulu.conductor.inference.preprocess import ParsedRequest, parse_chat, parse_completion
+from tanghulu.conductor.inference.schema import ChatBody, CompletionBody, OpenAIBody
+from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
 from tanghulu.errors import TanghuluError
 

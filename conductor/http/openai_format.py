@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tanghulu.conductor.http.generation import GenerationCall
 from tanghulu.conductor.http.reply import dumps, event
+from tanghulu.conductor.inference.generation import GenerationCall
 from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
 from tanghulu.conductor.text.served_model import ServedModel
 

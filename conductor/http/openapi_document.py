@@ -10,7 +10,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from tanghulu.conductor.http.responses.bodies import ResponsesBody
-from tanghulu.conductor.http.schema import (
+from tanghulu.conductor.inference.schema import (
     AbortBody,
     Body,
     ChatBody,
@@ -19,6 +19,8 @@ from tanghulu.conductor.http.schema import (
     GenerateBody,
     TokenizeBody,
 )
+from tanghulu.conductor.route_rights import CONDUCTOR
+from tanghulu.web.authorizer import Need
 
 #: The body of each route that has one.
 BODIES: Final[Mapping[str, type[Body]]] = {
@@ -35,8 +37,9 @@ _OF_BODIES: Final = {
     "408": "The body came too slowly",
     "413": "The body is too long",
     "415": "The body is not JSON",
-    "429": "Too many requests; Retry-After says when to come back",
 }
+#: Of a route that counts against the limits of its key, and of one that may find the queue full.
+_OF_INFERENCE: Final = {"429": "Too many requests; Retry-After says when to come back"}
 _OF_ALL: Final = {
     "400": "Something in the request is wrong; the error names it",
     "401": "A key is needed, or the key is unknown (with --api-keys)",
@@ -99,6 +102,8 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
     body = BODIES.get(path)
     errors = _OF_ALL | _OF_BODIES if body is not None or path == "/route" else _OF_ALL
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    if CONDUCTOR.of(path) is Need.INFERENCE:
+        errors = errors | _OF_INFERENCE
     if path in STREAMS:
         errors = errors | _OF_GENERATION
     for status, text in errors.items():

@@ -7,41 +7,14 @@ first token has null: nothing stands before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-from tanghulu.conductor.http.generation import Generation, GenerationCall
 from tanghulu.conductor.http.openai_format import CompletionLogprobs
-from tanghulu.conductor.routing.requests import PromptLogprobs, TokenLogprobs
+from tanghulu.conductor.inference.generation import Generation, GenerationCall
+from tanghulu.conductor.inference.prompt_scores import ScoredToken, scored_tokens
+from tanghulu.conductor.routing.requests import TokenLogprobs
 from tanghulu.conductor.text.served_model import ServedModel
-
-
-@dataclass(frozen=True, slots=True)
-class _Scored:
-    """One token of a prompt: its log probability and rank, and the most likely tokens there as (id, logprob)."""
-
-    position: int
-    token: int
-    logprob: float
-    rank: int
-    top: list[tuple[int, float]]
-    asked: list[float]
-
-
-def _each(prompt: Sequence[int], parts: Sequence[PromptLogprobs]) -> Iterator[_Scored]:
-    for part in parts:
-        rows = zip(
-            part.logprobs.tolist(),
-            part.ranks.tolist(),
-            part.top_ids.tolist(),
-            part.top_logprobs.tolist(),
-            part.asked_logprobs.tolist(),
-            strict=True,
-        )
-        for position, (logprob, rank, ids, values, asked) in enumerate(rows, part.position):
-            top = list(zip(ids, values, strict=True))
-            yield _Scored(position, int(prompt[position]), logprob, rank, top, asked)
 
 
 def _text_of(model: ServedModel, token: int) -> str:
@@ -67,7 +40,7 @@ class EchoedLogprobs(CompletionLogprobs):
         tokens = generation.request.prompt.tolist()
         values: list[float | None] = [None] * len(tokens)
         tops: list[dict[str, float] | None] = [None] * len(tokens)
-        for one in _each(tokens, generation.prompt_scores):
+        for one in scored_tokens(tokens, generation.prompt_scores):
             values[one.position] = one.logprob
             tops[one.position] = self._top(one)
         offsets = []
@@ -78,7 +51,7 @@ class EchoedLogprobs(CompletionLogprobs):
         texts = [_text_of(self._model, token) for token in tokens]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
-    def _top(self, one: _Scored) -> dict[str, float]:
+    def _top(self, one: ScoredToken) -> dict[str, float]:
         """The most likely tokens by their text, and the prompt's own; of several of one text the likeliest."""
         top: dict[str, float] = {}
         for token, logprob in [*one.top[: self._num_top], (one.token, one.logprob)]:
@@ -90,7 +63,7 @@ def vllm_prompt_logprobs(generation: Generation, num_top: int) -> list[dict[str,
     """``prompt_logprobs`` of a sequence: for each token of its prompt the entries by token id."""
     model = generation.model
     shown: list[dict[str, Any] | None] = [None] * generation.num_prompt_tokens
-    for one in _each(generation.request.prompt.tolist(), generation.prompt_scores):
+    for one in scored_tokens(generation.request.prompt.tolist(), generation.prompt_scores):
         ranked = [(one.token, one.logprob, one.rank)]
         ranked += [(token, logprob, rank) for rank, (token, logprob) in enumerate(one.top[:num_top], 1)]
         shown[one.position] = {
@@ -128,7 +101,7 @@ def sglang_input_logprobs(generation: Generation, with_text: bool) -> dict[str, 
     own: list[Any] = [entry(None, prompt[scoring.start - 1])]
     top: list[Any] = [None]
     asked: list[Any] = [None]
-    for one in _each(prompt, generation.prompt_scores):
+    for one in scored_tokens(prompt, generation.prompt_scores):
         own.append(entry(one.logprob, one.token))
         top.append([entry(logprob, token) for token, logprob in one.top])
         pairs = zip(sampling.logprob_token_ids, one.asked, strict=True)

@@ -11,12 +11,12 @@ from typing import Any, Final
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from tanghulu.conductor.http.generation import Generation, GenerationCall, TextDelta
-from tanghulu.conductor.http.preprocess import parse_generate
 from tanghulu.conductor.http.prompt_logprobs import sglang_input_logprobs
 from tanghulu.conductor.http.reply import DONE, EventStream, JsonWhenDone, dumps, last_events, reading
-from tanghulu.conductor.http.schema import AbortBody, GenerateBody
-from tanghulu.conductor.http.service import Service
+from tanghulu.conductor.inference.generation import Generation, GenerationCall, TextDelta
+from tanghulu.conductor.inference.preprocess import parse_generate
+from tanghulu.conductor.inference.schema import AbortBody, GenerateBody
+from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import TanghuluError

@@ -12,7 +12,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor import route_rights
-from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES
+from tanghulu.conductor.inference.service import DEFAULT_BODY_BYTES
 from tanghulu.conductor.pool_router.app import make_app
 from tanghulu.conductor.pool_router.forward import Forwarder
 from tanghulu.conductor.pool_router.grid import PoolMap, read_pools

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
+
+#: Why an answer ended that calls tools.
+TOOL_CALLS: Final = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)

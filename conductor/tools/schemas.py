@@ -2,12 +2,16 @@
 
 A tool's parameters are a schema with references of its own (``#/$defs/City``). Several stand in one schema, so each is
 put under ``$defs`` by a name of its own, and its references follow it there.
+
+An object that lists its properties is closed: it has no others, unless its schema speaks of them. JSON Schema would let
+any through, and small models go on inventing arguments until their tokens run out, which no function takes.
 """
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 #: The most calls of one answer that a grammar lets through: a model at a loss would go on for ever.
@@ -18,6 +22,14 @@ _ANY_OBJECT: Final = {"type": "object"}
 _GUIDANCE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 #: Values of these keys are data, not schemas.
 _DATA: Final = frozenset(("enum", "const", "default", "examples", "example"))
+#: The values of these keys are schemas by names of the client's own.
+_NAMED: Final = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+#: An object with one of these says itself what else it may have.
+_OPEN: Final = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"))
+#: A schema with one of these sees properties that other schemas list, too.
+_COMBINING: Final = frozenset(("allOf", "if", "not", "dependentSchemas", "$dynamicRef"))
+#: So does one that lists properties beside one of these.
+_BESIDE_PROPERTIES: Final = frozenset(("$ref", "anyOf", "oneOf"))
 
 
 def arguments_schema(parameters: Mapping[str, Any] | None) -> str:
@@ -64,7 +76,37 @@ def _object_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     """``parameters`` as a schema of an object; a function without any takes whatever the model gives it."""
     if not parameters:
         return dict(_ANY_OBJECT)
+    parameters = _closed(parameters)
     return dict(parameters) if "type" in parameters or "$ref" in parameters else {"type": "object", **parameters}
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``schema`` with its objects closed; as it is where several schemas speak of one object."""
+    own = copy.deepcopy(dict(schema))
+    parts = list(_parts(own))
+    if any(_combines(part) for part in parts):
+        return schema
+    for part in parts:
+        if "properties" in part and not _OPEN & part.keys():
+            part["additionalProperties"] = False
+    return own
+
+
+def _combines(part: Mapping[str, Any]) -> bool:
+    return bool(_COMBINING & part.keys()) or ("properties" in part and bool(_BESIDE_PROPERTIES & part.keys()))
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """``schema``, and all schemas inside of it."""
+    yield schema
+    for key, value in schema.items():
+        if key in _DATA:
+            continue
+        named = key in _NAMED and isinstance(value, dict)
+        inner = value.values() if named else value if isinstance(value, list) else (value,)
+        for each in inner:
+            if isinstance(each, dict):
+                yield from _parts(each)
 
 
 def _moved(schema: Any, root: str, depth: int) -> Any:

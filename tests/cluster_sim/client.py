@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from tanghulu.conductor.http.generation import GenerationCall, TextDelta
+from tanghulu.conductor.inference.generation import GenerationCall, TextDelta
 from tanghulu.conductor.routing.requests import FinishReason
 from tanghulu.errors import (
     DeadlineExceeded,

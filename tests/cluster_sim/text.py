@@ -12,7 +12,7 @@ import xxhash
 from msgspec import structs
 from tokenizers import Tokenizer
 
-from tanghulu.conductor.http.generation import TextRules
+from tanghulu.conductor.inference.generation import TextRules
 from tanghulu.conductor.routing.requests import FinishReason, GenerationRequest, Sampling, StopRule
 from tanghulu.hashing import Tokens
 from tanghulu.types import RequestId

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
+import httpx
 import openai
 import pytest
+from pydantic import BaseModel
 
 from tests.e2e.cluster import eventually
 
@@ -136,6 +139,55 @@ def test_a_tool_call_that_is_wanted_comes(client, choice, names):
     stream = client.chat.completions.create(**ask, parallel_tool_calls=False, temperature=1.5, seed=5, stream=True)
     pieces = [piece for chunk in stream for piece in chunk.choices[0].delta.tool_calls or ()]
     assert "".join(piece.function.arguments for piece in pieces) == call.function.arguments
+
+
+class City(BaseModel):
+    """A city and its country; nothing says that there may be no more."""
+
+    name: Literal["Rome", "Paris"]
+    country: Literal["Italy", "France"]
+
+
+CITY_TOOL = {"type": "function", "function": {"name": "show_city", "parameters": City.model_json_schema()}}
+ABOUT_ROME = [{"role": "user", "content": "Which country is Rome in? Show it."}]
+
+
+@pytest.mark.slow
+def test_langchain_s_tools_and_structured_answers(cluster):
+    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[grammar]'")
+    langchain = pytest.importorskip("langchain_openai", reason="extra: langchain-openai is not installed")
+    with httpx.Client(trust_env=False) as http:
+        chat = langchain.ChatOpenAI(
+            model=MODEL,
+            base_url=f"{cluster.url}/v1",
+            api_key="unused",
+            max_retries=0,
+            temperature=0,
+            max_tokens=120,
+            http_client=http,
+        )
+        answer = chat.bind_tools([CITY_TOOL], tool_choice="any", parallel_tool_calls=False).invoke(ABOUT_ROME)
+        (call,) = answer.tool_calls
+        assert call["name"] == "show_city"
+        assert City.model_validate(call["args"]).model_dump() == call["args"], "no argument is invented"
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "shown"}
+        assert chat.invoke([*ABOUT_ROME, answer, result], max_tokens=8).text
+        assert isinstance(chat.with_structured_output(City).invoke(ABOUT_ROME), City)
+
+
+@pytest.mark.slow
+def test_litellm_s_tools(cluster, monkeypatch):
+    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[grammar]'")
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    litellm = pytest.importorskip("litellm", reason="extra: litellm is not installed")
+    ask = {"model": f"openai/{MODEL}", "api_base": f"{cluster.url}/v1", "api_key": "unused", "messages": ABOUT_ROME}
+    ask |= {"tools": [CITY_TOOL], "tool_choice": "required", "temperature": 0, "max_tokens": 120}
+    ask |= {"parallel_tool_calls": False, "max_retries": 0}
+    (choice,) = litellm.stream_chunk_builder(list(litellm.completion(**ask, stream=True))).choices
+    assert choice.finish_reason == "tool_calls"
+    arguments = json.loads(choice.message.tool_calls[0].function.arguments)
+    assert City.model_validate(arguments).model_dump() == arguments, "no argument is invented"
 
 
 def test_errors_are_typed(client, cluster):

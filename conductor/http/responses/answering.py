@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from tanghulu.conductor.http import openai_format as shape
-from tanghulu.conductor.http.generation import GenerationCall, TextDelta
-from tanghulu.conductor.http.preprocess import ParsedRequest
 from tanghulu.conductor.http.reply import dumps, last_events
 from tanghulu.conductor.http.responses.bodies import InputItem, ResponsesBody, messages_of
 from tanghulu.conductor.http.responses.output import OutputItems, Told
+from tanghulu.conductor.inference.generation import GenerationCall, TextDelta
+from tanghulu.conductor.inference.preprocess import ParsedRequest
 from tanghulu.conductor.routing.requests import FinishReason
 from tanghulu.conductor.tools.events import AnswerEvent, ContentText, ReasoningText
 from tanghulu.errors import TanghuluError

@@ -9,11 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tanghulu.conductor.http.fields import Api
-from tanghulu.conductor.http.schema import (
+from tanghulu.conductor.inference.schema import (
     MAX_LOGPROBS,
     MAX_MESSAGES,
     MAX_TOOLS,
+    Api,
     ChatBody,
     NumTokens,
     RoutedBody,

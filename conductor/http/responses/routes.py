@@ -10,13 +10,13 @@ from fastapi import APIRouter, Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from tanghulu.conductor.http.preprocess import parse_chat
 from tanghulu.conductor.http.reply import EventStream, JsonWhenDone, note_sender, reading
 from tanghulu.conductor.http.responses.answering import ResponseReader
 from tanghulu.conductor.http.responses.bodies import ResponsesBody, messages_of, with_instructions
 from tanghulu.conductor.http.responses.kept import KeptResponse, KeptResponses
-from tanghulu.conductor.http.schema import ChatBody
-from tanghulu.conductor.http.service import Service
+from tanghulu.conductor.inference.preprocess import parse_chat
+from tanghulu.conductor.inference.schema import ChatBody
+from tanghulu.conductor.inference.service import Service
 from tanghulu.web.errors import BadField, ResponseNotFound, from_validation
 
 

@@ -26,10 +26,17 @@ class Answer:
     reasoning: str = ""
     tool_calls: list[tuple[str, str]] = field(default_factory=list)
     logprobs: list[pb.PositionLogprobs] = field(default_factory=list)
+    prompt: pb.PromptPiece = field(default_factory=pb.PromptPiece)
+    num_pieces: int = 0
     last: pb.GenerateReply = field(default_factory=pb.GenerateReply)
 
     def add(self, reply: pb.GenerateReply) -> None:
         assert not self.last.finish_reason, "nothing comes behind the last reply"
+        if reply.HasField("prompt"):
+            assert not self.tokens, "the prompt comes first"
+            self.prompt.MergeFrom(pb.PromptPiece(tokens=reply.prompt.tokens, logprobs=reply.prompt.logprobs))
+            self.prompt.text += reply.prompt.text
+            self.num_pieces += 1
         self.tokens += reply.tokens
         self.text += reply.text
         self.reasoning += reply.reasoning

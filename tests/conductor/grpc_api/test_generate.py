@@ -7,6 +7,7 @@ import asyncio
 import grpc
 import pytest
 
+from tanghulu.conductor.grpc_api.replies import PIECE_TOKENS
 from tanghulu.protos import inference_pb2 as pb
 from tanghulu.types import Role
 from tests.conductor.fake_worker import CONTEXT, EOS, TOKENIZER
@@ -73,6 +74,89 @@ async def test_stop_strings_end_the_text_and_are_told(served):
     assert (answer.last.finish_reason, answer.last.stop_text) == ("stop", "wör")
 
 
+async def test_a_prompt_that_is_only_scored_is_told_as_over_http(served):
+    cluster, stub = served
+    await cluster.add()
+    prompt = "the café"
+    request = text_request(prompt, max_tokens=0, logprobs=2)
+    request.echo = True
+    (answer,) = await whole(stub.Generate(request))
+    body = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 0}
+    (choice,) = (await cluster.http.post("/v1/completions", json=body)).json()["choices"]
+    assert answer.prompt.text == choice["text"] == prompt
+    assert list(answer.prompt.tokens) == TOKENIZER.encode(prompt).ids
+    first, *rest = answer.prompt.logprobs
+    assert first == pb.PositionLogprobs()
+    assert [one.sampled.token for one in rest] == list(answer.prompt.tokens[1:])
+    assert [one.sampled.logprob for one in rest] == choice["logprobs"]["token_logprobs"][1:]
+    assert [[each.token for each in one.top] for one in rest] == [[0, 1]] * len(rest)
+    assert rest[0].rank == 3
+    assert (answer.tokens, answer.text, answer.last.finish_reason) == ([], "", "length")
+    assert answer.last.usage.completion_tokens == 0
+    assert cluster.workers[0].submits[0].scoring == cluster.workers[0].submits[1].scoring
+
+
+async def test_a_prompt_is_told_before_its_answer(served):
+    cluster, stub = served
+    await cluster.add()
+    request = text_request("the", n=2)
+    request.echo = True
+    answers = await whole(stub.Generate(request))
+    assert [(each.prompt.text, each.tokens) for each in answers] == [("the", IDS[:4])] * 2
+    assert not any(each.prompt.logprobs for each in answers)
+    assert not cluster.workers[0].submits[0].HasField("scoring")
+
+
+async def test_a_long_prompt_comes_in_pieces(served):
+    cluster, stub = served
+    await cluster.add()
+    prompt = "é1" * 150
+    request = text_request(prompt)
+    request.echo, request.prompt_logprobs = True, 0
+    (answer,) = await whole(stub.Generate(request))
+    ids = TOKENIZER.encode(prompt).ids
+    assert answer.prompt.text == prompt
+    assert list(answer.prompt.tokens) == ids
+    assert [one.sampled.token for one in answer.prompt.logprobs[1:]] == ids[1:]
+    assert answer.num_pieces == -(-len(ids) // PIECE_TOKENS) > 1
+    assert answer.tokens == IDS[:4]
+
+
+async def test_the_prompt_of_a_chat_is_scored_too(served):
+    cluster, stub = served
+    await cluster.add()
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
+    (answer,) = await whole(stub.Generate(pb.GenerateRequest(chat=chat, prompt_logprobs=1)))
+    body = {"messages": [{"role": "user", "content": "hi"}], "prompt_logprobs": 1}
+    shown = (await cluster.http.post("/v1/chat/completions", json=body)).json()["prompt_logprobs"]
+    for one, entry in zip(answer.prompt.logprobs[1:], shown[1:], strict=True):
+        own = entry[str(one.sampled.token)]
+        assert (one.sampled.logprob, one.rank) == (own["logprob"], own["rank"])
+        assert [each.logprob for each in one.top] == [entry[str(one.top[0].token)]["logprob"]]
+    assert not answer.prompt.text
+
+
+async def test_several_prompts_in_one_call(served):
+    cluster, stub = served
+    await cluster.add()
+    sampling = pb.SamplingOptions(max_tokens=4, n=2, seed=5)
+    texts = ["the", "café"]
+    for request in (
+        pb.GenerateRequest(texts=pb.Texts(texts=texts), sampling=sampling, echo=True, request_id="mine"),
+        pb.GenerateRequest(
+            input_id_lists=pb.TokenIdLists(lists=[pb.TokenIds(ids=TOKENIZER.encode(text).ids) for text in texts]),
+            sampling=sampling,
+            echo=True,
+        ),
+    ):
+        answers = await whole(stub.Generate(request))
+        assert [answer.prompt.text for answer in answers] == ["the", "the", "café", "café"]
+        assert [answer.tokens for answer in answers] == [IDS[:4]] * 4
+        assert all(answer.last.usage.completion_tokens == 4 for answer in answers)
+    assert sorted(submit.sampling.seed for submit in cluster.workers[0].submits[:4]) == [5, 5, 6, 6]
+    assert not cluster.conductor.service.calls
+
+
 async def test_tools_are_called(tmp_path):
     async with grpc_cluster(tmp_path, tool_call_parser="hermes") as (cluster, stub):
         script = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
@@ -106,7 +190,20 @@ async def test_all_that_can_be_sampled_by_reaches_the_worker(served):
 
 
 BAD = [
-    (pb.GenerateRequest(), "INVALID_ARGUMENT", "give one of text, input_ids and chat"),
+    (pb.GenerateRequest(), "INVALID_ARGUMENT", "give one of text, texts, input_ids, input_id_lists and chat"),
+    (pb.GenerateRequest(texts=pb.Texts()), "INVALID_ARGUMENT", "the list of prompts is empty"),
+    (pb.GenerateRequest(input_id_lists=pb.TokenIdLists(lists=[pb.TokenIds()])), "INVALID_ARGUMENT", "prompt"),
+    (
+        pb.GenerateRequest(texts=pb.Texts(texts=["x"] * 65), sampling=pb.SamplingOptions(n=2)),
+        "INVALID_ARGUMENT",
+        "at most 128 sequences",
+    ),
+    (pb.GenerateRequest(text="x", prompt_logprobs=21), "INVALID_ARGUMENT", "prompt_logprobs"),
+    (
+        pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")]), echo=True),
+        "INVALID_ARGUMENT",
+        "echo is of texts and token ids alone",
+    ),
     (text_request(temperature=-1), "INVALID_ARGUMENT", "temperature"),
     (text_request(n=17), "INVALID_ARGUMENT", "n:"),
     (text_request(stop=[""]), "INVALID_ARGUMENT", "stop"),

@@ -13,8 +13,8 @@ import tanghulu.web.bodies as web_bodies
 from tanghulu.conductor.http import reply
 from tanghulu.conductor.http.json_marks import BRACKET_MARKS, JsonMarks
 from tanghulu.conductor.http.reply import parse_fields
-from tanghulu.conductor.http.schema import CompletionBody
-from tanghulu.conductor.http.service import MAX_JSON_BYTES_PER_TOKEN
+from tanghulu.conductor.inference.schema import CompletionBody
+from tanghulu.conductor.inference.service import MAX_JSON_BYTES_PER_TOKEN
 from tanghulu.conductor.text import preparing, served_model
 from tanghulu.conductor.text.served_model import MAX_CHARACTERS_PER_TOKEN
 from tanghulu.errors import ContextLengthExceeded

@@ -10,9 +10,9 @@ import pytest
 
 from tanghulu.conductor.dispatch.lifecycle import DeliverTokens, End
 from tanghulu.conductor.dispatch.token_stream import Arrivals, TokenStream
-from tanghulu.conductor.http.generation import GenerationCall, TextRules
 from tanghulu.conductor.http.openai_api import _TextStream
 from tanghulu.conductor.http.openai_format import ChunkWriter
+from tanghulu.conductor.inference.generation import GenerationCall, TextRules
 from tanghulu.conductor.routing.requests import FinishReason, StopRule
 from tanghulu.conductor.stories.story import Story
 from tanghulu.conductor.text.detokenizer import DetokenizerFactory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -13,10 +14,12 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from tanghulu.conductor.http import fields, schema
-from tanghulu.conductor.http.fields import ROWS, TABLE, Api, Effect, FieldRow
+from tanghulu.conductor.http import fields
+from tanghulu.conductor.http.fields import ROWS, TABLE, Effect, FieldRow
 from tanghulu.conductor.http.reply import parse_fields
 from tanghulu.conductor.http.responses.bodies import ResponsesBody
+from tanghulu.conductor.inference import schema
+from tanghulu.conductor.inference.schema import Api
 from tanghulu.types import Role
 from tanghulu.web.errors import BadField
 from tests.conductor.cluster import running_cluster
@@ -96,6 +99,14 @@ def test_what_is_refused_is_refused_by_name(row):
         assert caught.value.param == (inside or row.name)
         assert row.name in caught.value.message
         assert row.note in caught.value.message
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.effect is Effect.REFUSED], ids=lambda row: row.name)
+def test_what_is_refused_passes_where_it_asks_for_nothing(row):
+    for api in row.apis:
+        for value in (None, False, "", {}, [], [None, False], *row.neutral):
+            path, body = _request(dataclasses.replace(row, example=value), api)
+            assert not parse_fields(_BODY_OF[path], json.dumps(body).encode()).unknown
 
 
 async def test_what_is_not_refused_is_served_without_a_warning(cluster):

@@ -8,8 +8,8 @@ import json
 
 import pytest
 
-from tanghulu.conductor.http.generation import TextDelta
 from tanghulu.conductor.http.sglang_api import GROWTH_SHARE, _Answer
+from tanghulu.conductor.inference.generation import TextDelta
 from tanghulu.conductor.routing.requests import FinishReason
 from tests.conductor.fake_worker import CONTEXT, EOS, MODEL, TOKENIZER
 

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from tanghulu.conductor.dashboard import docs_page
 from tanghulu.conductor.http import fields
 from tanghulu.conductor.http.openapi_document import BODIES, STREAMS
+from tanghulu.conductor.route_rights import CONDUCTOR
+from tanghulu.web.authorizer import Need
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.floats(-9, 9) | st.text(max_size=4) | st.just(1 << 70),
@@ -138,6 +140,14 @@ async def test_the_document_has_bodies_and_answers(cluster):
     assert answers_422 == set(STREAMS), "FastAPI's own are answered with 400"
     told = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
     assert told <= schemas.keys()
+
+
+async def test_every_route_that_counts_for_a_key_says_that_it_may_have_had_its_share(cluster):
+    document = (await cluster.http.get("/openapi.json")).json()
+    counted = {path for path in document["paths"] if CONDUCTOR.of(path) is Need.INFERENCE}
+    told = {path for path, each in document["paths"].items() if all("429" in one["responses"] for one in each.values())}
+    assert counted == told
+    assert "/v1/responses/{response_id}" in counted
 
 
 async def test_the_page_asks_no_other_host(cluster):

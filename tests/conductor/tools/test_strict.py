@@ -112,3 +112,51 @@ def test_data_in_a_schema_is_left_alone():
     parameters = {"properties": {"$ref": {"enum": ["#", {"$ref": "#"}]}, "self": {"$ref": "#"}}}
     moved = json.loads(calls_schema([("f", parameters)]))["$defs"]["t0"]
     assert moved["properties"] == {"$ref": {"enum": ["#", {"$ref": "#"}]}, "self": {"$ref": "#/$defs/t0"}}
+
+
+class TestObjectsThatListTheirPropertiesAreClosed:
+    def test_wherever_they_stand(self):
+        inner = {"type": "object", "properties": {"if": {"type": "string"}}}
+        given = {
+            "properties": {
+                "a": inner,
+                "b": {"type": "array", "items": inner},
+                "c": {"anyOf": [inner, {"type": "null"}]},
+            },
+            "$defs": {"not": inner},
+        }
+        before = json.dumps(given)
+        made = json.loads(arguments_schema(given))
+        closed = inner | {"additionalProperties": False}
+        assert made["additionalProperties"] is False
+        assert made["properties"]["a"] == made["properties"]["b"]["items"] == made["$defs"]["not"] == closed
+        assert made["properties"]["c"]["anyOf"] == [closed, {"type": "null"}]
+        assert json.dumps(given) == before
+        assert json.loads(calls_schema([("f", given)]))["$defs"]["t0"]["properties"]["a"] == closed
+
+    @pytest.mark.parametrize(
+        "own",
+        [
+            {"additionalProperties": True},
+            {"additionalProperties": {"type": "string"}},
+            {"patternProperties": {"^x": {}}},
+            {"allOf": [{"properties": {"b": {}}}]},
+            {"anyOf": [{"properties": {"b": {}}}]},
+            {"$ref": "#/$defs/B", "$defs": {"B": {"properties": {"b": {}}}}},
+            {"default": {"properties": {"b": 1}}, "additionalProperties": True},
+        ],
+        ids=lambda own: next(iter(own)),
+    )
+    def test_but_where_they_say_what_else_they_have(self, own):
+        given = {"type": "object", "properties": {"a": {"type": "string"}}, **own}
+        made = json.loads(arguments_schema(given))
+        assert {name: made[name] for name in given} == given
+        assert made.get("additionalProperties") == own.get("additionalProperties")
+
+    def test_nothing_is_invented_by_the_grammar(self):
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(
+            arguments_schema({"type": "object", "properties": {"city": {"type": "string"}}})
+        )
+        tokenizer = _tokenizer(special=False)
+        assert _taken(grammar, tokenizer, '{"city": "Rome"}')
+        assert not _taken(grammar, tokenizer, '{"city": "Rome", "type": "string"}')

@@ -1,6 +1,6 @@
 """The bodies that clients send, checked: types strictly, ranges here.
 
-Owns the types and bounds of the fields that work; `fields` has all names, and what becomes of those that do not.
+Owns the types and bounds of the fields that work; `http.fields` has all names, and what becomes of the others.
 Knows nothing of models or tokens.
 """
 
@@ -10,12 +10,12 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
+from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from tanghulu.auth.api_keys import ApiKey
-from tanghulu.conductor.http.fields import Api
 from tanghulu.conductor.routing.overrides import WEIGHTS, RoutingOverrides
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.routing.requests import Timeouts
@@ -69,11 +69,23 @@ TokenIdLists = Annotated[list[TokenIds], Field(fail_fast=True)]
 Prompts = str | Texts | TokenIds | TokenIdLists
 
 
+class Api(Enum):
+    """What has fields of its own: a body, or an object inside of one."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+    RESPONSES = "/v1/responses"
+    GENERATE = "/generate"
+    SAMPLING_PARAMS = "sampling_params of /generate"
+    STREAM_OPTIONS = "stream_options"
+    STRUCTURED_OUTPUTS = "structured_outputs"
+
+
 class Body(BaseModel):
     """The base of all bodies. ``unknown`` are the names of the client's fields that mean nothing here."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
-    #: The table of `fields` that has the names of this body; None: there are no others than those below.
+    #: The table of `http.fields` that has the names of this body; None: there are no others than those below.
     api: ClassVar[Api | None] = None
     _unknown: tuple[str, ...] = PrivateAttr(())
 

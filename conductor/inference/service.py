@@ -1,4 +1,4 @@
-"""The state that the HTTP routes share: the dispatcher, the calls under way by their client's id, the limits."""
+"""The state that HTTP and gRPC share: the dispatcher, the calls under way by their client's id, the limits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tanghulu.auth.api_keys import ApiKey, KeyRight
 from tanghulu.auth.key_limits import KeyAccounts
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher
 from tanghulu.conductor.dispatch.registry import RegisteredWorker
-from tanghulu.conductor.http.generation import GenerationCall
-from tanghulu.conductor.http.preprocess import ParsedRequest
-from tanghulu.conductor.http.retry_after import RetryAfter
+from tanghulu.conductor.inference.generation import GenerationCall
+from tanghulu.conductor.inference.preprocess import ParsedRequest
+from tanghulu.conductor.inference.retry_after import RetryAfter
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.conductor.tools.choosing import ParserNames
 from tanghulu.errors import TanghuluError
@@ -42,7 +42,7 @@ class UnknownFields(Enum):
 
 @dataclass(eq=False)
 class Service:
-    """The state behind all routes."""
+    """The state behind all routes and methods."""
 
     dispatcher: Dispatcher
     metrics: CollectorRegistry

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tanghulu.conductor.http.schema import MAX_GRAMMAR_CHARS, ChatBody, FunctionDefinition, Tool
+from tanghulu.conductor.inference.schema import MAX_GRAMMAR_CHARS, ChatBody, FunctionDefinition, Tool
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.conductor.tools import prompting, schemas
 from tanghulu.conductor.tools.call_reader import ARGUMENTS_MARK

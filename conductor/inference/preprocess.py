@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from tanghulu.conductor.http.generation import TextRules
-from tanghulu.conductor.http.schema import (
+from tanghulu.conductor.inference.generation import TextRules
+from tanghulu.conductor.inference.schema import (
     MAX_CHOICES,
     MAX_GRAMMAR_CHARS,
     MAX_LOGPROBS,
@@ -27,7 +27,7 @@ from tanghulu.conductor.http.schema import (
     RoutedBody,
     SamplingFields,
 )
-from tanghulu.conductor.http.tool_requests import WantedCalls
+from tanghulu.conductor.inference.tool_requests import WantedCalls
 from tanghulu.conductor.routing.overrides import NO_OVERRIDES
 from tanghulu.conductor.routing.requests import GenerationRequest, Sampling, StopRule, WantedPromptLogprobs
 from tanghulu.conductor.text.served_model import ServedModel
