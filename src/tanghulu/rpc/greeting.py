@@ -12,6 +12,12 @@ from tanghulu.rpc.versions import SPOKEN, settled
 
 
 async def show(connection: AsyncFastConnection, credentials: Credentials, deadline_s: float) -> None:
+    """Greet a peer that needs it for the credentials alone, if there are any; raises Unauthorized."""
+    if credentials.shown:
+        await greet(connection, credentials, deadline_s)
+
+
+async def greet(connection: AsyncFastConnection, credentials: Credentials, deadline_s: float) -> None:
     """Greet the master at the other end; raises Unauthorized, or VersionMismatch."""
     call = hello(credentials)
     reply = await connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s)
@@ -29,8 +35,8 @@ def hello(credentials: Credentials) -> Call[store_pb2.HelloReply]:
     return HELLO.call(request)
 
 
-def show_blocking(connection: FastConnection, credentials: Credentials, deadline_s: float) -> None:
-    """``show`` on a blocking connection, which is closed if it is refused."""
+def greet_blocking(connection: FastConnection, credentials: Credentials, deadline_s: float) -> None:
+    """``greet`` on a blocking connection, which is closed if it is refused."""
     try:
         outcome = connection.call_one(hello(credentials), deadline_s=deadline_s)
         if isinstance(outcome, TanghuluError):

@@ -84,7 +84,7 @@ class Forwarding:
                 left_s = max(until_s - self._server.now_s, 0.0)
                 round_s = min(left_s, WAIT_ROUND_S)
                 part = pb.WaitRequest(keys=request.keys, deadline_ms=int(round_s * 1000))
-                reply: pb.WaitReply = await self._ask(methods.WAIT.call(part), round_s + CALL_S)
+                reply: pb.WaitReply = await self._ask(methods.WAIT.call(part), round_s)
                 if 0 not in reply.found or left_s <= WAIT_ROUND_S:
                     return reply
 
@@ -132,10 +132,13 @@ class Forwarding:
             for each, result in zip(said, results, strict=True)
         ]
 
-    async def _ask(self, call: Call[Any], within_s: float = CALL_S) -> Any:
-        """The owners' answers to ``call`` as one; raises MasterUnavailable if one did not answer in time."""
+    async def _ask(self, call: Call[Any], waits_s: float = 0.0) -> Any:
+        """The owners' answers to ``call`` as one; raises MasterUnavailable if one did not answer in time.
+
+        ``waits_s``: what it is to wait at the owners.
+        """
         driver = self._driver_by_map()
-        deadline = driver.deadline(within_s)
+        deadline = driver.deadline(waits_s + CALL_S)
         try:
             reply = await driver.run(ask_each_owner(driver.context, deadline, call, waits=True), deadline)
         except MasterUnavailable as error:  # MOVED, say, which the caller does not know
@@ -179,7 +182,7 @@ class Forwarding:
         self._num_streams += 1
         self._server.metrics.counts.forwarded += 1
         generation = self._server.rng.getrandbits(63) | 1  # a stream is not resumed: the next one has other numbers
-        numbering = _Numbering(generation)
+        numbering = Numbering(generation)
         try:
             feed = follow_directory(self._itself, request.key_prefix, STREAM_KEYS)
             async with contextlib.aclosing(feed) as batches:  # type: ignore[type-var]
@@ -193,7 +196,7 @@ class Forwarding:
         return f"Forwarding({self._num_calls} calls, {self._num_bytes} bytes, {self._num_streams} streams)"
 
 
-class _Numbering:
+class Numbering:
     """Numbers events as a single master does: a snapshot has one number, each change behind it the next."""
 
     def __init__(self, generation: int) -> None:
