@@ -21,7 +21,7 @@ from tanghulu.masters import Masters
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc
 from tanghulu.rpc.fast_aio import AsyncFastConnection
-from tanghulu.rpc.greeting import show
+from tanghulu.rpc.greeting import greet
 from tanghulu.rpc.grpc_edge import channel, typed_errors
 from tanghulu.store.followed_ranges import MOST_KEYS, FollowedRanges, OwnerStream
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
@@ -232,7 +232,7 @@ class _Feed:
             async with asyncio.timeout(ATTEMPT_S):
                 connection = await AsyncFastConnection.connect(address, tls=credentials.tls)
                 try:
-                    await show(connection, credentials, ATTEMPT_S)
+                    await greet(connection, credentials, ATTEMPT_S)
                     return (await connection.call(MASTERS.number, request, MASTERS.reply)).message
                 except InvalidRequest:
                     return MastersReply(0, 0)

@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
+from tanghulu.auth.credentials import Credentials, read_token
 from tanghulu.auth.tokens import TokensFile
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import ConfigError, InvalidRequest
@@ -29,6 +30,7 @@ from tanghulu.store.master.election.ownership import Duties, EtcdOwnership
 from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.ownership import OwnsAll, RangeOwnership
 from tanghulu.store.master.rpc.directory_service import DirectoryCalls, DirectoryService
+from tanghulu.store.master.rpc.forwarding import Forwarding
 from tanghulu.store.master.rpc.membership_service import MembershipService
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol.methods import MASTER_GRPC_RULES
@@ -52,6 +54,10 @@ class MasterConfig(PortOptions, ProcessConfig):
         "share the keys with the other masters of --etcd, each a part of them; on trial: a part whose owner is lost "
         "is known again when the nodes have reported it to the next one",
     )
+    token: str = option(
+        "",
+        "an operator's token, with read and write, to show to other masters: of use with --share-ranges and --tokens",
+    )
     seed: int = option(0, "seed of placement's random choices; 0: a different one each start")
 
     def __post_init__(self) -> None:
@@ -64,6 +70,8 @@ class MasterConfig(PortOptions, ProcessConfig):
             raise ConfigError(f"--election-ttl-s {self.election_ttl_s:g} is not within 1..60 seconds")
         if self.share_ranges and not self.etcd:
             raise ConfigError("--share-ranges needs --etcd, where masters find each other")
+        if self.share_ranges and self.tokens is not None and not self.token:
+            raise ConfigError("--share-ranges with --tokens needs --token, to ask the other masters for older clients")
 
 
 async def serve(process: Process, config: MasterConfig, ownership: RangeOwnership | None = None) -> None:
@@ -92,7 +100,8 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
         running.append(leadership.run())
     if server.leadership is not None:
         metrics.observe_leadership(server.leadership)
-    calls = DirectoryCalls(server)
+    forwarding = _forwarding(config, address, server) if server.ownership.shares else None
+    calls = DirectoryCalls(server, forwarding)
     metrics.observe_waits(calls.waiting.board)
     calls.serve(service)
     tasks: list[asyncio.Task[None]] = []
@@ -111,6 +120,8 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
         for task in tasks:  # resigning first: the others elect while this one says good-bye
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if forwarding is not None:
+            await forwarding.close()
         await port_mux.close(grace_s=0.2)
 
 
@@ -123,6 +134,10 @@ def _ownership(process: Process, config: MasterConfig, address: Address, server:
     instance = replace(_instance(process, config, address), attributes={PROTOCOL: str(RANGES_FROM)})
     duties = Duties(server.own, server.disown, server.lead, server.lead_no_more, server.nodes_told)
     return EtcdOwnership(_etcd(config), instance, config.election_ttl_s, server.clock, duties)
+
+
+def _forwarding(config: MasterConfig, address: Address, server: MasterServer) -> Forwarding:
+    return Forwarding(server, Masters((address,), credentials=Credentials("", read_token(config.token), config.tls)))
 
 
 def _instance(process: Process, config: MasterConfig, address: Address) -> Instance:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from tanghulu.store.protocol.key_slots import NUM_RANGES
 from tanghulu.types import Address
 
-#: From this version of the protocol on, which the attribute PROTOCOL of its Instance tells, a process knows of ranges.
+#: From this version of the protocol on, which HELLO and the attribute PROTOCOL of its Instance tell, a process knows of
+#: ranges.
 RANGES_FROM = 6
 PROTOCOL = "protocol"
 

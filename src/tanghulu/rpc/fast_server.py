@@ -29,6 +29,7 @@ from tanghulu.rpc.latency import Latencies
 from tanghulu.rpc.methods import Method
 from tanghulu.rpc.pacing import notice_dead_peer
 from tanghulu.rpc.unsent import SLOW_PEER_S, SlowPeer, UnsentAnswers
+from tanghulu.rpc.versions import SPOKEN
 from tanghulu.rpc.wire import Body, encode, parser_of, status_of
 
 _log = structlog.get_logger(__name__)
@@ -66,7 +67,8 @@ BULK_BYTES = 128 << 10
 class Peer:
     """What a server knows of one connection. ``state`` is the service's own: it sets and reads it.
 
-    ``identity`` is who it has shown to be, where there is a gate; ``hang_up`` ends the connection.
+    ``identity`` is who it has shown to be, where there is a gate; ``hang_up`` ends the connection. ``version`` is what
+    both speak: the lowest, if no HELLO has told another.
     """
 
     pid: int | None  # of the process at the other end, told by the kernel (Unix sockets only)
@@ -75,6 +77,7 @@ class Peer:
     state: Any = None
     on_close: list[Callable[[], None]] = field(default_factory=list)
     identity: Identity | None = None
+    version: int = SPOKEN.lowest
     hang_up: Callable[[], None] = lambda: None
 
 

@@ -1,4 +1,4 @@
-"""HELLO of callers that have only credentials to show: no session, no memory."""
+"""HELLO of callers that tell their version, and show credentials if they have any: no session, no memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ from tanghulu.rpc.versions import SPOKEN, settled
 
 
 async def show(connection: AsyncFastConnection, credentials: Credentials, deadline_s: float) -> None:
-    """Show the credentials, if there are any, to the master at the other end; raises Unauthorized."""
+    """Greet a peer that needs it for the credentials alone, if there are any; raises Unauthorized."""
     if credentials.shown:
-        call = hello(credentials)
-        reply = await connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s)
-        settled(reply.message, connection.peer)
+        await greet(connection, credentials, deadline_s)
+
+
+async def greet(connection: AsyncFastConnection, credentials: Credentials, deadline_s: float) -> None:
+    """Greet the master at the other end; raises Unauthorized, or VersionMismatch."""
+    call = hello(credentials)
+    reply = await connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s)
+    settled(reply.message, connection.peer)
 
 
 def hello(credentials: Credentials) -> Call[store_pb2.HelloReply]:
-    """The first call on a connection to a master; only needed with credentials."""
+    """The first call on a connection to a master."""
     request = store_pb2.HelloRequest(
         protocol_version=SPOKEN.lowest,
         highest_version=SPOKEN.highest,
@@ -30,14 +35,13 @@ def hello(credentials: Credentials) -> Call[store_pb2.HelloReply]:
     return HELLO.call(request)
 
 
-def show_blocking(connection: FastConnection, credentials: Credentials, deadline_s: float) -> None:
-    """``show`` on a blocking connection, which is closed if it is refused."""
-    if credentials.shown:
+def greet_blocking(connection: FastConnection, credentials: Credentials, deadline_s: float) -> None:
+    """``greet`` on a blocking connection, which is closed if it is refused."""
+    try:
         outcome = connection.call_one(hello(credentials), deadline_s=deadline_s)
-        try:
-            if isinstance(outcome, TanghuluError):
-                raise outcome
-            settled(outcome.message, connection.peer)
-        except TanghuluError:
-            connection.close()
-            raise
+        if isinstance(outcome, TanghuluError):
+            raise outcome
+        settled(outcome.message, connection.peer)
+    except TanghuluError:
+        connection.close()
+        raise

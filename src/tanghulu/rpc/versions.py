@@ -2,18 +2,24 @@
 
 A process speaks a range of versions: its own, and the one before, so that a cluster is upgraded process by process, in
 any order, by one version at a time. HELLO carries the caller's range, the answer the highest version that both speak,
-for all that follows on the connection. A peer that says no HELLO (masters ask for one only with credentials) speaks
-the lowest. Without a common version the call fails with VersionMismatch, which names both ranges.
+for all that follows on the connection. A peer that says no HELLO (clients of a version before 6 say none to masters
+without credentials) speaks the lowest. Without a common version the call fails with VersionMismatch, which names both
+ranges.
 
 Within a version messages only grow, at their end (see ``wire.FastMessage``; protobuf messages get new fields, never
 other numbers): who does not know a field passes it over, who misses one has its default. Only what cannot be said so
 takes a new version. Whoever makes one writes here what differs, keeps the old behaviour towards peers of the version
-before, and before the first change records that version's bytes (those of 4: ``tests/store/protocol/version_4.txt``).
+before, and before the first change records that version's bytes (those of 5: ``tests/store/protocol/version_5.txt``).
 
+6   Several masters may share the ranges of keys. Who speaks 6 is told MOVED by a master that does not own all keys of a
+    call, and asks for the map of the masters; for others the leader asks the owners (``store.master.rpc.forwarding``),
+    and as long as one of the nodes or masters speaks 5, the leader owns everything. HELLO comes first at masters, too.
 5   A value that is streamed is the attachment of RESERVE (``fill``), and COMMIT says so (``filled``); nodes report in
     numbered pieces of slots, and name the versions of what they removed. To a node of version 4 nothing is streamed; a
     master takes the reports of version 4 (BEGIN, PIECE, END) too. Masters are upgraded before their nodes.
 4   Messages of the store as MessagePack arrays. Version 3, which had packed structs in their place, is refused.
+
+4 is spoken until 6 is released.
 
 Example: a caller of [4, 5] sends ``protocol_version=4, highest_version=5``; a process of [4, 4] answers 4, one of
 [5, 6] answers 5. One from before ranges existed compares ``protocol_version`` with its 4 and answers nothing, which
@@ -48,7 +54,7 @@ class VersionRange(NamedTuple):
 
 
 #: What this process speaks.
-SPOKEN = VersionRange(4, 5)
+SPOKEN = VersionRange(4, 6)
 #: From this version on a node takes streamed values.
 STREAMS_FROM = 5
 

@@ -20,7 +20,7 @@ from tanghulu.errors import (
 )
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
-from tanghulu.rpc.greeting import show
+from tanghulu.rpc.greeting import greet
 from tanghulu.rpc.versions import STREAMS_FROM
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.fork import tell_in_children
@@ -382,7 +382,7 @@ class AsyncioDriver:
                 if peer != MASTER and not is_owner(peer):
                     await self._greet(peer, connection, deadline_s)
                 else:
-                    await show(connection, self.settings.master.credentials, deadline_s)
+                    await greet(connection, self.settings.master.credentials, deadline_s)
                     self._has_met_master = self._has_met_master or peer == MASTER
             except (TanghuluError, asyncio.CancelledError):
                 await connection.close()

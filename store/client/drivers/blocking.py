@@ -27,7 +27,7 @@ from tanghulu.errors import (
     VersionMismatch,
 )
 from tanghulu.rpc.fast_client import Asking, FastConnection
-from tanghulu.rpc.greeting import show_blocking
+from tanghulu.rpc.greeting import greet_blocking
 from tanghulu.rpc.versions import STREAMS_FROM
 from tanghulu.runtime.busy_polling import Waiters
 from tanghulu.runtime.clock import SystemClock
@@ -522,7 +522,7 @@ class BlockingDriver:
                 on_late=late_replies(self.context, peer, lambda: None),
             )
             if to_master:
-                show_blocking(connection, self.settings.master.credentials, timeout_s)
+                greet_blocking(connection, self.settings.master.credentials, timeout_s)
                 self._has_met_master = self._has_met_master or peer == MASTER
         except TanghuluError as error:
             if not to_master:

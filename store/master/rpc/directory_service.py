@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc.aio
@@ -12,14 +13,16 @@ import structlog
 from tanghulu.errors import NodeUnavailable, NotLeader, StoreFull, TanghuluError
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc, store_pb2
-from tanghulu.rpc.fast_server import FastService, Peer
+from tanghulu.rpc.fast_server import FastService, Later, Peer
 from tanghulu.rpc.grpc_edge import abort
 from tanghulu.rpc.methods import HELLO, Method
 from tanghulu.rpc.versions import settle
 from tanghulu.store.master.directory.announcement import NodeAnnouncement
 from tanghulu.store.master.directory.chunk_table import FoundChunk
+from tanghulu.store.master.ownership import ALL_RANGES
 from tanghulu.store.master.rpc import wire
 from tanghulu.store.master.rpc.followers import follow
+from tanghulu.store.master.rpc.forwarding import Forwarding
 from tanghulu.store.master.rpc.node_list import NodeList
 from tanghulu.store.master.rpc.waiting import WaitCalls
 from tanghulu.store.master.server import MasterServer
@@ -37,6 +40,7 @@ from tanghulu.store.protocol.messages import (
     ProveReply,
     ProveRequest,
 )
+from tanghulu.store.protocol.range_map import RANGES_FROM
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
 from tanghulu.types import format_size
 
@@ -59,10 +63,14 @@ R = TypeVar("R", bound=_Termed)
 
 
 class DirectoryCalls:
-    """The unary calls: message in, message out, typed errors raised. None of them waits."""
+    """The unary calls: message in, message out, typed errors raised. None of them waits, but for other masters.
 
-    def __init__(self, server: MasterServer) -> None:
+    ``forwarding`` None: who knows no owners is refused what this master does not own, as everybody is.
+    """
+
+    def __init__(self, server: MasterServer, forwarding: Forwarding | None = None) -> None:
         self._server = server
+        self.forwarding = forwarding
         self._master = server.master
         self._metrics = server.metrics
         self.waiting = WaitCalls(server)
@@ -158,8 +166,26 @@ class DirectoryCalls:
             peer.on_close.append(lambda: self._master.connection_lost(node_id, self._server.now_s))
         return reply
 
-    def _commit_key(self, peer: Peer, said: ClientCommit, attachment: memoryview) -> CommitKeyReply:
+    def through(self, peer: Peer | None, keys: Sequence[str] | None = None) -> Forwarding | None:
+        """What asks the owners of ``keys``, None: of all, for a caller that cannot; None if that is not needed.
+
+        ``peer`` None: a caller of gRPC, where no map is told. Raises NotLeader if another master is to be asked.
+        """
+        if self.forwarding is None or (peer is not None and peer.version >= RANGES_FROM):
+            return None
+        server = self._server
+        if server.ownership.owned == ALL_RANGES or (keys is not None and server.owns(keys)):
+            return None
+        server.require_leadership()
+        return self.forwarding
+
+    def _commit_key(
+        self, peer: Peer, said: ClientCommit, attachment: memoryview
+    ) -> CommitKeyReply | Coroutine[None, None, CommitKeyReply]:
         """Take a client's word for a chunk that it has written into a write buffer."""
+        forwarding = self.through(peer, (said.key,))
+        if forwarding is not None:
+            return self._forward_commit(forwarding, said)
         self._server.require_newest(said.term, said.term_of)
         self._server.require_owned((said.key,))
         result = self._master.directory.commit_by_client(said, self._server.now_s)
@@ -173,10 +199,22 @@ class DirectoryCalls:
             counts.refused += 1
         return CommitKeyReply(result, *self._server.signature)
 
-    def _commit_keys(self, peer: Peer, request: CommitKeysRequest, attachment: memoryview) -> CommitKeysReply:
+    async def _forward_commit(self, forwarding: Forwarding, said: ClientCommit) -> CommitKeyReply:
+        (result,) = await forwarding.commit((said,))
+        return CommitKeyReply(result, *self._server.signature)
+
+    async def _forward_commits(self, forwarding: Forwarding, said: Sequence[ClientCommit]) -> CommitKeysReply:
+        return CommitKeysReply(await forwarding.commit(said), *self._server.signature)
+
+    def _commit_keys(
+        self, peer: Peer, request: CommitKeysRequest, attachment: memoryview
+    ) -> CommitKeysReply | Coroutine[None, None, CommitKeysReply]:
         """The same of several values of one put."""
         said = request.said
         wire.check_count(len(said))
+        forwarding = self.through(peer, [each.key for each in said])
+        if forwarding is not None:
+            return self._forward_commits(forwarding, said)
         newest = max(each.term for each in said)
         self._server.require_newest(newest, said[0].term_of)  # one client says all of it
         self._server.require_owned([each.key for each in said])
@@ -210,8 +248,11 @@ class DirectoryCalls:
         counts.missing += num_missing
         counts.found += num_keys - num_missing
 
-    def locate(self, request: pb.LocateRequest) -> pb.LocateReply:
-        """Who holds these keys, or only whether somebody does. Raises NotLeader, or KeysMoved."""
+    async def locate(self, request: pb.LocateRequest) -> pb.LocateReply:
+        """Answer LOCATE of gRPC: who holds these keys, or only whether somebody does. Raises NotLeader."""
+        forwarding = self.through(None, request.keys)
+        if forwarding is not None:
+            return wire.located_to_wire(await forwarding.locate(list(request.keys), count_only=request.count_only))
         self._server.require_owned(request.keys)
         if request.count_only:
             held = self.holds(request.keys)
@@ -219,7 +260,12 @@ class DirectoryCalls:
         found = self.holders(request.keys)
         return wire.locate_to_wire(found, incomplete=self._master.directory.is_incomplete(request.keys, found))
 
-    def _locate(self, peer: Peer, request: LocateRequest, attachment: memoryview) -> LocateReply:
+    def _locate(
+        self, peer: Peer, request: LocateRequest, attachment: memoryview
+    ) -> LocateReply | Coroutine[None, None, LocateReply]:
+        forwarding = self.through(peer, request.keys)
+        if forwarding is not None:
+            return self._forward_locate(forwarding, request)
         self._server.require_owned(request.keys)
         if request.count_only:
             held = self.holds(request.keys)
@@ -229,6 +275,10 @@ class DirectoryCalls:
         incomplete = self._master.directory.is_incomplete(request.keys, found)
         locations = [None if each is None else Location(*each) for each in found]
         return LocateReply(incomplete, locations, b"", *self._server.signature)
+
+    async def _forward_locate(self, forwarding: Forwarding, request: LocateRequest) -> LocateReply:
+        reply = await forwarding.locate(request.keys, count_only=request.count_only)
+        return LocateReply(reply.incomplete, reply.locations, reply.found, *self._server.signature)
 
     def place(self, request: pb.PlaceRequest) -> pb.PlaceReply:
         """Where to put a new chunk. Raises NodeUnavailable without nodes, StoreFull if none can hold it."""
@@ -244,22 +294,46 @@ class DirectoryCalls:
         self._metrics.counts.placements += 1
         return pb.PlaceReply(nodes=wire.nodes_to_wire(nodes, self._server.now_s))
 
-    def nodes(self, request: pb.NodesRequest) -> pb.NodesReply:
-        """All nodes, and how the directory stands; see ``NodeList``."""
-        return pb.NodesReply.FromString(self.node_list.answer(request))
+    async def nodes(self, request: pb.NodesRequest) -> pb.NodesReply:
+        """Answer NODES of gRPC: all nodes, and how the directory stands; see ``NodeList``."""
+        forwarding = self._through_for_nodes(None, request)
+        if forwarding is not None:
+            return await self._forward_nodes(forwarding, request)
+        return pb.NodesReply.FromString(self._node_list(request))
 
-    def _nodes(self, peer: Peer, request: pb.NodesRequest, attachment: memoryview) -> bytes:
+    def _nodes(
+        self, peer: Peer, request: pb.NodesRequest, attachment: memoryview
+    ) -> bytes | Coroutine[None, None, pb.NodesReply]:
+        forwarding = self._through_for_nodes(peer, request)
+        return self._node_list(request) if forwarding is None else self._forward_nodes(forwarding, request)
+
+    def _through_for_nodes(self, peer: Peer | None, request: pb.NodesRequest) -> Forwarding | None:
+        """``_through``, for callers who want the figures of now: by version clients ask for the nodes alone."""
+        return None if request.ranges or request.versioned else self.through(peer)
+
+    def _node_list(self, request: pb.NodesRequest) -> bytes:
         if request.ranges:
             self._server.require_ranges(request.ranges)
         else:
             self._server.require_leadership()
         return self.node_list.answer(request)
 
-    async def list_keys(self, request: pb.ListKeysRequest) -> pb.ListKeysReply:
+    async def _forward_nodes(self, forwarding: Forwarding, request: pb.NodesRequest) -> pb.NodesReply:
+        of_all = await forwarding.nodes()
+        reply = pb.NodesReply.FromString(self._node_list(request))
+        del reply.nodes[:]
+        reply.nodes.extend(of_all.nodes)
+        reply.num_keys, reply.rebuilding, reply.of_part = of_all.num_keys, of_all.rebuilding, False
+        return reply
+
+    async def list_keys(self, request: pb.ListKeysRequest, peer: Peer | None = None) -> pb.ListKeysReply:
         """A page of keys, in order, made in steps; other calls have their turn in between.
 
         Raises NotLeader, or KeysMoved.
         """
+        forwarding = None if request.ranges else self.through(peer)
+        if forwarding is not None:
+            return self.signed(await forwarding.list_keys(request))
         reply, num_left, after = pb.ListKeysReply(more=True), wire.list_limit(request), request.after
         ranges = request.ranges
         self.signed(reply)  # a range that goes and comes back between two steps has a later term than this says
@@ -274,13 +348,34 @@ class DirectoryCalls:
             await asyncio.sleep(0)
         return reply
 
-    def replicate(self, request: pb.ReplicateRequest) -> pb.ReplicateReply:
+    async def replicate(self, request: pb.ReplicateRequest, peer: Peer | None = None) -> pb.ReplicateReply:
         """Have chunks copied ahead. Raises InvalidRequest for a number or a time that makes no sense."""
         wire.check_count(len(request.keys))
+        forwarding = self.through(peer, request.keys)
+        if forwarding is not None:
+            return self.signed(await forwarding.replicate(request))
         self._server.require_owned(request.keys)
         master = self._master
         num_taken = master.copies.ask(request.keys, request.holders, request.for_s, self._server.now_s)
         return self.signed(pb.ReplicateReply(num_taken=num_taken))
+
+    async def wait(self, request: pb.WaitRequest) -> pb.WaitReply:
+        """Answer WAIT of gRPC; a caller that hangs up cancels it."""
+        forwarding = self.through(None, request.keys)
+        if forwarding is not None:
+            return self.signed(await forwarding.wait(request))
+        return await self.waiting.wait_grpc(request)
+
+    def _wait(
+        self, peer: Peer, request: pb.WaitRequest, attachment: memoryview
+    ) -> pb.WaitReply | Later | Coroutine[None, None, pb.WaitReply]:
+        forwarding = self.through(peer, request.keys)
+        if forwarding is not None:
+            return self._forward_wait(forwarding, request)
+        return self.waiting.wait(peer, request, attachment)
+
+    async def _forward_wait(self, forwarding: Forwarding, request: pb.WaitRequest) -> pb.WaitReply:
+        return self.signed(await forwarding.wait(request))
 
     def _masters(self, peer: Peer, request: MastersRequest, attachment: memoryview) -> MastersReply:
         """Which master owns which range, as far as this one knows. Raises NotLeader before it has seen any map."""
@@ -308,11 +403,11 @@ class DirectoryCalls:
         service.register(methods.LOCATE, self._locate)
         service.register(methods.COMMIT_KEY, self._commit_key)
         service.register(methods.COMMIT_KEYS, self._commit_keys)
-        service.register(methods.WAIT, self.waiting.wait)
+        service.register(methods.WAIT, self._wait)
         service.register(methods.NODES, self._nodes)
         self._register(service, methods.PLACE, self.place)
-        service.register(methods.LIST_KEYS, lambda peer, request, attachment: self.list_keys(request))
-        service.register(methods.REPLICATE, lambda peer, request, attachment: self.replicate(request))
+        service.register(methods.LIST_KEYS, lambda peer, request, attachment: self.list_keys(request, peer))
+        service.register(methods.REPLICATE, lambda peer, request, attachment: self.replicate(request, peer))
         service.register(methods.MASTERS, self._masters)
         service.register(methods.PROVE, self._prove)
 
@@ -340,7 +435,7 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
 
     async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateReply:
         """See DirectoryCalls.locate."""
-        return await self._answer(self._calls.locate, request, context)
+        return await self._answer_later(self._calls.locate, request, context)
 
     async def Place(self, request: pb.PlaceRequest, context: Context) -> pb.PlaceReply:
         """See DirectoryCalls.place."""
@@ -348,35 +443,30 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
 
     async def Nodes(self, request: pb.NodesRequest, context: Context) -> pb.NodesReply:
         """See DirectoryCalls.nodes."""
-        return await self._answer(self._leading(self._calls.nodes), request, context)
+        return await self._answer_later(self._calls.nodes, request, context)
 
     async def ListKeys(self, request: pb.ListKeysRequest, context: Context) -> pb.ListKeysReply:
         """See DirectoryCalls.list_keys."""
-        try:
-            return await self._calls.list_keys(request)
-        except TanghuluError as error:
-            await abort(context, error)
-            raise
+        return await self._answer_later(self._calls.list_keys, request, context, signs=False)
 
     async def Replicate(self, request: pb.ReplicateRequest, context: Context) -> pb.ReplicateReply:
         """See DirectoryCalls.replicate."""
-        return await self._answer(self._calls.replicate, request, context)
+        return await self._answer_later(self._calls.replicate, request, context, signs=False)
 
     async def Wait(self, request: pb.WaitRequest, context: Context) -> pb.WaitReply:
-        """See Waiting."""
-        try:
-            return await self._calls.waiting.wait_grpc(request)
-        except TanghuluError as error:
-            await abort(context, error)
-            raise
+        """See DirectoryCalls.wait."""
+        return await self._answer_later(self._calls.wait, request, context, signs=False)
 
     async def Events(self, request: pb.EventsRequest, context: Context) -> AsyncIterator[pb.EventBatch]:
         """A snapshot or the events behind the caller's last, then changes; see followers."""
         open_streams = self._server.metrics.followers.labels("directory")
         open_streams.inc()
         try:
-            async for batch in follow(self._server, request):
-                yield batch
+            forwarding = None if request.ranges else self._calls.through(None)
+            told = follow(self._server, request) if forwarding is None else forwarding.follow(request)
+            async with aclosing(told) as batches:
+                async for batch in batches:
+                    yield batch
         except TanghuluError as error:
             await abort(context, error)
         finally:
@@ -389,6 +479,17 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
 
         return checked
 
+    async def _answer_later(
+        self, call: Callable[[Q], Awaitable[R]], request: Q, context: Context, *, signs: bool = True
+    ) -> R:
+        """The answer of a call that may wait; ``signs``: it is not signed yet."""
+        try:
+            reply = await call(request)
+        except TanghuluError as error:
+            await abort(context, error)
+            raise
+        return self._calls.signed(reply) if signs else reply
+
     async def _answer(self, call: Callable[[Q], R], request: Q, context: Context) -> R:
         try:
             return self._calls.signed(call(request))
@@ -398,5 +499,6 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
 
 
 def _welcome(peer: Peer, request: store_pb2.HelloRequest, attachment: memoryview) -> store_pb2.HelloReply:
-    """Peers that have credentials show them here; where there is an authorizer it has looked at them."""
-    return store_pb2.HelloReply(protocol_version=settle(request))
+    """Peers tell their version and show their credentials; where there is an authorizer it has looked at them."""
+    peer.version = settle(request)
+    return store_pb2.HelloReply(protocol_version=peer.version)

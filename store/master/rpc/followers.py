@@ -8,7 +8,7 @@ of the others, and MOVED tells when the master owns it no more.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 
 from tanghulu.errors import KeysMoved, Overloaded
 from tanghulu.protos import directory_pb2 as pb
@@ -25,7 +25,7 @@ SNAPSHOT_KEYS = 2048
 COALESCE_S = 0.005
 
 
-async def follow(server: MasterServer, request: pb.EventsRequest) -> AsyncIterator[pb.EventBatch]:
+async def follow(server: MasterServer, request: pb.EventsRequest) -> AsyncGenerator[pb.EventBatch, None]:
     """The batches for one follower, without end.
 
     Raises Overloaded when it lags behind the log, NotLeader or KeysMoved if this is not the master to follow. While the

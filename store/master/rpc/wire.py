@@ -25,6 +25,7 @@ from tanghulu.store.master.replication.orders import Copy, Drop
 from tanghulu.store.master.replication.planner import Progress
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
 from tanghulu.store.protocol.key_slots import NUM_SLOTS
+from tanghulu.store.protocol.messages import LocateReply
 from tanghulu.types import MAX_KEY_BYTES, MAX_VALUE_BYTES, Place
 
 MAX_KEYS_PER_CALL = 1 << 16
@@ -153,6 +154,17 @@ def locate_to_wire(found: Iterable[FoundChunk | None], *, incomplete: bool) -> p
         add(nodes=nodes, version=version, size_bytes=size_bytes, num_warm=num_warm)
     reply.node_ids.extend(indexes)
     return reply
+
+
+def located_to_wire(reply: LocateReply) -> pb.LocateReply:
+    """The answer to LOCATE of the fast lane as one of gRPC."""
+    if not reply.locations:
+        return pb.LocateReply(found=reply.found, incomplete=reply.incomplete)
+    found = (
+        None if each is None else FoundChunk(each.version, each.size_bytes, each.node_ids, each.num_warm)
+        for each in reply.locations
+    )
+    return locate_to_wire(found, incomplete=reply.incomplete)
 
 
 def placement_from_wire(request: pb.PlaceRequest) -> PlacementRequest:

@@ -19,7 +19,7 @@ from tanghulu.masters import Masters
 from tanghulu.protos import common_pb2, directory_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
-from tanghulu.rpc.greeting import show
+from tanghulu.rpc.greeting import greet
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.report_queue import ReportMessage, ReportQueue
 from tanghulu.store.node.state.slot_report import SlotPiece
@@ -158,7 +158,7 @@ class MasterConversation:
         self.master = await self._find()
         shown = self._masters.credentials
         self._connection = await AsyncFastConnection.connect(self.master, shortcut=True, tls=shown.tls)
-        await show(self._connection, shown, self._call_deadline_s)
+        await greet(self._connection, shown, self._call_deadline_s)
         self._broken = asyncio.get_running_loop().create_future()
         self._tell()
         await self._broken

@@ -7,7 +7,7 @@ Real processes of today are restarted, as an operator would, under a node and a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ import pytest
 import tanghulu
 import tanghulu.aio
 from tanghulu.discovery.master import MasterDiscovery
-from tanghulu.errors import MasterUnavailable, TanghuluError
+from tanghulu.errors import MasterUnavailable, NotLeader, TanghuluError
 from tanghulu.protos import directory_pb2, store_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.methods import HELLO
@@ -26,9 +26,10 @@ from tanghulu.store.admin.steps import perform
 from tanghulu.store.protocol import methods
 from tanghulu.types import Address
 from tests.store.cluster import Cluster, eventually
+from tests.store.elected_cluster import ElectedCluster
 from tests.store.fault_tools import Background
-from tests.store.master.running_master import instance
-from tests.store.protocol.test_versions import BYTES, VALUE, ClientOfThen, as_read_then, peer_of_then
+from tests.store.master.running_master import FakeNode, instance, until
+from tests.store.protocol.test_versions import BYTES, VALUE, ClientOfThen, peer_of_then
 
 pytestmark = pytest.mark.slow
 
@@ -134,10 +135,74 @@ def test_what_a_client_of_then_has_put_outlives_the_restart_of_every_process() -
             assert got_by(holder.address) == VALUE
 
 
-def put_by(address: str) -> None:
-    client = ClientOfThen(address)
-    greet(client)
-    assert as_read_then(client.ask(methods.PUT, "put.request", VALUE)[0], "put.reply") == [[False]]
+# --- masters that share the keys
+
+
+@pytest.fixture(scope="module")
+def sharing() -> Iterator[ElectedCluster]:
+    with ElectedCluster(2, 2, "64MiB", 2.0, "--share-ranges") as cluster:
+        eventually(lambda: owned(cluster) == [32, 32])
+        yield cluster
+
+
+def owned(cluster: ElectedCluster) -> list[float]:
+    """How many ranges each master owns and knows all keys of; -1: not all yet."""
+    return [
+        -1.0 if each.metric("tanghulu_master_rebuilding") else each.metric("tanghulu_master_owned_ranges")
+        for each in cluster.masters
+    ]
+
+
+def test_a_client_of_version_5_asks_the_leader_for_keys_of_every_owner(sharing: ElectedCluster) -> None:
+    leader, keys = sharing.leader(), [f"kv/{n}" for n in range(100)]
+    with tanghulu.connect(sharing.address, deadline_s=30) as today:
+        assert all(each.ok for each in today.put_many([(key, VALUE) for key in keys]))
+        put_by(sharing.nodes[0].address, version=5)
+        eventually(lambda: today.exists("v5/k"))
+    client = ClientOfThen(leader.address, version=5)
+    assert client.fields(client.ask(methods.LOCATE, "exists.request")[0], "exists.reply")[:3] == [False, [], b"\1\0"]
+    request = msgspec.msgpack.encode([keys, True])
+    assert client.fields(client.ask(methods.LOCATE, request)[0], "exists.reply")[:3] == [False, [], b"\1" * 100]
+    results = msgspec.msgpack.decode(client.ask(methods.COMMIT_KEYS, "commit_keys.request")[0])[0]
+    assert results == [2] * 8, "of a node that is none; the owners have answered"
+    listing = directory_pb2.ListKeysRequest(prefix="kv/", limit=60).SerializeToString()
+    page = directory_pb2.ListKeysReply.FromString(client.ask(methods.LIST_KEYS, listing)[0])
+    assert ([info.key for info in page.keys], page.more) == (sorted(keys)[:60], True)
+    wait = directory_pb2.WaitRequest(keys=[*keys, "none"], deadline_ms=100).SerializeToString()
+    assert directory_pb2.WaitReply.FromString(client.ask(methods.WAIT, wait)[0]).found == b"\1" * 100 + b"\0"
+    nodes = directory_pb2.NodesReply.FromString(client.ask(methods.NODES, b"")[0])
+    assert sum(node.num_chunks for node in nodes.nodes) >= len(keys)
+    assert leader.metric("tanghulu_master_forwarded_calls_total") >= 5
+    client.close()
+
+
+async def test_while_a_node_of_version_5_is_there_the_leader_owns_everything(sharing: ElectedCluster) -> None:
+    leader = Address.parse((await asyncio.to_thread(sharing.leader)).address)
+    told = instance("node-then")
+    async with MasterDiscovery(leader) as discovery:
+        registration = await discovery.register(told)
+        await asyncio.to_thread(eventually, lambda: sorted(owned(sharing), reverse=True)[0] in (64, -1))
+        node = await FakeNode.connect(leader, told)
+
+        async def reports() -> bool:
+            try:
+                return all((await node.report(("then/k", 7, 5))).accepted)
+            except NotLeader:  # some ranges are on their way yet
+                return False
+
+        await until(reports)
+        async with await tanghulu.aio.connect(sharing.address, transport="tcp", deadline_s=30) as client:
+            assert await client.exists_many(["then/k", "then/none"]) == [True, False]
+            await node.connection.close()
+            await registration.close()
+            await asyncio.to_thread(eventually, lambda: owned(sharing) == [32, 32])
+            assert await client.exists_many(["then/k"]) == [False], "it has left"
+
+
+def put_by(address: str, version: int = 4) -> None:
+    client = ClientOfThen(address, version)
+    greet(client, version)
+    assert client.fields(client.ask(methods.PUT, "put.request", VALUE)[0], "put.reply")[0] == [False]
     client.close()
 
 
@@ -145,13 +210,13 @@ def got_by(address: str) -> bytes:
     client = ClientOfThen(address)
     greet(client)
     answer, value = client.ask(methods.GET, "get.request")
-    assert as_read_then(answer, "get.reply")[0] == msgspec.msgpack.decode(BYTES["get.reply"])[0]
+    assert client.fields(answer, "get.reply")[0] == msgspec.msgpack.decode(BYTES["get.reply"])[0]
     client.close()
     return value
 
 
-def greet(client: ClientOfThen) -> None:
-    assert store_pb2.HelloReply.FromString(client.ask(HELLO, "hello.request")[0]).protocol_version == 4
+def greet(client: ClientOfThen, version: int = 4) -> None:
+    assert store_pb2.HelloReply.FromString(client.ask(HELLO, "hello.request")[0]).protocol_version == version
 
 
 def holders(cluster: Cluster) -> list[str]:

@@ -1,8 +1,8 @@
 """Rolling upgrades: peers of the version before, from bytes that were recorded when it was the newest.
 
-``version_4.txt`` was written by the last tree before anything was added to version 4, and is never written again: a
-line is a name and bytes in hex. What was sent then is sent to the node and the master of today; and a scripted peer
-answers today's client with what was answered then.
+``version_4.txt`` was written by the last tree before anything was added to version 4, ``version_5.txt`` by the last one
+of version 5; neither is ever written again. A line is a name and bytes in hex. What was sent then is sent to the node
+and the master of today; and a scripted peer answers today's client with what was answered then.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ from tanghulu.types import Address
 from tests.store.cluster import Cluster
 from tests.store.master.running_master import instance, master_here
 
-RECORDED = Path(__file__).parent / "version_4.txt"
-BYTES = {
-    name: b"" if text == "-" else bytes.fromhex(text)
-    for name, text in (line.split() for line in RECORDED.read_text().splitlines())
-}
+
+def _read(version: int) -> dict[str, bytes]:
+    lines = (Path(__file__).parent / f"version_{version}.txt").read_text().splitlines()
+    return {name: b"" if text == "-" else bytes.fromhex(text) for name, text in map(str.split, lines)}
+
+
+RECORDED = {version: _read(version) for version in (4, 5)}
+BYTES = RECORDED[4]
 VALUE = b"value"
 
 
@@ -79,49 +82,53 @@ def test_peers_from_before_ranges_speak_what_they_say_and_say_nothing_back() -> 
 GONE = {"StreamRequest", "EndStreamRequest"}
 
 
-@pytest.mark.parametrize("name", [name for name in BYTES if name[0].isupper() and name not in GONE])
-def test_every_message_of_then_is_understood_now(name: str) -> None:
+NAMES = [(version, name) for version, recorded in RECORDED.items() for name in recorded]
+
+
+@pytest.mark.parametrize(("version", "name"), [each for each in NAMES if each[1][0].isupper() and each[1] not in GONE])
+def test_every_message_of_then_is_understood_now(version: int, name: str) -> None:
     kind: Any = ClientCommit if name == "ClientCommit" else getattr(messages, name)
-    assert isinstance(parser_of(kind)(BYTES[name]), kind)
+    assert isinstance(parser_of(kind)(RECORDED[version][name]), kind)
 
 
-@pytest.mark.parametrize("name", [name for name in BYTES if name.startswith("pb.")])
-def test_every_protobuf_message_of_then_is_understood_now_and_passes_over_what_is_new(name: str) -> None:
+@pytest.mark.parametrize(("version", "name"), [each for each in NAMES if each[1].startswith("pb.")])
+def test_every_protobuf_message_of_then_is_understood_now_and_passes_over_what_is_new(version: int, name: str) -> None:
+    recorded = RECORDED[version][name]
     kind = getattr(directory_pb2, name[3:], None) or getattr(store_pb2, name[3:])
-    message: Message = kind.FromString(BYTES[name])
-    assert message.SerializeToString(deterministic=True) == BYTES[name], "nothing of it is taken for something else"
+    message: Message = kind.FromString(recorded)
+    assert message.SerializeToString(deterministic=True) == recorded, "nothing of it is taken for something else"
     field_of_later = b"\xfa\x3f\x03new"  # field 1023, which nobody has
-    later = kind.FromString(BYTES[name] + field_of_later)
-    assert later.SerializeToString(deterministic=True) == BYTES[name] + field_of_later
+    later = kind.FromString(recorded + field_of_later)
+    assert later.SerializeToString(deterministic=True) == recorded + field_of_later
 
 
 # --- a client of then
 
 
 class ClientOfThen:
-    """Sends recorded bytes, and reads answers as version 4 did: the fields that it knew, in their places."""
+    """Sends recorded bytes, and reads answers as its version did: the fields that it knew, in their places."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, version: int = 4) -> None:
         self._connection = FastConnection(Address.parse(address))
+        self._recorded = RECORDED[version]
 
-    def ask(self, method: Method[Any, Any], name: str, attachment: bytes = b"") -> tuple[bytes, bytes]:
-        call = methods.Method(method.number, method.name, bytes, bytes).call(
-            BYTES[name], [attachment] if attachment else ()
-        )
+    def ask(self, method: Method[Any, Any], request: str | bytes, attachment: bytes = b"") -> tuple[bytes, bytes]:
+        """Send the bytes, or those that were recorded under a name; the message of the answer, and its attachment."""
+        body = self._recorded[request] if isinstance(request, str) else request
+        call = methods.Method(method.number, method.name, bytes, bytes).call(body, [attachment] if attachment else ())
         outcome = self._connection.call(call.method, call.request, bytes, call.attachment)
         return outcome.message, bytes(outcome.attachment)
 
+    def fields(self, answer: bytes, recorded: str) -> list[Any]:
+        """The fields of ``answer`` that the recorded answer has, after the shape of both was compared."""
+        known = msgspec.msgpack.decode(self._recorded[recorded])
+        fields: list[Any] = msgspec.msgpack.decode(answer)
+        assert len(fields) >= len(known), "no field was taken away"
+        assert [type(each) for each in fields[: len(known)]] == [type(each) for each in known]
+        return fields[: len(known)]
+
     def close(self) -> None:
         self._connection.close()
-
-
-def as_read_then(answer: bytes, recorded: str) -> list[Any]:
-    """The fields of ``answer`` that the recorded answer has, after the shape of both was compared."""
-    known = msgspec.msgpack.decode(BYTES[recorded])
-    fields: list[Any] = msgspec.msgpack.decode(answer)
-    assert len(fields) >= len(known), "no field was taken away"
-    assert [type(each) for each in fields[: len(known)]] == [type(each) for each in known]
-    return fields[: len(known)]
 
 
 @pytest.fixture(scope="module")
@@ -131,19 +138,20 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-def test_a_client_of_then_puts_and_gets_at_the_node_of_today(cluster: Cluster) -> None:
-    client = ClientOfThen(cluster.nodes[0].address)
+@pytest.mark.parametrize("version", RECORDED)
+def test_a_client_of_then_puts_and_gets_at_the_node_of_today(cluster: Cluster, version: int) -> None:
+    client = ClientOfThen(cluster.nodes[0].address, version)
     hello = store_pb2.HelloReply.FromString(client.ask(HELLO, "hello.request")[0])
-    assert hello.protocol_version == 4
-    assert as_read_then(client.ask(methods.PUT, "put.request", VALUE)[0], "put.reply") == [[False]]
+    assert hello.protocol_version == version
+    assert client.fields(client.ask(methods.PUT, "put.request", VALUE)[0], "put.reply")[0] == [False]
     answer, value = client.ask(methods.GET, "get.request")
     assert value == VALUE
-    assert as_read_then(answer, "get.reply")[0] == msgspec.msgpack.decode(BYTES["get.reply"])[0]
-    master = ClientOfThen(cluster.address)
-    _, (location,), _ = as_read_then(master.ask(methods.LOCATE, "locate.request")[0], "locate.reply")
+    assert client.fields(answer, "get.reply")[0] == msgspec.msgpack.decode(BYTES["get.reply"])[0]
+    master = ClientOfThen(cluster.address, version)
+    _, (location,), *_ = master.fields(master.ask(methods.LOCATE, "locate.request")[0], "locate.reply")
     assert location[:2] == [7, len(VALUE)]
-    assert as_read_then(master.ask(methods.LOCATE, "exists.request")[0], "exists.reply") == [False, [], b"\1\0"]
-    assert as_read_then(master.ask(methods.COMMIT_KEY, "commit_key.request")[0], "commit_key.reply") == [2]
+    assert master.fields(master.ask(methods.LOCATE, "exists.request")[0], "exists.reply")[:3] == [False, [], b"\1\0"]
+    assert master.fields(master.ask(methods.COMMIT_KEY, "commit_key.request")[0], "commit_key.reply")[0] == 2
     nodes = directory_pb2.NodesReply.FromString(master.ask(methods.NODES, "pb.NodesRequest")[0])
     assert [node.instance.id for node in nodes.nodes] == [hello.instance_id], "who names no version gets the list"
     assert not nodes.unchanged
@@ -197,9 +205,9 @@ ANSWERS = {
 class PeerOfThen(asyncio.Protocol):
     """A master and a node in one, that answer with recorded bytes whatever they are asked."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, version: int) -> None:
         self._names = {method.number: name for method, name in ANSWERS.items()}
-        self._port = port
+        self._port, self._recorded = port, RECORDED[version]
         self._reader = FrameReader()
         self._greeted = False
 
@@ -214,26 +222,26 @@ class PeerOfThen(asyncio.Protocol):
             self._answer(frame)
 
     def _answer(self, frame: Frame) -> None:
-        if frame.method == HELLO.number:  # as the node compared it
+        if frame.method == HELLO.number:  # as the node of version 4 compared it
             assert store_pb2.HelloRequest.FromString(frame.body).protocol_version == 4
         if frame.method == methods.LOCATE.number:
             asks_existence = msgspec.msgpack.decode(frame.body)[1]
             name = "exists.reply" if asks_existence else "locate.reply"
         else:
             name = self._names[frame.method]
-        body = BYTES[name].replace(b"127.0.0.1:7410", f"127.0.0.1:{self._port}".encode())
+        body = self._recorded[name].replace(b"127.0.0.1:7410", f"127.0.0.1:{self._port}".encode())
         attachment = VALUE if frame.method == methods.GET.number else b""
         head = encode_head(frame.method, frame.call_id, len(body), len(attachment))
         self._transport.write(head + body + attachment)
 
 
 @asynccontextmanager
-async def peer_of_then() -> AsyncIterator[str]:
+async def peer_of_then(version: int = 4) -> AsyncIterator[str]:
     """A port of four digits: its address stands in recorded bytes that must keep their length."""
     loop = asyncio.get_running_loop()
     for port in range(7411, 9999):
         try:
-            server = await loop.create_server(lambda port=port: PeerOfThen(port), "127.0.0.1", port)
+            server = await loop.create_server(lambda port=port: PeerOfThen(port, version), "127.0.0.1", port)
         except OSError:
             continue
         async with server:
@@ -241,8 +249,9 @@ async def peer_of_then() -> AsyncIterator[str]:
         return
 
 
-async def test_the_client_of_today_works_with_a_peer_of_then() -> None:
-    async with peer_of_then() as address:
+@pytest.mark.parametrize("version", RECORDED)
+async def test_the_client_of_today_works_with_a_peer_of_then(version: int) -> None:
+    async with peer_of_then(version) as address:
         async with await tanghulu.aio.connect(address, transport="tcp", deadline_s=5.0) as client:
             status = await client.put("v4/k", VALUE)
             assert (status.existed, status.num_replicas) == (False, 1)
