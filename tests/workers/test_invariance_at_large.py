@@ -25,9 +25,11 @@ pytestmark = [pytest.mark.needs_model, pytest.mark.slow, pytest.mark.by_hand, py
 
 SEED = 18
 NUM_GROUPS, GROUP = 10, 20
-#: Of each group: how many prompts, and from how many tokens to how many. The long ones span steps of 64 and of 256.
-LENGTHS = ((14, (1, 24)), (4, (25, 80)), (1, (81, 140)), (1, (257, 300)))
-BLOCK_TOKENS, NUM_NEW = 8, 10
+#: Of each group: how many prompts, and from how many tokens to how many; every second group has one of ``LONG`` more,
+#: the others one that is short. A prompt alone spans steps of 64, a long one steps of 256.
+LENGTHS = ((14, (1, 12)), (4, (13, 64)), (1, (65, 100)))
+SHORT, LONG = (1, 12), (257, 300)
+BLOCK_TOKENS, NUM_NEW = 4, 6
 
 
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=dtype_name)
@@ -41,11 +43,11 @@ def prompts(smollm2: ModelSource) -> list[list[tuple[list[int], SamplingParams]]
     tokenizer = Tokenizer.from_buffer(load_tokenizer_assets(smollm2).tokenizer_json)
     random_ = random.Random(SEED)
     ids = tokenizer.encode(" ".join(random_.choices(TEXTS, k=200))).ids
-    beginnings = [_cut(random_, ids, 20), _cut(random_, ids, 33), _cut(random_, ids, 48)]
+    beginnings = [_cut(random_, ids, length) for length in (8, 17, 24)]
     groups = []
     for number in range(NUM_GROUPS):
         group = []
-        for count, (least, most) in LENGTHS:
+        for count, (least, most) in (*LENGTHS, (1, SHORT if number % 2 else LONG)):
             for _ in range(count):
                 own = _cut(random_, ids, random_.randint(least, most))
                 group.append(random_.choice(beginnings) + own if random_.random() < 1 / 3 else own)

@@ -161,7 +161,7 @@ def preempted(served: Served) -> list[Answer]:
         own, older = (-(-count // served.block_tokens) for count in (len(prompt), served.num_new))
         core = served.engine(own + older + 1, max_num_batched_tokens=4096)  # both are admitted before either grows
         filler = [(7 * at + index) % 80 + 5 for at in range(older * served.block_tokens)]
-        core.add(request("older", filler, 3 * served.num_new, block_tokens=served.block_tokens))
+        core.add(request("older", filler, served.num_new + 2, block_tokens=served.block_tokens))
         core.add(served.request(index))
         found[index] = ([], [])
         was_preempted = False
