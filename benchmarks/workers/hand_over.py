@@ -4,7 +4,9 @@ Mock engines compute a prompt in chunks, or all at once; in the latter case noth
 has ended, so that its time and the transfer's add up. What counts is the second token, the first that the decode worker
 makes, against the larger of the prefill (the first token) and what the wire needs for the KV alone. Shapes: ``8b`` has
 the KV of Llama 3 8B (128 KiB a token) and computes like one A800; ``70b-8th`` computes like 8 A800s and has KV that
-takes as long at 1 Gbit/s as its prefill. The wire carries little more than the KV. Needs root, ip and tc.
+takes as long at 1 Gbit/s as its prefill. On a machine too busy for that, ``8b-slow`` at 62 Mbit/s takes as long as
+``8b`` at 1 Gbit/s with a 16th of the bytes, ``even-slow`` at 125 Mbit/s eight times as long as ``70b-8th`` at
+1 Gbit/s. The wire carries little more than the KV. Needs root, ip and tc.
 
     python -m benchmarks.workers.hand_over [--shape 8b] [--tokens 8000,29000] [--mbit-s 1000,10000] [--chunks 512]
 """
@@ -55,6 +57,8 @@ SHAPES = {
     "8b": Shape(131_072, "gpu-8b", 1 / 8),
     "70b-8th": Shape(16_384, "gpu-70b"),
     "70b-4th": Shape(32_768, "gpu-70b"),
+    "8b-slow": Shape(8_192, "gpu-8b", 1 / 8),
+    "even-slow": Shape(16_384, "gpu-70b", 1 / 8),
 }
 
 
