@@ -239,9 +239,7 @@ def _numbers(text: str) -> list[int]:
 @click.option("--shape", "shapes", default="8b,70b-8th,70b-4th")
 @click.option("--tokens", default="8000")
 @click.option("--mbit-s", default="1000")
-@click.option(
-    "--chunks", default="512,32768", help="chunked prefill; a chunk longer than the prompt is fetched behind it"
-)
+@click.option("--chunks", default="512,32768", help="one longer than the prompt is fetched behind it")
 def main(repeats: int, shapes: str, tokens: str, mbit_s: str, chunks: str) -> None:
     if reason := missing():
         raise SystemExit(reason)

@@ -50,8 +50,7 @@ def pulled_bytes(cluster: LiveCluster) -> float:
 
 
 def nothing_is_held(cluster: LiveCluster) -> bool:
-    """Released when it was read or not wanted any more, and not because nobody came in time."""
-    names = ("tanghulu_worker_blocks_in_use", "tanghulu_worker_exports", "tanghulu_worker_exports_expired_total")
+    names = ("tanghulu_worker_blocks_in_use", "tanghulu_worker_exports")
     return not any(cluster.metric(role, name) for role in ("prefill", "decode") for name in names)
 
 

@@ -11,7 +11,7 @@ from tests.netns.wires import Wires
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.timeout(300)]
 
-#: The wire needs 13 s for it, and for a turn of a read 3 s: on a busy machine, too, the wire is what everybody waits for.
+#: The wire needs 13 s for it, and 3 s for a turn of a read: on a busy machine, too, it is what everybody waits for.
 SLOW = Case(Shape(8192, "gpu-8b"), mbit_s=40)
 #: As much KV as crosses the wire while the prompt is computed.
 EVEN = Case(Shape(4096, "gpu-70b", 0.5), mbit_s=100)
