@@ -46,6 +46,9 @@ class WorkerMetrics:
         self.store_deferred_blocks = gauge("store_deferred_blocks", "blocks to be written when the engine is idle")
         self.store_pending_blocks = gauge("store_pending_blocks", "blocks on their way to the store")
         self.exports = gauge("exports", "prefills that hold KV for another worker")
+        self.exports_expired = counter(
+            "exports_expired", "exports that were given back because nobody fetched them in time"
+        )
         self.export_quarantined_bytes = gauge(
             "export_quarantined_bytes", "KV that no lease covers any more and a reader that maps it may still read"
         )

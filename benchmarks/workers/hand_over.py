@@ -1,10 +1,14 @@
 """A hand-over across a shaped wire: a prefill worker in one network namespace, everything else in another.
 
-Mock engines compute a prompt of 8,000 tokens in chunks, or all at once; in the latter case nothing can be fetched
-before the prefill has ended, so that its time and the transfer's add up. What counts is the second token, the first
-that the decode worker makes. The wire carries little more than the KV. Needs root, ip and tc.
+Mock engines compute a prompt in chunks, or all at once; in the latter case nothing can be fetched before the prefill
+has ended, so that its time and the transfer's add up. What counts is the second token, the first that the decode worker
+makes, against the larger of the prefill (the first token) and what the wire needs for the KV alone. Shapes: ``8b`` has
+the KV of Llama 3 8B (128 KiB a token) and computes like one A800; ``70b-8th`` computes like 8 A800s and has KV that
+takes as long at 1 Gbit/s as its prefill. On a machine too busy for that, ``8b-slow`` at 62 Mbit/s takes as long as
+``8b`` at 1 Gbit/s with a 16th of the bytes, ``even-slow`` at 125 Mbit/s eight times as long as ``70b-8th`` at
+1 Gbit/s. The wire carries little more than the KV. Needs root, ip and tc.
 
-    python -m benchmarks.workers.hand_over
+    python -m benchmarks.workers.hand_over [--shape 8b] [--tokens 8000,29000] [--mbit-s 1000,10000] [--chunks 512]
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import click
 import httpx
@@ -34,12 +38,41 @@ from benchmarks.common.report import ROOT, keep
 from tests.netns.wires import Wires, missing
 
 T = TypeVar("T")
-NUM_TOKENS = 8000
 HERE, THERE = "10.77.0.1", "10.77.0.2"
 MASTER, CONDUCTOR, DECODE, PREFILL = 7400, 8000, 7430, 7431
 METRICS = {"decode": (HERE, 7530), "prefill": (THERE, 7531)}
 _CLONE_NEWNET = 0x40000000
 _START_S = 150.0
+
+
+class Shape(NamedTuple):
+    """What the mock engines stand for."""
+
+    kv_token_bytes: int
+    timing: str
+    speedup: float = 1.0
+
+
+SHAPES = {
+    "8b": Shape(131_072, "gpu-8b", 1 / 8),
+    "70b-8th": Shape(16_384, "gpu-70b"),
+    "70b-4th": Shape(32_768, "gpu-70b"),
+    "8b-slow": Shape(8_192, "gpu-8b", 1 / 8),
+    "even-slow": Shape(16_384, "gpu-70b", 1 / 8),
+}
+
+
+class Case(NamedTuple):
+    """A prompt, the engines, and the wire between them."""
+
+    shape: Shape
+    num_tokens: int = 8000
+    chunk_tokens: int = 512
+    mbit_s: int = 1000
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_tokens * self.shape.kv_token_bytes
 
 
 class Sides:
@@ -50,13 +83,15 @@ class Sides:
         self._inside = ThreadPoolExecutor(8, initializer=_enter, initargs=(wires.client,))
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, kv_token_bytes: int, chunk_tokens: int) -> None:
+    def start(self, case: Case) -> None:
         self._run(self._wires.client, HERE, "master", "--port", str(MASTER))
         self.until(lambda: self._listens(MASTER))
         self._run(self._wires.client, HERE, "conductor", "--port", str(CONDUCTOR), "--master", f"{HERE}:{MASTER}")
-        engine = ["--engine", "mock", "--model", "mock", "--mock-timing", "gpu-70b", "--no-store"]
-        engine += ["--mock-kv-token-bytes", str(kv_token_bytes), "--max-num-batched-tokens", str(chunk_tokens)]
-        engine += ["--kv-memory", str(3 * NUM_TOKENS * kv_token_bytes), "--transports", "tcp"]
+        shape = case.shape
+        engine = ["--engine", "mock", "--model", "mock", "--mock-timing", shape.timing, "--no-store"]
+        engine += ["--mock-speedup", str(shape.speedup), "--mock-kv-token-bytes", str(shape.kv_token_bytes)]
+        engine += ["--max-num-batched-tokens", str(case.chunk_tokens)]
+        engine += ["--kv-memory", str(5 * case.kv_bytes // 4), "--transports", "tcp"]
         engine += ["--master", f"{HERE}:{MASTER}"]
         sides = (("decode", DECODE, self._wires.client), ("prefill", PREFILL, self._wires.owner))
         for role, port, namespace in sides:
@@ -145,39 +180,46 @@ def _enter(namespace: str) -> None:
             raise OSError(ctypes.get_errno(), f"no way into {namespace}")
 
 
-def words(number: int) -> str:
-    """A prompt of 8,000 tokens of the mock's, which are letters."""
-    return "".join(random.Random(number).choices("abcdefgh ", k=NUM_TOKENS))
+def words(number: int, num_tokens: int = Case(SHAPES["8b"]).num_tokens) -> str:
+    """A prompt of so many tokens of the mock's, which are letters."""
+    return "".join(random.Random(number).choices("abcdefgh ", k=num_tokens))
 
 
 @contextlib.contextmanager
-def sides(wires: Wires, kv_token_bytes: int, chunk_tokens: int, mbit_s: int) -> Iterator[Sides]:
-    """A cluster whose two workers are joined by a wire of so many Mbit/s."""
-    wires.shape(mbit_s)
+def sides(wires: Wires, case: Case) -> Iterator[Sides]:
+    """A cluster whose two workers are joined by the case's wire."""
+    wires.shape(case.mbit_s)
     with tempfile.TemporaryDirectory() as folder:
         made = Sides(wires, Path(folder))
         try:
-            made.start(kv_token_bytes, chunk_tokens)
+            made.start(case)
             yield made
         finally:
             made.stop()
 
 
-def measure(wires: Wires, kv_token_bytes: int, chunk_tokens: int, mbit_s: int, repeats: int) -> dict[str, Any]:
-    with sides(wires, kv_token_bytes, chunk_tokens, mbit_s) as made:
-        made.token_times(words(0))  # connections are made
-        runs = [made.token_times(words(1 + number))[:2] for number in range(repeats)]
+def measure(wires: Wires, name: str, case: Case, repeats: int) -> dict[str, Any]:
+    with sides(wires, case) as made:
+        made.token_times(words(0, 3000))  # connections are made
+        runs = [made.token_times(words(1 + number, case.num_tokens))[:2] for number in range(repeats)]
+        fetched = made.metric("decode", "tanghulu_worker_prefix_tokens_total", source="peer")
+        computed = made.metric("decode", "tanghulu_worker_computed_tokens_total")
     prefill_s = statistics.median(run[0] for run in runs)
     second_s = statistics.median(run[1] for run in runs)
-    transfer_s = NUM_TOKENS * kv_token_bytes * 8 / (mbit_s * 1e6)
+    transfer_s = case.kv_bytes * 8 / (case.mbit_s * 1e6)
     return {
-        "chunk_tokens": chunk_tokens,
-        "kv_mb": NUM_TOKENS * kv_token_bytes / 1e6,
-        "mbit_s": mbit_s,
+        "shape": name,
+        "tokens": case.num_tokens,
+        "chunk_tokens": case.chunk_tokens,
+        "kv_mb": case.kv_bytes / 1e6,
+        "mbit_s": case.mbit_s,
         "prefill_s": round(prefill_s, 3),
         "transfer_s": round(transfer_s, 3),
         "second_token_s": round(second_s, 3),
         "of_the_larger": round(second_s / max(prefill_s, transfer_s), 3),
+        "of_the_sum": round(second_s / (prefill_s + transfer_s), 3),
+        "fetched_tokens": int(fetched),
+        "computed_by_decode": int(computed),
     }
 
 
@@ -188,21 +230,36 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     Console().print(table)
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
+
+
 @click.command(help=__doc__)
 @click.option("--repeats", default=3)
-@click.option("--mbit-s", default=1000)
-def main(repeats: int, mbit_s: int) -> None:
+@click.option("--shape", "shapes", default="8b,70b-8th,70b-4th")
+@click.option("--tokens", default="8000")
+@click.option("--mbit-s", default="1000")
+@click.option("--chunks", default="512,32768", help="one longer than the prompt is fetched behind it")
+def main(repeats: int, shapes: str, tokens: str, mbit_s: str, chunks: str) -> None:
     if reason := missing():
         raise SystemExit(reason)
-    wires = Wires()
+    cases = [
+        (name, Case(SHAPES[name], num_tokens, chunk, speed))
+        for name in shapes.split(",")
+        for num_tokens in _numbers(tokens)
+        for speed in _numbers(mbit_s)
+        for chunk in _numbers(chunks)
+    ]
+    wires, rows = Wires(), []
     try:
         wires.build()
-        cases = [(16_384, 512), (16_384, 8192), (32_768, 512), (32_768, 8192)]
-        rows = [measure(wires, kv_token_bytes, chunk, mbit_s, repeats) for kv_token_bytes, chunk in cases]
+        for name, case in cases:
+            rows.append(measure(wires, name, case, repeats))
+            Console().print(rows[-1])
     finally:
         wires.remove()
     show(rows)
-    keep("hand_over", rows, cores=os.cpu_count())
+    keep("hand_over", rows, cores=os.cpu_count(), load=round(os.getloadavg()[1], 1))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     prefill(n, p) = t0 + A (n - p) + B (n^2 - p^2), never below loading p over PCIe
                     A = 22 l d^2 / G,  B = 4 l d / G,  G = flops * mfu          (Mooncake, FAST'25, table 1)
     decode step   = c + d * batch + e * context tokens
-    transfer(p)   = p * kv_bytes / nic
+    transfer(p)   = p * kv_bytes / nic, to a decode worker beside the prefill (conductor/routing/cost.py)
 
 With l = 80 layers of d = 8192 and half of 8 x 312 TFLOP/s, A is 95 us a token and B 2.1 ns a pair: a cold prompt of
 8192 tokens takes 0.02 + 0.78 + 0.14 = 0.94 s. A token's KV has 80 * 2 * 8192 / 8 * 2 = 328 kB.
@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tanghulu.conductor.replay.trace import BLOCK_TOKENS
-from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile
+from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile, hand_over_s, hidden_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class LatencyModel:
         """Moving blocks of a trace over one NIC."""
         return num_blocks * BLOCK_TOKENS * self.kv_token_bytes / self.nic
 
-    def hand_over_s(self, num_tokens: int, prefill_s: float) -> float:
-        """The rest of the move to the decode worker when prefill ends: KV streams layer by layer behind it."""
-        whole_s = num_tokens * self.kv_token_bytes / self.nic
-        return max(whole_s / self.layers, whole_s - prefill_s)
+    def hand_over_s(self, num_tokens: int, hit_tokens: int, prefill_s: float) -> float:
+        """The rest of the move to the decode worker when prefill ends: KV follows it chunk by chunk."""
+        behind_s = hidden_s(prefill_s, num_tokens - hit_tokens)
+        return hand_over_s(num_tokens, self.kv_token_bytes / self.nic, behind_s)

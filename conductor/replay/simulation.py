@@ -220,7 +220,7 @@ class Simulation:
             decode.release(job)
             self._output.ended(1)
         else:
-            left_s = self._model.hand_over_s(job.request.num_tokens, job.prefill_s)
+            left_s = self._model.hand_over_s(job.request.num_tokens, job.hit_tokens, job.prefill_s)
             worker.send_free_s = max(self.now_s, worker.send_free_s) + left_s
             self._at(worker.send_free_s, functools.partial(self._decode, decode, job))
         self._start(worker)

@@ -8,9 +8,12 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
+import grpc
 import pytest
 
+from tanghulu.protos import session_pb2, session_pb2_grpc
 from tests.e2e.cluster import LiveCluster, eventually, running_cluster
 
 pytestmark = pytest.mark.slow
@@ -34,8 +37,8 @@ def words(number: int, length: int) -> str:
     return "".join(random.Random(number).choices("abcdefgh ", k=length))
 
 
-def ask(cluster: LiveCluster, prompt: str | list[int], max_tokens: int = 20, model: str = "mock") -> str:
-    body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "seed": 1, "temperature": 0}
+def ask(cluster: LiveCluster, prompt: str | list[int], max_tokens: int = 20, model: str = "mock", **more: Any) -> str:
+    body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "seed": 1, "temperature": 0, **more}
     body["ignore_eos"] = True
     answer = cluster.http.post(f"{cluster.url}/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
@@ -119,6 +122,43 @@ def test_a_prefill_worker_that_dies_before_the_pull_costs_a_block_at_most(tmp_pa
             assert asked.result(120) == wanted
         computed = live.metric("decode", "tanghulu_worker_computed_tokens_total") - before
         assert computed <= BLOCK + 16
+
+
+def test_a_peer_has_what_died_before_the_pull(tmp_path) -> None:
+    """As above without a store: the other prefill worker computed the same prompt before."""
+    with storeless(tmp_path / "c", "--prefill", "2", "--worker-timeout", "300") as live:
+        dying, other = prefill_workers(live)
+        prompt = words(7, 2000)
+        wanted = ask(live, prompt, routing={"prefill_worker": other})
+        decode = live.entry("decode")
+        with grpc.insecure_channel(decode["address"]) as channel:
+            session_pb2_grpc.WorkerStub(channel).DropCache(session_pb2.DropCacheRequest(), timeout=30)
+        before = live.metric("decode", "tanghulu_worker_computed_tokens_total")
+        with ThreadPoolExecutor(1) as pool, stopped(decode["pid"]) as go_on:
+            asked = pool.submit(ask, live, prompt, routing={"prefill_worker": dying})
+            handed_over(live, 2)
+            os.kill(pid_of(live, dying), signal.SIGKILL)
+            go_on()
+            assert asked.result(120) == wanted
+        assert live.metric("decode", "tanghulu_worker_computed_tokens_total") - before <= BLOCK + 20
+        assert live.metric("decode", "tanghulu_worker_prefix_tokens_total", source="peer_cache") >= 2000 - BLOCK
+        eventually(lambda: nothing_is_held(live), what="all is given back")
+
+
+def prefill_workers(live: LiveCluster) -> list[str]:
+    """The ids of both, once they and the decode worker are there."""
+
+    def listed() -> list[dict]:
+        workers = live.http.post(f"{live.url}/route", json={"prompt": "x"}).json()["workers"]
+        return workers if len(workers) == 3 else []
+
+    return [worker["id"] for worker in eventually(listed, what="three workers") if not worker["can_decode"]]
+
+
+def pid_of(live: LiveCluster, worker: str) -> int:
+    """The process of the worker of that id, which has its port in its middle."""
+    port = worker.split("-")[1]
+    return next(entry["pid"] for entry in live.entries() if entry["address"].endswith(f":{port}"))
 
 
 def handed_over(live: LiveCluster, count: int) -> None:

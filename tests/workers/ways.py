@@ -139,29 +139,35 @@ def batched(served: Served, **config: int) -> list[Answer]:
 
 
 def cached(served: Served) -> list[Answer]:
-    """Each twice, one behind the other: the second finds the first one's blocks."""
+    """Each twice, one behind the other: the second finds all full blocks of the first one's prompt."""
     core = served.engine(served.most_blocks * len(served.prompts), max_num_batched_tokens=100)
     everybody = range(len(served.prompts))
     served.answers(core, everybody)
-    answers, found = served.answers(core, everybody), core.scheduler.pool
-    assert found.num_in_use == 0
-    assert found.num_cached > 0
-    return answers
+    found: dict[int, Answer] = {index: ([], []) for index in everybody}
+    for index in everybody:
+        core.add(served.request(index))
+    while core.scheduler.has_work:
+        for output in collect(core, found).outputs:
+            full = (output.num_prompt_tokens - 1) // served.block_tokens
+            assert output.num_cached_tokens >= full * served.block_tokens
+    return in_order(found)
 
 
 def preempted(served: Served) -> list[Answer]:
-    """All at once, the longest first, in a cache with a block more than the prompts of the first two; both need one."""
+    """Each beside an older request that outlasts it, in a cache with a block more than their prompts: both need one."""
     assert served.num_new > served.block_tokens + 1
-    found: dict[int, Answer] = {index: ([], []) for index in range(len(served.prompts))}
-    order = sorted(found, key=lambda index: -len(served.prompts[index][0]))
-    num_blocks = sum(-(-len(served.prompts[index][0]) // served.block_tokens) for index in order[:2])
-    core = served.engine(num_blocks + 1, max_num_batched_tokens=4096)  # both are admitted before either grows
-    for index in order:
+    found: dict[int, Answer] = {}
+    for index, (prompt, _) in enumerate(served.prompts):
+        own, older = (-(-count // served.block_tokens) for count in (len(prompt), served.num_new))
+        core = served.engine(own + older + 1, max_num_batched_tokens=4096)  # both are admitted before either grows
+        filler = [(7 * at + index) % 80 + 5 for at in range(older * served.block_tokens)]
+        core.add(request("older", filler, served.num_new + 2, block_tokens=served.block_tokens))
         core.add(served.request(index))
-    num_preempted = 0
-    while core.scheduler.has_work:
-        num_preempted += len(collect(core, found).preempted)
-    assert num_preempted > 0
+        found[index] = ([], [])
+        was_preempted = False
+        while core.scheduler.request(RequestId(str(index))) is not None:
+            was_preempted |= bool(collect(core, found).preempted)
+        assert was_preempted
     return in_order(found)
 
 
@@ -227,6 +233,8 @@ def collect(core: EngineCore, found: dict[int, Answer]) -> StepResult:
     """Step once and add what came out to ``found``."""
     result = core.step()
     for output in result.outputs:
+        if output.request_id == "older":
+            continue
         tokens, logprobs = found[int(output.request_id)]
         tokens += output.tokens
         logprobs.append(output.logprobs)

@@ -27,7 +27,7 @@ from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted
 from tanghulu.workers.engine.thread import Command
-from tanghulu.workers.kv.peer_reader import Watch
+from tanghulu.workers.kv.peer_reader import TURN_BYTES, Watch
 from tanghulu.workers.kv.ports import BlockPort, Move
 from tanghulu.workers.kv.store_policy import StorePolicy, WorthKeeping, make_store_policy
 from tanghulu.workers.metrics import WorkerMetrics
@@ -40,8 +40,6 @@ _IDLE_BLOCKS = 16
 #: Threads that load; on a GPU each has pinned memory of its own.
 NUM_FETCH_THREADS = 2
 
-#: What a pull fetches before it says what has come and looks whether it is still wanted.
-_PULL_TURN_BYTES = 16 << 20
 #: Hashes that are remembered as written; what is forgotten is at worst written again, which the store finds a hit.
 _MAX_WRITTEN = 65_536
 
@@ -289,7 +287,8 @@ class KvConnector:
 
     def _pull_turns(self, wanted: FetchWanted, left: threading.Event, num_blocks: Watch) -> None:
         at, ids = 0, wanted.block_ids
-        turn_blocks = max(1, _PULL_TURN_BYTES // self._layout.block_bytes)
+        # After each turn a pull says what has come and looks whether it is still wanted.
+        turn_blocks = max(1, TURN_BYTES // self._layout.block_bytes)
         while at < len(ids) and not left.is_set():
             complete = num_blocks(wanted.first_block + at) - wanted.first_block
             until = min(complete, len(ids), at + turn_blocks)

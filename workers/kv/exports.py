@@ -2,7 +2,7 @@
 
     HELD --release--> FREE           nobody reads
     HELD --pin--> READ --release--> CLOSING --last reader gone--> FREE
-    READ --last reader gone--> HELD  (a reader died; another may come)
+    READ --last reader gone--> HELD  (a reader died; another may come, unless only that one knew of it)
 
 An export that nobody asked for within ``ttl_s`` is released. Pure: what to do comes back as data.
 
@@ -54,12 +54,13 @@ TRANSITIONS: dict[tuple[ExportState, ExportEvent], ExportState] = {
 
 @dataclass(slots=True, eq=False)
 class Export:
-    """One request's KV, held ready. ``leases`` are those of its readers."""
+    """One request's KV, held ready. ``leases`` are those of its readers; ``one_reader``: no other knows of it."""
 
     export_id: int
     request_id: RequestId
     kv: KvExport
     expires_at_s: float
+    one_reader: bool = False
     state: ExportState = ExportState.HELD
     leases: set[LeaseId] = field(default_factory=set)
 
@@ -82,9 +83,9 @@ class ExportTable:
     def __len__(self) -> int:
         return len(self._exports)
 
-    def add(self, kv: KvExport, now_s: float) -> Export:
-        """Hold ``kv`` ready for ``ttl_s``."""
-        export = Export(next(self._ids), kv.request_id, kv, now_s + self._ttl_s)
+    def add(self, kv: KvExport, now_s: float, *, one_reader: bool = False) -> Export:
+        """Hold ``kv`` ready for ``ttl_s``, or, for ``one_reader``, no longer than that one may read."""
+        export = Export(next(self._ids), kv.request_id, kv, now_s + self._ttl_s, one_reader)
         self._exports[export.export_id] = export
         return export
 
@@ -135,6 +136,8 @@ class ExportTable:
         if export.leases:
             return []
         export.on(ExportEvent.READERS_GONE)
+        if export.one_reader and export.state is ExportState.HELD:
+            export.on(ExportEvent.RELEASE)
         return self._drop_if_free(export)
 
     def expire(self, now_s: float) -> list[RequestId]:

@@ -29,8 +29,10 @@ _log = structlog.get_logger(__name__)
 
 #: A cached prefix that takes longer than this to come is computed, or loaded from the store, instead.
 PREFIX_DEADLINE_S = 5.0
-#: Of every other call and read.
+#: Of every other call, and of each turn of a read: a whole export takes as long as the wire needs.
 DEADLINE_S = 10.0
+#: What is asked for in one turn, at least a block.
+TURN_BYTES = 16 << 20
 #: Of one question for more of an export, after which the reader may think again.
 WATCH_S = 0.2
 #: Before a peer whose pinned memory others read is asked once more.
@@ -70,20 +72,22 @@ class PeerReader:
     def read(self, peer: PeerExport, first_block: int, buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers`` with the export's blocks from ``first_block`` on.
 
-        Returns how many leading ones arrived whole, checksums verified; the peer may show some at a time, and holds
-        the export until `release`. Raises NodeUnavailable, ChunkNotFound, TransferFailed or DeadlineExceeded when none
+        Returns how many leading ones arrived whole, checksums verified; the peer shows some at a time, and holds the
+        export until `release`. Raises NodeUnavailable, ChunkNotFound, TransferFailed or DeadlineExceeded when none
         did.
         """
+        turn_blocks = max(1, TURN_BYTES // len(buffers[0])) if buffers else 0
 
         def read(at: int) -> _Arrived:
+            wanted = buffers[at : at + turn_blocks]
             request = session_pb2.ExportPinRequest(
                 export_id=int(peer.export_id),
                 first_block=first_block + at,
                 fingerprint=self._fingerprint,
-                max_blocks=len(buffers) - at,
+                max_blocks=len(wanted),
             )
             call = EXPORT_PIN.call(request)
-            return self._links.use(peer.instance, lambda link: self._read(link, call, buffers[at:], DEADLINE_S))
+            return self._links.use(peer.instance, lambda link: self._read(link, call, wanted, DEADLINE_S))
 
         return _in_turns(read, len(buffers))
 

@@ -171,7 +171,9 @@ class PeerServer:
             await asyncio.sleep(SWEEP_S)
             now_s = self._clock.now_s()
             self.on_freed(self._access.expire(now_s))
-            self._gone(self._exports.expire(now_s))
+            late = self._exports.expire(now_s)
+            self._metrics.exports_expired.inc(len(late))
+            self._gone(late)
             self._metrics.export_quarantined_bytes.set(self._access.quarantined_bytes)
 
     def _gone(self, requests: Sequence[RequestId]) -> None:
@@ -243,7 +245,7 @@ class PeerServer:
         if kv is None:
             self._prefixes.remove(name)
             return session_pb2.ExportPinReply()
-        export = self._exports.add(kv, self._clock.now_s())
+        export = self._exports.add(kv, self._clock.now_s(), one_reader=True)
         self.idle.clear()
         self._metrics.exports.set(len(self._exports))
         try:

@@ -128,7 +128,8 @@ class RequestView(Struct, frozen=True):
     hash and so could be hit: all but, mostly, a partial last one; 0 if that is not known.
     ``expected_output``: tokens that an answer has on the mean; 0 if that is not known. ``most_output``: tokens that the
     request lets its own answer have; 0 if that is not known. ``links``: how fast KV travels between places, None where
-    nothing was measured; ``kv_place`` where the request's KV is, once it was prefilled.
+    nothing was measured; ``kv_place`` where the request's KV is, once it was prefilled, and ``hidden_s`` for how
+    long it moves on while the prefill still computes.
     """
 
     num_tokens: int
@@ -142,6 +143,7 @@ class RequestView(Struct, frozen=True):
     most_output: int = 0
     links: LinkSpeeds | None = None
     kv_place: Place | None = None
+    hidden_s: float = 0.0
 
     @property
     def judged_share(self) -> float:

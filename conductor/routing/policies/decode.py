@@ -1,9 +1,9 @@
 """The choice of the decode worker, which all policies share that look at KV at all; and both phases in one decision.
 
-The cost is moving the KV that a worker lacks, plus what every running sequence adds to the steps of this answer (as far
-as its length is known), plus a fine where its free blocks do not suffice. The worker that prefills moves nothing. A
-worker that prefills too pays for the copy in its cache besides: the room is some other prefix's, which will have to be
-computed when it is asked for again.
+The cost is moving the KV that a worker lacks, as far as that outlasts the prefill (`cost.hand_over_s`), plus what every
+running sequence adds to the steps of this answer (as far as its length is known), plus a fine where its free blocks do
+not suffice. The worker that prefills moves nothing. A worker that prefills too pays for the copy in its cache besides:
+the room is some other prefix's, which will have to be computed when it is asked for again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
+from tanghulu.conductor.routing.cost import hand_over_s, hidden_s
 from tanghulu.conductor.routing.policies.base import (
     ASSUMED_STORE_BYTES_PER_S,
     Candidate,
@@ -55,8 +56,7 @@ def decide(
     able = decoders(workers)
     if not able:
         return None
-    if request.links is not None:
-        request = structs.replace(request, kv_place=prefill.place)
+    request = moving(request, prefill, fetch)
     decode = able[place_of_least_cost(request, able, prefill.id, ties)]
     return Decision(
         prefill.id,
@@ -66,16 +66,24 @@ def decide(
     )
 
 
+def moving(request: RequestView, prefill: WorkerView, fetch: PeerFetch | None = None) -> RequestView:
+    """The request as decode workers see it once ``prefill`` is to compute it, behind what it has and can ``fetch``."""
+    hit_blocks = max(prefill.match_blocks, request.store_hit_blocks, fetch.num_blocks if fetch is not None else 0)
+    behind_s = hidden_s(prefill.prefill_s(request, hit_blocks), request.rest_tokens(hit_blocks))
+    kv_place = prefill.place if request.links is not None else None
+    return structs.replace(request, kv_place=kv_place, hidden_s=behind_s)
+
+
 def decode_costs(request: RequestView, able: Sequence[WorkerView], prefill: InstanceId | None) -> list[float]:
     """The cost of each of ``able``; ``prefill`` names the one that will have the KV, if any of them."""
-    num_blocks, block_bytes, judged = request.num_blocks, request.block_bytes, request.judged_share
+    num_blocks, judged = request.num_blocks, request.judged_share
     costs = []
     for worker in able:
         needed = num_blocks - worker.hit_blocks
         cost_s = judged * worker.batch_s
         if needed > 0:
             if worker.id != prefill:
-                cost_s += needed * block_bytes / _move_bytes_per_s(request, worker)
+                cost_s += _move_s(request, needed, _move_bytes_per_s(request, worker))
                 cost_s += _copy_s(request, worker)
             if worker.blocks_free < needed:
                 cost_s += NO_ROOM_FINE_S
@@ -99,13 +107,20 @@ def near_places(request: RequestView, able: Ranked, prefill: InstanceId | None) 
     least = batch_times.index(min(batch_times))
     bound_s = _SLACK * decode_costs(request, [able[least]], prefill)[0]
     if request.links is None:
-        bound_s -= request.num_blocks * request.block_bytes / able.fastest / _SLACK
+        bound_s -= _move_s(request, request.num_blocks, able.fastest) / _SLACK
     least_s = bound_s / judged
     near = {at for at, batch_s in enumerate(batch_times) if batch_s <= least_s}
     near.update(able.holders, (least,))
     if prefill in able.place_of:
         near.add(able.place_of[prefill])
     return sorted(near)
+
+
+def _move_s(request: RequestView, num_blocks: int, bytes_per_s: float) -> float:
+    """Seconds that moving so many of the request's blocks takes beyond its prefill."""
+    block_tokens = request.block_tokens
+    token_s = request.block_bytes / block_tokens / bytes_per_s
+    return hand_over_s(num_blocks * block_tokens, token_s, request.hidden_s)
 
 
 def _move_bytes_per_s(request: RequestView, worker: WorkerView) -> float:
@@ -134,7 +149,7 @@ def decode_candidates(request: RequestView, able: Sequence[WorkerView], prefill:
 def _candidate(request: RequestView, worker: WorkerView, prefilled_here: bool, cost_s: float) -> Candidate:
     needed = max(0, request.num_blocks - worker.hit_blocks)
     missing = 0 if prefilled_here else needed
-    move_s = missing * request.block_bytes / _move_bytes_per_s(request, worker)
+    move_s = _move_s(request, missing, _move_bytes_per_s(request, worker))
     batch_s = request.judged_share * worker.batch_s
     room_s = 0.0 if worker.blocks_free >= needed else NO_ROOM_FINE_S
     copy_s = _copy_s(request, worker) if missing else 0.0

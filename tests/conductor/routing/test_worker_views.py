@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tanghulu.conductor.routing.policies.base import RequestView, any_of_least, decoders, place_of_least, prefillers
-from tanghulu.conductor.routing.policies.decode import Ties, decode_costs, near_places
+from tanghulu.conductor.routing.policies.decode import Ties, decode_costs, moving, near_places
 from tanghulu.conductor.routing.policies.fetching import best_source
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES, make_policy
 from tanghulu.conductor.routing.policies.ttft_min import TtftMin
@@ -134,9 +134,10 @@ def test_looking_at_few_decides_as_scoring_all(parts, request, weight, load_weig
         assert decision is None
         return
     scores = TtftMin(weight, seed, load_weight)._scores(request, best_source(shown))
-    prefill = able[place_of_least([scores.of(w) for w in able], ties.prefill)].id
-    decode = deciders[any_of_least(decode_costs(request, deciders, prefill), ties.decode)].id
-    assert (decision.prefill, decision.decode) == (prefill, decode)
+    prefill = able[place_of_least([scores.of(w) for w in able], ties.prefill)]
+    seen = moving(request, prefill, decision.fetch)
+    decode = deciders[any_of_least(decode_costs(seen, deciders, prefill.id), ties.decode)].id
+    assert (decision.prefill, decision.decode) == (prefill.id, decode)
 
 
 def test_of_many_workers_few_are_looked_at():

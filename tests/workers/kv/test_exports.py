@@ -44,6 +44,15 @@ def test_after_a_dead_reader_another_may_come() -> None:
     assert table.get(export.export_id).state is ExportState.HELD
 
 
+def test_what_only_a_dead_reader_knew_of_is_free_at_once() -> None:
+    table = ExportTable(10, 1)
+    export = table.add(_kv("a"), 0, one_reader=True)
+    table.pinned(export, [LeaseId(1), LeaseId(2)], 0)
+    assert table.lease_freed(LeaseId(1)) == []
+    assert table.lease_freed(LeaseId(2)) == ["a"]
+    assert table.release(export.export_id) == []
+
+
 def test_nobody_came_in_time() -> None:
     table = ExportTable(10, 1)
     table.add(_kv("a"), 0)

@@ -24,7 +24,7 @@ from tanghulu.workers.kv.peer_reader import PeerReader
 from tanghulu.workers.kv.silence import SilenceWatch
 from tests.rpc.service import until
 from tests.rpc.test_silent_hosts import out_of_reach
-from tests.workers.kv.test_staging import LAYOUT, NAME, Holder, buffers
+from tests.workers.kv.test_staging import LAYOUT, NAME, Holder, buffers, bytes_of
 
 HASHES = [BlockHash(bytes([number] * 16)) for number in (5, 9)]
 
@@ -112,6 +112,47 @@ async def test_a_prefix_whose_reader_was_lost_is_given_back(tmp_path: Path, read
             await asyncio.to_thread(reader.read_prefix, PeerPrefix(holder.instance, 2), HASHES, buffers(2))
         await until(lambda: len(holder.given_back) == 1)
         assert holder.access.num_leases == 0
+
+
+async def test_a_prefix_whose_reader_dies_while_it_reads_is_given_back(
+    tmp_path: Path, reader: PeerReader, transfers: TransferEngine, connections: list[FastConnection]
+) -> None:
+    """Nobody else knows of it; before, it was held until its time was up."""
+    holder = Holder(tmp_path, 4, HostCopier())
+
+    def die(*_: object) -> None:
+        connections[0].close()
+        raise NodeUnavailable("the reader is gone")
+
+    async with holder.serving():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transfers, "submit", die)
+            with pytest.raises(NodeUnavailable):
+                await asyncio.to_thread(reader.read_prefix, PeerPrefix(f"{holder.address}|", 2), HASHES, buffers(2))
+        await until(lambda: len(holder.given_back) >= 1)
+
+
+@pytest.mark.parametrize("broken", [None, 2])
+async def test_an_export_is_read_in_turns(
+    tmp_path: Path, reader: PeerReader, transfers: TransferEngine, monkeypatch: pytest.MonkeyPatch, broken: int | None
+) -> None:
+    """Each has a deadline of its own, so a slow wire loses nothing; what came before one that fails is kept."""
+    monkeypatch.setattr("tanghulu.workers.kv.peer_reader.TURN_BYTES", 2 * LAYOUT.block_bytes)
+    holder, turns, transfer = Holder(tmp_path, 12, HostCopier()), list[int](), transfers.transfer
+
+    def counted(requests: list[object], deadline_s: float) -> None:
+        if len(turns) == broken:
+            raise TransferFailed("it broke off")
+        turns.append(len(requests))
+        transfer(requests, deadline_s)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(transfers, "transfer", counted)
+    async with holder.serving():
+        got = buffers(5)
+        blocks = [7, 1, 15, 4, 0]
+        arrived = await asyncio.to_thread(reader.read, mapped(holder, holder.export(blocks)), 0, got)
+    assert (arrived, turns) == ((5, [2, 2, 1]) if broken is None else (4, [2, 2]))
+    assert [bytes(each) for each in got[:arrived]] == [bytes_of(holder.parts, block) for block in blocks[:arrived]]
 
 
 async def test_a_stale_connection_is_opened_anew(tmp_path: Path, reader: PeerReader) -> None:
