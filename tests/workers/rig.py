@@ -81,7 +81,7 @@ class Rig:
     ) -> None:
         self.registry = CollectorRegistry()
         layout = KvLayout.of(model.config, BLOCK, dtype_name(model.dtype))
-        self.metrics = WorkerMetrics(self.registry, block_bytes=layout.block_bytes, num_blocks=num_blocks)
+        self.metrics = WorkerMetrics(self.registry, layout, num_blocks)
         self.connector = KvConnector(store, peers or NoPeers(), self.metrics, SpeedMeter(), ConnectorConfig(**bounds))  # type: ignore[arg-type]
         if runner is None:
             in_place = TorchRunner(model, block_tokens=BLOCK, kv_capacity_bytes=num_blocks * layout.block_bytes)

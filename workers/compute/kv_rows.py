@@ -15,7 +15,7 @@ import torch
 from tanghulu.workers.engine.kv_layout import SCALE_BYTES
 
 _LEVELS = 127
-#: A row's largest magnitude counts as at least this, so that scales are normal numbers. A row of next to nothing is zero.
+#: A row's largest magnitude counts as at least this, so that scales are normal numbers; rows of far less are zero.
 LEAST_MAGNITUDE = 1e-30
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
+from typing import Protocol
 
 from tanghulu.errors import ConfigError
 from tanghulu.types import format_size
@@ -24,6 +25,19 @@ from tanghulu.workers.weights.model_config import ModelConfig
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 #: Bytes of the scale, a float32, behind the values of each head in int8. A head's must be a multiple of it.
 SCALE_BYTES = 4
+
+
+class BlockShape(Protocol):
+    """What cards and metrics say of a block; ``dtype`` is the KV's."""
+
+    @property
+    def block_tokens(self) -> int: ...
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def dtype(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,7 +241,7 @@ class Holder:
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         clock, service = SystemClock(), FastService()
-        metrics = WorkerMetrics(CollectorRegistry(), block_bytes=LAYOUT.block_bytes, num_blocks=20)
+        metrics = WorkerMetrics(CollectorRegistry(), LAYOUT, 20)
         self.access = access = AccessTable(clock, 10_000, self._size)
         self.service = service
         self.server = PeerServer(

@@ -239,7 +239,7 @@ class _HoldsNothing:
 async def _peer(layout: KvLayout, name: Fingerprint, run_dir: Path) -> AsyncIterator[PeerExport]:
     """A worker's side of the hand-over, without its engine: an address that holds KV called ``name``."""
     clock, size = SystemClock(), 2 * layout.block_bytes
-    metrics = WorkerMetrics(CollectorRegistry(), block_bytes=layout.block_bytes, num_blocks=2)
+    metrics = WorkerMetrics(CollectorRegistry(), layout, 2)
     access, segment = AccessTable(clock, 1000, size), MemorySegment.create("kv", size)
     window = HostBlocks(KvMemory(layout, 2, segment.view))
     server = PeerServer(KvIdentity(InstanceId("w1"), 1, name), layout, window, access, clock, metrics, _HoldsNothing())
