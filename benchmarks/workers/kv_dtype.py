@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 
 from tanghulu.workers.compute.forward_batch import SequenceChunk
 from tanghulu.workers.compute.kv_cache import KvCache
+from tanghulu.workers.compute.kv_rows import to_rows
 from tanghulu.workers.compute.lanes import LanedForward
 from tanghulu.workers.compute.models.registry import Model, load_model, pick_dtype
 from tanghulu.workers.engine.kv_layout import KvLayout
@@ -69,10 +70,11 @@ def show_loss(models: dict[str, Model], tokens: list[int], console: Console) -> 
 
 def show_cost(model: Model, kinds: Sequence[str], rounds: int, console: Console) -> None:
     tokens = [(7 * at) % 1000 for at in range(PROMPT)]
-    forwards = {kv: LanedForward(model, cache_of(model, kv, 8)) for kv in kinds}
-    for forward in forwards.values():
-        for sequence, start in itertools.product(range(8), range(0, PROMPT, CHUNK)):
-            forward([chunk(tokens, sequence, start, start + CHUNK)])
+    forwards = {}
+    for kv in kinds:
+        cache = cache_of(model, kv, 8)
+        cache.rows.copy_(to_rows(torch.randn(*cache.rows.shape[:2], cache.layout.head_dim), cache.rows.dtype))
+        forwards[kv] = LanedForward(model, cache)
     steps = {"prefill 1 x 1,024": [[chunk(tokens, 0, at, at + CHUNK)] for at in range(0, PROMPT, CHUNK)]}
     for count, context in itertools.product((1, 8), (256, 1023)):
         name = f"decode {count} behind {context:,}"
