@@ -133,9 +133,7 @@ class WorkerServer:
         size = num_blocks * loaded.layout.block_bytes if loaded.staging is None else loaded.staging.segment_bytes
         self._segment = MemorySegment.create(f"kv-{self.instance_id}", size)
         stack.callback(self._segment.close)
-        self._metrics = WorkerMetrics(
-            self._process.registry, block_bytes=loaded.layout.block_bytes, num_blocks=num_blocks
-        )
+        self._metrics = WorkerMetrics(self._process.registry, loaded.layout, num_blocks)
         self._transport = transfer_settings(config, config.host)
         transfers = TransferEngine(
             transports=self._transport.transports,

@@ -26,7 +26,12 @@ class WorkerConfig(TransferOptions, MasterOptions, PortOptions, ProcessConfig):
     discovery: str = option("master", DISCOVERY_HELP)
     model: str = option("smollm2", "a directory with safetensors or GGUF, a .gguf file, or smollm2", metavar="DIR")
     engine: str = option("torch", "torch computes; mock takes as long as a model would", choices=("torch", "mock"))
-    dtype: str = option("auto", "arithmetic and KV type", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = option("auto", "type of the weights", choices=("auto", "float32", "bfloat16", "float16"))
+    kv_dtype: str = option(
+        "auto",
+        "type of the KV in cache, store and transfers; auto: as --dtype; int8: half of bfloat16, with a small loss",
+        choices=("auto", "float32", "bfloat16", "int8"),
+    )
     device: str = option("auto", "where the model computes: auto (a GPU, if torch sees one), cpu, cuda or cuda:N")
     attention: str = option("auto", "attention backend", choices=("auto", "varlen", "sdpa"))
     batch_invariant: bool = option(
@@ -87,15 +92,21 @@ class WorkerConfig(TransferOptions, MasterOptions, PortOptions, ProcessConfig):
             raise ConfigError(f"--tp is {self.tp}; the torch engine takes 1 or more, the mock engine 1")
         if self.batch_invariant and (self.engine != "torch" or self.tp > 1 or self.attention == "varlen"):
             raise ConfigError("--batch-invariant takes --engine torch, --tp 1 and an --attention of its own (auto)")
-        if self.lora and self.engine != "torch":
-            raise ConfigError("--lora takes --engine torch: the mock engine has no weights to merge it into")
-        if NgramProposer.of(self.speculative) is not None and self.engine != "torch":
-            raise ConfigError("--speculative takes --engine torch: the mock engine's tokens cannot be guessed")
-        if self.profile and self.engine != "torch":
-            raise ConfigError("--profile traces the torch engine; the mock engine computes nothing")
+        self._require_torch()
         if self.preemption == "store" and not self.store:
             raise ConfigError("--preemption store keeps blocks in the store, which --no-store leaves out")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"--device is {self.device!r}; it must be auto, cpu, cuda or cuda:N")
         if self.threads < 0:
             raise ConfigError(f"--threads is {self.threads}; 0 means one a core")
+
+    def _require_torch(self) -> None:
+        """Raise ConfigError for what only a model that computes can be given."""
+        if self.kv_dtype != "auto" and self.engine != "torch":
+            raise ConfigError("--kv-dtype takes --engine torch: the mock engine's KV is --mock-kv-token-bytes")
+        if self.lora and self.engine != "torch":
+            raise ConfigError("--lora takes --engine torch: the mock engine has no weights to merge it into")
+        if NgramProposer.of(self.speculative) is not None and self.engine != "torch":
+            raise ConfigError("--speculative takes --engine torch: the mock engine's tokens cannot be guessed")
+        if self.profile and self.engine != "torch":
+            raise ConfigError("--profile traces the torch engine; the mock engine computes nothing")

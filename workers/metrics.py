@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from tanghulu.workers.engine.kv_layout import BlockShape
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
 
 _STEP_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2, 5)
@@ -15,12 +16,12 @@ _TRANSFER_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1,
 class WorkerMetrics:
     """All figures of one worker; threads may update them."""
 
-    def __init__(self, registry: CollectorRegistry, *, block_bytes: int, num_blocks: int) -> None:
+    def __init__(self, registry: CollectorRegistry, shape: BlockShape, num_blocks: int) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"tanghulu_worker_{name}", text, labels, registry=registry)
 
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"tanghulu_worker_{name}", text, registry=registry)
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"tanghulu_worker_{name}", text, labels, registry=registry)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
             return Histogram(f"tanghulu_worker_{name}", text, labels, buckets=buckets, registry=registry)
@@ -60,7 +61,9 @@ class WorkerMetrics:
         self.blocks_cached = gauge("blocks_cached", "blocks that nobody holds but that can be matched")
         self.blocks_in_transfer = gauge("blocks_in_transfer", "blocks that a transfer writes")
         gauge("blocks_capacity", "blocks of the KV cache").set(num_blocks)
-        gauge("block_bytes", "bytes of one block").set(block_bytes)
+        gauge("block_bytes", "bytes of one block").set(shape.block_bytes)
+        token_bytes = gauge("kv_token_bytes", "bytes of KV of one token, by its type", "dtype")
+        token_bytes.labels(shape.dtype).set(shape.block_bytes / shape.block_tokens)
 
     def report(self, reports: Sequence[StepReport]) -> None:
         """Count what the steps since the last call have done."""

@@ -264,7 +264,7 @@ class Bench:
         """A prompt that is cold; one that shares 90 % with it behind a flush; one that does so without a flush."""
         runner = self.runner(2 * length)
         store = DictStore()
-        metrics = WorkerMetrics(CollectorRegistry(), block_bytes=1, num_blocks=1)
+        metrics = WorkerMetrics(CollectorRegistry(), runner.layout, runner.cache.num_blocks)
         bounds = ConnectorConfig(max_pending_bytes=runner.cache.capacity_bytes)
         connector = KvConnector(store, NoPeers(), metrics, SpeedMeter(budget), bounds)
         served = Served(self.engine(runner, budget, fetcher=connector, sink=connector), connector)

@@ -222,6 +222,7 @@ def _card(card: pb.ModelCard) -> ModelCard:
         eos_token=card.eos_token,
         add_bos=card.add_bos,
         block_bytes=card.block_bytes,
+        kv_dtype=card.dtype,
         sampling_defaults=_defaults(card),
     )
 

@@ -293,4 +293,5 @@ class ModelCard:
     eos_token: str
     add_bos: bool
     block_bytes: int
+    kv_dtype: str = ""
     sampling_defaults: SamplingDefaults = SamplingDefaults()

@@ -35,6 +35,8 @@ def test_a_worker_and_a_conductor_say_what_they_do():
     worker = {"requests_running": 2, "requests_waiting": 1, "blocks_in_use": 5, "blocks_capacity": 20}
     figures = {f"tanghulu_worker_{name}": float(value) for name, value in worker.items()}
     assert part_of(_instance(Role.DECODE), figures, None, 0.0).load == "2 running, 1 waiting, 25% of blocks in use"
+    figures["tanghulu_worker_kv_token_bytes"] = 12_288.0
+    assert part_of(_instance(Role.DECODE), figures, None, 0.0).load.endswith(", 12.0 KiB of KV a token")
     figures = {"tanghulu_conductor_cached_tokens_total": 25.0, "tanghulu_conductor_prompt_tokens_total": 100.0}
     part = part_of(_instance(Role.CONDUCTOR), figures, None, 0.0)
     assert (part.load, part.hit_ratio) == ("0 in flight, 0 queued", 0.25)

@@ -82,7 +82,7 @@ class SimWorker(Process):
             checks=True,
             sleep=self._compute,
         )
-        metrics = WorkerMetrics(CollectorRegistry(), block_bytes=text.LAYOUT.block_bytes, num_blocks=plan.num_blocks)
+        metrics = WorkerMetrics(CollectorRegistry(), text.LAYOUT, plan.num_blocks)
         speed = SpeedMeter(STEP_TOKENS)
         reader = PeerReader(SimTransfers(self._world, self.host), self.id, text.FINGERPRINT)  # type: ignore[arg-type]
         store: KvStore | None = self._world.store.seen_by(self.host) if plan.has_store else None

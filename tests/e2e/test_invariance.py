@@ -24,8 +24,9 @@ def ask(live: LiveCluster, question: str) -> dict[str, Any]:
     return choice
 
 
-def test_company_changes_nothing(tmp_path: Path) -> None:
-    with running_cluster(tmp_path / "c", "--dtype", "bfloat16", "--batch-invariant") as live:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_company_changes_nothing(tmp_path: Path, kv_dtype: str) -> None:
+    with running_cluster(tmp_path / "c", "--dtype", "bfloat16", "--kv-dtype", kv_dtype, "--batch-invariant") as live:
         alone = [ask(live, question) for question in QUESTIONS]
         live.http.post(f"{live.url}/flush_cache").raise_for_status()
         with ThreadPoolExecutor(len(QUESTIONS)) as pool:

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from tanghulu.errors import NodeUnavailable
 from tanghulu.types import BlockHash
-from tanghulu.workers.compute.models.registry import Model, dtype_name
+from tanghulu.workers.compute.models.registry import Model, kv_dtype_name
 from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig, ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
@@ -77,14 +77,16 @@ class Rig:
         *,
         num_blocks: int = 64,
         moves_preempted: bool = False,
+        kv_dtype: str = "auto",
         **bounds: float,
     ) -> None:
         self.registry = CollectorRegistry()
-        layout = KvLayout.of(model.config, BLOCK, dtype_name(model.dtype))
-        self.metrics = WorkerMetrics(self.registry, block_bytes=layout.block_bytes, num_blocks=num_blocks)
+        layout = KvLayout.of(model.config, BLOCK, kv_dtype_name(kv_dtype, model.dtype))
+        self.metrics = WorkerMetrics(self.registry, layout, num_blocks)
         self.connector = KvConnector(store, peers or NoPeers(), self.metrics, SpeedMeter(), ConnectorConfig(**bounds))  # type: ignore[arg-type]
         if runner is None:
-            in_place = TorchRunner(model, block_tokens=BLOCK, kv_capacity_bytes=num_blocks * layout.block_bytes)
+            capacity = num_blocks * layout.block_bytes
+            in_place = TorchRunner(model, block_tokens=BLOCK, kv_dtype=kv_dtype, kv_capacity_bytes=capacity)
             runner, port = in_place, HostBlocks(in_place.cache)
         assert port is not None
         config = EngineCoreConfig(block_tokens=BLOCK, moves_preempted=moves_preempted, debug_checks=True)

@@ -211,6 +211,24 @@ def test_prefill_logits_equal_transformers(
 
 
 @pytest.mark.slow
+def test_kv_in_eight_bits_loses_little(tokenizer: Tokenizer, smollm2: ModelSource) -> None:
+    """Log probabilities of a text's tokens beside those over KV in float32; measured: docs/workers.md."""
+    tokens = tokenizer.encode(" ".join(TEXTS[9:33])).ids[:256]
+    model = load_model(smollm2, torch.float32)
+    targets = torch.tensor(tokens[1:])[:, None]
+    found = {}
+    for kept in ("float32", "int8"):
+        cache = KvCache(KvLayout.of(model.config, 64, kept), 4)
+        run = SequenceChunk(tokens, 0, range(4), True, num_more_logits=len(tokens) - 1)
+        found[kept] = model.forward(build_forward_batch([run], 64), cache)[:-1].log_softmax(dim=-1)
+    wide, narrow = (found[kept].gather(1, targets) for kept in ("float32", "int8"))
+    assert float((narrow - wide).abs().mean()) < 0.05
+    assert float((narrow - wide).mean().abs()) < 0.02
+    same = found["int8"].argmax(dim=-1) == found["float32"].argmax(dim=-1)
+    assert float(same.float().mean()) > 0.95
+
+
+@pytest.mark.slow
 def test_prefill_in_two_runs_equals_transformers(tokenizer: Tokenizer, smollm2: ModelSource) -> None:
     tokens = tokenizer.encode(" ".join(TEXTS[9:20])).ids[:95]
     with torch.inference_mode():

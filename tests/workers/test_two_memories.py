@@ -62,14 +62,16 @@ class Watched(WorkerServer):
 
 
 @contextlib.asynccontextmanager
-async def serving(model: Model, run_dir: Path, on_device: bool) -> AsyncIterator[Watched]:
-    layout = KvLayout.of(model.config, BLOCK, "float32")
+async def serving(model: Model, run_dir: Path, on_device: bool, kv_dtype: str) -> AsyncIterator[Watched]:
+    layout = KvLayout.of(model.config, BLOCK, kv_dtype)
     staging = DeviceStaging(layout, CPU, 16 * layout.block_bytes) if on_device else None
 
     def make_runner(buffer: memoryview) -> ModelRunner:
         if staging is not None:
-            return DeviceRunner(model, block_tokens=BLOCK, num_blocks=NUM_BLOCKS)
-        return TorchRunner(model, block_tokens=BLOCK, kv_capacity_bytes=buffer.nbytes, cache_buffer=buffer)
+            return DeviceRunner(model, block_tokens=BLOCK, kv_dtype=kv_dtype, num_blocks=NUM_BLOCKS)
+        return TorchRunner(
+            model, block_tokens=BLOCK, kv_dtype=kv_dtype, kv_capacity_bytes=buffer.nbytes, cache_buffer=buffer
+        )
 
     config = WorkerConfig(port=0, kv_memory=NUM_BLOCKS * layout.block_bytes, block_tokens=BLOCK, store=False)
     process = Process(Role.BOTH, config, run_dir, NoStatus(), CollectorRegistry(), "", 7 + on_device)  # type: ignore[arg-type]
@@ -86,13 +88,15 @@ def folders(tmp_path: Path) -> list[Path]:
     return made
 
 
-@pytest.mark.parametrize("from_device", [True, False])
-async def test_a_prefix_moves_between_memories(tiny_model: Model, folders: list[Path], from_device: bool):
+@pytest.mark.parametrize(("from_device", "kv_dtype"), [(True, "float32"), (False, "float32"), (True, "int8")])
+async def test_a_prefix_moves_between_memories(
+    tiny_model: Model, folders: list[Path], from_device: bool, kv_dtype: str
+):
     """17 blocks, while the device's worker shows 8 at a time and takes in 1 at a time."""
     prompt = (PROMPT * 4)[: 17 * BLOCK + 3]
     async with (
-        serving(tiny_model, folders[0], from_device) as first,
-        serving(tiny_model, folders[1], not from_device) as second,
+        serving(tiny_model, folders[0], from_device, kv_dtype) as first,
+        serving(tiny_model, folders[1], not from_device, kv_dtype) as second,
     ):
         text, cached = await first.text("one", prompt)
         assert cached == 0

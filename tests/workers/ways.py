@@ -13,7 +13,7 @@ import torch
 
 from tanghulu.types import RequestId
 from tanghulu.workers.compute.kv_cache import KvTensors
-from tanghulu.workers.compute.models.registry import Model, dtype_name
+from tanghulu.workers.compute.models.registry import Model, kv_dtype_name
 from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig, KvFetcher, ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
@@ -28,9 +28,10 @@ Answer = tuple[list[int], list[Logprobs | None]]
 MakeRunner = Callable[[Model, int, int], ModelRunner]
 
 
-def cpu_runner(model: Model, block_tokens: int, num_blocks: int) -> ModelRunner:
-    layout = KvLayout.of(model.config, block_tokens, dtype_name(model.dtype))
-    return TorchRunner(model, block_tokens=block_tokens, kv_capacity_bytes=num_blocks * layout.block_bytes)
+def cpu_runner(model: Model, block_tokens: int, num_blocks: int, kv_dtype: str = "auto") -> ModelRunner:
+    layout = KvLayout.of(model.config, block_tokens, kv_dtype_name(kv_dtype, model.dtype))
+    capacity = num_blocks * layout.block_bytes
+    return TorchRunner(model, block_tokens=block_tokens, kv_dtype=kv_dtype, kv_capacity_bytes=capacity)
 
 
 class Served:
@@ -59,7 +60,7 @@ class Served:
         bounds = {"max_num_batched_tokens": 512} | config
         made = EngineCoreConfig(block_tokens=self.block_tokens, proposer=self._proposer, debug_checks=True, **bounds)
         core = EngineCore(runner, made, fetcher=fetcher)
-        kv_of(core).fill_(float("nan"))  # of last owners a block may have anything
+        kv_of(core).view(torch.uint8).fill_(0xFF)  # NaN: of last owners a block may have anything
         return core
 
     def request(self, index: int, generated: Sequence[int] = ()) -> EngineRequest:

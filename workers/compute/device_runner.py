@@ -20,7 +20,7 @@ from tanghulu.workers.compute.device import upload, wait_for
 from tanghulu.workers.compute.device_sampling import sample_on_device
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import DeviceKvCache
-from tanghulu.workers.compute.models.registry import Model, dtype_name
+from tanghulu.workers.compute.models.registry import Model, kv_dtype_name
 from tanghulu.workers.compute.torch_runner import chunk_of, rows_of, scores_of
 from tanghulu.workers.engine.engine import Computed
 from tanghulu.workers.engine.kv_layout import KvLayout
@@ -31,10 +31,11 @@ _log = structlog.get_logger(__name__)
 
 
 class DeviceRunner:
-    """A `ModelRunner` of ``model`` with ``num_blocks`` of cache in its device's memory.
+    """A `ModelRunner` of ``model`` with ``num_blocks`` of cache of ``kv_dtype`` in its device's memory.
 
-    ``num_parts`` tensor-parallel ranks share the model, of which this is rank 0; ``announce`` tells the others every
-    step's token runs. ``graphs`` replays decode steps from CUDA graphs where the device has such.
+    ``kv_dtype`` is as ``--kv-dtype`` names it. ``num_parts`` tensor-parallel ranks share the model, of which this is
+    rank 0; ``announce`` tells the others every step's token runs. ``graphs`` replays decode steps from CUDA graphs
+    where the device has such.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class DeviceRunner:
         model: Model,
         *,
         block_tokens: int,
+        kv_dtype: str = "auto",
         num_blocks: int,
         graphs: bool = True,
         num_parts: int = 1,
@@ -49,7 +51,7 @@ class DeviceRunner:
     ) -> None:
         self.model = model
         self.vocab, self.max_context = model.config.vocab, model.config.max_context
-        self.layout = KvLayout.of(model.config, block_tokens, dtype_name(model.dtype), num_parts)
+        self.layout = KvLayout.of(model.config, block_tokens, kv_dtype_name(kv_dtype, model.dtype), num_parts)
         self.cache = DeviceKvCache(self.layout, num_blocks, model.device)
         self._announce = announce
         self._clock = SystemClock()

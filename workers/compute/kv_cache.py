@@ -17,8 +17,8 @@ from tanghulu.workers.engine.kv_layout import KvBlocks, KvLayout, KvMemory
 class KvTensors(Protocol):
     """What attention reads and writes.
 
-    ``blocks`` [num_blocks, *layout.part_shape], one part of each, and ``rows`` [-1, kv_heads, head_dim], all parts, of
-    the same memory.
+    ``blocks`` [num_blocks, *layout.part_shape], one part of each, and ``rows`` [-1, kv_heads, head_items], all parts,
+    of the same memory: elements as `kv_rows` makes and reads them.
     """
 
     layout: KvLayout
@@ -42,7 +42,7 @@ class KvCache(KvMemory):
         memory = torch.frombuffer(self._bytes, dtype=getattr(torch, layout.dtype))
         self.blocks = memory.view(num_blocks, layout.num_parts, *layout.part_shape)[:, part]
         self._first_row = part * layout.num_layers * 2 * layout.block_tokens
-        self.rows = memory.view(-1, layout.num_kv_heads, layout.head_dim)
+        self.rows = memory.view(-1, layout.num_kv_heads, layout.head_items)
 
     def row_stride(self) -> int:
         return self.layout.num_parts * self.layout.num_layers * 2 * self.layout.block_tokens
@@ -64,7 +64,7 @@ class DeviceKvCache(KvBlocks):
         self.memory = torch.zeros(num_blocks + 1, layout.part_bytes, dtype=torch.uint8, device=device)
         elements = self.memory.view(getattr(torch, layout.dtype))
         self.blocks = elements.view(num_blocks + 1, *layout.part_shape)
-        self.rows = elements.view(-1, layout.num_kv_heads, layout.head_dim)
+        self.rows = elements.view(-1, layout.num_kv_heads, layout.head_items)
 
     def row_stride(self) -> int:
         return self.layout.num_layers * 2 * self.layout.block_tokens

@@ -67,14 +67,15 @@ class MemoryPlan:
         num_seqs: int,
         item_bytes: int,
         gathered_tokens: int,
+        gathered_item_bytes: int,
         has_masks: bool,
         num_ranks: int = 1,
     ) -> MemoryPlan:
         """The plan of one rank of ``num_ranks``; ``kv_bytes`` and ``block_bytes`` are of all ranks together.
 
-        A tied head is the embedding itself. ``gathered_tokens`` bounds the keys and values that attention copies,
-        ``has_masks`` says that it makes a mask for each query, and the cosines and sines of all positions lie there
-        in float32. One block more than asked for takes what fills up batches.
+        A tied head is the embedding itself. ``gathered_tokens`` bounds the keys and values that attention copies, at
+        ``gathered_item_bytes`` for each number; ``has_masks`` says that it makes a mask for each query, and the cosines
+        and sines of all positions lie there in float32. One block more than asked for takes what fills up batches.
         """
         vocabulary = config.vocab * config.hidden * item_bytes
         heads = 0 if config.tie_embeddings else vocabulary // num_ranks
@@ -84,7 +85,7 @@ class MemoryPlan:
         gathered = 2 * max(gathered_tokens, config.max_context) * config.num_kv_heads * config.head_dim // num_ranks
         # Sampling holds probabilities, keys and sums of all rows: some ten numbers of 8 bytes for each token.
         sampling = 10 * 2 * _FLOAT32 * num_seqs * config.vocab
-        workspace = num_batched_tokens * widest * _FLOAT32 + gathered * item_bytes + sampling
+        workspace = num_batched_tokens * widest * _FLOAT32 + gathered * gathered_item_bytes + sampling
         if has_masks:
             workspace += num_batched_tokens * config.max_context * config.num_heads // config.num_kv_heads * item_bytes
         return cls(vocabulary + heads + layers + rotary, (kv_bytes + block_bytes) // num_ranks, workspace)

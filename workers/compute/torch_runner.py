@@ -11,7 +11,7 @@ from tanghulu.runtime.clock import SystemClock
 from tanghulu.workers.compute.forward_batch import SequenceChunk
 from tanghulu.workers.compute.kv_cache import KvCache
 from tanghulu.workers.compute.lanes import MOST_LANES, LanedForward
-from tanghulu.workers.compute.models.registry import Model, dtype_name
+from tanghulu.workers.compute.models.registry import Model, kv_dtype_name
 from tanghulu.workers.compute.sampling import SamplingRow, sample
 from tanghulu.workers.engine.engine import Computed
 from tanghulu.workers.engine.kv_layout import KvLayout
@@ -23,8 +23,9 @@ from tanghulu.workers.engine.step_result import Sampled
 class TorchRunner:
     """A `ModelRunner` of ``model``, with ``kv_capacity_bytes`` of cache laid out in ``cache_buffer`` (or own memory).
 
-    ``num_parts`` tensor-parallel ranks share the model, of which this is rank 0; ``announce`` tells the others every
-    step's token runs. Raises ConfigError with the figures if not even one block fits.
+    ``kv_dtype`` is as ``--kv-dtype`` names it. ``num_parts`` tensor-parallel ranks share the model, of which this is
+    rank 0; ``announce`` tells the others every step's token runs. Raises ConfigError with the figures if not even one
+    block fits.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class TorchRunner:
         model: Model,
         *,
         block_tokens: int,
+        kv_dtype: str = "auto",
         kv_capacity_bytes: int,
         cache_buffer: memoryview | bytearray | None = None,
         num_parts: int = 1,
@@ -39,7 +41,7 @@ class TorchRunner:
     ) -> None:
         self.model = model
         self.vocab, self.max_context = model.config.vocab, model.config.max_context
-        self.layout = KvLayout.of(model.config, block_tokens, dtype_name(model.dtype), num_parts)
+        self.layout = KvLayout.of(model.config, block_tokens, kv_dtype_name(kv_dtype, model.dtype), num_parts)
         self._announce = announce
         self.cache = KvCache(self.layout, self.layout.num_blocks_in(kv_capacity_bytes), cache_buffer)
         self._forward = LanedForward(model, self.cache, most_lanes=MOST_LANES if num_parts == 1 else 1)

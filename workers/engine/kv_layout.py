@@ -4,6 +4,9 @@ Block first, so that a block is one contiguous range of bytes:
 
     [num_blocks, parts, layers, 2 (K, V), block_tokens, kv_heads, head_dim]
 
+In int8 a head's values are followed by the four bytes of their scale (`compute.kv_rows`), which so is transferred,
+stored and checksummed with what it scales. Example, heads of 64: a head of a token takes 68 bytes, 128 in bfloat16.
+
 A part is a tensor-parallel rank's share of the KV heads; without tensor parallelism there is one.
 Owns sizes and offsets; which block belongs to whom is `block_pool`'s business, tensors over it are `kv_cache`'s.
 """
@@ -12,13 +15,29 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
+from typing import Protocol
 
 from tanghulu.errors import ConfigError
 from tanghulu.types import format_size
 from tanghulu.workers.weights.model_config import ModelConfig
 
 #: Bytes of one element of each KV type.
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+#: Bytes of the scale, a float32, behind the values of each head in int8. A head's must be a multiple of it.
+SCALE_BYTES = 4
+
+
+class BlockShape(Protocol):
+    """What cards and metrics say of a block; ``dtype`` is the KV's."""
+
+    @property
+    def block_tokens(self) -> int: ...
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def dtype(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +53,31 @@ class KvLayout:
 
     @classmethod
     def of(cls, config: ModelConfig, block_tokens: int, dtype: str, num_parts: int = 1) -> KvLayout:
-        """The layout of ``config``'s cache; ``dtype`` is a name of `ITEM_BYTES`, ``num_parts`` divides the KV heads."""
+        """The layout of ``config``'s cache; ``dtype`` is a name of `ITEM_BYTES`, ``num_parts`` divides the KV heads.
+
+        Raises ConfigError if heads of this width cannot be kept in int8.
+        """
+        if dtype == "int8" and config.head_dim % SCALE_BYTES:
+            raise ConfigError(
+                f"--kv-dtype int8 takes heads of a multiple of {SCALE_BYTES}, not {config.head_dim}; take another type"
+            )
         kv_heads = config.num_kv_heads // num_parts
         return cls(config.num_layers, block_tokens, kv_heads, config.head_dim, dtype, num_parts)
 
     @property
+    def head_items(self) -> int:
+        """Elements of one head of a token: its values and, in int8, their scale."""
+        return self.head_dim + (SCALE_BYTES if self.dtype == "int8" else 0)
+
+    @property
     def part_shape(self) -> tuple[int, int, int, int, int]:
-        """``(layers, 2, block_tokens, kv_heads, head_dim)``: one part of a block."""
-        return (self.num_layers, 2, self.block_tokens, self.num_kv_heads, self.head_dim)
+        """``(layers, 2, block_tokens, kv_heads, head_items)``: one part of a block."""
+        return (self.num_layers, 2, self.block_tokens, self.num_kv_heads, self.head_items)
 
     @property
     def layer_bytes(self) -> int:
         """Bytes of K and V of one layer inside a part of a block: also the distance between layers."""
-        return 2 * self.block_tokens * self.num_kv_heads * self.head_dim * ITEM_BYTES[self.dtype]
+        return 2 * self.block_tokens * self.num_kv_heads * self.head_items * ITEM_BYTES[self.dtype]
 
     @property
     def part_bytes(self) -> int:

@@ -263,7 +263,7 @@ class PeerServer:
         if fingerprint != own.fingerprint:
             raise InvalidRequest(
                 f"KV of {fingerprint.hex() or 'no fingerprint'} was asked for, {own.instance_id} holds KV of "
-                f"{own.fingerprint.hex()}: model, dtype, block size and --tp must be equal on both sides"
+                f"{own.fingerprint.hex()}: model, --dtype, --kv-dtype, block size and --tp must be equal on both sides"
             )
 
     async def _pinned(self, peer: Peer, export: Export, block_ids: Sequence[int]) -> session_pb2.ExportPinReply:

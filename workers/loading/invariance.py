@@ -19,7 +19,7 @@ from tanghulu.workers.compute.attention.invariant import KEY_SPAN
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import DeviceKvCache
 from tanghulu.workers.compute.lanes import LanedForward
-from tanghulu.workers.compute.models.registry import Model, dtype_name
+from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.engine.kv_layout import KvLayout
 
 _BLOCK_TOKENS = 16
@@ -31,16 +31,17 @@ _CHUNKS = ((_NUM_TOKENS,), (64, _NUM_TOKENS), (3, 40, *range(_NUM_TOKENS - 3, _N
 _Answer = tuple[torch.Tensor, torch.Tensor]
 
 
-def require_invariance(model: Model, num_threads: int) -> bytes:
+def require_invariance(model: Model, num_threads: int, kv_dtype: str) -> bytes:
     """Raise ConfigError unless all ways of computing a sequence gave the same bits; return a hash of these.
 
-    ``num_threads``: the most that the worker will use. Leaves torch's setting as it was.
+    ``num_threads``: the most that the worker will use; ``kv_dtype``: the type of its cache. Leaves torch's setting as
+    it was.
     """
     model = model.with_layers(min(2, model.config.num_layers))
     threads = torch.get_num_threads()
     try:
         first: _Answer | None = None
-        for name, answer in _answers(model, num_threads):
+        for name, answer in _answers(model, num_threads, kv_dtype):
             first = first or answer
             if not all(map(torch.equal, first, answer)):
                 raise ConfigError(
@@ -53,19 +54,20 @@ def require_invariance(model: Model, num_threads: int) -> bytes:
     return xxhash.xxh3_128_digest(b"".join(part.view(torch.uint8).numpy().tobytes() for part in first))
 
 
-def _answers(model: Model, num_threads: int) -> Iterator[tuple[str, _Answer]]:
+def _answers(model: Model, num_threads: int, kv_dtype: str) -> Iterator[tuple[str, _Answer]]:
     """Ways to compute one sequence, each with its KV and last logits."""
     for threads in sorted({1, num_threads}):
         torch.set_num_threads(threads)
         for ends in _CHUNKS:
             for company in (False, True):
                 beside = "in company" if company else "alone"
-                yield f"{beside} in {len(ends)} chunks on {threads} threads", _computed(model, ends, company=company)
+                answer = _computed(model, ends, kv_dtype, company=company)
+                yield f"{beside} in {len(ends)} chunks on {threads} threads", answer
 
 
-def _computed(model: Model, ends: Sequence[int], *, company: bool) -> _Answer:
+def _computed(model: Model, ends: Sequence[int], kv_dtype: str, *, company: bool) -> _Answer:
     """KV and last logits of the sequence, computed in chunks that end at ``ends``."""
-    layout = KvLayout.of(model.config, _BLOCK_TOKENS, dtype_name(model.dtype))
+    layout = KvLayout.of(model.config, _BLOCK_TOKENS, kv_dtype)
     needed = -(-_NUM_TOKENS // _BLOCK_TOKENS)
     cache = DeviceKvCache(layout, needed * (1 + len(_COMPANY)), model.device)
     forward = LanedForward(model, cache)

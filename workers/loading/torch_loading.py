@@ -17,9 +17,10 @@ from tanghulu.workers.compute.attention.invariant import InvariantAttention
 from tanghulu.workers.compute.attention.paged import MAX_GATHERED_TOKENS
 from tanghulu.workers.compute.device import describe_device, device_of_rank, free_bytes, pick_device
 from tanghulu.workers.compute.device_runner import DeviceRunner
+from tanghulu.workers.compute.kv_rows import gathered_item_bytes
 from tanghulu.workers.compute.linear import Arithmetic
 from tanghulu.workers.compute.memory_plan import MemoryPlan
-from tanghulu.workers.compute.models.registry import dtype_name, load_model, pick_dtype
+from tanghulu.workers.compute.models.registry import dtype_name, kv_dtype_name, load_model, pick_dtype
 from tanghulu.workers.compute.models.shard import WHOLE, Shard, require_split
 from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.compute.wrapped_runners import ProfiledRunner, ThreadedRunner
@@ -43,10 +44,11 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Placement:
-    """Where and in what the model computes; ``dtype`` is the type of its weights and KV."""
+    """Where and in what the model computes; ``dtype`` is the type of its weights, ``kept_as`` of its KV."""
 
     device: torch.device
     dtype: torch.dtype
+    kept_as: torch.dtype
     arithmetic: Arithmetic
     attention: AttentionBackend
 
@@ -57,10 +59,11 @@ class _Placement:
         device_of_rank(device, config.tp - 1)
         dtype = pick_dtype(config.dtype, device)
         windows = source.config.sliding is not None
-        needs = AttentionNeeds(device, dtype, source.config.head_dim, config.block_tokens, windows)
+        kept_as = getattr(torch, kv_dtype_name(config.kv_dtype, dtype))
+        needs = AttentionNeeds(device, dtype, source.config.head_dim, config.block_tokens, windows, kept_as)
         invariant = config.batch_invariant
         attention = InvariantAttention() if invariant else pick_attention(config.attention, needs)
-        return cls(device, dtype, Arithmetic.of(dtype, device, invariant=invariant), attention)
+        return cls(device, dtype, kept_as, Arithmetic.of(dtype, device, invariant=invariant), attention)
 
     @property
     def on_gpu(self) -> bool:
@@ -74,7 +77,7 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
     require_split(source.config, config.tp)
     assets = load_tokenizer_assets(source)
     placed = _Placement.of(config, source)
-    layout = KvLayout.of(source.config, config.block_tokens, dtype_name(placed.dtype), config.tp)
+    layout = KvLayout.of(source.config, config.block_tokens, dtype_name(placed.kept_as), config.tp)
     layout.num_blocks_in(config.kv_memory)  # refuse what cannot fit before the long part
     staging = DeviceStaging(layout, placed.device, config.kv_staging) if placed.on_gpu else None
     placed = _fit(config, source, layout, placed)
@@ -86,7 +89,8 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
         dtype=layout.dtype,
         block_tokens=config.block_tokens,
         tp_size=config.tp,
-        arithmetic=require_invariance(model, threads) if config.batch_invariant else b"",
+        weights_dtype=dtype_name(placed.dtype),
+        arithmetic=require_invariance(model, threads, layout.dtype) if config.batch_invariant else b"",
     )
 
     def make_runner(buffer: memoryview) -> ModelRunner:
@@ -125,6 +129,7 @@ def _make_runner(
         return TorchRunner(
             model,
             block_tokens=config.block_tokens,
+            kv_dtype=config.kv_dtype,
             kv_capacity_bytes=buffer.nbytes,
             cache_buffer=buffer,
             num_parts=config.tp,
@@ -133,6 +138,7 @@ def _make_runner(
     return DeviceRunner(
         model,
         block_tokens=config.block_tokens,
+        kv_dtype=config.kv_dtype,
         num_blocks=layout.num_blocks_in(config.kv_memory),
         graphs=config.graphs,
         num_parts=config.tp,
@@ -151,6 +157,7 @@ def _plan(config: WorkerConfig, source: ModelSource, layout: KvLayout, placed: _
             num_seqs=config.max_num_seqs,
             item_bytes=placed.dtype.itemsize,
             gathered_tokens=MAX_GATHERED_TOKENS,
+            gathered_item_bytes=gathered_item_bytes(placed.kept_as, placed.dtype),
             has_masks=isinstance(placed.attention, SdpaAttention | InvariantAttention),
             num_ranks=config.tp,
         )
@@ -189,6 +196,7 @@ def _load_shards(
             config.attention,
             in_one_form=len(placed.arithmetic.dtypes) == 1,
             lora=config.lora,
+            kv_dtype=config.kv_dtype,
         )
     )
     try:

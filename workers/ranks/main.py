@@ -19,7 +19,7 @@ from tanghulu.workers.compute.device import device_of_rank, pick_device
 from tanghulu.workers.compute.forward_batch import build_forward_batch
 from tanghulu.workers.compute.kv_cache import DeviceKvCache, KvCache
 from tanghulu.workers.compute.linear import Arithmetic
-from tanghulu.workers.compute.models.registry import Model, dtype_name, load_model, pick_dtype
+from tanghulu.workers.compute.models.registry import Model, kv_dtype_name, load_model, pick_dtype
 from tanghulu.workers.compute.models.shard import Shard
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.ranks.group import join, leave
@@ -47,7 +47,8 @@ def _serve(worker: Connection) -> None:
         torch.cuda.set_device(device)
     source, dtype = resolve_model(task.model, task.lora), pick_dtype(task.dtype, device)
     windows = source.config.sliding is not None
-    needs = AttentionNeeds(device, dtype, source.config.head_dim, task.block_tokens, windows)
+    kept_as = getattr(torch, kv_dtype_name(task.kv_dtype, dtype))
+    needs = AttentionNeeds(device, dtype, source.config.head_dim, task.block_tokens, windows, kept_as)
     attention = pick_attention(task.attention, needs)
     arithmetic = Arithmetic.of(dtype, device)
     if task.in_one_form:
@@ -66,14 +67,17 @@ def _make_cache(worker: Connection, model: Model, task: RankTask) -> DeviceKvCac
     """Make a cache of as many blocks as the worker says on this rank's GPU, and open its memory to the worker."""
     import torch.multiprocessing  # it teaches connections to carry memory of GPUs  # noqa: F401
 
-    layout = KvLayout.of(model.config, task.block_tokens, dtype_name(model.dtype), task.size)
-    cache = DeviceKvCache(layout, worker.recv(), model.device)
+    cache = DeviceKvCache(_layout(model, task), worker.recv(), model.device)
     worker.send(cache.memory)
     return cache
 
 
+def _layout(model: Model, task: RankTask) -> KvLayout:
+    return KvLayout.of(model.config, task.block_tokens, kv_dtype_name(task.kv_dtype, model.dtype), task.size)
+
+
 def _map_cache(fd: int, model: Model, task: RankTask) -> KvCache:
-    layout = KvLayout.of(model.config, task.block_tokens, dtype_name(model.dtype), task.size)
+    layout = _layout(model, task)
     size = os.fstat(fd).st_size
     area = mmap.mmap(fd, size)
     os.close(fd)

@@ -48,6 +48,7 @@ class RankTask:
     attention: str = "auto"
     in_one_form: bool = False
     lora: str = ""
+    kv_dtype: str = "auto"
     rank: int = 0
     meeting_file: str = ""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
 
 import xxhash
 from msgspec import structs
@@ -18,6 +17,7 @@ from tanghulu.runtime.process import host_id
 from tanghulu.types import BlockHash, Fingerprint, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent, KvEventKind
 from tanghulu.workers.engine.grammar import Grammar, GrammarCompiler, GrammarKind
+from tanghulu.workers.engine.kv_layout import BlockShape
 from tanghulu.workers.engine.phase_times import PhaseTimes
 from tanghulu.workers.engine.probe import PRIORITY
 from tanghulu.workers.engine.prompt_scores import PromptScores
@@ -281,19 +281,6 @@ def welcome_message(
         load=load_message(load),
         beat_s=BEAT_S,
     )
-
-
-class BlockShape(Protocol):
-    """What a card says of a block; ``dtype`` is the KV's."""
-
-    @property
-    def block_tokens(self) -> int: ...
-
-    @property
-    def block_bytes(self) -> int: ...
-
-    @property
-    def dtype(self) -> str: ...
 
 
 def model_card(

@@ -20,12 +20,19 @@ _DEFAULTS = {field.name: field.default for field in fields(ModelConfig)}
 
 
 def fingerprint(
-    source: ModelSource, *, dtype: str, block_tokens: int, tp_size: int = 1, arithmetic: bytes = b""
+    source: ModelSource,
+    *,
+    dtype: str,
+    block_tokens: int,
+    tp_size: int = 1,
+    weights_dtype: str = "",
+    arithmetic: bytes = b"",
 ) -> Fingerprint:
     """16 bytes, xxh3_128 over the bytes of the weight files, an adapter's too, and over what shapes a block's KV.
 
-    File names do not count, so copies of a model agree. ``dtype`` is the cache's (``float32``); ``tp_size``
-    the number of tensor-parallel ranks that share out the heads (a chunk's ``part`` names the rank).
+    File names do not count, so copies of a model agree. ``dtype`` is the cache's (``float32``), ``weights_dtype``
+    the weights' (empty: the same); ``tp_size`` the number of tensor-parallel ranks that share out the heads (a chunk's
+    ``part`` names the rank).
     ``arithmetic`` names how KV is computed where it must be the same bits; empty: equal to a rounding will do.
     Reads all the files, at the disk's speed the first time and the page cache's afterwards.
     """
@@ -45,6 +52,8 @@ def fingerprint(
         "rope_scaling": asdict(config.rope_scaling),
         "rms_eps": config.rms_eps,
     }
+    if weights_dtype not in ("", dtype):
+        layout["weights_dtype"] = weights_dtype
     layout |= {name: value for name in _OF_SOME if (value := getattr(config, name)) != _DEFAULTS[name]}
     digest.update(json.dumps(layout, sort_keys=True, default=_as_json).encode() + arithmetic)
     return Fingerprint(digest.digest())

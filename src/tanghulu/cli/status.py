@@ -110,7 +110,9 @@ def _load(role: Role, figures: Mapping[str, float], view: NodeView | None) -> st
     if role in (Role.PREFILL, Role.DECODE, Role.BOTH) and "tanghulu_worker_blocks_capacity" in figures:
         running, waiting = (figures.get(f"tanghulu_worker_requests_{name}", 0) for name in ("running", "waiting"))
         in_use = figures.get("tanghulu_worker_blocks_in_use", 0) / max(figures["tanghulu_worker_blocks_capacity"], 1)
-        return f"{running:.0f} running, {waiting:.0f} waiting, {in_use:.0%} of blocks in use"
+        load = f"{running:.0f} running, {waiting:.0f} waiting, {in_use:.0%} of blocks in use"
+        token_bytes = figures.get("tanghulu_worker_kv_token_bytes")
+        return load if token_bytes is None else f"{load}, {format_size(round(token_bytes))} of KV a token"
     if role is Role.CONDUCTOR and figures:
         in_flight, queued = (figures.get(f"tanghulu_conductor_requests_{name}", 0) for name in ("in_flight", "queued"))
         return f"{in_flight:.0f} in flight, {queued:.0f} queued"

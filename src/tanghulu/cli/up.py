@@ -64,7 +64,12 @@ class UpConfig:
         choices=("torch", "vllm", "mock"),
     )
     mock_speedup: float = option(1.0, "the mock engine runs this many times faster than its timing")
-    dtype: str = option("auto", "arithmetic and KV type", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = option("auto", "type of the weights", choices=("auto", "float32", "bfloat16", "float16"))
+    kv_dtype: str = option(
+        "auto",
+        "type of the KV in cache, store and transfers; auto: as --dtype; int8: half of bfloat16, with a small loss",
+        choices=("auto", "float32", "bfloat16", "int8"),
+    )
     device: str = option("auto", "where the workers compute: auto, cpu, cuda or cuda:N")
     batch_invariant: bool = option(
         False, "the same bits for a request whatever is computed beside it, chunked, cached or moved; slower prefills"
@@ -113,6 +118,8 @@ class UpConfig:
             )
         if self.batch_invariant and self.engine != "torch":
             raise ConfigError("--batch-invariant takes --engine torch")
+        if self.kv_dtype != "auto" and self.engine != "torch":
+            raise ConfigError("--kv-dtype takes --engine torch")
         if self.speculative and self.engine != "torch":
             raise ConfigError("--speculative takes --engine torch")
         if self.store_http_port and not self.secure and not is_loopback(self.host):
@@ -203,6 +210,7 @@ class Cluster:
             if config.engine != "vllm":
                 model += ["--engine", config.engine]
             if config.engine == "torch":
+                model += ["--kv-dtype", config.kv_dtype]
                 model += ["--device", config.device, *["--batch-invariant"] * config.batch_invariant]
                 model += ["--speculative", config.speculative] if config.speculative else []
             if config.engine == "mock":

@@ -25,6 +25,7 @@ from tanghulu.workers.compute.decode_batch import DecodeShape, decode_batch, is_
 from tanghulu.workers.compute.device import CPU
 from tanghulu.workers.compute.forward_batch import ForwardBatch, SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import DeviceKvCache
+from tanghulu.workers.compute.kv_rows import from_rows, to_rows
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tests.workers.compute.varlen_kernel import varlen_attn
 
@@ -47,12 +48,15 @@ def flash_3(query: torch.Tensor, key: torch.Tensor, value: Any, cu_q: Any, cu_k:
 class Case:
     """Sequences over shuffled blocks of a cache full of noise, and the step's queries, keys and values."""
 
-    def __init__(self, runs: Sequence[tuple[int, int]], groups: int, kv_heads: int, seed: int) -> None:
+    def __init__(
+        self, runs: Sequence[tuple[int, int]], groups: int, kv_heads: int, seed: int, kept: str = "float32"
+    ) -> None:
         self.heads = groups * kv_heads
-        layout = KvLayout(LAYERS, BLOCK, kv_heads, HEAD_DIM, "float32")
+        layout = KvLayout(LAYERS, BLOCK, kv_heads, HEAD_DIM, kept)
         noise = torch.Generator().manual_seed(seed)
         self.cache = DeviceKvCache(layout, NUM_BLOCKS, CPU)
-        self.cache.rows.copy_(torch.randn(self.cache.rows.shape, generator=noise))
+        before = torch.randn(*self.cache.rows.shape[:2], HEAD_DIM, generator=noise)
+        self.cache.rows.copy_(to_rows(before, self.cache.rows.dtype))
         free = random.Random(seed).sample(range(NUM_BLOCKS), NUM_BLOCKS)
         self.chunks = []
         for start, count in runs:
@@ -77,13 +81,16 @@ class Case:
 
 RUNS = st.lists(st.tuples(st.integers(0, 14), st.integers(1, 9)), min_size=1, max_size=6)
 DECODES = st.lists(st.tuples(st.integers(0, 22), st.just(1)), min_size=1, max_size=6)
+#: Whether a kernel reads block tables, which it does of a cache in the type that is computed in, and the cache's type.
+KERNELS = [(True, "float32"), (False, "float32"), (False, "bfloat16"), (False, "int8")]
 SHAPES = {"groups": st.integers(1, 3), "kv_heads": st.integers(1, 2), "seed": st.integers(0, 99)}
 
 
 @settings(deadline=None, max_examples=60)
-@given(runs=RUNS, reads_tables=st.booleans(), bound=st.sampled_from([8, 40, 1000]), **SHAPES)
-def test_varlen_attends_as_sdpa_does(runs, reads_tables, bound, groups, kv_heads, seed):
-    case = Case(runs, groups, kv_heads, seed)
+@given(runs=RUNS, kernel=st.sampled_from(KERNELS), bound=st.sampled_from([8, 40, 1000]), **SHAPES)
+def test_varlen_attends_as_sdpa_does(runs, kernel, bound, groups, kv_heads, seed):
+    reads_tables, kept = kernel
+    case = Case(runs, groups, kv_heads, seed, kept)
     wanted, written = case.attend(SdpaAttention()), case.written
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_varlen, "MAX_GATHERED_TOKENS", bound)
@@ -94,16 +101,18 @@ def test_varlen_attends_as_sdpa_does(runs, reads_tables, bound, groups, kv_heads
 
 @settings(deadline=None, max_examples=60)
 @given(
-    runs=DECODES, backend=st.sampled_from(["sdpa", "tables", "gathered"]), bound=st.sampled_from([8, 1000]), **SHAPES
-)
-def test_static_shapes_attend_as_ragged_ones_do(runs, backend, bound, groups, kv_heads, seed):
+    runs=DECODES, backend=st.sampled_from([None, *KERNELS]), kept=st.sampled_from(["float32", "int8"]),
+    bound=st.sampled_from([8, 1000]), **SHAPES,
+)  # fmt: skip
+def test_static_shapes_attend_as_ragged_ones_do(runs, backend, kept, bound, groups, kv_heads, seed):
     """And the rows that fill up write to the scratch block alone."""
-    case = Case(runs, groups, kv_heads, seed)
+    reads_tables, kept = backend or (False, kept)
+    case = Case(runs, groups, kv_heads, seed, kept)
     wanted, written = case.attend(SdpaAttention()), case.written
     assert is_decode(case.chunks)
     shape = DecodeShape.of(case.chunks, BLOCK)
     packed = torch.from_numpy(pack_decodes(case.chunks, shape, BLOCK, case.cache.scratch))
-    under_test = SdpaAttention() if backend == "sdpa" else VarlenAttention(Kernel(varlen_attn, backend == "tables"))
+    under_test = SdpaAttention() if backend is None else VarlenAttention(Kernel(varlen_attn, reads_tables))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_varlen, "MAX_GATHERED_TOKENS", bound)
         patch.setattr(attention_paged, "MAX_GATHERED_TOKENS", bound)
@@ -114,10 +123,27 @@ def test_static_shapes_attend_as_ragged_ones_do(runs, backend, bound, groups, kv
     assert torch.equal(case.written[:scratch], written[:scratch])
 
 
+@pytest.mark.parametrize("runs", [RUNS, DECODES], ids=["runs", "decodes"])
+def test_a_narrow_cache_is_read_as_what_it_holds(runs):
+    """Queries see of a cache in 8 bits what they see of a wide one into which the same was written back."""
+
+    @settings(deadline=None, max_examples=30)
+    @given(runs=runs, **SHAPES)
+    def attends(runs, groups, kv_heads, seed):
+        narrow, wide = (Case(runs, groups, kv_heads, seed, kept) for kept in ("int8", "float32"))
+        wide.cache.rows.copy_(from_rows(narrow.cache.rows, torch.float32))
+        wide.key, wide.value = (from_rows(to_rows(each, torch.int8), torch.float32) for each in (wide.key, wide.value))
+        assert torch.equal(narrow.attend(SdpaAttention()), wide.attend(SdpaAttention()))
+        assert torch.equal(from_rows(narrow.written, torch.float32), wide.written)
+
+    attends()
+
+
+@pytest.mark.parametrize("kept", ["float32", "int8"])
 @pytest.mark.parametrize("static", [False, True])
-def test_what_blocks_held_before_reaches_nobody(static: bool):
+def test_what_blocks_held_before_reaches_nobody(static: bool, kept: str):
     """A request whose activations overflowed leaves NaN in its blocks, and masks hide no NaN."""
-    case = Case([(2, 1), (9, 1), (4, 1)], 2, 2, 1)
+    case = Case([(2, 1), (9, 1), (4, 1)], 2, 2, 1, kept)
     batch = None
     if static:
         packed = pack_decodes(case.chunks, DecodeShape.of(case.chunks, BLOCK), BLOCK, case.cache.scratch)
@@ -127,7 +153,7 @@ def test_what_blocks_held_before_reaches_nobody(static: bool):
     for chunk in case.chunks:
         for at in range(chunk.start):
             own[chunk.block_ids[at // BLOCK], :, :, at % BLOCK] = True
-    case.cache.blocks[~own] = float("nan")
+    case.cache.blocks.view(torch.uint8)[~own] = 0xFF  # NaN, and in int8 as its scale
     assert torch.equal(case.attend(SdpaAttention(), batch)[:3], wanted[:3])
 
 
@@ -183,6 +209,14 @@ class TestTrial:
 
 class TestRegistry:
     NEEDS = AttentionNeeds(CPU, torch.float32, 64, 64)
+
+    @pytest.mark.parametrize("kept_as", [torch.int8, torch.float32])
+    def test_no_kernel_reads_tables_of_kv_of_another_type(self, monkeypatch, kept_as):
+        monkeypatch.setattr(attention_varlen, "_varlen_attn", lambda: varlen_attn)
+        assert pick_kernel(CPU, torch.bfloat16, 16, 256, kept_as=torch.bfloat16)[0].reads_tables
+        picked, reason = pick_kernel(CPU, torch.bfloat16, 16, 256, kept_as=kept_as)
+        assert not picked.reads_tables
+        assert reason == f"KV is kept as {kept_as} and computed with as torch.bfloat16"
 
     def test_a_cpu_attends_by_sdpa(self):
         assert isinstance(pick_attention("auto", self.NEEDS), SdpaAttention)

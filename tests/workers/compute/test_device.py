@@ -112,6 +112,7 @@ def test_the_plan_of_a_gpu(tmp_path: Path, tiny: TinyModel) -> None:
         num_heads=32, num_kv_heads=8, head_dim=128, max_context=131_072, tie_embeddings=False,
     )  # fmt: skip
     sizes = {"num_batched_tokens": 2048, "num_seqs": 128, "item_bytes": 2, "gathered_tokens": 262_144}
+    sizes["gathered_item_bytes"] = 2
     plan = MemoryPlan.on_gpu(config, kv_bytes=40 << 30, block_bytes=8 << 20, has_masks=False, **sizes)
     assert plan.weights_bytes == pytest.approx(16.06e9 + 2 * 131_072 * 128 * 4, rel=0.001)
     assert plan.kv_bytes == (40 << 30) + (8 << 20)
@@ -120,6 +121,10 @@ def test_the_plan_of_a_gpu(tmp_path: Path, tiny: TinyModel) -> None:
     assert half.total_bytes < 0.6 * plan.total_bytes
     masked = MemoryPlan.on_gpu(config, kv_bytes=40 << 30, block_bytes=8 << 20, has_masks=True, **sizes)
     assert masked.workspace_bytes - plan.workspace_bytes == 2048 * 131_072 * 4 * 2
+    widened = MemoryPlan.on_gpu(
+        config, kv_bytes=40 << 30, block_bytes=8 << 20, has_masks=False, **sizes | {"gathered_item_bytes": 7}
+    )
+    assert widened.workspace_bytes - plan.workspace_bytes == 5 * 2 * 262_144 * 8 * 128
     with pytest.raises(ConfigError, match="lower --kv-memory"):
         plan.require(48 << 30)
     tied = replace(config, tie_embeddings=True)

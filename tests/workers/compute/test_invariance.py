@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 
@@ -22,7 +23,7 @@ from tanghulu.workers.loading.invariance import require_invariance
 from tanghulu.workers.weights import resolve_model
 from tests.workers.cpus import each_cpu
 from tests.workers.tiny import VOCAB, TinyModel, write_tiny
-from tests.workers.ways import WAYS, Answer, Served
+from tests.workers.ways import WAYS, Answer, Served, cpu_runner
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -52,10 +53,12 @@ def prompts(count: int) -> list[tuple[list[int], SamplingParams]]:
     return made
 
 
-@pytest.fixture(scope="module", params=DTYPES, ids=dtype_name)
+@pytest.fixture(scope="module", params=[(torch.float32, "auto"), (torch.bfloat16, "auto"), (torch.bfloat16, "int8")])
 def served(request: pytest.FixtureRequest, wide: TinyModel) -> tuple[Served, list[Answer]]:
     """Requests, and the answer of each that was alone in its worker."""
-    served = Served(load(wide, request.param), prompts(7), num_new=11)
+    dtype, kv_dtype = request.param
+    runner = functools.partial(cpu_runner, kv_dtype=kv_dtype)
+    served = Served(load(wide, dtype), prompts(7), num_new=11, make_runner=runner)
     return served, served.alone()
 
 
@@ -137,9 +140,11 @@ def test_a_worker_tries_its_kernels_at_start(
     wide: TinyModel, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(wide, dtype)
-    named = require_invariance(model, 3)
-    assert require_invariance(model, 1) == named
+    kept_as = dtype_name(dtype)
+    named = require_invariance(model, 3, kept_as)
+    assert require_invariance(model, 1, kept_as) == named
+    assert require_invariance(model, 1, "int8") != named
     norm = model._norm  # type: ignore[attr-defined]
     monkeypatch.setattr(model, "_norm", lambda hidden: norm(hidden) * (1 + len(hidden) * 1e-6))
     with pytest.raises(ConfigError, match="give other bits in company in 1 chunks on 1 threads"):
-        require_invariance(model, 1)
+        require_invariance(model, 1, kept_as)

@@ -52,9 +52,10 @@ def test_a_buffer_that_is_too_small_is_refused() -> None:
         KvCache(LAYOUT, 4, bytearray(4 * LAYOUT.block_bytes - 1))
 
 
-def test_blocks_moved_as_bytes_continue_the_text(tiny_model: Model) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_blocks_moved_as_bytes_continue_the_text(tiny_model: Model, dtype: str) -> None:
     """What a transfer does: the KV of one cache, copied block by block to other places of another one."""
-    layout = KvLayout.of(tiny_model.config, BLOCK, "float32")
+    layout = KvLayout.of(tiny_model.config, BLOCK, dtype)
     tokens = random.Random(5).choices(range(VOCAB), k=30)
     source, target = KvCache(layout, 6), KvCache(layout, 9)
     here, there = [5, 1, 3, 0], [8, 2, 7, 4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import dataclass
 from typing import Any, cast
@@ -206,14 +207,16 @@ def prompts() -> list[tuple[list[int], SamplingParams]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on_device", [False, pytest.param(True, marks=pytest.mark.by_hand)])
-def test_the_same_bits_in_every_way_of_serving(invariant_model: Model, on_device: bool) -> None:
+@pytest.mark.parametrize(
+    ("on_device", "kv_dtype"), [(False, "auto"), (False, "int8"), pytest.param(True, "auto", marks=pytest.mark.by_hand)]
+)
+def test_the_same_bits_in_every_way_of_serving(invariant_model: Model, on_device: bool, kv_dtype: str) -> None:
     """Batched, chunked, cached, preempted, handed off, moved."""
 
     def device_runner(model: Model, block_tokens: int, num_blocks: int) -> ModelRunner:
         return DeviceRunner(model, block_tokens=block_tokens, num_blocks=num_blocks)
 
-    make_runner = device_runner if on_device else cpu_runner
+    make_runner = device_runner if on_device else functools.partial(cpu_runner, kv_dtype=kv_dtype)
     plain = Served(invariant_model, prompts(), num_new=24, make_runner=make_runner)
     alone = plain.alone()
     ahead = Served(invariant_model, prompts(), num_new=24, make_runner=make_runner, proposer=NgramProposer(5))

@@ -241,7 +241,7 @@ class Holder:
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         clock, service = SystemClock(), FastService()
-        metrics = WorkerMetrics(CollectorRegistry(), block_bytes=LAYOUT.block_bytes, num_blocks=20)
+        metrics = WorkerMetrics(CollectorRegistry(), LAYOUT, 20)
         self.access = access = AccessTable(clock, 10_000, self._size)
         self.service = service
         self.server = PeerServer(
@@ -387,21 +387,22 @@ async def test_no_more_is_shown_than_is_read(tmp_path: Path, reader: PeerReader)
     assert shown == blocks
 
 
-def on_device(model: Model, store: DictStore) -> Rig:
-    runner = DeviceRunner(model, block_tokens=BLOCK, num_blocks=64)
+def on_device(model: Model, store: DictStore, kv_dtype: str) -> Rig:
+    runner = DeviceRunner(model, block_tokens=BLOCK, kv_dtype=kv_dtype, num_blocks=64)
     blocks = DeviceBlocks([runner.cache.memory])
     rings = [StagingRing(CPU, 5 * blocks.block_bytes, LateCopier()) for _ in range(4)]
-    return Rig(model, store, runner=runner, port=StagedPort(blocks, rings))
+    return Rig(model, store, runner=runner, port=StagedPort(blocks, rings), kv_dtype=kv_dtype)
 
 
-def test_kv_of_a_device_and_of_main_memory_is_one(tiny_model: Model):
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_kv_of_a_device_and_of_main_memory_is_one(tiny_model: Model, kv_dtype: str):
     """What an engine on a device stores continues in one in main memory, and the other way round."""
     store = DictStore()
-    writer = on_device(tiny_model, store)
+    writer = on_device(tiny_model, store, kv_dtype)
     text, _ = writer.run("one", PROMPT, 4)
     writer.run_until_idle()
     assert len(store.chunks) == 5
-    reader = Rig(tiny_model, store)
+    reader = Rig(tiny_model, store, kv_dtype=kv_dtype)
     assert reader.run("two", PROMPT, 4) == (text, 5 * BLOCK)
     longer = [*PROMPT, *text, *range(10, 40)]
     wanted, _ = reader.run("three", longer, 5)

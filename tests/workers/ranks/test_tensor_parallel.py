@@ -47,12 +47,12 @@ NUM_BLOCKS = 32
 
 
 @contextlib.contextmanager
-def sharded(model: str, size: int, block_tokens: int) -> Iterator[EngineCore]:
+def sharded(model: str, size: int, block_tokens: int, kv_dtype: str = "float32") -> Iterator[EngineCore]:
     """An engine whose model is shared out over ``size`` ranks: this process and ``size - 1`` others."""
     source = resolve_model(model)
-    layout = KvLayout.of(source.config, block_tokens, "float32", size)
+    layout = KvLayout.of(source.config, block_tokens, kv_dtype, size)
     segment = MemorySegment.create("tp", NUM_BLOCKS * layout.block_bytes)
-    ranks = RankProcesses(RankTask(model, "float32", block_tokens, size, 1))
+    ranks = RankProcesses(RankTask(model, "float32", block_tokens, size, 1, kv_dtype=kv_dtype))
     try:
         loaded = load_model(source, torch.float32, shard=Shard(0, size))
         ranks.wait_loaded()
@@ -61,6 +61,7 @@ def sharded(model: str, size: int, block_tokens: int) -> Iterator[EngineCore]:
         runner = TorchRunner(
             loaded,
             block_tokens=block_tokens,
+            kv_dtype=kv_dtype,
             kv_capacity_bytes=segment.size_bytes,
             cache_buffer=segment.view,
             num_parts=size,
@@ -74,9 +75,9 @@ def sharded(model: str, size: int, block_tokens: int) -> Iterator[EngineCore]:
         leave()
 
 
-def alone(model: str, block_tokens: int) -> EngineCore:
+def alone(model: str, block_tokens: int, kv_dtype: str = "float32") -> EngineCore:
     loaded = load_model(resolve_model(model), torch.float32)
-    runner = TorchRunner(loaded, block_tokens=block_tokens, kv_capacity_bytes=64 << 20)
+    runner = TorchRunner(loaded, block_tokens=block_tokens, kv_dtype=kv_dtype, kv_capacity_bytes=64 << 20)
     return EngineCore(runner, EngineCoreConfig(block_tokens=block_tokens, max_num_batched_tokens=48))
 
 
@@ -89,9 +90,10 @@ def texts(core: EngineCore, block_tokens: int, vocab: int, num_new: int) -> dict
 
 
 @pytest.mark.slow
-def test_two_ranks_write_the_text_of_one_and_each_its_own_part(tiny: TinyModel) -> None:
-    expected = texts(alone(str(tiny.path), BLOCK), BLOCK, VOCAB, 24)
-    with sharded(str(tiny.path), 2, BLOCK) as core:
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_two_ranks_write_the_text_of_one_and_each_its_own_part(tiny: TinyModel, kv_dtype: str) -> None:
+    expected = texts(alone(str(tiny.path), BLOCK, kv_dtype), BLOCK, VOCAB, 24)
+    with sharded(str(tiny.path), 2, BLOCK, kv_dtype) as core:
         assert texts(core, BLOCK, VOCAB, 24) == expected
         cache = core.cache
         assert isinstance(cache, KvCache)
@@ -239,7 +241,7 @@ class _HoldsNothing:
 async def _peer(layout: KvLayout, name: Fingerprint, run_dir: Path) -> AsyncIterator[PeerExport]:
     """A worker's side of the hand-over, without its engine: an address that holds KV called ``name``."""
     clock, size = SystemClock(), 2 * layout.block_bytes
-    metrics = WorkerMetrics(CollectorRegistry(), block_bytes=layout.block_bytes, num_blocks=2)
+    metrics = WorkerMetrics(CollectorRegistry(), layout, 2)
     access, segment = AccessTable(clock, 1000, size), MemorySegment.create("kv", size)
     window = HostBlocks(KvMemory(layout, 2, segment.view))
     server = PeerServer(KvIdentity(InstanceId("w1"), 1, name), layout, window, access, clock, metrics, _HoldsNothing())
@@ -258,13 +260,18 @@ async def _peer(layout: KvLayout, name: Fingerprint, run_dir: Path) -> AsyncIter
         await offered.close()
 
 
-async def test_a_peer_of_another_split_is_refused(tiny: TinyModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [{"tp_size": 2}, {"dtype": "int8", "weights_dtype": "float32"}])
+async def test_a_peer_with_other_kv_is_refused(tiny: TinyModel, tmp_path: Path, other: dict[str, Any]) -> None:
     """Blocks of --tp 1 and --tp 2 are equally long: without the check the bytes would be taken for the other's."""
     source = resolve_model(str(tiny.path))
-    one, two = (fingerprint(source, dtype="float32", block_tokens=BLOCK, tp_size=size) for size in (1, 2))
+    own: dict[str, Any] = {"dtype": "float32", "block_tokens": BLOCK}
+    one, two = (fingerprint(source, **own | changes) for changes in ({}, other))
     transfers = TransferEngine(host_id="here", clock=SystemClock())
     async with _peer(KvLayout.of(source.config, BLOCK, "float32"), one, tmp_path) as export:
-        for name, error, text in ((two, InvalidRequest, "--tp must be equal"), (one, ChunkNotFound, "export 1")):
+        for name, error, text in (
+            (two, InvalidRequest, "--kv-dtype, block size and --tp must be equal"),
+            (one, ChunkNotFound, "export 1"),
+        ):
             reader = PeerReader(transfers, "w2", name)
             with pytest.raises(error, match=text):
                 await asyncio.to_thread(reader.read, export, 0, [memoryview(bytearray(8))])

@@ -165,8 +165,10 @@ def test_fingerprints_name_what_makes_kv_interchangeable(tiny: TinyModel, tmp_pa
     assert len(of(source)) == 16
     assert of(source) == of(resolve_model(str(copy)))
     others = [of(source, dtype="bfloat16"), of(source, block_tokens=32), of(source, tp_size=2)]
+    others += [of(source, dtype="int8"), of(source, dtype="int8", weights_dtype="bfloat16")]
+    assert of(source, weights_dtype="float32") == of(source)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"rope_theta": 5000.0}))
     others.append(of(resolve_model(str(copy))))
     others.append(of(resolve_model(str(write_tiny(tmp_path, seed=1).path))))
-    assert len({of(source), *others}) == 6
+    assert len({of(source), *others}) == 8

@@ -21,13 +21,17 @@ _log = structlog.get_logger(__name__)
 
 
 class AttentionNeeds(NamedTuple):
-    """What a backend must serve: device, type that is computed in, width of a head, length of a block, windows."""
+    """What a backend must serve: device, type that is computed in, width of a head, length of a block, windows.
+
+    ``kept_as`` is the type of the cache, None for the one that is computed in.
+    """
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
     block_tokens: int
     has_windows: bool = False
+    kept_as: torch.dtype | None = None
 
 
 class _Kind(NamedTuple):
@@ -42,7 +46,7 @@ def _why_not_varlen(needs: AttentionNeeds) -> str | None:
 
 
 def _make_varlen(needs: AttentionNeeds) -> AttentionBackend:
-    kernel, reason = pick_kernel(*needs[:4])
+    kernel, reason = pick_kernel(*needs[:4], kept_as=needs.kept_as)
     if reason:
         _log.info("attention.gathers", block_tokens=needs.block_tokens, reason=reason)
     return VarlenAttention(kernel)

@@ -32,6 +32,7 @@ from tanghulu.workers.compute.attention.paged import StaticDecode, hidden_tokens
 from tanghulu.workers.compute.device import upload
 from tanghulu.workers.compute.forward_batch import ForwardBatch, SequenceSpan
 from tanghulu.workers.compute.kv_cache import KvTensors
+from tanghulu.workers.compute.kv_rows import from_rows, to_rows
 
 #: Queries of a prefill run that share a kernel call.
 _PIECE_TOKENS = 128
@@ -106,7 +107,7 @@ class PagedPlan:
         then those of V; queries and keys are rotated. Returns [N, heads x head_dim].
         """
         cached = self._cache.rows
-        cached.index_copy_(0, self._rows[layer], key_value.to(cached.dtype).reshape(-1, *cached.shape[1:]))
+        cached.index_copy_(0, self._rows[layer], to_rows(key_value, cached.dtype).reshape(-1, *cached.shape[1:]))
         if self._turn is not None:
             self._turn.written(layer)
         if len(self._work) == 1:
@@ -127,7 +128,7 @@ class Gather:
     def __init__(self, cache: KvTensors, block_ids: npt.NDArray[np.int64], count: int) -> None:
         layout, device = cache.layout, cache.rows.device
         tokens = layout.block_tokens
-        self._planes = cache.rows.view(-1, tokens, layout.num_kv_heads, layout.head_dim)
+        self._planes = cache.rows.view(-1, tokens, *cache.rows.shape[1:])
         self._shape = (2, count, -1, layout.num_kv_heads, layout.head_dim)
         blocks = upload(block_ids, device) * (cache.row_stride() // tokens) + cache.row_of(0, 0) // tokens
         at = torch.arange(2 * layout.num_layers, device=device).view(layout.num_layers, 2, 1)
@@ -140,7 +141,7 @@ class Gather:
 
         Zero are the ``hidden`` ones of all tokens, those of K of all sequences and then those of V.
         """
-        gathered = self._planes.index_select(0, self._ids[layer]).to(dtype)
+        gathered = from_rows(self._planes.index_select(0, self._ids[layer]), dtype)
         if hidden is not None:
             gathered.flatten(0, 1).index_fill_(0, hidden, 0)
         key, value = gathered.view(self._shape).narrow(2, 0, num_tokens).transpose(2, 3).unbind()

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from tanghulu.workers.compute.forward_batch import DecodeTables
 from tanghulu.workers.compute.kv_cache import KvTensors
+from tanghulu.workers.compute.kv_rows import from_rows
 
 #: Tokens gathered at a time: bounds the copy, whatever the batch. With 8 KV heads of 128 in bfloat16: K and V 1 GiB.
 MAX_GATHERED_TOKENS = 262_144
@@ -74,6 +75,6 @@ class StaticDecode:
     def _gathered(self, cache: KvTensors, layer: int, kv: int, part: slice, dtype: torch.dtype) -> torch.Tensor:
         """K or V as [rows, kv_heads, tokens, head_dim]."""
         tables, layout = self.tables[part], cache.layout
-        blocks = cache.blocks[:, layer, kv].index_select(0, tables.flatten())
+        blocks = from_rows(cache.blocks[:, layer, kv].index_select(0, tables.flatten()), dtype)
         tokens = blocks.view(len(tables), -1, layout.num_kv_heads, layout.head_dim)
-        return tokens.masked_fill_(self.hidden[part, :, None, None], 0).transpose(1, 2).to(dtype)
+        return tokens.masked_fill_(self.hidden[part, :, None, None], 0).transpose(1, 2)

@@ -25,6 +25,7 @@ from tanghulu.workers.compute.attention.paged import MAX_GATHERED_TOKENS
 from tanghulu.workers.compute.device import multiplies_bfloat16, upload
 from tanghulu.workers.compute.forward_batch import DecodeTables, ForwardBatch, SequenceSpan
 from tanghulu.workers.compute.kv_cache import KvTensors
+from tanghulu.workers.compute.kv_rows import from_rows
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
@@ -73,7 +74,8 @@ class VarlenRun:
     def attend(self, cache: KvTensors, layer: int, query: torch.Tensor) -> torch.Tensor:
         key, value = cache.blocks[:, layer, 0], cache.blocks[:, layer, 1]
         if self.tables is None:
-            key, value = (each.index_select(0, self.block_ids).flatten(0, 1) for each in (key, value))
+            gathered = (each.index_select(0, self.block_ids) for each in (key, value))
+            key, value = (from_rows(each, query.dtype).flatten(0, 1) for each in gathered)
         return self.call(query, key, value)
 
     def call(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -172,9 +174,16 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
     return try_kernel(Kernel(attend, reads_tables=False), device, dtype, head_dim, 16)
 
 
-def pick_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, block_tokens: int) -> tuple[Kernel, str]:
-    """Pick a kernel that reads block tables, tried with numbers; if none does, one that does not, and the reason."""
+def pick_kernel(
+    device: torch.device, dtype: torch.dtype, head_dim: int, block_tokens: int, *, kept_as: torch.dtype | None = None
+) -> tuple[Kernel, str]:
+    """Pick a kernel that reads block tables, tried with numbers; if none does, one that does not, and the reason.
+
+    None does where KV is ``kept_as`` another type than ``dtype``, in which it is computed with.
+    """
     reason, attend = "", _varlen_attn()
+    if kept_as not in (None, dtype):
+        return Kernel(attend, reads_tables=False), f"KV is kept as {kept_as} and computed with as {dtype}"
     for kernel in (Kernel(attend, reads_tables=True), Kernel(attend, reads_tables=True, key_starts=False)):
         failed = try_kernel(kernel, device, dtype, head_dim, block_tokens)
         if failed is None:

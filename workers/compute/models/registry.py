@@ -91,6 +91,11 @@ def pick_dtype(name: str, device: torch.device = CPU) -> torch.dtype:
     return _DTYPES[name]
 
 
+def kv_dtype_name(name: str, dtype: torch.dtype) -> str:
+    """The name of the KV's type that ``--kv-dtype`` ``name`` asks for, of a model of ``dtype``."""
+    return dtype_name(dtype) if name == "auto" else name
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """``float32`` for torch.float32: the name that flags, fingerprints and the wire use."""
     return str(dtype).removeprefix("torch.")

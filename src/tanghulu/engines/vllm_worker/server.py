@@ -117,7 +117,7 @@ class VllmWorkerServer:
         self.unix_path = port.unix_path
         self.instance_id = process.instance_id(self.address.port)
         factory = VllmRequestFactory(facts.block_tokens, by_priority=loaded.by_priority, keeps_seeds=not loaded.on_cpu)
-        self._metrics = WorkerMetrics(process.registry, block_bytes=facts.block_bytes, num_blocks=facts.num_blocks)
+        self._metrics = WorkerMetrics(process.registry, facts, facts.num_blocks)
         self._hub = SessionHub(
             self.instance_id, process.generation, factory, self._engine, lambda report: {}, lambda export: None
         )
