@@ -240,15 +240,19 @@ class KvConnector:
     # --- in the connector's threads
 
     def _fetch(self, wanted: FetchWanted) -> None:
-        num_ok = 0
+        num_ok = num_peer = 0
         try:
             for source, end, read in self._sources(wanted):
                 if num_ok < end:
                     num_ok += self._fetch_from(source, wanted, range(num_ok, end), read)
+                if source == "peer":
+                    num_peer = num_ok
         except Exception:  # noqa: BLE001 - a bug here must not leave the request waiting for ever: it is computed
             _log.exception("fetch.failed", request=wanted.request_id)
         finally:
             self._done(wanted, num_ok)
+        if wanted.peer is not None:  # the request need not wait for that
+            self._released(wanted.peer, num_peer * self._layout.block_bytes, keep=False)
 
     def _sources(self, wanted: FetchWanted) -> Iterator[tuple[str, int, Move]]:
         """Yield each source in order: its name, the number up to which it may have blocks, and how to read from it.
@@ -325,17 +329,14 @@ class KvConnector:
         except TanghuluError as error:
             self._failed(source, error)
             return 0
-        finally:
-            if source == "peer" and wanted.peer is not None:
-                self._release(wanted.peer, num_ok * self._layout.block_bytes)
         self._count_fetch(wanted, source, first, num_ok, time.monotonic() - started_s)
         return num_ok
 
-    def _release(self, peer: PeerExport, bytes_read: int = 0, *, keep: bool = False) -> None:
+    def _release(self, peer: PeerExport, *, keep: bool = False) -> None:
         """Have the export's holder told that this worker needs none of it any more, whatever came of it."""
-        self._releaser.submit(self._released, peer, bytes_read, keep)
+        self._releaser.submit(self._released, peer, 0, keep=keep)
 
-    def _released(self, peer: PeerExport, bytes_read: int, keep: bool) -> None:
+    def _released(self, peer: PeerExport, bytes_read: int, *, keep: bool) -> None:
         try:
             self._peers.release(peer, bytes_read, keep=keep)
         except TanghuluError as error:
