@@ -76,7 +76,7 @@ class _Fit:
         )
         self.num_steps += 1
         num_steps = self.num_steps
-        if num_steps < MIN_STEPS or num_steps % EVERY and num_steps & (num_steps - 1):
+        if num_steps < MIN_STEPS or (num_steps % EVERY and num_steps & (num_steps - 1)):
             return False
         self._solve()
         return True

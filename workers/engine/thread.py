@@ -212,7 +212,7 @@ class EngineThread:
             self._on_report(StepReport(_with_events(result, events), self._exports(ended), load, early))
 
     def _load_after(self, *, goes_on: bool) -> EngineLoad:
-        """The load after a step; some steps that decode and nothing else (``goes_on``) share one, as they change it little."""
+        """The load after a step; steps that decode and nothing else (``goes_on``) change it little and share one."""
         self._num_shared += 1
         if not goes_on or self._num_shared >= MAX_STEPS_A_LOAD:
             self._load = self.load(self._speed.take_reads())
