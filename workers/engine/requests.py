@@ -217,8 +217,10 @@ class EngineRequest:
     num_fetched_tokens: int = 0
     num_preemptions: int = 0
     num_scored: int = 0
+    ending_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
+        self.ending_ids = self.stop.ending_ids  # looked at for every token
         _require(len(self.sequence) > 0, f"request {self.request_id} has no tokens")
         _require(
             0 < self.num_prompt_tokens <= len(self.sequence),
@@ -278,7 +280,7 @@ class EngineRequest:
         if self.grammar is not None:
             ended = last in stop.eos_ids | stop.stop_token_ids
         else:
-            ended = num_generated > stop.min_tokens and last in stop.ending_ids
+            ended = last in self.ending_ids and num_generated > stop.min_tokens
         if ended:
             return EngineFinishReason.STOP
         if num_generated >= stop.max_new_tokens or num_tokens >= max_tokens:

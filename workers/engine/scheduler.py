@@ -85,6 +85,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
         self.config = config
+        self._block_tokens = config.block_tokens
         self.pool = pool
         self.held = HeldBlocks(pool, config.block_tokens)
         self.early_exports = EarlyExports(self.held)
@@ -170,18 +171,19 @@ class Scheduler:
         """The plan is computed; ``tokens`` are the samples of its runs that sample, in order."""
         plan, self._plan = self._plan, None
         assert plan is not None, "no step was planned"
-        assert len(tokens) == sum(run.num_samples for run in plan.runs)
         outputs: list[TokenOutput] = []
         committed: list[CommittedBlock] = []
         sample = num_accepted = 0
         for run in plan.runs:
-            first, sample = sample, sample + run.num_samples
-            if run.request.state is not EngineRequestState.RUNNING:
+            request, first = run.request, sample
+            sample += run.num_samples
+            if request.state is not EngineRequestState.RUNNING:
                 continue  # aborted while the step ran
-            request = run.request
-            request.num_computed += run.num_tokens
-            request.num_scored = max(request.num_scored, request.num_computed + 1)
-            committed += self._commit_full_blocks(request)
+            request.num_computed = computed = request.num_computed + run.num_tokens
+            if computed >= request.num_scored:
+                request.num_scored = computed + 1
+            if computed // self._block_tokens > request.num_committed_blocks:
+                committed += self._commit_full_blocks(request)
             if not run.samples:
                 self.early_exports.filled(request)
                 continue
@@ -195,6 +197,7 @@ class Scheduler:
                 outputs.append(self._append(request, tokens[at + 1], at + 1))
             if run.draft:
                 self._shorten(request)
+        assert len(tokens) == sample, f"{len(tokens)} tokens for {sample} samples"
         return StepOutcome(tuple(outputs), tuple(committed), num_accepted)
 
     def _shorten(self, request: EngineRequest) -> None:
@@ -209,36 +212,36 @@ class Scheduler:
         """Decide the next step; `step_done` must follow before the next call."""
         assert self._plan is None, "the last step is not done"
         draft = StepDraft(self.config.max_num_batched_tokens)
-        decoding, prefilling = list[EngineRequest](), list[EngineRequest]()
+        decoding: list[EngineRequest] = []
+        prefilling: list[EngineRequest] = []
         for request in self._running:
-            (decoding if request.num_pending == 1 else prefilling).append(request)
+            (decoding if len(request.sequence) - request.num_computed == 1 else prefilling).append(request)
         self._plan_running(draft, decoding)
         self._plan_running(draft, prefilling)
         if not draft.preempted:  # who was just displaced must not come back over the blocks it gave up
-            self._admit_waiting(draft)
-            self._add_drafts(draft)
+            if self._waiting:
+                self._admit_waiting(draft)
+            if self.config.proposer is not None:
+                self._add_drafts(draft, self.config.proposer)
         self._plan = draft.plan()
         return self._plan
 
-    def _add_drafts(self, draft: StepDraft) -> None:
+    def _add_drafts(self, draft: StepDraft, proposer: NgramProposer) -> None:
         """Let decodes go ahead of themselves, with what budget and room everybody else has left over."""
-        proposer = self.config.proposer
-        for at, run in enumerate(draft.runs if proposer is not None else ()):
+        for at, run in enumerate(draft.runs):
             request = run.request
             # A grammar's state moves forward only, and what is handed over has one token.
             if run.num_tokens != 1 or not run.samples or request.grammar is not None or request.hold_kv:
                 continue
             # One token is drawn in any case, behind the drafted ones.
             ahead = min(self.max_tokens - request.num_tokens, request.stop.max_new_tokens - request.num_generated) - 1
-            assert proposer is not None
             proposed = proposer.propose(request.sequence.tokens, min(draft.budget, ahead))
             missing = self._num_blocks(request.num_tokens + len(proposed)) - len(request.block_ids)
             if 0 < missing <= self.pool.num_available - len(self._running):
                 request.block_ids += self.pool.allocate(missing) or ()
             room = len(request.block_ids) * self.config.block_tokens - request.num_tokens
             if proposed := proposed[:room]:
-                draft.budget -= len(proposed)
-                draft.runs[at] = run._replace(draft=proposed)
+                draft.add_draft(at, proposed)
 
     def _plan_running(self, draft: StepDraft, requests: Sequence[EngineRequest]) -> None:
         for request in requests:
@@ -251,9 +254,10 @@ class Scheduler:
 
     def _make_room(self, request: EngineRequest, draft: StepDraft) -> bool:
         """Allocate blocks for all the request's tokens, preempting the youngest; False if that was ``request``."""
-        missing = self._num_blocks(request.num_tokens) - len(request.block_ids)
-        if missing <= 0:
+        num_tokens, block_tokens = len(request.sequence), self._block_tokens
+        if num_tokens <= len(request.block_ids) * block_tokens:
             return True
+        missing = self._num_blocks(num_tokens) - len(request.block_ids)
         while missing > self.pool.num_available:
             if self.pulls.give_way():
                 continue
@@ -348,7 +352,7 @@ class Scheduler:
         reason = request.finish_reason(self.max_tokens)
         if reason is not None:
             self._finish(request, reason)
-        return TokenOutput(request, token, reason, sample, request.num_generated)
+        return TokenOutput(request, token, reason, sample, len(request.sequence) - request.num_prompt_tokens)
 
     def _finish(self, request: EngineRequest, reason: EngineFinishReason) -> None:
         request.on(EngineRequestEvent.FINISH)
@@ -375,7 +379,7 @@ class Scheduler:
         request.num_committed_blocks = 0
 
     def _commit_full_blocks(self, request: EngineRequest) -> list[CommittedBlock]:
-        full = request.num_computed // self.config.block_tokens
+        full = request.num_computed // self._block_tokens
         fresh: list[CommittedBlock] = []
         if full <= request.num_committed_blocks:
             return fresh

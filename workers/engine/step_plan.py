@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
-
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.requests import EngineFinishReason, EngineRequest, PeerExport, PeerPrefix
 from tanghulu.workers.engine.step_model import StepWork
 
 
-class ScheduledRun(NamedTuple):
+class ScheduledRun(Struct, frozen=True):
     """Compute tokens ``start .. start+num_tokens`` of ``request``; ``samples`` if that reaches its last token.
 
     A run that samples may have a ``draft``: tokens that may follow, which are computed behind its own. A token is then
@@ -54,7 +51,8 @@ class StepPlan(Struct, frozen=True):
 
     ``forgone``: exports of other workers that need not be fetched, because all of it was found here. ``reused``: cached
     blocks that newly admitted requests found here. ``displaced``: full blocks that only preempted requests
-    had, whose bytes stay until the step is computed; empty where no sink would keep them.
+    had, whose bytes stay until the step is computed; empty where no sink would keep them. ``num_tokens`` are computed,
+    and ``num_drafted`` of drafts besides.
     """
 
     runs: tuple[ScheduledRun, ...]
@@ -63,16 +61,8 @@ class StepPlan(Struct, frozen=True):
     forgone: tuple[PeerExport, ...] = ()
     reused: tuple[CommittedBlock, ...] = ()
     displaced: tuple[CommittedBlock, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are computed, without those of drafts."""
-        return sum(run.num_tokens for run in self.runs)
-
-    @property
-    def num_drafted(self) -> int:
-        """Tokens of drafts that are computed besides."""
-        return sum(len(run.draft) for run in self.runs)
+    num_tokens: int = 0
+    num_drafted: int = 0
 
     @property
     def work(self) -> StepWork:
@@ -86,17 +76,18 @@ class StepPlan(Struct, frozen=True):
         return StepWork(tokens, pairs, sequences, context)
 
 
-@dataclass(slots=True)
-class StepDraft:
-    """A step plan while it is being made."""
+class StepDraft(Struct):
+    """A step plan while it is being made; ``budget`` is what is left of the step's tokens."""
 
     budget: int
-    runs: list[ScheduledRun] = field(default_factory=list)
-    preempted: list[RequestId] = field(default_factory=list)
-    fetches: list[FetchWanted] = field(default_factory=list)
-    forgone: list[PeerExport] = field(default_factory=list)
-    reused: list[CommittedBlock] = field(default_factory=list)
-    displaced: list[CommittedBlock] = field(default_factory=list)
+    runs: list[ScheduledRun] = []
+    preempted: list[RequestId] = []
+    fetches: list[FetchWanted] = []
+    forgone: list[PeerExport] = []
+    reused: list[CommittedBlock] = []
+    displaced: list[CommittedBlock] = []
+    num_tokens: int = 0
+    num_drafted: int = 0
 
     def plan(self) -> StepPlan:
         return StepPlan(
@@ -106,6 +97,8 @@ class StepDraft:
             forgone=tuple(self.forgone),
             reused=tuple(self.reused),
             displaced=tuple(self.displaced),
+            num_tokens=self.num_tokens,
+            num_drafted=self.num_drafted,
         )
 
     def add_hits(self, request: EngineRequest) -> None:
@@ -117,14 +110,24 @@ class StepDraft:
 
     def add_run(self, request: EngineRequest) -> None:
         """Plan as many of the pending tokens as the budget allows."""
-        pending = request.num_pending
-        count = min(pending, self.budget)
-        self.budget -= count
-        self.runs.append(ScheduledRun(request, request.num_computed, count, count == pending))
+        start, budget = request.num_computed, self.budget
+        pending = len(request.sequence) - start
+        count = pending if pending < budget else budget
+        self.budget = budget - count
+        self.num_tokens += count
+        self.runs.append(ScheduledRun(request, start, count, count == pending))
+
+    def add_draft(self, at: int, proposed: tuple[int, ...]) -> None:
+        """Have run number ``at`` compute ``proposed`` behind its own tokens."""
+        self.budget -= len(proposed)
+        self.num_drafted += len(proposed)
+        self.runs[at] = structs.replace(self.runs[at], draft=proposed)
 
     def drop_runs(self, request: EngineRequest) -> None:
         """Take back what was planned for ``request`` (a young decode, planned before an older prefill)."""
-        self.budget += sum(run.num_tokens for run in self.runs if run.request is request)
+        dropped = sum(run.num_tokens for run in self.runs if run.request is request)
+        self.budget += dropped
+        self.num_tokens -= dropped
         self.runs = [run for run in self.runs if run.request is not request]
 
 
@@ -137,7 +140,7 @@ class CommittedBlock(Struct, frozen=True):
     block_hash: BlockHash
 
 
-class TokenOutput(NamedTuple):
+class TokenOutput(Struct, frozen=True):
     """One request's new token, its ``num_generated``-th, and, if that was its last, why.
 
     It is number ``sample`` of what the step drew.

@@ -27,9 +27,12 @@ from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.requests import EngineFinishReason, EngineRequest, PeerExport
 from tanghulu.workers.engine.speed import PeerReadTotal, SpeedMeter, Speeds
 from tanghulu.workers.engine.step_plan import KvExport
-from tanghulu.workers.engine.step_result import StepResult
+from tanghulu.workers.engine.step_result import RequestOutput, StepResult
 
 _log = structlog.get_logger(__name__)
+
+#: Steps that share one load while requests only go on.
+MAX_STEPS_A_LOAD = 16
 
 Command = Callable[[EngineCore], object]
 T = TypeVar("T")
@@ -88,6 +91,8 @@ class EngineThread:
         self._wake = threading.Condition()
         self._stopping = False
         self._speed = speed or SpeedMeter()
+        self._load = EngineLoad()
+        self._num_shared = MAX_STEPS_A_LOAD  # reports with that load
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -177,6 +182,8 @@ class EngineThread:
 
     def _take_commands(self) -> tuple[list[Command], bool]:
         """What is to be done before the next step; sleeps while there is nothing to do at all."""
+        if self._can_step and not self._commands and not self._stopping:
+            return [], False
         with self._wake:
             while not (self._commands or self._stopping or self._can_step):
                 self._wake.wait()
@@ -199,18 +206,24 @@ class EngineThread:
             self._speed.step(num_tokens, result.num_sequences, seconds, result.work)
         early = scheduler.early_exports.take()
         if told or events or early or not result.idle:
-            report = StepReport(
-                _with_events(result, events), self._exports(result), self.load(self._speed.take_reads()), early
-            )
-            self._on_report(report)
+            ended = [output for output in result.outputs if output.finish_reason is not None]
+            goes_on = not (told or events or early or ended or result.preempted or result.work.prefill_tokens)
+            load = self._load_after(goes_on=goes_on)
+            self._on_report(StepReport(_with_events(result, events), self._exports(ended), load, early))
 
-    def _exports(self, result: StepResult) -> dict[RequestId, KvExport]:
-        held, found = self._core.scheduler.held, dict[RequestId, KvExport]()
-        for output in result.outputs:
-            handed = output.finish_reason is EngineFinishReason.HANDED_OVER
-            if handed and (export := held.export(output.request_id)) is not None:
-                found[output.request_id] = export
-        return found
+    def _load_after(self, *, goes_on: bool) -> EngineLoad:
+        """The load after a step; steps that decode and nothing else (``goes_on``) change it little and share one."""
+        self._num_shared += 1
+        if not goes_on or self._num_shared >= MAX_STEPS_A_LOAD:
+            self._load = self.load(self._speed.take_reads())
+            # What was read from peers is told once.
+            self._num_shared = MAX_STEPS_A_LOAD if self._load.reads else 0
+        return self._load
+
+    def _exports(self, ended: Sequence[RequestOutput]) -> dict[RequestId, KvExport]:
+        held = self._core.scheduler.held
+        handed = [output.request_id for output in ended if output.finish_reason is EngineFinishReason.HANDED_OVER]
+        return {name: export for name in handed if (export := held.export(name)) is not None}
 
     def load(self, reads: tuple[PeerReadTotal, ...] = ()) -> EngineLoad:
         """The engine's load now, to be called in the engine's thread (by a command); with ``reads`` from peers."""

@@ -238,15 +238,20 @@ class KvConnector:
     # --- in the connector's threads
 
     def _fetch(self, wanted: FetchWanted) -> None:
-        num_ok = 0
+        num_ok = num_peer = 0
+        noted: list[Command] = []
         try:
             for source, end, read in self._sources(wanted):
                 if num_ok < end:
-                    num_ok += self._fetch_from(source, wanted, range(num_ok, end), read)
+                    num_ok += self._fetch_from(source, wanted, range(num_ok, end), read, noted)
+                if source == "peer":
+                    num_peer = num_ok
         except Exception:  # noqa: BLE001 - a bug here must not leave the request waiting for ever: it is computed
             _log.exception("fetch.failed", request=wanted.request_id)
         finally:
-            self._done(wanted, num_ok)
+            self._done(wanted, num_ok, noted)
+        if wanted.peer is not None:  # the request need not wait for that
+            self._released(wanted.peer, num_peer * self._layout.block_bytes, keep=False)
 
     def _sources(self, wanted: FetchWanted) -> Iterator[tuple[str, int, Move]]:
         """Yield each source in order: its name, the number up to which it may have blocks, and how to read from it.
@@ -307,15 +312,23 @@ class KvConnector:
             wanted.block_ids[at:until], lambda n, buffers: self._read_export(peer, wanted, at + n, buffers)
         )
         if num_ok:
-            self._count_fetch(wanted, "peer", at, num_ok, time.monotonic() - started_s)
-            self._post(lambda core: core.pull_arrived(wanted.request_id, num_ok))
+            note = self._count_fetch(wanted, "peer", at, num_ok, time.monotonic() - started_s)
+
+            def arrived(core: EngineCore) -> None:
+                note(core)
+                core.pull_arrived(wanted.request_id, num_ok)
+
+            self._post(arrived)
         return num_ok
 
     def _read_export(self, peer: PeerExport, wanted: FetchWanted, at: int, buffers: Sequence[memoryview]) -> int:
         return self._peers.read(peer, wanted.first_block + at, buffers)
 
-    def _fetch_from(self, source: str, wanted: FetchWanted, numbers: range, read: Move) -> int:
-        """Fetch the wanted blocks of these ``numbers``; returns how many leading ones arrived, 0 after a failure."""
+    def _fetch_from(self, source: str, wanted: FetchWanted, numbers: range, read: Move, noted: list[Command]) -> int:
+        """Fetch the wanted blocks of these ``numbers``; returns how many leading ones arrived, 0 after a failure.
+
+        How fast they came is ``noted``, for the engine's thread.
+        """
         started_s, first = time.monotonic(), numbers.start
         blocks = wanted.block_ids[first : numbers.stop]
         num_ok = 0
@@ -324,25 +337,22 @@ class KvConnector:
         except TanghuluError as error:
             self._failed(source, error)
             return 0
-        finally:
-            if source == "peer" and wanted.peer is not None:
-                self._release(wanted.peer, num_ok * self._layout.block_bytes)
-        self._count_fetch(wanted, source, first, num_ok, time.monotonic() - started_s)
+        if num_ok:
+            noted.append(self._count_fetch(wanted, source, first, num_ok, time.monotonic() - started_s))
         return num_ok
 
-    def _release(self, peer: PeerExport, bytes_read: int = 0, *, keep: bool = False) -> None:
+    def _release(self, peer: PeerExport, *, keep: bool = False) -> None:
         """Have the export's holder told that this worker needs none of it any more, whatever came of it."""
-        self._releaser.submit(self._released, peer, bytes_read, keep)
+        self._releaser.submit(self._released, peer, 0, keep=keep)
 
-    def _released(self, peer: PeerExport, bytes_read: int, keep: bool) -> None:
+    def _released(self, peer: PeerExport, bytes_read: int, *, keep: bool) -> None:
         try:
             self._peers.release(peer, bytes_read, keep=keep)
         except TanghuluError as error:
             _log.warning("export.release_failed", code=error.code, error=error.message)
 
-    def _count_fetch(self, wanted: FetchWanted, source: str, at: int, num_ok: int, seconds: float) -> None:
-        if num_ok == 0:
-            return
+    def _count_fetch(self, wanted: FetchWanted, source: str, at: int, num_ok: int, seconds: float) -> Command:
+        """Count what has come; returns what notes how fast, in the engine's thread."""
         block_tokens = self._layout.block_tokens
         tokens = min(num_ok * block_tokens, wanted.num_tokens - (wanted.first_block + at) * block_tokens)
         self._metrics.fetch_seconds.labels(source).observe(seconds)
@@ -350,11 +360,10 @@ class KvConnector:
         self._metrics.prefix_tokens.labels(source).inc(tokens)
         num_bytes = num_ok * self._layout.block_bytes
         if source == "store":
-            self._post(lambda _: self._speed.fetched(num_bytes, seconds))
-            return
+            return lambda _: self._speed.fetched(num_bytes, seconds)
         peer = wanted.peer if source == "peer" else wanted.holder
         address = split_instance(peer.instance)[0] if peer is not None else ""
-        self._post(lambda _: self._speed.read_from_peer(num_bytes, seconds, address))
+        return lambda _: self._speed.read_from_peer(num_bytes, seconds, address)
 
     def _failed(self, source: str, error: TanghuluError) -> None:
         self._metrics.fetch_failures.labels(source).inc()
@@ -362,8 +371,15 @@ class KvConnector:
         if source == "store":
             self._paused_until_s = time.monotonic() + self._config.pause_after_failure_s
 
-    def _done(self, wanted: FetchWanted, num_ok: int) -> None:
-        self._post(lambda core: core.fetch_done(wanted.request_id, num_ok))
+    def _done(self, wanted: FetchWanted, num_ok: int, noted: Sequence[Command] = ()) -> None:
+        """Tell the engine, in one command: each makes its thread report."""
+
+        def done(core: EngineCore) -> None:
+            for note in noted:
+                note(core)
+            core.fetch_done(wanted.request_id, num_ok)
+
+        self._post(done)
 
     def _save(self, hashes: list[BlockHash], save: Callable[[KvStore], int], held: list[int]) -> None:
         assert self._store is not None

@@ -151,8 +151,9 @@ class PeerReader:
             connection.close()
 
     def release(self, peer: PeerExport, bytes_read: int = 0, *, keep: bool = False) -> None:
-        """Tell the export's holder that this worker reads no more of it; raises NodeUnavailable or DeadlineExceeded.
+        """Tell the export's holder that this worker reads no more of it, without waiting for its answer.
 
+        Raises NodeUnavailable or DeadlineExceeded.
         ``keep``: another worker, or a later read of this one, still needs the export.
         """
         self._links.use(peer.instance, lambda link: _release(link, int(peer.export_id), bytes_read, keep=keep))
@@ -201,7 +202,7 @@ class PeerReader:
 
 def _release(link: PeerLink, export_id: int, bytes_read: int, *, keep: bool = False) -> None:
     request = session_pb2.ExportReleaseRequest(export_id=export_id, bytes_read=bytes_read, keep=keep)
-    link.connection.call(EXPORT_RELEASE.number, request, EXPORT_RELEASE.reply, deadline_s=DEADLINE_S)
+    link.connection.post(EXPORT_RELEASE.call(request), deadline_s=DEADLINE_S)  # what is lost ends by its time limit
 
 
 def _in_turns(read: Callable[[int], _Arrived], count: int) -> int:

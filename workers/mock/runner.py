@@ -108,14 +108,16 @@ class MockRunner:
 
     def _sample(self, requests: Sequence[EngineRequest]) -> Sampled:
         tokens = [self._token(request) for request in requests]
-        logprobs = [self._logprobs(r, token) for r, token in zip(requests, tokens, strict=True)]
-        return Sampled(tokens, logprobs)
+        asked = [request.sampling.logprobs is not None for request in requests]
+        if not any(asked):
+            return Sampled(tokens, [None] * len(tokens))
+        return Sampled(tokens, [self._logprobs(r, token) for r, token in zip(requests, tokens, strict=True)])
 
     def _token(self, request: EngineRequest) -> int:
         seed = request.sampling.seed
         if self._deterministic:
             seed = xxhash.xxh3_64_intdigest(request.sequence.tokens[: request.num_prompt_tokens].tobytes())
-        position = (request.num_tokens - request.num_prompt_tokens).to_bytes(8, "little")
+        position = request.num_generated.to_bytes(8, "little")
         return self._text_ids[xxhash.xxh3_64_intdigest(position, seed=seed & (2**64 - 1)) % len(self._text_ids)]
 
     def _logprobs(self, request: EngineRequest, token: int) -> Logprobs | None:
@@ -133,7 +135,8 @@ class MockRunner:
 
     def _scores(self, plan: StepPlan) -> tuple[PromptScores, ...]:
         """Return the scores that the plan's runs owe, of the same distribution."""
-        found = [scores for run in plan.runs if (scores := PromptScores.of(run, len(self._text_ids))) is not None]
+        owing = [run for run in plan.runs if run.request.scoring is not None]
+        found = [scores for run in owing if (scores := PromptScores.of(run, len(self._text_ids))) is not None]
         for scores in found:
             for values in (scores.logprobs, scores.top_logprobs, scores.asked_logprobs):
                 values.fill(self._logprob)

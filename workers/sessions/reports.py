@@ -11,10 +11,9 @@ keep the interpreter to itself, and each request's tokens, submission and KV wai
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final, cast
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from tanghulu.workers.engine.thread import StepReport
 
@@ -62,9 +61,14 @@ class EngineReports:
         with self._changed:
             waiting, self._waiting = self._waiting, []
             self._changed.notify()
-        for are_reports, items in itertools.groupby(waiting, lambda item: isinstance(item, StepReport)):
-            if are_reports:
-                self._spread(cast("list[StepReport]", list(items)))
-            else:
-                for function in cast("Iterator[Callable[[], None]]", items):
-                    function()
+        reports: list[StepReport] = []
+        for item in waiting:
+            if isinstance(item, StepReport):
+                reports.append(item)
+                continue
+            if reports:
+                self._spread(reports)
+                reports = []
+            item()
+        if reports:
+            self._spread(reports)

@@ -14,6 +14,7 @@ from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
 from tanghulu.workers.engine.speed import SpeedMeter, Speeds
+from tanghulu.workers.engine.thread import Command
 from tanghulu.workers.kv.connector import NUM_FETCH_THREADS
 from tests.workers.rig import PROMPT, DictStore, NoPeers, Rig
 from tests.workers.tiny import BLOCK, request
@@ -103,6 +104,19 @@ def test_what_a_peer_did_not_bring_comes_from_the_store(tiny_model, store, num_h
     assert rig.value("prefix_tokens_total", source="store") == (5 - num_held) * BLOCK
     block_bytes = len(next(iter(store.chunks.values())))
     assert peers.released.get(timeout=30) == (peer, num_held * block_bytes)
+    rig.close()
+
+
+def test_a_fetch_ends_in_one_command(tiny_model: Model) -> None:
+    """Each command makes the engine report."""
+    peers = ExportingPeers([])
+    rig = Rig(tiny_model, None, peers)
+    peers.blocks = [bytes(rig.core.cache.layout.block_bytes)] * 5
+    posted: list[Command] = []
+    rig.connector._post = lambda command: (posted.append(command), rig.thread.post(command))
+    rig.run("handed", PROMPT, 4, peer=PeerExport("there|", "1", 5 * BLOCK))
+    peers.released.get(timeout=30)
+    assert len(posted) == 1
     rig.close()
 
 

@@ -104,8 +104,18 @@ async def test_a_reader_that_leaves_takes_nothing_from_others(tmp_path: Path, re
         export = begin(holder, 3, 4)
         assert await asyncio.to_thread(reader.read, export, 0, buffers(2)) == 2
         await asyncio.to_thread(lambda: reader.release(export, keep=True))
-        assert (holder.given_back, holder.access.num_leases) == ([], 0)
+        await until(lambda: holder.access.num_leases == 0)
+        assert holder.given_back == []
         assert await asyncio.to_thread(reader.read, export, 0, buffers(2)) == 2
+
+
+async def test_a_release_waits_for_no_answer(tmp_path: Path, reader: PeerReader) -> None:
+    holder = Holder(tmp_path, 8, HostCopier())
+    async with holder.serving():
+        export = begin(holder, 3)
+        assert await asyncio.to_thread(reader.read, export, 0, buffers(1)) == 1
+        reader.release(export)  # the loop that would answer stands still meanwhile
+        await until(lambda: holder.given_back == ["one/early"])
 
 
 async def test_blocks_of_an_export_that_was_given_up_are_shown_to_nobody(tmp_path: Path, reader: PeerReader) -> None:
