@@ -67,7 +67,8 @@ class MembershipServicer:
         raise NotImplementedError('Method not implemented!')
 
     def KeepAlive(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Without an instance_id nothing is renewed: the answer tells that this master leads.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

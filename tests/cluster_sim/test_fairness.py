@@ -12,8 +12,8 @@ from random import Random
 
 import numpy as np
 import pytest
-from tanghulu.conductor.http.generation import GenerationCall, TextRules
 
+from tanghulu.conductor.inference.generation import GenerationCall, TextRules
 from tanghulu.conductor.routing.requests import GenerationRequest, Sampling, StopRule
 from tanghulu.types import RequestId, Role
 from tests.cluster_sim import text

@@ -90,7 +90,7 @@ def _leaves_pulls_behind(original: Any) -> Any:
 
 
 def _keeps_exports(original: Any) -> Any:
-    return lambda self, peer, bytes_read=0, keep=False: None
+    return lambda self, peer, bytes_read, *, keep: None
 
 
 def _keeps_reservations(original: Any) -> Any:
@@ -156,7 +156,7 @@ def _forgets_freed_leases(original: Any) -> Any:
 MUTATIONS: list[tuple[Any, str, Callable[[Any], Any], Plan]] = [
     (Flight, "all_tokens", _moves_without_the_last_token, _DYING),
     (Flight, "_forgo", _leaves_pulls_behind, _LEAVING),
-    (KvConnector, "_release", _keeps_exports, _CALM),
+    (KvConnector, "_released", _keeps_exports, _CALM),
     (Dispatcher, "_withdraw", _keeps_reservations, _CALM),
     (Dispatcher, "_leave_queue", _keeps_the_queue_s_deadline, _FULL),
     (Dispatcher, "_lose", _leaves_requests_with_the_dead, _DYING),

@@ -19,6 +19,7 @@ from tanghulu.discovery.base import Instance
 from tanghulu.discovery.memory import MemoryDiscovery
 from tanghulu.errors import NodeUnavailable, TransferFailed
 from tanghulu.rpc.fast_aio import AsyncFastConnection
+from tanghulu.rpc.fast_client import Call
 from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
 from tanghulu.runtime.clock import SystemClock
@@ -284,6 +285,12 @@ class SimConnection:
 
     def call(self, method: int, request: Any, reply_type: Any, *, deadline_s: float = 5.0) -> Any:
         return self.threads.waiting_for(self._connection.call(method, request, reply_type, deadline_s=deadline_s))
+
+    def post(self, call: Call[Any], *, deadline_s: float = 5.0) -> None:
+        async def send() -> None:
+            self._connection.send(call.method, call.request, call.reply_type, lambda outcome: None)
+
+        self.threads.waiting_for(send())
 
     def close(self) -> None:
         self._connection.abort()

@@ -44,18 +44,9 @@ def test_a_node_that_offers_no_ucx():
 
 @pytest.mark.skipif(not probe(), reason="NIXL is here")
 def test_a_node_without_nixl_says_so():
-    command = [
-        sys.executable,
-        "-c",
-        _RUN,
-        "tanghulu.store.node.main",
-        "--port",
-        "0",
-        "--master",
-        "127.0.0.1:9",
-        "--transports",
-        "shm,ucx,tcp",
-    ]
-    node = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    with Cluster(0) as cluster:
+        command = [sys.executable, "-c", _RUN, "tanghulu.store.node.main", "--port", "0"]
+        command += ["--master", cluster.address, "--transports", "shm,ucx,tcp"]
+        node = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert node.returncode == 1
     assert "NIXL is not here" in node.stderr

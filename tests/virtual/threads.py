@@ -240,11 +240,11 @@ class Executor:
         self._all_done = Condition(threads)
         self._closed = False
 
-    def submit(self, function: Callable[..., Any], *args: Any) -> _Future:
+    def submit(self, function: Callable[..., Any], *args: Any, **named: Any) -> _Future:
         if self._closed:
             raise RuntimeError("cannot schedule new futures after shutdown")
         future = _Future(self._threads)
-        self._calls.append((future, lambda: function(*args)))
+        self._calls.append((future, lambda: function(*args, **named)))
         if self._num_running < self._num_threads:
             self._num_running += 1
             self._threads.spawn(self._run)

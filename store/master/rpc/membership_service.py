@@ -53,9 +53,11 @@ class MembershipService(membership_pb2_grpc.MembershipServicer):
         return leadership.admitting(instance)
 
     async def KeepAlive(self, request: pb.KeepAliveRequest, context: Context) -> pb.KeepAliveReply:
-        """Renew a lease."""
+        """Renew a lease; without an instance only tell that this master leads, which is no sign of a predecessor."""
         await self._require(context)
-        known = self._master.keep_alive(request.instance_id, request.lease_id, self._server.now_s)
+        known = bool(request.instance_id) and self._master.keep_alive(
+            request.instance_id, request.lease_id, self._server.now_s
+        )
         return pb.KeepAliveReply(known=known, master_generation=self._master.generation)
 
     async def Deregister(self, request: pb.DeregisterRequest, context: Context) -> pb.DeregisterReply:

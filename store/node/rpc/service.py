@@ -136,6 +136,8 @@ class NodeService:
         version = settle(request)
         if peer.state is not None:
             raise InvalidRequest("HELLO comes once, in the first frame")
+        if not request.client_id:
+            raise InvalidRequest("this is a store node: here a client names itself in HELLO, at a master it does not")
         who = peer.identity
         may_map = who is None or who.shared_memory
         shm = may_map and request.wants_shm and request.host_id == self._identity.segment.host_id

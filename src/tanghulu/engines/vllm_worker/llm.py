@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -41,6 +42,12 @@ class StatsRelay:
         self.listen: Callable[[Any], None] = lambda stats: None
 
 
+def require_vllm() -> None:
+    """Raise ConfigError if vLLM is not installed here."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("a vLLM worker runs in vLLM's environment: there is no package vllm")
+
+
 class LoadedVllm:
     """A running ``AsyncLLM``; made in a thread, used on the event loop."""
 
@@ -48,10 +55,9 @@ class LoadedVllm:
         os.environ.update(_VARIABLES)
         # vLLM's first hash grows from it, and the conductor's from vLLM's default: names would not agree.
         os.environ.pop("PYTHONHASHSEED", None)
-        try:
-            import vllm
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"a vLLM worker runs in vLLM's environment: there is no package {error.name}") from error
+        require_vllm()
+        import vllm
+
         self._vllm = vllm
         self._llm = _start(arguments, relay)
 

@@ -12,6 +12,7 @@ from tanghulu.discovery.base import Discovery, Instance
 from tanghulu.discovery.entering import enter, meet
 from tanghulu.discovery.open import open_discovery
 from tanghulu.engines.vllm_worker.config import VllmWorkerConfig
+from tanghulu.engines.vllm_worker.llm import require_vllm
 from tanghulu.errors import NodeUnavailable
 from tanghulu.runtime.config import command
 from tanghulu.runtime.process import Process, run
@@ -30,6 +31,7 @@ async def serve(process: Process, config: VllmWorkerConfig) -> None:
     """
     from tanghulu.engines.vllm_worker.server import VllmWorkerServer
 
+    require_vllm()
     async with contextlib.AsyncExitStack() as stack:
         discovery = await stack.enter_async_context(open_discovery(config.discovery, config.master))
         await process.unless_stopping(meet(discovery))
