@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 
 from tanghulu.protos import session_pb2, session_pb2_grpc
@@ -50,8 +51,12 @@ def pulled_bytes(cluster: LiveCluster) -> float:
 
 
 def nothing_is_held(cluster: LiveCluster) -> bool:
+    """Whether no worker holds blocks; one that is being restarted is waited for."""
     names = ("tanghulu_worker_blocks_in_use", "tanghulu_worker_exports")
-    return not any(cluster.metric(role, name) for role in ("prefill", "decode") for name in names)
+    try:
+        return not any(cluster.metric(role, name) for role in ("prefill", "decode") for name in names)
+    except httpx.ConnectError:
+        return False
 
 
 def test_blocks_arrive_before_the_prefill_has_ended(tmp_path) -> None:
@@ -131,9 +136,10 @@ def test_a_peer_has_what_died_before_the_pull(tmp_path) -> None:
         prompt = words(7, 2000)
         wanted = ask(live, prompt, routing={"prefill_worker": other})
         decode = live.entry("decode")
+        eventually(lambda: nothing_is_held(live), what="blocks in use are not dropped")
         with grpc.insecure_channel(decode["address"]) as channel:
             session_pb2_grpc.WorkerStub(channel).DropCache(session_pb2.DropCacheRequest(), timeout=30)
-        before = live.metric("decode", "tanghulu_worker_computed_tokens_total")
+        before, read = live.metric("decode", "tanghulu_worker_computed_tokens_total"), tokens_of_peers(live)
         with ThreadPoolExecutor(1) as pool, stopped(decode["pid"]) as go_on:
             asked = pool.submit(ask, live, prompt, routing={"prefill_worker": dying})
             handed_over(live, 2)
@@ -141,8 +147,14 @@ def test_a_peer_has_what_died_before_the_pull(tmp_path) -> None:
             go_on()
             assert asked.result(120) == wanted
         assert live.metric("decode", "tanghulu_worker_computed_tokens_total") - before <= BLOCK + 20
-        assert live.metric("decode", "tanghulu_worker_prefix_tokens_total", source="peer_cache") >= 2000 - BLOCK
+        assert tokens_of_peers(live) - read >= 2000 - BLOCK
         eventually(lambda: nothing_is_held(live), what="all is given back")
+
+
+def tokens_of_peers(live: LiveCluster) -> float:
+    """What came by a hand-over, by which the conductor may replace the lost one, or from another's cache."""
+    name = "tanghulu_worker_prefix_tokens_total"
+    return sum(live.metric("decode", name, source=source) for source in ("peer", "peer_cache"))
 
 
 def prefill_workers(live: LiveCluster) -> list[str]:
