@@ -7,6 +7,8 @@ errors; what else they raise is a bug: it is logged with its trace, answered as 
 
 Thirty bytes may ask for megabytes, so requests are answered only while their peer takes the answers: those that came
 behind wait as the bytes that they came in, and nothing more is read.
+
+It is long because frames, answers, slow peers and the end are one connection's state, which no part could do without.
 """
 
 from __future__ import annotations
