@@ -215,7 +215,8 @@ class _PrefillRun:
 class _DecodeGroup:
     """Sequences with one query each, padded to the longest. ``mask`` [B, 1, 1, tokens]; None where all is seen.
 
-    ``hidden`` are the places of what the mask hides among all gathered tokens, first of K and then of V.
+    ``num_tokens`` is the longest context: what its last block has room for beside is gathered, and not computed with.
+    ``hidden`` are the places, among all gathered tokens, of what lies behind a shorter context, of K and then of V.
     """
 
     rows: torch.Tensor | slice
@@ -229,18 +230,19 @@ class _DecodeGroup:
         cls, cache: KvTensors, spans: Sequence[SequenceSpan], dtype: torch.dtype, window: int | None
     ) -> _DecodeGroup:
         device = cache.rows.device
-        count, rows = len(spans), rows_of(spans, device)
-        if count == 1 and (window is None or spans[0].context <= window):
-            return cls(rows, Gather(cache, np.asarray(spans[0].block_ids), 1), spans[0].context, None, None)
-        width = max(len(span.block_ids) for span in spans)
+        count, rows, contexts = len(spans), rows_of(spans, device), [span.context for span in spans]
+        width, longest = max(len(span.block_ids) for span in spans), max(contexts)
         # Padding repeats the sequence's own first block: any readable block does, the mask hides it.
         table = [span.block_ids + span.block_ids[:1] * (width - len(span.block_ids)) for span in spans]
-        num_tokens = width * cache.layout.block_tokens
-        contexts = [span.context for span in spans]
-        mask = tokens_mask(hidden_tokens(upload(np.asarray(contexts), device), num_tokens, window), dtype)
-        ends = [np.arange(row * num_tokens + context, (row + 1) * num_tokens) for row, context in enumerate(contexts)]
-        hidden = np.concatenate([*ends, *(end + count * num_tokens for end in ends)])
-        return cls(rows, Gather(cache, np.asarray(table).ravel(), count), num_tokens, upload(hidden, device), mask)
+        gather = Gather(cache, np.asarray(table).ravel(), count)
+        if min(contexts) == longest and (window is None or longest <= window):
+            return cls(rows, gather, longest, None, None)
+        mask = tokens_mask(hidden_tokens(upload(np.asarray(contexts), device), longest, window), dtype)
+        starts = np.arange(2 * count) * width * cache.layout.block_tokens
+        hidden = [
+            np.arange(start + context, start + longest) for start, context in zip(starts, contexts * 2, strict=True)
+        ]
+        return cls(rows, gather, longest, upload(np.concatenate(hidden), device), mask)
 
     def attend(self, cache: KvTensors, layer: int, query: torch.Tensor) -> torch.Tensor:
         key, value = self.gather.of(layer, query.dtype, self.num_tokens, self.hidden)
