@@ -1,7 +1,7 @@
 """A cluster of another version, upgraded process by process to this one under load: no request may fail.
 
     git worktree add /tmp/before 4e1ed2c
-    python -m benchmarks.store.upgrade --old /tmp/before [--etcd [--share-ranges]]
+    python -m benchmarks.store.upgrade --old /tmp/before [--etcd [--share-ranges]] [--logs DIRECTORY]
 
 Masters, nodes and clients are real processes. Three nodes and four clients, two of them of this version from the
 beginning (see ``upgrade_load``), work all the time while every other process is replaced, in the order that
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -162,12 +163,18 @@ class Upgrade:
     def _start_master(self, port: int, source: Path) -> None:
         shares = ("--share-ranges",) if self._arguments.share_ranges and source == THIS else ()
         flags = ("--port", str(port), *self._election, *shares)
-        self._processes[port] = Process("tanghulu.store.master.main", *flags, source=source)
+        self._start(port, "tanghulu.store.master.main", flags, source)
 
     def _start_node(self, index: int, source: Path) -> None:
         port = self._nodes[index]
         flags = ["--port", str(port), "--master", self.address, "--memory", NODE_MEMORY]
-        self._processes[port] = Process("tanghulu.store.node.main", *flags, source=source)
+        self._start(port, "tanghulu.store.node.main", flags, source)
+
+    def _start(self, port: int, module: str, flags: Iterable[str], source: Path) -> None:
+        process = self._processes[port] = Process(module, *flags, source=source)
+        if self._arguments.logs is not None:  # a link: what the process writes later is there, and stays
+            name = f"{process.name}-{'new' if source == THIS else 'old'}.log"
+            os.link(process.run_dir / "log", self._arguments.logs / name)
 
     def _start_client(self, name: str, source: Path) -> None:
         self._clients.append(LoadProcess(source, self.address, name, self._keys, self._arguments.threads))
@@ -201,7 +208,10 @@ def main() -> int:
     parser.add_argument("--share-ranges", action="store_true", help="the masters of this version share the keys")
     parser.add_argument("--threads", type=int, default=2, help="of each client, over each of shm and tcp")
     parser.add_argument("--seconds", type=float, default=4.0, help="of load between two steps")
+    parser.add_argument("--logs", type=Path, help="a new directory for what the processes write, beside the temporary ones")
     arguments = parser.parse_args()
+    if arguments.logs is not None:
+        arguments.logs.mkdir(parents=True)
     if arguments.share_ranges and not arguments.etcd:
         parser.error("--share-ranges needs --etcd, where masters find each other")
     with contextlib.ExitStack() as stack:
