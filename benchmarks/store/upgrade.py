@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,7 @@ class Upgrade:
         for index, port in enumerate(self._nodes):
             name = self._processes[port].name
             self._step(f"drain of node {index}")
-            with tanghulu.connect(self.address, deadline_s=30.0) as client:
-                perform(client, orders.drain(name, wait=True, timeout_s=STEP_S))
+            eventually(partial(self._is_drained, name), STEP_S)
             self._step(f"node {index}")
             self._processes.pop(port).stop()
             self._start_node(index, THIS)
@@ -126,6 +126,15 @@ class Upgrade:
         time.sleep(self._arguments.seconds)
         for client in self._clients:
             self.told[client.name] = client.stop()
+
+    def _is_drained(self, name: str) -> bool:
+        """Drain that node; False if no master led long enough."""
+        try:
+            with tanghulu.connect(self.address, deadline_s=30.0) as client:
+                perform(client, orders.drain(name, wait=True, timeout_s=STEP_S))
+        except tanghulu.errors.MasterUnavailable:
+            return False
+        return True
 
     def verify(self) -> tuple[int, list[str]]:
         """Read what was kept; returns how many keys that were, and what was wrong with them."""
