@@ -98,10 +98,12 @@ class Master:
         self.tenants = TenantTotals()
         self.members: EventRing[InstanceEvent] = EventRing(MEMBERS_WEIGHT)
         self._leases_over_s = now_s + self._rebuild_s
+        self._came: set[str] = set()  # the nodes that have had a lease of this generation, if several masters share
 
     def nodes_told(self, nodes: Mapping[str, Instance], admitted: frozenset[str] | None, now_s: float) -> None:
         """Take the nodes that etcd tells of, and the ids of all that were let in; None: none ever was."""
         assert self._shares
+        self._came.intersection_update(nodes)
         for node_id in [each for each in self.directory.candidates() if each not in nodes]:
             self.directory.node_gone(node_id)
         for node_id, instance in nodes.items():
@@ -111,16 +113,24 @@ class Master:
         self.directory.cluster.told(admitted, now_s)
 
     def present_nodes(self, admitted: frozenset[str], now_s: float) -> frozenset[str]:
-        """Of the nodes that were let in, those that are there as far as a leader knows: the others have left."""
+        """Of the nodes that were let in, those that are there as far as a leader knows: the others have left.
+
+        A node that has yet to find a new leader lives as long as it announces to this master as the owner of some keys.
+        """
         if now_s < self._leases_over_s:
             return admitted
-        return frozenset(node_id for node_id in admitted if self.leases.holds(node_id))
+        return frozenset(node_id for node_id in admitted if self.leases.holds(node_id) or self._comes(node_id, now_s))
+
+    def _comes(self, node_id: str, now_s: float) -> bool:
+        seen_s = None if node_id in self._came else self.directory.last_seen_s(node_id)
+        return seen_s is not None and now_s < seen_s + self._rebuild_s
 
     def register(self, instance: Instance, ttl_s: float, now_s: float) -> int:
         """Enter or replace an instance; returns its lease id. Raises InvalidRequest or Overloaded."""
         lease_id = self.leases.register(instance, ttl_s, now_s)
-        if self._shares:
-            pass  # etcd tells every master
+        if self._shares:  # etcd tells every master
+            if instance.role is Role.NODE:
+                self._came.add(instance.id)
         elif instance.role is Role.NODE:
             self.directory.node_registered(instance, now_s)
         else:

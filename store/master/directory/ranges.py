@@ -127,6 +127,11 @@ class RangeDirectories:
         if node is not None:
             node.last_seen_s = now_s
 
+    def last_seen_s(self, node_id: str) -> float | None:
+        """When the node was heard of last; None if it is not registered."""
+        node = self._nodes.get(node_id)
+        return None if node is None else node.last_seen_s
+
     def node_gone(self, node_id: str) -> None:
         """Forget a node whose lease ended: nobody finds its chunks from now on."""
         if not self._nodes.remove(node_id):
