@@ -8,6 +8,7 @@ Where several masters share the ranges of keys, etcd tells all of them which nod
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Mapping
 from random import Random
 
@@ -75,19 +76,18 @@ class Master:
         self._rebuild_s = rebuild_s
         self._copy_rate_bytes_s = copy_rate_bytes_s
         self._rng = rng or Random(generation)
+        self._connections: Counter[str] = Counter()  # over which nodes announce
         self.begin(generation, now_s)
 
-    def begin(self, generation: int, now_s: float, known_nodes: frozenset[str] | None = None) -> None:
+    def begin(self, generation: int, now_s: float) -> None:
         """Start with empty memories, as another ``generation``.
 
-        ``known_nodes`` are the nodes of the predecessor, if that is known exactly: when they have reported, nothing is
-        missing. Streams that follow the old memories are to be ended by the caller.
+        Streams that follow the old memories are to be ended by the caller.
         """
         in_etcd = NodesInEtcd(now_s, self._rebuild_s) if self._shares else None
-        self.directory = RangeDirectories(now_s, self._rebuild_s, expected=known_nodes, cluster=in_etcd)
+        self.directory = RangeDirectories(now_s, self._rebuild_s, cluster=in_etcd)
         self.copies = CopyPlanner(self.directory, self._copy_rate_bytes_s, self._rng, now_s)
         self._last_tick_s = now_s
-        self._knows_predecessor = known_nodes is not None
         self.log_generation = generation  # of the directory and its log, which outlive a change of the leader
         self.begin_leases(generation, now_s)
 
@@ -141,8 +141,7 @@ class Master:
     def keep_alive(self, instance_id: str, lease_id: int, now_s: float) -> bool:
         """Renew a lease; False tells the instance to register again."""
         if not self.leases.keep_alive(instance_id, lease_id, now_s):
-            if not self._knows_predecessor:  # does nothing where etcd tells of the nodes
-                self.directory.cluster.handle(MembershipEvent.STRAY_LEASE)
+            self.directory.cluster.handle(MembershipEvent.STRAY_LEASE)  # does nothing where etcd tells of the nodes
             return False
         self.directory.node_seen(instance_id, now_s)
         return True
@@ -158,11 +157,19 @@ class Master:
 
     def connection_made(self, node_id: str, now_s: float) -> None:
         """Note that a node lives: it announced over a new connection, and may have missed an answer over the last."""
+        self._connections[node_id] += 1
         self.leases.prolong(node_id, now_s)
         self.copies.orders.tell_again(node_id)
 
     def connection_lost(self, node_id: str, now_s: float) -> None:
-        """Shorten the lease of a node whose connection for announcements broke: it must soon show that it lives."""
+        """Shorten the lease of a node whose last connection for announcements broke: it must soon show that it lives.
+
+        At one of several masters it may have two, as the leader's and as the owner's of some keys.
+        """
+        self._connections[node_id] -= 1
+        if self._connections[node_id] > 0:
+            return
+        del self._connections[node_id]
         self.leases.shorten(node_id, now_s + LOST_GRACE_S)
 
     def announce(self, announcement: NodeAnnouncement, now_s: float) -> Announced:

@@ -42,9 +42,9 @@ _LAST_S = 0.02
 OWNER_WAIT_S = ATTEMPT_S * 2 / 3
 #: Between two tries while no master answers, or while too many wait there.
 _WAIT_PAUSE_S, _WAIT_MOST_S = 0.1, 1.0
-#: For so long a removal asks the master again about a holder that cannot be reached: as long as a node's lease. And
-#: between two times, at first and at most.
-GONE_S = 3.0
+#: For so long a removal asks the master again about a holder that cannot be reached: a master may be lost with it, and
+#: its successor waits for nodes as long as their leases last. The pauses between two times, at first and at most.
+GONE_S = 10.0
 _GONE_PAUSE_S, _GONE_MOST_S = 0.02, 0.5
 
 

@@ -54,8 +54,7 @@ LOG_WEIGHT = 1 << 20
 class RangeDirectories:
     """The map from keys to nodes; see the module. ``now_s`` is of one monotonic clock in all calls.
 
-    ``expected`` are the nodes that may have something to report (None: unknown). ``cluster`` takes their place where
-    several masters share the ranges; then none of them is owned at first.
+    ``cluster`` knows the nodes where several masters share the ranges; then none of them is owned at first.
     """
 
     def __init__(
@@ -63,10 +62,9 @@ class RangeDirectories:
         now_s: float,
         rebuild_s: float = REBUILD_S,
         log_weight: int = LOG_WEIGHT,
-        expected: frozenset[str] | None = None,
         cluster: NodesInEtcd | None = None,
     ) -> None:
-        self.cluster = cluster or ClusterNodes(now_s, rebuild_s, expected)
+        self.cluster = cluster or ClusterNodes(now_s, rebuild_s)
         self.grants = ReportGrants()
         self.log: EventRing[DirectoryEvent] = EventRing(log_weight)
         #: Slots, from the first on, whose unknown keys are missing keys; it never falls.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tanghulu.store.master.core import Master
+from tanghulu.store.master.core import LOST_GRACE_S, Master
 from tanghulu.store.master.directory.announcement import Announced, ChunkEntry, NodeAnnouncement, ReportPiece
 from tanghulu.store.master.directory.inventories import InventoryState
 from tanghulu.store.master.directory.ranges import RangeDirectories
@@ -189,6 +189,19 @@ def test_a_node_that_announces_its_keys_has_not_left_though_it_has_yet_to_find_t
     master.announce(NodeAnnouncement("n1", NODE.generation), 17.5)
     master.deregister("n1", lease)
     assert master.present_nodes(admitted, 17.6) == frozenset(), "its word counts, and so does its good-bye"
+
+
+def test_a_node_is_in_touch_as_long_as_one_of_its_connections_is() -> None:
+    """It has two at a leader that owns keys; one may break, or be given up, while nobody is lost."""
+    master = Master(1, 0.0, shares=True)
+    master.nodes_told({"n1": NODE}, frozenset({"n1"}), 0.0)
+    master.register(NODE, 3.0, 0.0)
+    for _ in range(2):
+        master.connection_made("n1", 0.0)
+    master.connection_lost("n1", 0.1)
+    assert master.tick(0.1 + LOST_GRACE_S, 1.0) == []
+    master.connection_lost("n1", 1.5)
+    assert [each.id for each in master.tick(1.5 + LOST_GRACE_S, 1.0)] == ["n1"]
 
 
 def test_a_leader_takes_nodes_for_gone_that_do_not_come_within_a_lease() -> None:
