@@ -1,13 +1,13 @@
 """A cluster of another version, upgraded process by process to this one under load: no request may fail.
 
     git worktree add /tmp/before 4e1ed2c
-    python -m benchmarks.store.upgrade --old /tmp/before [--etcd [--share-ranges]]
+    python -m benchmarks.store.upgrade --old /tmp/before [--etcd] [--logs DIRECTORY]
 
 Masters, nodes and clients are real processes. Three nodes and four clients, two of them of this version from the
 beginning (see ``upgrade_load``), work all the time while every other process is replaced, in the order that
 docs/guides/upgrade.md asks of operators: the master, or with ``--etcd`` two of them, first the one that follows; then
-each node, drained first; then the clients. With ``--share-ranges`` the masters share the keys as soon as no node is of
-the version before, while clients are. In the end all keys that were kept are read. Prints JSON; the exit code is 1 if
+each node, drained first; then the clients. The two masters share the keys as soon as no node is of the version before,
+while clients are. In the end all keys that were kept are read. Prints JSON; the exit code is 1 if
 one request failed, by a typed error, by wrong bytes, or by calling a key missing that is there.
 """
 
@@ -22,6 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +110,11 @@ class Upgrade:
         for index, port in enumerate(self._nodes):
             name = self._processes[port].name
             self._step(f"drain of node {index}")
-            with tanghulu.connect(self.address, deadline_s=30.0) as client:
-                perform(client, orders.drain(name, wait=True, timeout_s=STEP_S))
+            eventually(partial(self._is_drained, name), STEP_S)
             self._step(f"node {index}")
             self._processes.pop(port).stop()
             self._start_node(index, THIS)
-        if self._arguments.share_ranges:
+        if self._election:
             self._step("all masters own a part")
             eventually(self._is_shared, STEP_S)
         for client in self._clients[:2]:
@@ -125,6 +126,15 @@ class Upgrade:
         time.sleep(self._arguments.seconds)
         for client in self._clients:
             self.told[client.name] = client.stop()
+
+    def _is_drained(self, name: str) -> bool:
+        """Drain that node; False if no master led long enough."""
+        try:
+            with tanghulu.connect(self.address, deadline_s=30.0) as client:
+                perform(client, orders.drain(name, wait=True, timeout_s=STEP_S))
+        except tanghulu.errors.MasterUnavailable:
+            return False
+        return True
 
     def verify(self) -> tuple[int, list[str]]:
         """Read what was kept; returns how many keys that were, and what was wrong with them."""
@@ -160,14 +170,19 @@ class Upgrade:
         self.steps.append((time.time(), name))
 
     def _start_master(self, port: int, source: Path) -> None:
-        shares = ("--share-ranges",) if self._arguments.share_ranges and source == THIS else ()
-        flags = ("--port", str(port), *self._election, *shares)
-        self._processes[port] = Process("tanghulu.store.master.main", *flags, source=source)
+        flags = ("--port", str(port), *self._election)
+        self._start(port, "tanghulu.store.master.main", flags, source)
 
     def _start_node(self, index: int, source: Path) -> None:
         port = self._nodes[index]
         flags = ["--port", str(port), "--master", self.address, "--memory", NODE_MEMORY]
-        self._processes[port] = Process("tanghulu.store.node.main", *flags, source=source)
+        self._start(port, "tanghulu.store.node.main", flags, source)
+
+    def _start(self, port: int, module: str, flags: Iterable[str], source: Path) -> None:
+        process = self._processes[port] = Process(module, *flags, source=source)
+        if self._arguments.logs is not None:  # a link: what the process writes later is there, and stays
+            name = f"{process.name}-{'new' if source == THIS else 'old'}.log"
+            os.link(process.run_dir / "log", self._arguments.logs / name)
 
     def _start_client(self, name: str, source: Path) -> None:
         self._clients.append(LoadProcess(source, self.address, name, self._keys, self._arguments.threads))
@@ -197,13 +212,13 @@ class Upgrade:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--old", type=Path, required=True, help="a checkout of the version before")
-    parser.add_argument("--etcd", action="store_true", help="two masters, that elect their leader in an etcd")
-    parser.add_argument("--share-ranges", action="store_true", help="the masters of this version share the keys")
+    parser.add_argument("--etcd", action="store_true", help="two masters, that find each other in an etcd")
     parser.add_argument("--threads", type=int, default=2, help="of each client, over each of shm and tcp")
     parser.add_argument("--seconds", type=float, default=4.0, help="of load between two steps")
+    parser.add_argument("--logs", type=Path, help="a new directory for what the processes log")
     arguments = parser.parse_args()
-    if arguments.share_ranges and not arguments.etcd:
-        parser.error("--share-ranges needs --etcd, where masters find each other")
+    if arguments.logs is not None:
+        arguments.logs.mkdir(parents=True)
     with contextlib.ExitStack() as stack:
         etcd = stack.enter_context(EtcdServer()) if arguments.etcd else None
         upgrade = Upgrade(arguments.old.resolve(), etcd, arguments)

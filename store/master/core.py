@@ -8,6 +8,7 @@ Where several masters share the ranges of keys, etcd tells all of them which nod
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Mapping
 from random import Random
 
@@ -75,19 +76,18 @@ class Master:
         self._rebuild_s = rebuild_s
         self._copy_rate_bytes_s = copy_rate_bytes_s
         self._rng = rng or Random(generation)
+        self._connections: Counter[str] = Counter()  # over which nodes announce
         self.begin(generation, now_s)
 
-    def begin(self, generation: int, now_s: float, known_nodes: frozenset[str] | None = None) -> None:
+    def begin(self, generation: int, now_s: float) -> None:
         """Start with empty memories, as another ``generation``.
 
-        ``known_nodes`` are the nodes of the predecessor, if that is known exactly: when they have reported, nothing is
-        missing. Streams that follow the old memories are to be ended by the caller.
+        Streams that follow the old memories are to be ended by the caller.
         """
         in_etcd = NodesInEtcd(now_s, self._rebuild_s) if self._shares else None
-        self.directory = RangeDirectories(now_s, self._rebuild_s, expected=known_nodes, cluster=in_etcd)
+        self.directory = RangeDirectories(now_s, self._rebuild_s, cluster=in_etcd)
         self.copies = CopyPlanner(self.directory, self._copy_rate_bytes_s, self._rng, now_s)
         self._last_tick_s = now_s
-        self._knows_predecessor = known_nodes is not None
         self.log_generation = generation  # of the directory and its log, which outlive a change of the leader
         self.begin_leases(generation, now_s)
 
@@ -98,10 +98,12 @@ class Master:
         self.tenants = TenantTotals()
         self.members: EventRing[InstanceEvent] = EventRing(MEMBERS_WEIGHT)
         self._leases_over_s = now_s + self._rebuild_s
+        self._came: set[str] = set()  # the nodes that have had a lease of this generation, if several masters share
 
     def nodes_told(self, nodes: Mapping[str, Instance], admitted: frozenset[str] | None, now_s: float) -> None:
         """Take the nodes that etcd tells of, and the ids of all that were let in; None: none ever was."""
         assert self._shares
+        self._came.intersection_update(nodes)
         for node_id in [each for each in self.directory.candidates() if each not in nodes]:
             self.directory.node_gone(node_id)
         for node_id, instance in nodes.items():
@@ -111,16 +113,24 @@ class Master:
         self.directory.cluster.told(admitted, now_s)
 
     def present_nodes(self, admitted: frozenset[str], now_s: float) -> frozenset[str]:
-        """Of the nodes that were let in, those that are there as far as a leader knows: the others have left."""
+        """Of the nodes that were let in, those that are there as far as a leader knows: the others have left.
+
+        A node that has yet to find a new leader lives as long as it announces to this master as the owner of some keys.
+        """
         if now_s < self._leases_over_s:
             return admitted
-        return frozenset(node_id for node_id in admitted if self.leases.holds(node_id))
+        return frozenset(node_id for node_id in admitted if self.leases.holds(node_id) or self._comes(node_id, now_s))
+
+    def _comes(self, node_id: str, now_s: float) -> bool:
+        seen_s = None if node_id in self._came else self.directory.last_seen_s(node_id)
+        return seen_s is not None and now_s < seen_s + self._rebuild_s
 
     def register(self, instance: Instance, ttl_s: float, now_s: float) -> int:
         """Enter or replace an instance; returns its lease id. Raises InvalidRequest or Overloaded."""
         lease_id = self.leases.register(instance, ttl_s, now_s)
-        if self._shares:
-            pass  # etcd tells every master
+        if self._shares:  # etcd tells every master
+            if instance.role is Role.NODE:
+                self._came.add(instance.id)
         elif instance.role is Role.NODE:
             self.directory.node_registered(instance, now_s)
         else:
@@ -131,8 +141,7 @@ class Master:
     def keep_alive(self, instance_id: str, lease_id: int, now_s: float) -> bool:
         """Renew a lease; False tells the instance to register again."""
         if not self.leases.keep_alive(instance_id, lease_id, now_s):
-            if not self._knows_predecessor:  # does nothing where etcd tells of the nodes
-                self.directory.cluster.handle(MembershipEvent.STRAY_LEASE)
+            self.directory.cluster.handle(MembershipEvent.STRAY_LEASE)  # does nothing where etcd tells of the nodes
             return False
         self.directory.node_seen(instance_id, now_s)
         return True
@@ -148,11 +157,19 @@ class Master:
 
     def connection_made(self, node_id: str, now_s: float) -> None:
         """Note that a node lives: it announced over a new connection, and may have missed an answer over the last."""
+        self._connections[node_id] += 1
         self.leases.prolong(node_id, now_s)
         self.copies.orders.tell_again(node_id)
 
     def connection_lost(self, node_id: str, now_s: float) -> None:
-        """Shorten the lease of a node whose connection for announcements broke: it must soon show that it lives."""
+        """Shorten the lease of a node whose last connection for announcements broke: it must soon show that it lives.
+
+        At one of several masters it may have two, as the leader's and as the owner's of some keys.
+        """
+        self._connections[node_id] -= 1
+        if self._connections[node_id] > 0:
+            return
+        del self._connections[node_id]
         self.leases.shorten(node_id, now_s + LOST_GRACE_S)
 
     def announce(self, announcement: NodeAnnouncement, now_s: float) -> Announced:

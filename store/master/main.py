@@ -25,7 +25,6 @@ from tanghulu.runtime.master_options import PortOptions
 from tanghulu.runtime.process import Process, ProcessConfig
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory.rebuild import REBUILD_S
-from tanghulu.store.master.election.leadership import Leadership
 from tanghulu.store.master.election.ownership import Duties, EtcdOwnership
 from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.ownership import OwnsAll, RangeOwnership
@@ -47,16 +46,14 @@ class MasterConfig(PortOptions, ProcessConfig):
         REBUILD_S, "time after which a node that has not come to a new master has left, in seconds: a node's lease"
     )
     copy_rate: int = option(256 << 20, "bytes a second that copies may move through one node", size=True)
-    etcd: str = option("", "elect the leader of several masters in this etcd", metavar="HOST:PORT[,HOST:PORT...]")
-    election_ttl_s: float = option(3.0, "a leader that is lost is replaced after so long; etcd counts whole seconds")
-    share_ranges: bool = option(
-        False,
-        "share the keys with the other masters of --etcd, each a part of them; on trial: a part whose owner is lost "
-        "is known again when the nodes have reported it to the next one",
-    )
-    token: str = option(
+    etcd: str = option(
         "",
-        "an operator's token, with read and write, to show to other masters: of use with --share-ranges and --tokens",
+        "share the keys with the other masters of this etcd, each a part of them",
+        metavar="HOST:PORT[,HOST:PORT...]",
+    )
+    election_ttl_s: float = option(3.0, "a master that is lost is replaced after so long; etcd counts whole seconds")
+    token: str = option(
+        "", "an operator's token, with read and write, to show to other masters: of use with --etcd and --tokens"
     )
     seed: int = option(0, "seed of placement's random choices; 0: a different one each start")
 
@@ -68,10 +65,8 @@ class MasterConfig(PortOptions, ProcessConfig):
             raise ConfigError(f"--copy-rate {self.copy_rate} leaves no room for any copy")
         if not 1 <= self.election_ttl_s <= 60:
             raise ConfigError(f"--election-ttl-s {self.election_ttl_s:g} is not within 1..60 seconds")
-        if self.share_ranges and not self.etcd:
-            raise ConfigError("--share-ranges needs --etcd, where masters find each other")
-        if self.share_ranges and self.tokens is not None and not self.token:
-            raise ConfigError("--share-ranges with --tokens needs --token, to ask the other masters for older clients")
+        if self.etcd and self.tokens is not None and not self.token:
+            raise ConfigError("--etcd with --tokens needs --token, to ask the other masters for older clients")
 
 
 async def serve(process: Process, config: MasterConfig, ownership: RangeOwnership | None = None) -> None:
@@ -79,7 +74,7 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
     allow_descriptors(DESCRIPTORS_PER_CONNECTION * config.max_connections)
     clock = SystemClock()
     rng = Random(config.seed or process.generation)
-    shares = config.share_ranges
+    shares = bool(config.etcd)
     master = Master(process.generation, clock.now_s(), config.rebuild_s, config.copy_rate, rng, shares=shares)
     metrics = MasterMetrics(process.registry)
     metrics.observe(master)
@@ -91,15 +86,11 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
     port_mux = PortMux(service, process.run_dir, "master", interceptors, config.server_tls())
     address = await port_mux.bind(config.host, config.port, config.reachable_host)
     running: list[Coroutine[None, None, None]] = [server.run()]
-    if config.share_ranges:
+    if config.etcd:
         server.leadership = server.ownership = several = _ownership(process, config, address, server)
         running.append(several.run())
         metrics.observe_ownership(several)
-    elif config.etcd:
-        server.leadership = leadership = _leadership(process, config, address, server)
-        running.append(leadership.run())
-    if server.leadership is not None:
-        metrics.observe_leadership(server.leadership)
+        metrics.observe_leadership(several)
     forwarding = _forwarding(config, address, server) if server.ownership.shares else None
     calls = DirectoryCalls(server, forwarding)
     metrics.observe_waits(calls.waiting.board)
@@ -123,11 +114,6 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
         if forwarding is not None:
             await forwarding.close()
         await port_mux.close(grace_s=0.2)
-
-
-def _leadership(process: Process, config: MasterConfig, address: Address, server: MasterServer) -> Leadership:
-    instance, etcd = _instance(process, config, address), _etcd(config)
-    return Leadership(etcd, instance, config.election_ttl_s, server.clock, server.begin_term, server.step_down)
 
 
 def _ownership(process: Process, config: MasterConfig, address: Address, server: MasterServer) -> EtcdOwnership:

@@ -19,7 +19,7 @@ class RangeOwnership(Protocol):
     """Which ranges this master owns now, and the map as far as it knows it.
 
     A range is in ``owned`` only while this master's lease on it lives; the map may name this master longer, or sooner.
-    ``shares``: others may own ranges beside this master; else there is no map, and it owns all as long as it leads.
+    ``shares``: others may own ranges beside this master; else there is no map, and it is the only one and owns all.
     """
 
     @property
@@ -49,17 +49,12 @@ class AdmittedIds(Protocol):
     def ids(self) -> frozenset[str]:
         """Their ids."""
 
-    def __len__(self) -> int:
-        """Number of them."""
-
     async def keep(self, present: Callable[[], frozenset[str]]) -> None:
         """Forget those that are not ``present`` when it is their turn; the next call makes good what is left."""
 
 
 class LeaderRole(Protocol):
     """What a master asks of whoever decides whether it leads: it alone lets nodes in, places and tells who is there."""
-
-    cluster: int
 
     @property
     def admitted(self) -> AdmittedIds:
@@ -74,18 +69,11 @@ class LeaderRole(Protocol):
         """The term in which this master leads, or led last."""
 
     @property
-    def renewals(self) -> Renewals:
-        """Of this master's lease, as callers count them."""
-
-    @property
     def ttl_s(self) -> float:
         """How long a renewal keeps the lease."""
 
     def require(self) -> None:
         """Raise NotLeader unless this master leads."""
-
-    def heard_of(self, term: int, term_of: int) -> None:
-        """Take note that a node has obeyed a master of ``term``; raises NotLeader if that is later than this one's."""
 
     def admitting(self, node: Instance) -> AbstractAsyncContextManager[None]:
         """Admit ``node``, which the body lets in. Raises MasterUnavailable or NotLeader."""

@@ -60,7 +60,6 @@ class MasterServer:
     leadership: LeaderRole | None = None  # None: the only master
     ownership: RangeOwnership = field(default_factory=OwnsAll)
     on_tick: list[Callable[[], None]] = field(default_factory=list)
-    on_step_down: list[Callable[[], None]] = field(default_factory=list)
     on_map: list[Callable[[], None]] = field(default_factory=list)  # called when ranges have changed hands
     _changed: Signal = field(default_factory=Signal)
     _told: tuple[int, int, int] = (0, 0, 0)
@@ -78,16 +77,12 @@ class MasterServer:
 
     def require_owned(self, keys: Iterable[str]) -> None:
         """Raise KeysMoved if this master does not own all of ``keys``, or NotLeader if one owns everything, another."""
-        if not self.ownership.shares:
-            self.require_leadership()
-        elif not self.owns(keys):
+        if not self.owns(keys):
             raise self.ownership.refusal()
 
     def require_some(self) -> None:
         """The same of whoever owns anything."""
-        if not self.ownership.shares:
-            self.require_leadership()
-        elif not self.ownership.owned:
+        if not self.ownership.owned:
             raise self.ownership.refusal()
 
     def owns(self, keys: Iterable[str]) -> bool:
@@ -97,9 +92,6 @@ class MasterServer:
 
     def require_ranges(self, ranges: int) -> None:
         """The same of ranges, a bit for each; 0 stands for all of them."""
-        if not self.ownership.shares:
-            self.require_leadership()
-            return
         owned = self.ownership.owned
         if not all(n in owned for n in range(NUM_RANGES) if not ranges or ranges >> n & 1):
             raise self.ownership.refusal()
@@ -110,10 +102,10 @@ class MasterServer:
 
         The term of one of several owners is the version up to which it knows the map.
         """
-        leadership, ownership = self.leadership, self.ownership
-        if ownership.shares:
-            return (ownership.map.version, ownership.map.cluster, ownership.renewals.packed)
-        return (0, 0, 0) if leadership is None else (leadership.term, leadership.cluster, leadership.renewals.packed)
+        ownership = self.ownership
+        if not ownership.shares:
+            return (0, 0, 0)
+        return (ownership.map.version, ownership.map.cluster, ownership.renewals.packed)
 
     @property
     def term(self) -> Term:
@@ -126,14 +118,9 @@ class MasterServer:
 
         The caller's word alone deposes nobody.
         """
-        if self.ownership.shares:
-            known = self.ownership.map
-            if cluster == known.cluster and number > known.version:
-                raise self.ownership.refusal()
-            return
-        self.require_leadership()
-        if self.leadership is not None and cluster == self.leadership.cluster and number > self.leadership.term:
-            raise NotLeader.naming("")
+        known = self.ownership.map
+        if self.ownership.shares and cluster == known.cluster and number > known.version:
+            raise self.ownership.refusal()
 
     def require_generation(self, generation: int) -> None:
         """Raise NotLeader unless the master still has the memories that it had as ``generation``."""
@@ -145,19 +132,6 @@ class MasterServer:
         """Raise NotLeader unless the directory is still the one that began as ``generation``."""
         if self.master.log_generation != generation:
             raise NotLeader.naming("")
-
-    def begin_term(self, term: int, known_nodes: frozenset[str] | None) -> None:
-        """Lead from now on, with empty memories."""
-        self.master.begin(term, self.now_s, known_nodes)
-        self.metrics.elections.inc()
-        self._changed.fire()
-
-    def step_down(self) -> None:
-        """Lead no longer: forget everything and end all streams."""
-        self.master.begin(0, self.now_s)
-        for callback in self.on_step_down:
-            callback()
-        self._changed.fire()
 
     def lead(self, term: int) -> None:
         """Lead from now on, one of several masters that share the ranges."""
@@ -245,10 +219,7 @@ class MasterServer:
             self.changed()
 
     async def _forget_gone_nodes(self, leadership: LeaderRole) -> None:
-        """Take nodes that are gone out of the admitted ones, once it is known which nodes are there."""
-        directory, admitted = self.master.directory, leadership.admitted
-        if self.ownership.shares:
-            if admitted.ids - self.master.present_nodes(admitted.ids, self.now_s):
-                await admitted.keep(lambda: self.master.present_nodes(admitted.ids, self.now_s))
-        elif directory.is_ready and len(leadership.admitted) > directory.num_nodes:
-            await leadership.admitted.keep(lambda: frozenset(directory.candidates()))
+        """Take nodes that are gone out of the admitted ones."""
+        admitted = leadership.admitted
+        if admitted.ids - self.master.present_nodes(admitted.ids, self.now_s):
+            await admitted.keep(lambda: self.master.present_nodes(admitted.ids, self.now_s))

@@ -112,6 +112,9 @@ class CommitResult(Enum):
     __hash__ = object.__hash__  # see Pin
 
 
+#: Chunks that one announcement of a node adds at most: one with fewer names all that the node has to tell.
+MAX_ANNOUNCED = 4096
+
 #: What a client has committed counts as known to the master if its node has it so soon; the master takes it back
 #: later (see ``store.master.directory.pending_commits``). What took longer the node announces before anybody is told
 #: that it is there.

@@ -57,12 +57,9 @@ class EtcdServer:
 class ElectedCluster(Cluster):
     """Several masters with their etcd, and nodes that find the leader; ``address`` lists all masters."""
 
-    def __init__(
-        self, num_masters: int = 3, num_nodes: int = 2, memory: str = "64MiB", ttl_s: float = 2.0, *options: str
-    ) -> None:
+    def __init__(self, num_masters: int = 3, num_nodes: int = 2, memory: str = "64MiB", ttl_s: float = 2.0) -> None:
         self.etcd = EtcdServer().__enter__()
         self.ttl_s = ttl_s
-        self._options = options
         self.ports = [free_port() for _ in range(num_masters)]
         self.masters = [self._start_master(port) for port in self.ports]
         self.finder_spec = f"etcd://{self.etcd.address}"
@@ -74,7 +71,6 @@ class ElectedCluster(Cluster):
 
     def _start_master(self, port: int) -> Process:
         flags = ("--port", str(port), "--etcd", self.etcd.address, "--election-ttl-s", str(self.ttl_s))
-        flags += self._options
         return Process("tanghulu.store.master.main", *flags)
 
     @property

@@ -1,4 +1,7 @@
-"""Three masters, a real etcd, real nodes: the leader is killed, or stands still, while clients put and get."""
+"""Three masters, a real etcd, real nodes: the leader is killed, or stands still, while clients put and get.
+
+All three own a part of the keys; what happens to any of them, and to its keys, is in ``test_shared_ranges``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -17,11 +20,12 @@ import tanghulu.aio
 from tanghulu.errors import ChunkNotFound, DeadlineExceeded, MasterUnavailable, NotLeader, TanghuluError
 from tanghulu.store.client import Client
 from tanghulu.store.directory_feed import DirectoryEventKind, follow_directory
+from tanghulu.store.protocol.key_slots import NUM_RANGES
 from tests.store.cluster import Process, eventually
 from tests.store.elected_cluster import ElectedCluster
 from tests.store.fault_tools import Background
 
-#: From a leader's end until another answers; etcd's own granularity is half a second.
+#: From a leader's end until another leads, and all ranges have owners; etcd's own granularity is half a second.
 MAX_TAKEOVER_S = 5.0
 
 
@@ -64,21 +68,27 @@ def read(client: Client, key: str) -> bytes:
         return chunk.bytes()
 
 
-def kill(cluster: ElectedCluster, leader: Process) -> Process:
-    leader.kill()
-    return cluster.leader(leader.address)
+def take_over(cluster: ElectedCluster, lost: Process) -> None:
+    """Wait until another master leads than the ``lost`` one, and the others own all ranges."""
+    cluster.leader(lost.address)
+    others = [each for each in cluster.masters if each is not lost]
+    eventually(lambda: sum(each.metric("tanghulu_master_owned_ranges") for each in others) == NUM_RANGES)
 
 
-def stop_and_continue(cluster: ElectedCluster, leader: Process) -> Process:
-    """The leader stands still until another leads, then wakes and must not be obeyed by anybody."""
-    leader.popen.send_signal(signal.SIGSTOP)
+def kill(cluster: ElectedCluster, master: Process) -> None:
+    master.kill()
+    take_over(cluster, master)
+
+
+def stop_and_continue(cluster: ElectedCluster, master: Process) -> None:
+    """It stands still until the others have taken over, then wakes and must not be obeyed by anybody."""
+    master.popen.send_signal(signal.SIGSTOP)
     try:
-        following = cluster.leader(leader.address)
+        take_over(cluster, master)
     finally:
-        leader.popen.send_signal(signal.SIGCONT)
-    with pytest.raises(NotLeader), tanghulu.connect(leader.address, deadline_s=5.0) as zombie:
+        master.popen.send_signal(signal.SIGCONT)
+    with pytest.raises(NotLeader), tanghulu.connect(master.address, deadline_s=5.0) as zombie:
         zombie.exists("anything")
-    return following
 
 
 def endure(cluster: ElectedCluster, num_kills: int) -> list[float]:
@@ -114,21 +124,27 @@ def test_a_lost_leader_is_replaced_and_nothing_acknowledged_is_lost(elected: Ele
 
 
 @pytest.mark.parametrize("how", [kill, stop_and_continue])
-def test_who_waits_for_a_key_waits_on_at_the_next_leader(
-    elected: ElectedCluster, how: Callable[[ElectedCluster, Process], Process]
+def test_who_waits_for_a_key_waits_on_at_its_next_owner(
+    elected: ElectedCluster, how: Callable[[ElectedCluster, Process], None]
 ) -> None:
     key = f"awaited/{how.__name__}"
-    leader = elected.leader()
     with tanghulu.connect(elected.address) as consumer, ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(consumer.wait_for, key, deadline_s=30.0)
-        eventually(lambda: leader.metric("tanghulu_master_waiting_calls") == 1)
-        following = how(elected, leader)
-        if not leader.alive:
-            elected.replace(leader)
-        eventually(lambda: following.metric("tanghulu_master_waiting_calls") == 1)
+        owner = asked(elected.masters)
+        how(elected, owner)
+        if not owner.alive:
+            elected.replace(owner)
+        asked([each for each in elected.masters if each.address != owner.address])
         with tanghulu.connect(elected.finder_spec, deadline_s=20.0) as producer:
             producer.put(key, b"1")
         assert waiting.result(30.0)
+
+
+def asked(masters: Sequence[Process]) -> Process:
+    """Which of ``masters`` is the one where a call waits."""
+    found: list[Process] = []
+    eventually(lambda: bool(found.extend(m for m in masters if m.metric("tanghulu_master_waiting_calls")) or found))
+    return found[0]
 
 
 @pytest.mark.slow

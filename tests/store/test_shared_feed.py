@@ -32,7 +32,7 @@ Pairs = set[tuple[str, str]]
 
 @pytest.fixture(scope="module")
 def sharing() -> Iterator[ElectedCluster]:
-    with ElectedCluster(3, 2, "64MiB", 2.0, "--share-ranges") as cluster:
+    with ElectedCluster(3, 2) as cluster:
         yield cluster
 
 

@@ -16,6 +16,7 @@ from tanghulu.errors import (
     DirectoryIncomplete,
     InvalidRequest,
     MasterUnavailable,
+    NodeUnavailable,
     Overloaded,
     TanghuluError,
 )
@@ -41,6 +42,10 @@ _LAST_S = 0.02
 OWNER_WAIT_S = ATTEMPT_S * 2 / 3
 #: Between two tries while no master answers, or while too many wait there.
 _WAIT_PAUSE_S, _WAIT_MOST_S = 0.1, 1.0
+#: For so long a removal asks the master again about a holder that cannot be reached: a master may be lost with it, and
+#: its successor waits for nodes as long as their leases last. The pauses between two times, at first and at most.
+GONE_S = 10.0
+_GONE_PAUSE_S, _GONE_MOST_S = 0.02, 0.5
 
 
 def exists(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
@@ -147,23 +152,59 @@ def remove(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[l
 
 
 def _remove(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool | TanghuluError]]:
-    holders, incomplete = yield from common.locate(context, deadline, keys)
+    """``remove`` of some keys. The master is asked again for those whose holder could not be reached.
+
+    A holder may leave between the look-up and the call; then the master names it no more, and what a drain has moved
+    it finds elsewhere. A holder that it still names GONE_S later is the key's outcome.
+    """
+    removed: list[bool | TanghuluError] = [False] * len(keys)
+    left: Sequence[int] = range(len(keys))
+    backoff, patience = Backoff(_GONE_PAUSE_S, _GONE_MOST_S, context.rng), deadline.within(GONE_S)
+    while True:
+        unreached = yield from _remove_once(context, deadline, keys, left, removed)
+        pause_s = backoff.pause_s()
+        if not unreached or patience.remaining_s() <= pause_s:
+            for index, error in unreached.items():
+                removed[index] = error
+            return removed
+        left = list(unreached)
+        yield Sleep(pause_s)
+
+
+def _remove_once(
+    context: Context,
+    deadline: Deadline,
+    keys: Sequence[str],
+    wanted: Sequence[int],
+    removed: list[bool | TanghuluError],
+) -> Logic[dict[int, NodeUnavailable]]:
+    """Drop those of ``keys`` whose indexes are ``wanted``; returns those of which a holder could not be reached.
+
+    ``removed`` takes what the other holders say.
+    """
+    holders, incomplete = yield from common.locate(context, deadline, [keys[index] for index in wanted])
+    if incomplete:
+        yield from common.refresh_nodes(context)
     by_node: dict[PeerId, list[int]] = {}
-    for index, nodes in enumerate(holders):
+    for index, nodes in zip(wanted, holders, strict=True):
         context.locations.forget(keys[index])
         for node in nodes or (context.nodes.ids() if incomplete else ()):
             by_node.setdefault(node, []).append(index)
     left_ms = deadline.remaining_ms()
     calls = [(node, messages.remove([keys[i] for i in own], left_ms)) for node, own in by_node.items()]
     outcomes = yield CallPeers(calls)
-    removed: list[bool | TanghuluError] = [False] * len(keys)
+    unreached: dict[int, NodeUnavailable] = {}
     for own, outcome in zip(by_node.values(), outcomes, strict=True):
+        if isinstance(outcome, NodeUnavailable):
+            context.nodes.expire()
+            unreached |= dict.fromkeys(own, outcome)
+            continue
         for position, index in enumerate(own):
             if isinstance(outcome, TanghuluError):
                 removed[index] = outcome
             elif removed[index] is False:
                 removed[index] = bool(outcome.message.removed[position])
-    return removed
+    return unreached
 
 
 def remove_matching(context: Context, deadline: Deadline, pattern: str) -> Logic[int]:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tanghulu.store.protocol.key_slots import ALL_BITS
+
 
 class ChunkEntry(NamedTuple):
     """One announced chunk; ``cold``: on the node's SSD, and not in its memory.
@@ -64,6 +66,7 @@ class NodeAnnouncement:
     ``capacity_bytes`` 0 says nothing of capacity and use. The next four are for the copy planner: wanted replicas of
     added chunks that want several, whether a draining node has nothing under way, the most-read keys with the number of
     gets, and ordered copies that failed. ``retracted``: puts that failed, even if their clients committed them.
+    ``told``: the ranges whose keys the node tells this master, a bit for each; a sign of life is silent about all.
     """
 
     node_id: str
@@ -83,6 +86,7 @@ class NodeAnnouncement:
     failed_copies: Sequence[str] = ()
     retracted: Sequence[Retraction] = ()
     ranges: frozenset[int] | None = None
+    told: int = ALL_BITS
 
 
 class Announced(NamedTuple):

@@ -161,12 +161,13 @@ class Directory:
             return None
         return self._take_back(key, node_id, version)
 
-    def expire(self, now_s: float) -> list[tuple[str, str]]:
-        """Take back the commits that no node has confirmed in time; returns (node id, key) of what followers heard."""
-        expired = self.pending_commits.expired(now_s)
-        return [
-            (commit.node_id, key) for key, commit in expired if self._take_back(key, commit.node_id, commit.version)
-        ]
+    def heard(self, node_id: str) -> list[str]:
+        """The node has told all that it has: take back the commits that it has not confirmed, though they are overdue.
+
+        Returns the keys of what followers heard.
+        """
+        unconfirmed = self.pending_commits.heard(node_id)
+        return [key for key, commit in unconfirmed if self._take_back(key, node_id, commit.version)]
 
     def _take_back(self, key: str, node_id: str, version: int) -> bool:
         """Remove a chunk whose pending commit the node has not confirmed, or has retracted."""

@@ -3,19 +3,22 @@
 A client that writes a value into its write buffer or a reserved range commits it at the master by itself, and the node
 announces it again, a little later and with others. Until then the commit is pending: the client may have died before it
 told the node, and then no node will ever announce that chunk. So a commit that no node has confirmed for ``PENDING_S``
-is taken back. A node that knows of the put, because it had reserved a range for it, retracts the commit as soon as the
-put has failed.
+is overdue, and taken back once its node has told everything that it has, twice: one message may have been under way,
+the other left later. Time alone takes nothing back: the client has told its user that the chunk is there, and a master
+or a node that stands still for some seconds has only not come to speak of it. A node that is lost takes its commits
+along. One that knows of the put, because it had reserved a range for it, retracts the commit as soon as the put has
+failed.
 
 Example: at 10.0 s k is committed for node A; at 10.05 A announces k: the commit is confirmed, and forgotten here. At
-11.0 m is committed for A and its client is killed: at 14.0 ``expired`` names (m, A), and the directory takes it out.
+11.0 m is committed for A and its client is killed: from 14.0 on m is overdue. A's messages of 14.2 and 15.2 do not name
+it: with the second, ``heard`` tells of (m, A), and the directory takes it out.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import NamedTuple
 
-#: A node that lives confirms within some ticks; one that does not is given up after about as long.
+#: A node that lives confirms within some ticks; what it has not named after so long it may never name.
 PENDING_S = 3.0
 #: Pending commits of a range at once; beyond it clients ask their node, as without a write buffer.
 MAX_PENDING = 1 << 10
@@ -31,12 +34,15 @@ class PendingCommit(NamedTuple):
 
 
 class PendingCommits:
-    """The pending commits of a range, at most one for a key, in the order in which they were made."""
+    """The pending commits of a range, at most one for a key."""
 
-    __slots__ = ("_by_key",)
+    __slots__ = ("_by_key", "_due", "_overdue")
 
     def __init__(self) -> None:
-        self._by_key: OrderedDict[str, PendingCommit] = OrderedDict()
+        self._by_key: dict[str, PendingCommit] = {}
+        self._due: dict[str, None] = {}  # the keys of those that are not overdue, in the order in which they were made
+        #: By node: keys of overdue ones, those first that were overdue when the node told last what it has.
+        self._overdue: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -51,8 +57,9 @@ class PendingCommits:
 
     def make(self, key: str, node_id: str, version: int, size_bytes: int, now_s: float) -> None:
         """Enter a client's commit of ``key``; nobody holds the key, so an earlier commit of it is void."""
-        self._by_key.pop(key, None)
+        self._forget(key)
         self._by_key[key] = PendingCommit(node_id, version, size_bytes, now_s + PENDING_S)
+        self._due[key] = None
 
     def is_for(self, key: str, node_id: str) -> bool:
         """Whether a commit of ``key`` is pending that ``node_id`` should announce."""
@@ -63,14 +70,14 @@ class PendingCommits:
         """Forget the commit of ``key`` at ``version`` (None: at any): its node has announced it or its removal."""
         pending = self._by_key.get(key)
         if pending is not None and pending.node_id == node_id and version in (None, pending.version):
-            del self._by_key[key]
+            self._forget(key)
 
     def retract(self, key: str, node_id: str, version: int) -> bool:
         """Forget the commit of a put that failed at its node; returns whether it was pending."""
         pending = self._by_key.get(key)
         if pending is None or (pending.node_id, pending.version) != (node_id, version):
             return False
-        del self._by_key[key]
+        self._forget(key)
         return True
 
     def of(self, node_id: str) -> list[tuple[str, PendingCommit]]:
@@ -80,24 +87,47 @@ class PendingCommits:
     def forget_node(self, node_id: str) -> None:
         """Forget the commits of a node that is gone."""
         for key, _ in self.of(node_id):
-            del self._by_key[key]
+            self._forget(key)
 
-    def expired(self, now_s: float) -> list[tuple[str, PendingCommit]]:
-        """The commits whose time is over, each once."""
-        expired: list[tuple[str, PendingCommit]] = []
-        while self._by_key:
-            key, pending = next(iter(self._by_key.items()))
+    def tick(self, now_s: float) -> bool:
+        """Let the times pass after which a commit is overdue; whether one is."""
+        while self._due:
+            key = next(iter(self._due))
+            pending = self._by_key[key]
             if pending.until_s > now_s:
                 break
-            del self._by_key[key]
-            expired.append((key, pending))
-        return expired
+            del self._due[key]
+            self._overdue.setdefault(pending.node_id, ({}, {}))[1][key] = None
+        return bool(self._overdue)
+
+    def heard(self, node_id: str) -> list[tuple[str, PendingCommit]]:
+        """The node has told all that it has; returns the commits that it will not confirm any more, each once."""
+        told, untold = self._overdue.pop(node_id, ({}, {}))
+        if untold:
+            self._overdue[node_id] = (untold, {})
+        return [(key, self._by_key.pop(key)) for key in told]
+
+    def _forget(self, key: str) -> None:
+        pending = self._by_key.pop(key, None)
+        if pending is None:
+            return
+        self._due.pop(key, None)
+        told, untold = self._overdue.get(pending.node_id, ({}, {}))
+        told.pop(key, None)
+        untold.pop(key, None)
+        if not told and not untold:
+            self._overdue.pop(pending.node_id, None)
 
     def check(self) -> None:
-        """Assert the bound and the order."""
+        """Assert the bound, the order, and that each commit is due or overdue."""
         assert len(self._by_key) <= MAX_PENDING
-        times = [pending.until_s for pending in self._by_key.values()]
+        times = [self._by_key[key].until_s for key in self._due]
         assert times == sorted(times)
+        overdue = [key for told, untold in self._overdue.values() for key in (*told, *untold)]
+        assert sorted([*self._due, *overdue]) == sorted(self._by_key)
+        for node_id, (told, untold) in self._overdue.items():
+            assert told or untold
+            assert all(self._by_key[key].node_id == node_id for key in (*told, *untold))
 
     def __repr__(self) -> str:
         return f"PendingCommits({len(self._by_key)})"

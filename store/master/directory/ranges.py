@@ -45,7 +45,7 @@ from tanghulu.store.master.directory.rebuild import REBUILD_S, ClusterNodes, Nod
 from tanghulu.store.master.directory.report_grants import ReportGrants
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
 from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, NUM_SLOTS, RANGE_SLOTS, bits_of, range_of
-from tanghulu.store.protocol.types import ClientCommit, CommitResult
+from tanghulu.store.protocol.types import MAX_ANNOUNCED, ClientCommit, CommitResult
 
 #: Keys and events that the log keeps for followers: about 8 bytes each while the keys live.
 LOG_WEIGHT = 1 << 20
@@ -54,8 +54,7 @@ LOG_WEIGHT = 1 << 20
 class RangeDirectories:
     """The map from keys to nodes; see the module. ``now_s`` is of one monotonic clock in all calls.
 
-    ``expected`` are the nodes that may have something to report (None: unknown). ``cluster`` takes their place where
-    several masters share the ranges; then none of them is owned at first.
+    ``cluster`` knows the nodes where several masters share the ranges; then none of them is owned at first.
     """
 
     def __init__(
@@ -63,10 +62,9 @@ class RangeDirectories:
         now_s: float,
         rebuild_s: float = REBUILD_S,
         log_weight: int = LOG_WEIGHT,
-        expected: frozenset[str] | None = None,
         cluster: NodesInEtcd | None = None,
     ) -> None:
-        self.cluster = cluster or ClusterNodes(now_s, rebuild_s, expected)
+        self.cluster = cluster or ClusterNodes(now_s, rebuild_s)
         self.grants = ReportGrants()
         self.log: EventRing[DirectoryEvent] = EventRing(log_weight)
         #: Slots, from the first on, whose unknown keys are missing keys; it never falls.
@@ -80,6 +78,7 @@ class RangeDirectories:
         self._begun = [0] * NUM_RANGES  # how often each has come to this master
         self._owned = frozenset(range(NUM_RANGES) if cluster is None else ())
         self._unready = [self._ranges[n] for n in sorted(self._owned)]  # those of which not all slots are known
+        self._overdue: list[Directory] = []  # those with commits of clients that wait for a word of their nodes
         self._forgotten: list[dict[str, int]] = []  # parts of tables that are no more, to be swept
         self._left_over: list[dict[str, list[InventoryId]]] = []  # by node, of ranges that are no more; to be swept
         self._unswept: Iterator[tuple[DirectoryTable, str]] = iter(())
@@ -125,6 +124,11 @@ class RangeDirectories:
         node = self._nodes.get(node_id)
         if node is not None:
             node.last_seen_s = now_s
+
+    def last_seen_s(self, node_id: str) -> float | None:
+        """When the node was heard of last; None if it is not registered."""
+        node = self._nodes.get(node_id)
+        return None if node is None else node.last_seen_s
 
     def node_gone(self, node_id: str) -> None:
         """Forget a node whose lease ended: nobody finds its chunks from now on."""
@@ -176,12 +180,23 @@ class RangeDirectories:
                 undecided.append(index)
         refused = self._take_piece(node, piece, changes) if piece is not None and not is_broken else []
         self._log_changes(node_id, changes)
+        self._take_back_unconfirmed(announcement)
         reporting = self._nodes.reporting(node)
         goes_on = bool(reporting) or piece is None  # a node that has told all, and asks, has lost the last answer
         report_keys = self.grants.ask(node_id, now_s) if report_id and goes_on else 0
         untold = [number for number in self._nodes.untold(node_id, self._owned) if number not in reporting]
         is_silent = bool(untold) and (not report_id or self._is_void(node, announcement.ranges))
         return Announced(accepted, is_broken or is_silent, undecided, refused, report_keys, untold)
+
+    def _take_back_unconfirmed(self, announcement: NodeAnnouncement) -> None:
+        """Take back clients' commits that are overdue, and that the node has had time to name; see PendingCommits."""
+        if len(announcement.added) >= MAX_ANNOUNCED:
+            return  # there may be more
+        node_id = announcement.node_id
+        for directory in self._overdue:
+            if announcement.told >> directory.number & 1:
+                for key in directory.heard(node_id):
+                    self._log(DirectoryEventKind.REMOVED, node_id, (key,))
 
     def _is_void(self, node: NodeRecord, numbers: frozenset[int] | None) -> bool:
         """Whether the report of these ranges that is under way tells nothing that counts, and so is never granted.
@@ -425,9 +440,10 @@ class RangeDirectories:
 
     def tick(self, now_s: float) -> None:
         """Let times pass: of pending commits, of a predecessor's leases, and of an order that nobody asks for."""
+        self._overdue.clear()
         for directory in self._ranges:
-            for node_id, key in directory.expire(now_s) if directory.pending_commits else ():
-                self._log(DirectoryEventKind.REMOVED, node_id, (key,))
+            if directory.pending_commits and directory.pending_commits.tick(now_s):
+                self._overdue.append(directory)
         self.cluster.tick(now_s)
         self._count_slots()
         self._order.tick(now_s)

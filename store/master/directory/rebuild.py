@@ -4,11 +4,11 @@ The master keeps no log; all its knowledge comes from the nodes. So a new master
 answer: a slot of keys is known when each node that belongs to the cluster has told what it holds of that slot, or has
 left. Time alone makes no slot known.
 
-Which nodes belong to the cluster is the first question (``ClusterNodes``). A master that was elected is told by etcd.
-Any other cannot know it: a first start and a restart look alike until somebody renews a lease that this master never
-gave. Then there was a predecessor, and more of its nodes may come at any moment, each within a lease, since it notices
-when it renews. After that time a node that has not come has no lease any more: it has left. The first to come may be a
-node as new as the master, with nothing in it; so for ``ALONE_S`` no node is taken for the only one.
+Which nodes belong to the cluster is the first question. One of several masters is told by etcd (``NodesInEtcd``). The
+only one (``ClusterNodes``) cannot know it: a first start and a restart look alike until somebody renews a lease that
+this master never gave. Then there was a predecessor, and more of its nodes may come at any moment, each within a lease,
+since it notices when it renews. After that time a node that has not come has no lease any more: it has left. The first
+to come may be a node as new as the master, with nothing in it; so for ``ALONE_S`` no node is taken for the only one.
 
     FRESH -- ALONE_S without a sign of a predecessor --> COUNTED
       |                                                    |
@@ -16,8 +16,7 @@ node as new as the master, with nothing in it; so for ``ALONE_S`` no node is tak
       |                                                                                                         v
       +------------------ the leases that a predecessor gave are over -------------------------------------> ENTERED
 
-A master that is told which nodes its predecessor had begins as COUNTED. In COUNTED (where the nodes that it was told of
-have all come) and in ENTERED the known slots are those that all registered nodes have told.
+In COUNTED and in ENTERED the known slots are those that all registered nodes have told.
 
 The second question each range of keys answers for itself (``Rebuild``): how many of its slots are known.
 
@@ -44,7 +43,7 @@ class Membership(Enum):
     """The states of a master's knowledge of the nodes that belong to the cluster."""
 
     FRESH = "new; a predecessor's nodes may not have noticed it yet"
-    COUNTED = "the nodes that registered, or those that it was told of, are all there are"
+    COUNTED = "the nodes that registered are all there are"
     REBUILDING = "successor of another master; nodes that it has not heard of may hold chunks"
     ENTERED = "each node has registered, or its lease is over"
 
@@ -74,11 +73,10 @@ TRANSITIONS: dict[tuple[Membership, MembershipEvent], Membership] = {
 
 
 class ClusterNodes:
-    """Which nodes belong to the cluster, as far as this master knows. ``expected`` None: it was not told."""
+    """Which nodes belong to the cluster, as far as the only master knows."""
 
-    def __init__(self, now_s: float, rebuild_s: float = REBUILD_S, expected: frozenset[str] | None = None) -> None:
-        self.state = Membership.FRESH if expected is None else Membership.COUNTED
-        self._expected = expected or frozenset()
+    def __init__(self, now_s: float, rebuild_s: float = REBUILD_S) -> None:
+        self.state = Membership.FRESH
         self._alone_s = now_s + min(ALONE_S, rebuild_s)
         self._leases_over_s = now_s + rebuild_s
 
@@ -96,7 +94,7 @@ class ClusterNodes:
     def are_all(self, node_ids: Set[str]) -> bool:
         """Whether the registered nodes ``node_ids`` are known to be all nodes of the cluster."""
         if self.state is Membership.COUNTED:
-            return bool(node_ids) and self._expected <= node_ids
+            return bool(node_ids)
         return self.state is Membership.ENTERED
 
     def __repr__(self) -> str:

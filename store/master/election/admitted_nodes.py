@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from itertools import islice
+
+import structlog
 
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.etcd_client import EtcdClient
@@ -23,6 +25,9 @@ from tanghulu.errors import MasterUnavailable, NotLeader
 from tanghulu.protos import etcd_pb2
 from tanghulu.store.master.election.masters_view import ADMITTED, NODES
 
+_log = structlog.get_logger(__name__)
+#: Nodes that one line of the log names.
+MAX_NAMED = 8
 #: Nodes that are forgotten in one transaction; etcd takes 128 operations.
 MAX_FORGOTTEN = 100
 
@@ -42,24 +47,6 @@ class AdmittedNodes:
         self._ids: set[str] = set()
         self._written: dict[str, bytes] = {}  # the key of each, as it is in etcd
         self._lock = asyncio.Lock()
-
-    def __len__(self) -> int:
-        return len(self._ids | self._written.keys())
-
-    @property
-    def reading(self) -> tuple[etcd_pb2.RequestOp, etcd_pb2.RequestOp]:
-        """The operations of a transaction that read the nodes in etcd."""
-        end = self._prefix[:-1] + bytes([self._prefix[-1] + 1])
-        return (
-            etcd_pb2.RequestOp(request_range=etcd_pb2.RangeRequest(key=self._ids_key)),
-            etcd_pb2.RequestOp(request_range=etcd_pb2.RangeRequest(key=self._prefix, range_end=end)),
-        )
-
-    def read(self, responses: Sequence[etcd_pb2.ResponseOp]) -> frozenset[str] | None:
-        """The ids that ``reading`` has found; None if they were never written."""
-        ids, keys = (response.response_range.kvs for response in responses)
-        self._written = {kv.key[len(self._prefix) :].decode(errors="replace"): kv.value for kv in keys}
-        return frozenset(ids[0].value.decode().split()) if ids else None
 
     def begin_term(self, known: Iterable[str]) -> None:
         """Begin a term with the ids that the predecessor has left."""
@@ -91,6 +78,7 @@ class AdmittedNodes:
         async with self._lock:
             gone = sorted((self._ids | self._written.keys()) - present())
             if self._leads() and gone:
+                _log.info("nodes.gone", nodes=gone[:MAX_NAMED], num_nodes=len(gone))
                 with contextlib.suppress(MasterUnavailable, NotLeader):
                     await self._write(self._ids.difference(gone), {}, list(islice(gone, MAX_FORGOTTEN)))
 
@@ -118,7 +106,7 @@ class AdmittedNodes:
             self._written.pop(node_id, None)
 
     def __repr__(self) -> str:
-        return f"AdmittedNodes({len(self)})"
+        return f"AdmittedNodes({len(self.ids)})"
 
 
 def _value(node: Instance) -> bytes:

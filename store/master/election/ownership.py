@@ -18,7 +18,6 @@ from tanghulu.errors import InvalidRequest, KeysMoved, MasterUnavailable, NotLea
 from tanghulu.protos import common_pb2, etcd_pb2
 from tanghulu.runtime.clock import Clock
 from tanghulu.store.master.election.admitted_nodes import AdmittedNodes
-from tanghulu.store.master.election.election import Apply, Lead, Renew, Revoke, StepDown
 from tanghulu.store.master.election.masters_view import (
     ADMITTED,
     LEADER,
@@ -31,13 +30,18 @@ from tanghulu.store.master.election.masters_view import (
 from tanghulu.store.master.election.proving import ProofWaiters
 from tanghulu.store.master.election.range_election import (
     Announce,
+    Apply,
     Claim,
     ClaimLead,
     Disown,
     HandOver,
+    Lead,
     Own,
     RangeElection,
     RangeInstruction,
+    Renew,
+    Revoke,
+    StepDown,
 )
 from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.terms import Renewals
@@ -147,11 +151,6 @@ class EtcdOwnership:
         leader = self.election.view.leader
         known = "" if leader is None or leader.id == self._instance.id else str(leader.address)
         return NotLeader.naming(known)
-
-    def heard_of(self, term: int, term_of: int) -> None:
-        """Raise NotLeader or KeysMoved if a node has obeyed a master that knows of a later ``term`` than this one."""
-        if term_of == self.cluster and term > self._map.version:
-            raise self.refusal()
 
     @contextlib.asynccontextmanager
     async def admitting(self, node: Instance) -> AsyncIterator[None]:

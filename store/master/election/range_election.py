@@ -42,11 +42,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from tanghulu.store.master.election.election import RENEWALS, RETRY_S, Apply, Lead, Renew, Revoke, StepDown
 from tanghulu.store.master.election.masters_view import KeySeen, MastersView
 from tanghulu.store.protocol.key_slots import NUM_RANGES
 from tanghulu.store.protocol.terms import MARGIN_S, Renewals
 
+#: Renewals that are asked for in the time of one lease.
+RENEWALS = 6
+#: After a write that was answered, or will not be, until the next of that key.
+RETRY_S = 0.1
 #: A vacant range is left to the master that should own it for so long.
 OTHERS_WAIT_S = 0.3
 #: Ranges are handed over when no master has come or gone for so long.
@@ -84,6 +87,38 @@ RANGE_TRANSITIONS: dict[tuple[RangeState, RangeEvent], RangeState] = {
     (_S.OWNED, _E.LEASE_OVER): _S.LOST,
     (_S.HANDING_OVER, _E.LEASE_OVER): _S.LOST,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Ask for a lease; answer with ``lease_granted`` or ``apply_failed``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """Renew the lease; answer with ``renewed``. One that fails is answered by nothing: the next follows soon."""
+
+    lease: int
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """Give the lease back, and with it all keys under it."""
+
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """Begin to lead."""
+
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepDown:
+    """Lead no more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,10 +118,8 @@ class DirectoryCalls:
         """Raise what a node has to hear that takes this master for the owner of other ranges, or for the leader."""
         server = self._server
         if not server.ownership.shares:
-            server.require_leadership()
-            if server.leadership is not None:
-                server.leadership.heard_of(request.term, request.term_of)
-        elif not request.map_version:
+            return
+        if not request.map_version:
             server.require_newest(request.term, request.term_of)
             server.require_ranges(0)
         elif not request.owned:

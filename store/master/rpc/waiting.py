@@ -25,8 +25,7 @@ class WaitCalls:
         self._answers: dict[WaitingCall, Callable[[], None]] = {}
         self._owners: set[Peer] = set()
         server.on_tick.append(self._tick)
-        server.on_step_down.append(self._step_down)
-        server.on_map.append(self._step_down)
+        server.on_map.append(self._map_changed)
 
     def announced(self, keys: Iterable[str]) -> None:
         """Answer the calls that waited for ``keys``; called after the directory has taken them."""
@@ -89,5 +88,5 @@ class WaitCalls:
     def _tick(self) -> None:
         self._answer(self.board.expire(self._server.now_s))
 
-    def _step_down(self) -> None:
+    def _map_changed(self) -> None:
         self._answer(self.board.clear())

@@ -24,7 +24,7 @@ from tanghulu.store.master.directory.placement import MAX_REPLICAS, PlacementReq
 from tanghulu.store.master.replication.orders import Copy, Drop
 from tanghulu.store.master.replication.planner import Progress
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
-from tanghulu.store.protocol.key_slots import NUM_SLOTS
+from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_SLOTS
 from tanghulu.store.protocol.messages import LocateReply
 from tanghulu.types import MAX_KEY_BYTES, MAX_VALUE_BYTES, Place
 
@@ -66,6 +66,7 @@ def announcement_from_wire(request: pb.AnnounceRequest) -> NodeAnnouncement:
         ssd_capacity_bytes=request.ssd_capacity_bytes,
         ssd_used_bytes=request.ssd_used_bytes,
         ranges=frozenset(each.number for each in request.ranges) if request.ranges else None,
+        told=request.owned if request.map_version else ALL_BITS,
     )
     if request.HasField("news"):
         news = request.news

@@ -182,6 +182,7 @@ class MasterConversation:
     def _tell(self) -> None:
         assert self._connection is not None
         self._free = self._is_paused = False
+        self._state.drain_buffers()  # so that this message names what clients have written before it
         self._message = message = self.queue.take()
         self.sent_s = asyncio.get_running_loop().time()
         request = _request(message)

@@ -35,9 +35,9 @@ from typing import TypeAlias, TypeVar
 from tanghulu.store.node.state.holdings import Holding
 from tanghulu.store.node.state.slot_report import SlotPiece, SlotReport, SortedChunks
 from tanghulu.store.protocol.key_slots import ALL_RANGES, RANGE_SLOTS, known_below, range_of, slot_of
+from tanghulu.store.protocol.types import MAX_ANNOUNCED
 from tanghulu.types import ChunkKey
 
-MAX_ADDED = 4096
 MAX_REMOVED = 4096
 #: Retractions told in one message, and those that are remembered.
 MAX_RETRACTED = 4096
@@ -364,8 +364,8 @@ class ReportQueue:
             retracted=self._retracted,
         )
         self._retracted = []
-        message.added = _take_some(self._added, MAX_ADDED)
-        message.added += _take_some(self._patient, MAX_ADDED - len(message.added))
+        message.added = _take_some(self._added, MAX_ANNOUNCED)
+        message.added += _take_some(self._patient, MAX_ANNOUNCED - len(message.added))
         message.unconfirmed = [self._unconfirmed.get(chunk.key) == chunk.version for chunk in message.added]
         report = self._report
         if report is not None:

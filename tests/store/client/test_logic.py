@@ -156,6 +156,10 @@ class FakeCluster:
                 outcomes.append(False)
         return Reply(PutReply.of(outcomes, self.term), memoryview(b""))
 
+    def _method_remove(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
+        removed = bytes(self.values[peer].pop(key, None) is not None for key in call.request.keys)
+        return Reply(store_pb2.RemoveReply(removed=removed), memoryview(b""))
+
     def _method_exists(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
         found = bytes(key in self.values[peer] for key in call.request.keys)
         return Reply(store_pb2.ExistsReply(found=found), memoryview(b""))
@@ -323,3 +327,54 @@ def test_local_nodes_share_the_keys_and_keep_them() -> None:
     moved = [key for key in keys if table.local_for(key, 1)[0] != first[key]]
     assert all(first[key] == "n3" for key in moved), "a node that leaves moves only its own keys"
     assert table.local_for("k", 2 << 20) == [], "too large for each"
+
+
+class LeavingCluster(FakeCluster):
+    """Node a has been drained, and is gone when a client calls it; the master hears of that at ``left_s``."""
+
+    left_s = 0.0
+
+    def _method_locate(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
+        is_known = "a" in self.dead and self.clock.now_s() >= self.left_s
+        self.directory = {
+            key: [name for name in names if not (name == "a" and is_known)] for key, names in self.directory.items()
+        }
+        self.dead.add("a")
+        return super()._method_locate(peer, call)
+
+
+@pytest.fixture
+def leaving() -> LeavingCluster:
+    fake = LeavingCluster("a", "b")
+    fake.directory = {"moved": ["a"], "both": ["a", "b"], "here": ["b"], "only": ["a"], "none": []}
+    fake.values["b"] = {"both": b"", "here": b""}
+    fake.deadline = Deadline(30.0, fake.clock.now_s)
+    return fake
+
+
+@pytest.mark.parametrize("left_s", [0.0, 1.0])
+def test_what_a_node_held_that_leaves_is_removed_where_it_is_now(leaving: LeavingCluster, left_s: float) -> None:
+    leaving.left_s = left_s
+    leaving.values["b"]["moved"] = b""
+    leaving.directory["moved"].append("b")  # the drain has copied it
+    keys = list(leaving.directory)
+    assert leaving.run(leaving.do.remove_many(leaving.deadline, keys)) == [True, True, True, False, False]
+    assert leaving.values["b"] == {}
+    assert leaving.run(leaving.do.remove(leaving.deadline, "only")) is False
+
+
+def test_a_copy_of_which_the_master_hears_late_is_removed_too(leaving: LeavingCluster) -> None:
+    leaving.values["b"]["moved"] = b""
+    leaving.reported_s = 0.01  # the second look-up finds it
+    assert leaving.run(leaving.do.remove(leaving.deadline, "moved")) is True
+    assert leaving.values["b"].keys() == {"both", "here"}
+
+
+def test_a_holder_that_stays_away_is_told(leaving: LeavingCluster) -> None:
+    leaving.left_s = 1e9
+    keys = list(leaving.directory)
+    moved, both, here, only, none = leaving.run(leaving.do.remove_many(leaving.deadline, keys))
+    assert (here, none) == (True, False)
+    assert all(isinstance(each, NodeUnavailable) for each in (moved, both, only))
+    with pytest.raises(NodeUnavailable):
+        leaving.run(leaving.do.remove(leaving.deadline, "only"))

@@ -27,13 +27,15 @@ from tanghulu.store.client.logic.write_buffers import MappedNode
 from tanghulu.store.client.model import PutItem
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement
-from tanghulu.store.master.election.election import KeyHolder
-from tanghulu.store.master.election.leadership import Leadership
+from tanghulu.store.master.election import masters_view
+from tanghulu.store.master.election.masters_view import KeySeen, range_name
+from tanghulu.store.master.election.ownership import Duties, EtcdOwnership
 from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.rpc.directory_service import DirectoryCalls
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.node.state.chunk_table import Published
 from tanghulu.store.node.state.node_state import make_node_state
+from tanghulu.store.protocol.key_slots import NUM_RANGES
 from tanghulu.store.protocol.messages import (
     CommitKeyReply,
     CommitKeysRequest,
@@ -51,7 +53,7 @@ from tanghulu.types import Address, ChunkKey, Role
 from tests.store.client.test_logic import OK, FakeCluster
 from tests.store.master.running_master import instance, master_here
 
-ETCD = 77
+ETCD, LEASE = 77, 5
 
 
 class Door:
@@ -111,28 +113,34 @@ class FakeEtcd:
 
 
 class ElectedMaster:
-    """A master of term ``term`` whose clock stands still, so that it believes for ever that it leads."""
+    """The only master, of map ``term``, whose clock stands still, so that it believes for ever that it owns all."""
 
     def __init__(self, term: int) -> None:
-        clock = ManualClock()
-        master = Master(term, clock.now_s(), 0.0, rng=Random(1))
-        self.server = MasterServer(master, clock, MasterMetrics(CollectorRegistry()), Random(1))
-        self.leadership = Leadership(
-            [Address("127.0.0.1", 1)], instance("m", Role.MASTER), 3.0, clock, lambda *_: None, lambda: None
-        )
-        self.leadership.cluster = ETCD
-        self.etcd = self.leadership._client = FakeEtcd()  # type: ignore[assignment]
-        election, holder = self.leadership.election, KeyHolder("m:1", term)
-        election.seen(None, term - 1)
-        election.tick(clock.now_s())
-        election.lease_granted(5, clock.now_s())
-        election.campaigned(holder, term, won=True, now_s=clock.now_s())
-        assert self.leadership.leads
-        self.server.leadership = self.leadership
+        clock, node, itself = ManualClock(), instance("n1"), instance("m", Role.MASTER)
+        master = Master(term, clock.now_s(), 0.0, rng=Random(1), shares=True)
+        server = self.server = MasterServer(master, clock, MasterMetrics(CollectorRegistry()), Random(1))
+        duties = Duties(server.own, server.disown, server.lead, server.lead_no_more, server.nodes_told)
+        owning = self.leadership = EtcdOwnership([Address("127.0.0.1", 1)], itself, 3.0, clock, duties)
+        self.etcd = owning._client = FakeEtcd()  # type: ignore[assignment]
+        owning.cluster = ETCD
+        owning.election.snapshot([], 1, clock.now_s())
+        owning.election.lease_granted(LEASE, clock.now_s(), clock.now_s())
+        keys = [
+            KeySeen(masters_view.NODES + node.id, 2, instance=node),
+            KeySeen(masters_view.ADMITTED, 2, text=node.id),
+        ]
+        keys += [
+            KeySeen(name, term, LEASE, instance=itself)
+            for name in (masters_view.MASTERS + itself.id, masters_view.LEADER)
+        ]
+        keys += [KeySeen(range_name(number), term, LEASE, text=itself.id) for number in range(NUM_RANGES)]
+        owning._see(owning.election.seen(keys, clock.now_s()))
+        assert owning.leads
+        server.leadership = server.ownership = owning
         self.service = FastService()
         calls = DirectoryCalls(self.server)
         calls.serve(self.service)
-        master.register(instance("n1"), 600.0, clock.now_s())
+        master.register(node, 600.0, clock.now_s())
         for report in (directory_pb2.AnnounceRequest.BEGIN, directory_pb2.AnnounceRequest.END):  # it holds nothing yet
             calls.announce(directory_pb2.AnnounceRequest(node_id="n1", generation=7, report=report))
         master.tick(clock.now_s(), 0.0)

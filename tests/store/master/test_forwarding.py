@@ -341,5 +341,5 @@ async def test_an_error_of_the_request_is_the_callers(ask: Ask) -> None:
 
 def test_masters_with_tokens_have_one_to_show_to_each_other() -> None:
     with pytest.raises(ConfigError, match="needs --token"):
-        MasterConfig(etcd="127.0.0.1:2379", share_ranges=True, tokens=Path("tokens.toml"))
-    MasterConfig(etcd="127.0.0.1:2379", share_ranges=True, tokens=Path("tokens.toml"), token="tgh_x")
+        MasterConfig(etcd="127.0.0.1:2379", tokens=Path("tokens.toml"))
+    MasterConfig(etcd="127.0.0.1:2379", tokens=Path("tokens.toml"), token="tgh_x")

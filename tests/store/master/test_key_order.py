@@ -14,6 +14,7 @@ from tanghulu.store.master.directory.chunk_table import DirectoryTable
 from tanghulu.store.master.directory.inventories import Inventories
 from tanghulu.store.master.directory.key_order import KEPT_S, KeyOrder
 from tanghulu.store.master.directory.ranges import RangeDirectories
+from tanghulu.store.master.directory.rebuild import ALONE_S
 from tanghulu.store.protocol.key_slots import NUM_SLOTS, range_of, slot_of
 from tests.store.master.running_master import instance
 
@@ -27,10 +28,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def filled(num_keys: int, prefix: str = "k") -> RangeDirectories:
     """A directory whose two nodes have reported so many keys; the second has every third of them, on its SSD."""
-    directory = RangeDirectories(0.0, expected=frozenset("ab"))
+    directory = RangeDirectories(0.0)
     entries = sorted(((f"{prefix}{n}", 1, 10, 0) for n in range(num_keys)), key=lambda entry: slot_of(entry[0]))
     for name in "ab":
         directory.node_registered(instance(name), 0.0)
+    directory.tick(ALONE_S)
     say(directory, "a", report_id=1, piece=ReportPiece(0, NUM_SLOTS, entries))
     cold = [(key, version, size_bytes, 1) for key, version, size_bytes, _ in entries[::3]]
     say(directory, "b", report_id=1, piece=ReportPiece(0, NUM_SLOTS, cold))

@@ -10,7 +10,7 @@ from tanghulu.store.master.directory.pending_commits import PENDING_S, PendingCo
 from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.directory.rebuild import ALONE_S
 from tanghulu.store.protocol.key_slots import NUM_SLOTS
-from tanghulu.store.protocol.types import ClientCommit, CommitResult
+from tanghulu.store.protocol.types import MAX_ANNOUNCED, ClientCommit, CommitResult
 from tanghulu.types import ChunkKey
 from tests.store.master.running_master import instance, keys_of_one_range
 
@@ -41,6 +41,14 @@ def holders(directory: RangeDirectories, key: str) -> tuple[str, ...]:
     return () if found is None else found.node_ids
 
 
+def silent(directory: RangeDirectories, *names: str, now_s: float) -> None:
+    """The time of what was committed is over, and the nodes do not name it, neither now nor with their next message."""
+    directory.tick(now_s)
+    for _ in range(2):
+        for name in names:
+            directory.announce(NodeAnnouncement(name, 1), now_s)
+
+
 def test_what_is_committed_is_found_until_its_time_is_over() -> None:
     directory = ready("a")
     last = directory.log.last
@@ -49,11 +57,30 @@ def test_what_is_committed_is_found_until_its_time_is_over() -> None:
     assert directory.holds(["k"]) == b"\1"
     directory.tick(10.0 + PENDING_S - 0.01)
     assert holders(directory, "k") == ("a",)
-    directory.tick(10.0 + PENDING_S)
+    silent(directory, "a", now_s=10.0 + PENDING_S)
     assert holders(directory, "k") == ()
     assert not directory.num_pending_commits
     events = [event for _, event in directory.log.read(last, 100)]
     assert [(event.kind.name, event.keys) for event in events] == [("STORED", ("k",)), ("REMOVED", ("k",))]
+
+
+def test_time_alone_takes_nothing_back() -> None:
+    """The master, or the node, stood still: the chunk is there, and its putter has been told so."""
+    directory = ready("a", "b")
+    for key in ("k", "m"):
+        assert directory.commit_by_client(said("a", key), 10.0) is CommitResult.ACCEPTED
+    directory.tick(60.0)
+    directory.announce(NodeAnnouncement("a", 1), 60.0)  # it was under way
+    silent(directory, "b", now_s=60.1)
+    for _ in range(3):
+        directory.announce(NodeAnnouncement("a", 1, told=0), 60.1)  # signs of life
+        many = [ChunkEntry(f"x{n}", 1, 9) for n in range(MAX_ANNOUNCED)]
+        directory.announce(NodeAnnouncement("a", 1, added=many), 60.1)  # there is more
+    assert holders(directory, "k") == holders(directory, "m") == ("a",)
+    assert directory.announce(added("a", "k"), 60.2).accepted == [True]
+    assert (holders(directory, "k"), holders(directory, "m")) == (("a",), ())
+    directory.tick(100.0)
+    assert holders(directory, "k") == ("a",)
 
 
 def test_a_put_that_came_to_nothing_is_retracted_by_its_node() -> None:
@@ -182,7 +209,7 @@ def test_a_report_does_not_swallow_what_its_node_has_not_read_yet() -> None:
         pass
     assert holders(directory, "before") == ("a",)
     assert holders(directory, "during") == ("a",)
-    directory.tick(20.0)
+    silent(directory, "a", now_s=20.0)
     assert holders(directory, "before") == holders(directory, "during") == ()
 
 
@@ -203,7 +230,7 @@ def test_another_version_at_its_node_waits_for_the_end_of_a_pending_commit() -> 
     directory.commit_by_client(said("a", "k", version=1), 10.0)
     answer = directory.announce(added("a", "k", version=2), 10.1)
     assert (answer.accepted, answer.undecided) == ([False], [0])
-    directory.tick(20.0)
+    silent(directory, "a", now_s=20.0)
     assert directory.announce(added("a", "k", version=2), 20.1).accepted == [True]
     assert holders(directory, "k") == ("a",)
 
@@ -220,7 +247,7 @@ def test_who_comes_second_to_a_promise_hears_what_became_of_it() -> None:
     assert answer.accepted[0]
     assert answer.undecided == [1, 2]
     assert directory.announce(added("a", "kept", version=1), 10.2).accepted == [True]
-    directory.tick(10.0 + PENDING_S)
+    silent(directory, "a", now_s=10.0 + PENDING_S)
     answer = directory.announce(both, 14.0)
     assert (answer.accepted, answer.undecided) == ([True, True, False], [])
     assert (holders(directory, "broken"), holders(directory, "kept")) == (("b",), ("a",))
@@ -244,6 +271,33 @@ def test_the_books() -> None:
     assert "k" in kept, "of another version"
     kept.make("k", "b", 2, 10, 2.0)
     assert [key for key, _ in kept.of("b")] == ["m", "k"]
-    assert kept.expired(0.0 + PENDING_S) == []
-    assert [key for key, _ in kept.expired(1.0 + PENDING_S)] == ["m"]
+    assert not kept.tick(0.0 + PENDING_S)
+    assert kept.tick(1.0 + PENDING_S)
+    kept.check()
+    assert kept.heard("a") == kept.heard("b") == []
+    assert kept.tick(2.0 + PENDING_S)
+    kept.check()
+    assert [key for key, _ in kept.heard("b")] == ["m"]
+    kept.check()
+    assert [key for key, _ in kept.heard("b")] == ["k"]
+    assert kept.heard("b") == []
+    assert not kept
+    kept.check()
+
+
+def test_what_is_overdue_may_be_confirmed_and_put_again() -> None:
+    kept = PendingCommits()
+    for key, node in (("k", "a"), ("m", "a"), ("n", "b")):
+        kept.make(key, node, 1, 10, 0.0)
+    assert kept.tick(PENDING_S)
+    assert kept.heard("a") == []
+    kept.settle("k", "a", 1)
+    kept.make("m", "b", 2, 10, PENDING_S)
+    kept.check()
+    assert kept.heard("a") == []
+    assert kept.retract("n", "b", 1)
+    kept.check()
+    assert not kept.tick(PENDING_S)
+    kept.forget_node("b")
+    assert not kept
     kept.check()

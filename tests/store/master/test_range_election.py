@@ -7,7 +7,6 @@ import pytest
 from tanghulu.discovery.base import Instance
 from tanghulu.store.master.election import range_election
 from tanghulu.store.master.election.assignment import assign
-from tanghulu.store.master.election.election import RETRY_S, Apply, Lead, Renew, Revoke, StepDown
 from tanghulu.store.master.election.masters_view import (
     ADMITTED,
     LEADER,
@@ -20,17 +19,23 @@ from tanghulu.store.master.election.masters_view import (
 from tanghulu.store.master.election.range_election import (
     OTHERS_WAIT_S,
     RANGE_TRANSITIONS,
+    RETRY_S,
     SETTLE_S,
     Announce,
+    Apply,
     Claim,
     ClaimLead,
     Disown,
     HandOver,
+    Lead,
     Own,
     RangeElection,
     RangeEvent,
     RangeInstruction,
     RangeState,
+    Renew,
+    Revoke,
+    StepDown,
 )
 from tanghulu.store.protocol import terms
 from tanghulu.store.protocol.key_slots import NUM_RANGES

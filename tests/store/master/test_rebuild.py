@@ -22,6 +22,13 @@ def make(*names: str, **values) -> RangeDirectories:
     return made
 
 
+def counted(*names: str) -> RangeDirectories:
+    """One whose nodes are all there are."""
+    made = make(*names)
+    made.tick(ALONE_S)
+    return made
+
+
 def report(directory: RangeDirectories, name: str) -> None:
     directory.announce(NodeAnnouncement(name, 7, report_id=1, piece=ReportPiece(0, NUM_SLOTS)), 0.0)
     directory.check()
@@ -72,12 +79,6 @@ def test_a_report_counts_once_nobody_else_has_come() -> None:
     assert directory.is_ready
 
 
-def test_a_successor_that_was_told_its_nodes_waits_for_no_others() -> None:
-    directory = make("a", rebuild_s=3.0, expected=frozenset({"a"}))
-    report(directory, "a")
-    assert directory.is_ready
-
-
 def test_a_node_that_goes_is_not_waited_for() -> None:
     directory = make("a", "b")
     directory.tick(ALONE_S)
@@ -95,17 +96,8 @@ def test_a_successor_waits_for_nodes_that_it_has_not_heard_of() -> None:
     assert directory.is_ready
 
 
-def test_a_node_that_its_predecessor_knew_is_waited_for_until_its_lease_is_over() -> None:
-    directory = make("a", rebuild_s=3.0, expected=frozenset({"a", "b"}))
-    report(directory, "a")
-    directory.tick(2.9)
-    assert not directory.is_ready
-    directory.tick(3.0)
-    assert directory.is_ready
-
-
 def test_slots_become_known_one_after_the_other() -> None:
-    directory = make("a", "b", expected=frozenset({"a", "b"}))
+    directory = counted("a", "b")
     low, high = "kv/k13", "kv/a"
     assert (slot_of(low), slot_of(high)) == (158, 812)
     tell(directory, "a", 1, ReportPiece(0, NUM_SLOTS))
@@ -134,7 +126,7 @@ def test_each_range_counts_its_own_slots(told: list[int], key: str) -> None:
 
 def test_a_range_is_ready_before_others_are() -> None:
     """A client's commit is taken, and a put decided, as soon as the key's range is known."""
-    directory = make("a", expected=frozenset({"a"}))
+    directory = counted("a")
     low, high = "kv/k13", "kv/a"
     tell(directory, "a", 1, ReportPiece(0, 500))
     committed = [directory.commit_by_client(ClientCommit("a", 7, ChunkKey(key), 1, 10), 0.0) for key in (low, high)]
@@ -146,7 +138,7 @@ def test_a_range_is_ready_before_others_are() -> None:
 
 
 def test_a_piece_whose_entries_are_in_no_order_is_taken() -> None:
-    directory = make("a", expected=frozenset({"a"}))
+    directory = counted("a")
     keys = [f"k{n}" for n in range(1000)]
     entries = [(key, 1, 10, 0) for key in keys]
     tell(directory, "a", 1, ReportPiece(0, NUM_SLOTS, entries))
@@ -158,7 +150,7 @@ def test_a_piece_whose_entries_are_in_no_order_is_taken() -> None:
 
 
 def test_a_put_meanwhile_does_not_replace_a_chunk_that_is_reported_later() -> None:
-    directory = make("a", "b", expected=frozenset({"a", "b"}))
+    directory = counted("a", "b")
     tell(directory, "a", 1, ReportPiece(0, 0))
     fresh = ChunkEntry("k", 2, 10, unconfirmed=True)
     for _ in range(2):
@@ -177,7 +169,7 @@ def test_a_put_meanwhile_does_not_replace_a_chunk_that_is_reported_later() -> No
 
 
 def test_what_a_predecessor_confirmed_counts_at_once() -> None:
-    directory = make("a", "b", expected=frozenset({"a", "b"}))
+    directory = counted("a", "b")
     answer = directory.announce(NodeAnnouncement("b", 7, [ChunkEntry("k", 1, 10)]), 0.0)
     assert answer.accepted == [True]
     answer = directory.announce(NodeAnnouncement("a", 7, [ChunkEntry("k", 2, 10, unconfirmed=True)]), 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tanghulu.store.master.core import Master
+from tanghulu.store.master.core import LOST_GRACE_S, Master
 from tanghulu.store.master.directory.announcement import Announced, ChunkEntry, NodeAnnouncement, ReportPiece
 from tanghulu.store.master.directory.inventories import InventoryState
 from tanghulu.store.master.directory.ranges import RangeDirectories
@@ -172,6 +172,36 @@ def test_time_alone_makes_nothing_known_but_where_etcd_was_set_up_anew(known: bo
     master.tick(REBUILD_S, 0.05)
     assert master.directory.is_ready
     master.check()
+
+
+def test_a_node_that_announces_its_keys_has_not_left_though_it_has_yet_to_find_the_new_leader() -> None:
+    """Else all that it holds would be called missing for as long as it takes to register there."""
+    master = Master(1, 0.0, shares=True)
+    admitted = frozenset({"n1", "n2"})
+    master.nodes_told({"n1": NODE, "n2": instance("n2")}, admitted, 0.0)
+    master.begin_leases(40, 10.0)
+    master.announce(NodeAnnouncement("n1", NODE.generation), 12.0)
+    assert master.present_nodes(admitted, 10.0 + REBUILD_S) == {"n1"}
+    assert master.present_nodes(admitted, 12.0 + REBUILD_S) == frozenset()
+    master.announce(NodeAnnouncement("n1", NODE.generation), 16.0)
+    assert master.present_nodes(admitted, 17.0) == {"n1"}
+    lease = master.register(NODE, 3.0, 17.0)
+    master.announce(NodeAnnouncement("n1", NODE.generation), 17.5)
+    master.deregister("n1", lease)
+    assert master.present_nodes(admitted, 17.6) == frozenset(), "its word counts, and so does its good-bye"
+
+
+def test_a_node_is_in_touch_as_long_as_one_of_its_connections_is() -> None:
+    """It has two at a leader that owns keys; one may break, or be given up, while nobody is lost."""
+    master = Master(1, 0.0, shares=True)
+    master.nodes_told({"n1": NODE}, frozenset({"n1"}), 0.0)
+    master.register(NODE, 3.0, 0.0)
+    for _ in range(2):
+        master.connection_made("n1", 0.0)
+    master.connection_lost("n1", 0.1)
+    assert master.tick(0.1 + LOST_GRACE_S, 1.0) == []
+    master.connection_lost("n1", 1.5)
+    assert [each.id for each in master.tick(1.5 + LOST_GRACE_S, 1.0)] == ["n1"]
 
 
 def test_a_leader_takes_nodes_for_gone_that_do_not_come_within_a_lease() -> None:

@@ -140,7 +140,7 @@ def test_what_a_client_of_then_has_put_outlives_the_restart_of_every_process() -
 
 @pytest.fixture(scope="module")
 def sharing() -> Iterator[ElectedCluster]:
-    with ElectedCluster(2, 2, "64MiB", 2.0, "--share-ranges") as cluster:
+    with ElectedCluster(2, 2) as cluster:
         eventually(lambda: owned(cluster) == [32, 32])
         yield cluster
 

@@ -17,16 +17,20 @@ from random import Random
 from tanghulu.discovery.base import Instance
 from tanghulu.store.master.election import range_election
 from tanghulu.store.master.election.assignment import assign
-from tanghulu.store.master.election.election import Apply, Lead, Renew, Revoke, StepDown
 from tanghulu.store.master.election.masters_view import LEADER, MASTERS, RANGE_NUMBERS, KeySeen, range_name
 from tanghulu.store.master.election.range_election import (
     Announce,
+    Apply,
     Claim,
     ClaimLead,
     Disown,
     HandOver,
+    Lead,
     Own,
     RangeInstruction,
+    Renew,
+    Revoke,
+    StepDown,
 )
 from tanghulu.store.protocol import terms
 from tanghulu.store.protocol.key_slots import NUM_RANGES
