@@ -58,7 +58,9 @@ def test_one_load_then_what_is_new_is_saved():
     assert book.take_loads() == [LoadJob("r", (Block(b"\x01", 11), Block(b"\x02", 12)))]
     assert book.take_loads() == []
     assert not book.may_load("r", 0), "its load is under way"
+    assert not book.computes
     book.load_ended("r", set())
+    assert book.computes
     assert not book.may_load("r", 0), "it was loaded already"
     book.allocate("r", 0, names(5), [10, 11, 12, 13, 14, 15])
     assert book.computed("r", 15, names(5), [10, 11, 12, 13]) is None

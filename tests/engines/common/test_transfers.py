@@ -172,6 +172,16 @@ def test_every_transfer_ends_whatever_happens(store, rank, error):
     assert rank.wait(num_loads=1).bad_block_ids == {5}
 
 
+def test_an_engine_without_work_waits_for_the_first_end(store, rank):
+    for_ever_s = threading.TIMEOUT_MAX
+    assert rank.transfers.take_ended(for_ever_s) == Ended(), "nothing is under way"
+    rank.transfers.save(SaveJob(0, blocks(1, 2, 3)))
+    assert rank.transfers.take_ended(for_ever_s).saved == {0: 1}
+    rank.transfers.load(LoadJob("r", blocks(5, 6, 7)))
+    assert rank.transfers.take_ended(for_ever_s).loaded == {"r"}
+    assert rank.transfers.take_ended(for_ever_s) == Ended(), "each was told"
+
+
 def test_what_had_not_begun_when_it_closes_ends_too(store, rank):
     begun, may_end = threading.Event(), threading.Event()
 

@@ -108,7 +108,8 @@ class Served:
 
     def start_conductor(self) -> None:
         flags = ["--port", "0", "--master", self.store.address, "--worker-timeout", "300", "--grace-s", "0"]
-        self.conductor = Process("tanghulu.conductor.main", *flags, "--notice-s", "0")
+        flags += ["--notice-s", "0", "--log-requests"]
+        self.conductor = Process("tanghulu.conductor.main", *flags)
         self.http = httpx.Client(base_url=f"http://{self.conductor.address}", timeout=ANSWER_S, trust_env=False)
 
     def add(self) -> VllmWorker:
@@ -127,6 +128,13 @@ class Served:
             each for each in self.http.get("/metrics").text.splitlines() if each.startswith((f"{name} ", name + "{"))
         ]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    def troubles(self) -> str:
+        """What the logs say of requests that were not served, and of vLLM's failures."""
+        logs = [self.conductor.log_text(), *(worker.log_text() for worker in self.workers)]
+        lines = [line for log in logs for line in log.splitlines() if line]
+        told = [line for line in lines if "request.story" in line and "served" not in line]
+        return "\n".join(told + [line for line in lines if "rror" in line][-40:])
 
     def complete(self, prompt: str | list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
         """A greedy completion."""

@@ -65,7 +65,8 @@ class Replay:
         assert self._popen.returncode == 0
         found: dict[str, Any] = json.loads(told)
         print({name: found[name] for name in ("num_requests", "hit_tokens", "ttft_p50_s", "tbt_mean_s")})
-        assert (found["num_requests"], found["failed_requests"], found["rejected_requests"]) == (NUM_REQUESTS, 0, 0)
+        counts = found["num_requests"], found["failed_requests"], found["rejected_requests"]
+        assert counts == (NUM_REQUESTS, 0, 0), self._served.troubles()
         return found
 
 

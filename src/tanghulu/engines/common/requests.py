@@ -94,6 +94,11 @@ class RequestBook:
     def __len__(self) -> int:
         return len(self._requests)
 
+    @property
+    def computes(self) -> bool:
+        """Whether the engine computes a request, as far as it has said."""
+        return any(request.state is RequestState.COMPUTING for request in self._requests.values())
+
     def arrive(self, request_id: str) -> None:
         """The engine has a new request; one that was told already stays as it is."""
         self._requests.setdefault(request_id, _Request())

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from tanghulu.engines.common.lookup import Answers, Breaker, SharedBreaker
@@ -112,6 +112,7 @@ class Transfers:
         self._loading = ThreadPoolExecutor(options.threads, "tanghulu-load")
         self._saving = ThreadPoolExecutor(1, "tanghulu-save")
         self._ended: SimpleQueue[tuple[LoadJob, int] | SaveJob] = SimpleQueue()
+        self._num_under_way = 0
         self.counts: defaultdict[str, float] = defaultdict(float)
 
     def load(self, job: LoadJob) -> None:
@@ -123,11 +124,16 @@ class Transfers:
         """Begin a save; ``take_ended`` will tell of it. The blocks must keep their contents until then."""
         self._submit(self._saving, lambda: self._save(job), job)
 
-    def take_ended(self) -> Ended:
-        """What ended since the last call."""
+    def take_ended(self, wait_s: float = 0.0) -> Ended:
+        """What ended since the last call; where nothing has, ``wait_s`` is the longest wait for the first end."""
         ended = Ended()
-        while not self._ended.empty():
-            each = self._ended.get()
+        while self._num_under_way:
+            try:
+                each = self._ended.get(timeout=wait_s)
+            except Empty:
+                break
+            wait_s = 0.0
+            self._num_under_way -= 1
             if isinstance(each, SaveJob):
                 ended.saved[each.job_id] += 1
                 continue
@@ -143,6 +149,8 @@ class Transfers:
 
     def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], None], lost: tuple[LoadJob, int] | SaveJob) -> None:
         """Run ``work``, which tells its own end; where it cannot begin any more ``lost`` is told."""
+
+        self._num_under_way += 1
 
         def done(future: Future[None]) -> None:
             if future.cancelled():

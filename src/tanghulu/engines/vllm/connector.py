@@ -39,6 +39,9 @@ _log = init_logger("vllm.tanghulu")
 #: The part of a block that the scheduler asks for: where rank 0 has saved, the others have or will have.
 FIRST_RANK = 0
 WARM_DEADLINE_S = 1.0
+#: Where no request computes vLLM steps without work until loads and saves have ended: so long a rank waits for an end,
+#: and a request that arrives meanwhile for the rank. Else such steps take half a core.
+IDLE_WAIT_S = 0.005
 
 
 @dataclass
@@ -47,6 +50,8 @@ class StepOrders(KVConnectorMetadata):
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
+    #: Nothing is computed, and nobody waits for this step.
+    idle: bool = False
 
 
 @dataclass
@@ -167,7 +172,7 @@ class TanghuluConnector(KVConnectorBase_V1):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """The requests whose loads ended, well or not, aborted ones too; vLLM waits for each."""
-        self.rank.collect()
+        self.rank.collect(IDLE_WAIT_S if self._orders().idle else 0.0)
         return None, self.rank.ended.loaded or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -206,6 +211,7 @@ class SchedulerSide:
         self._client, self._fingerprint = client, fingerprint
         self._loads = role in ("kv_consumer", "kv_both")
         self._save = options.save if role in ("kv_producer", "kv_both") else "none"
+        self._may_wait = vllm_config.parallel_config.data_parallel_size == 1  # others step when this engine does
 
     def num_to_load(self, request: Any, num_computed_tokens: int) -> int:
         """Tokens behind those computed that the store has, as far as the request may be loaded."""
@@ -219,6 +225,7 @@ class SchedulerSide:
     def orders(self, output: Any) -> StepOrders:
         """This step's loads, and saves of the blocks that it fills, which are pinned from here on."""
         orders = StepOrders(self.book.take_loads())
+        orders.idle = self._may_wait and not output.total_num_scheduled_tokens and not self.book.computes
         if self._save == "none":
             return orders
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
@@ -278,9 +285,9 @@ class RankSide:
         )
         self._transfers = Transfers(self._client, memory, self._options)
 
-    def collect(self) -> None:
-        """Take what ended since the step before."""
-        self.ended = self._transfers.take_ended() if self._transfers is not None else Ended()
+    def collect(self, wait_s: float) -> None:
+        """Take what ended since the step before, or wait for the next end."""
+        self.ended = self._transfers.take_ended(wait_s) if self._transfers is not None else Ended()
 
     def close(self) -> None:
         if self._transfers is not None:
