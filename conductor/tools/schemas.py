@@ -34,12 +34,12 @@ _BESIDE_PROPERTIES: Final = frozenset(("$ref", "anyOf", "oneOf"))
 
 
 def arguments_schema(parameters: Mapping[str, Any] | None) -> str:
-    """The schema of one function's arguments, for an answer that is nothing else; without ``parameters`` it has none."""
+    """The schema of one function's arguments, none without ``parameters``, for an answer that is nothing else."""
     return json.dumps({**_object_schema(parameters), "x-guidance": _GUIDANCE})
 
 
 def calls_schema(tools: Sequence[tuple[str, Mapping[str, Any] | None]], most: int = MAX_FORCED_CALLS) -> str:
-    """The schema of a list of one to ``most`` calls of ``tools``, each a name and its parameters, None where it has none."""
+    """The schema of a list of one to ``most`` calls of ``tools``, each a name and its parameters if it has any."""
     definitions, calls = {}, []
     for number, (name, parameters) in enumerate(tools):
         place = f"t{number}"
