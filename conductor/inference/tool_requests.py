@@ -75,7 +75,7 @@ class WantedCalls:
         if self.forced or form.tool_calls == NONE or not any(tool.function.strict for tool in self.tools):
             return None
         tools = [
-            StrictTool(tool.function.name, tool.function.parameters if tool.function.strict else None)
+            StrictTool(tool.function.name, (tool.function.parameters or {}) if tool.function.strict else None)
             for tool in self.tools
         ]
         prefixed = ARGUMENTS_MARK in model.card.chat_template

@@ -17,7 +17,8 @@ from typing import Any, Final
 #: The most calls of one answer that a grammar lets through: a model at a loss would go on for ever.
 MAX_FORCED_CALLS: Final = 16
 MAX_SCHEMA_DEPTH: Final = 64
-_ANY_OBJECT: Final = {"type": "object"}
+#: The arguments of a function that takes none.
+_NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 #: As models write JSON: a space behind a colon and a comma, and none where one might go on and on.
 _GUIDANCE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 #: Values of these keys are data, not schemas.
@@ -33,12 +34,12 @@ _BESIDE_PROPERTIES: Final = frozenset(("$ref", "anyOf", "oneOf"))
 
 
 def arguments_schema(parameters: Mapping[str, Any] | None) -> str:
-    """The schema of one function's arguments, for an answer that is nothing else."""
+    """The schema of one function's arguments, none without ``parameters``, for an answer that is nothing else."""
     return json.dumps({**_object_schema(parameters), "x-guidance": _GUIDANCE})
 
 
 def calls_schema(tools: Sequence[tuple[str, Mapping[str, Any] | None]], most: int = MAX_FORCED_CALLS) -> str:
-    """The schema of a list of one to ``most`` calls of ``tools``, each a name and its parameters."""
+    """The schema of a list of one to ``most`` calls of ``tools``, each a name and its parameters if it has any."""
     definitions, calls = {}, []
     for number, (name, parameters) in enumerate(tools):
         place = f"t{number}"
@@ -73,9 +74,9 @@ def check_depth(schema: Any, depth: int = 0) -> bool:
 
 
 def _object_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``parameters`` as a schema of an object; a function without any takes whatever the model gives it."""
+    """``parameters`` as a schema of an object; a function without any takes no arguments, as with OpenAI."""
     if not parameters:
-        return dict(_ANY_OBJECT)
+        return dict(_NO_ARGUMENTS)
     parameters = _closed(parameters)
     return dict(parameters) if "type" in parameters or "$ref" in parameters else {"type": "object", **parameters}
 

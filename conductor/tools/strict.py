@@ -21,11 +21,12 @@ from tanghulu.conductor.tools.schemas import arguments_schema
 SpecialToken = Callable[[str], int | None]
 _HEAD = "%llguidance {}\n"
 _ANY_TEXT = r"TEXT: /(.|\n)*/"
+_ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True)
 class StrictTool:
-    """A function, and the schema of its arguments; None where they may be any."""
+    """A function, and the schema of its arguments, empty where it takes none; None where they may be any."""
 
     name: str
     parameters: Mapping[str, Any] | None
@@ -107,4 +108,4 @@ def _either(tools: Sequence[StrictTool]) -> str:
 
 
 def _schema(tool: StrictTool) -> str:
-    return f"%json {arguments_schema(tool.parameters)}"
+    return f"%json {arguments_schema(_ANY_OBJECT if tool.parameters is None else tool.parameters)}"

@@ -90,7 +90,8 @@ def test_a_forced_answer_is_a_list_of_calls():
     call = '{"name": "f", "arguments": {"a": 3}}'
     texts = {
         f"[{call}]": True,
-        f'[{call}, {{"name": "g", "arguments": {{"x": 1}}}}]': True,
+        f'[{call}, {{"name": "g", "arguments": {{}}}}]': True,
+        f'[{call}, {{"name": "g", "arguments": {{"x": 1}}}}]': False,
         "[]": False,
         '[{"name": "f", "arguments": {}}]': False,
         '[{"name": "h", "arguments": {}}]': False,
@@ -105,7 +106,23 @@ def test_a_named_function_s_answer_is_its_arguments():
     tokenizer = _tokenizer(special=False)
     assert _taken(grammar, tokenizer, '{"a": 3}')
     assert not _taken(grammar, tokenizer, '{"b": 3}')
-    assert json.loads(arguments_schema(None))["type"] == "object"
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object", "properties": {}}])
+def test_a_function_without_parameters_takes_no_arguments(parameters):
+    tokenizer = _tokenizer(special=False)
+    named = llguidance.LLMatcher.grammar_from_json_schema(arguments_schema(parameters))
+    assert _taken(named, tokenizer, "{}")
+    assert not _taken(named, tokenizer, '{"a": 3}')
+
+
+def test_a_strict_function_without_parameters_takes_no_arguments():
+    tokenizer = _tokenizer(special=False)
+    text = strict_grammar("hermes", [StrictTool("f", {})], tokenizer.token_to_id, prefixed=False)
+    grammar = llguidance.LLMatcher.grammar_from_lark(text)
+    call = '<tool_call>{"name": "f", "arguments": %s}</tool_call>'
+    assert _taken(grammar, tokenizer, call % "{}")
+    assert not _taken(grammar, tokenizer, call % '{"a": 3}')
 
 
 def test_data_in_a_schema_is_left_alone():
