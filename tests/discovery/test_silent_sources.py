@@ -14,6 +14,7 @@ from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.types import Address, InstanceId, Role
 from tests.discovery.sources import source
 from tests.e2e.faults.network import BreakablePath
+from tests.e2e.faults.standing import until
 from tests.free_ports import free_port
 
 #: Shorter than what gRPC's pings took before watches had limits of their own.
@@ -33,12 +34,12 @@ async def _watch_through_a_black_hole(kind: str, logs: list[Any]) -> None:
         events = await stack.enter_async_context(aclosing(far.watch()))
         assert (await anext(events)).kind is EventKind.SYNCED
         path.black_hole()
-        next_event = asyncio.create_task(anext(events))
-        while not any(line["event"] == _NOTICED[kind] for line in logs):
-            await asyncio.sleep(0.05)
-        path.heal()
-        await near.register(one)
-        event = await next_event
+        async with asyncio.TaskGroup() as listening:
+            next_event = listening.create_task(anext(events))
+            await until(lambda: any(line["event"] == _NOTICED[kind] for line in logs), _PATIENCE_S)
+            path.heal()
+            await near.register(one)
+        event = next_event.result()
         assert (event.kind, event.instance) == (EventKind.PUT, one), "the watch goes on when the path is whole"
 
 

@@ -22,10 +22,11 @@ from tanghulu.rpc.grpc_edge import channel, typed_errors
 from tanghulu.types import Address
 
 CALL_DEADLINE_S = 3.0
-#: A watch that was silent for so long asks whether etcd is there; with the deadline of that call it is noticed in 4.5 s.
+#: A watch that was silent for so long asks whether etcd is there; that it is not is known within 4.5 s, the deadline of
+#: the call included.
 BEAT_S = 1.5
-#: gRPC's pings are rarer than the beats and hardly ever sent. What the kernel could not deliver for ``_SILENCE_MS`` ends
-#: the connection, so that none waits for the network's late repetitions when the path is whole again.
+#: gRPC's pings are rarer than the beats and hardly ever sent. What the kernel could not deliver for ``_SILENCE_MS``
+#: ends the connection, so that nobody waits for TCP's late repetitions when the path is whole again.
 _PING_MS, _SILENCE_MS = 10_000, 3_000
 
 
