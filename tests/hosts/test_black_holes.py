@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,8 +15,40 @@ import pytest
 from tests.e2e.faults.asking import KINDS, Answer, Ask, ask, objection_to_whole
 from tests.e2e.faults.standing import until
 from tests.hosts.cluster import SpreadCluster
+from tests.hosts.lan import Host
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.timeout(600)]
+
+#: Watches the etcd and the master of its arguments; what it has to say, logs included, is a line each.
+_WATCHER = """
+import asyncio, sys
+from tanghulu.discovery.etcd import EtcdDiscovery
+from tanghulu.discovery.master import MasterDiscovery
+from tanghulu.types import Address
+
+async def watch(discovery):
+    async with discovery:
+        async for event in discovery.watch():
+            print(type(discovery).__name__, event.kind.name, flush=True)
+
+async def main():
+    etcd, master = map(Address.parse, sys.argv[1:])
+    await asyncio.gather(watch(EtcdDiscovery(etcd)), watch(MasterDiscovery(master)))
+
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def watcher(host: Host, output: Path, *addresses: str) -> Iterator[None]:
+    """A process on ``host`` that watches etcd and a master, and writes what it hears to ``output``."""
+    with output.open("wb") as out, subprocess.Popen(
+        (*host.inside, sys.executable, "-u", "-c", _WATCHER, *addresses), stdout=out, stderr=out
+    ) as popen:  # fmt: skip
+        try:
+            yield
+        finally:
+            popen.terminate()
 
 
 async def ask_all(cluster: SpreadCluster, salt: str) -> dict[Ask, Answer]:
@@ -85,3 +120,20 @@ def test_between_the_conductor_and_a_worker(cluster: SpreadCluster, side: str) -
         assert not objections(wanted, await ask_all(cluster, f"healed {side}"))
 
     cluster.run(work())
+
+
+def test_between_watchers_and_what_they_watch(cluster: SpreadCluster, tmp_path: Path) -> None:
+    """Nothing is told to a watcher that has no news; it finds out by itself that it would not hear of any."""
+    output = tmp_path / "watcher.log"
+
+    async def says(*words: str) -> None:
+        await until(lambda: all(word in output.read_text() for word in words), 20, what=" and ".join(words))
+
+    async def work() -> None:
+        await says("EtcdDiscovery SYNCED", "MasterDiscovery SYNCED")
+        async with parted(cluster, "head", "left"):
+            await says("discovery.etcd_unavailable", "discovery.watch_interrupted")
+        await cluster.whole()
+
+    with watcher(cluster.lan.hosts["left"], output, cluster.etcd.address, cluster.master.address):
+        cluster.run(work())

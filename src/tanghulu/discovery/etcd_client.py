@@ -1,6 +1,9 @@
 """The calls to etcd that Discovery and the masters' election stand on. Knows keys and leases, not what they mean.
 
 Several endpoints of one etcd may be given: after one has failed, the next call goes to the next.
+
+A watch says nothing while nothing changes, so its silence is looked into: every ``BEAT_S`` a key is read over the same
+connection. gRPC's own pings would not do, because etcd hangs up on clients that ping more often than every 5 s.
 """
 
 from __future__ import annotations
@@ -19,6 +22,12 @@ from tanghulu.rpc.grpc_edge import channel, typed_errors
 from tanghulu.types import Address
 
 CALL_DEADLINE_S = 3.0
+#: A watch that was silent for so long asks whether etcd is there; that it is not is known within 4.5 s, the deadline of
+#: the call included.
+BEAT_S = 1.5
+#: gRPC's pings are rarer than the beats and hardly ever sent. What the kernel could not deliver for ``_SILENCE_MS``
+#: ends the connection, so that nobody waits for TCP's late repetitions when the path is whole again.
+_PING_MS, _SILENCE_MS = 10_000, 3_000
 
 
 class EtcdClient:
@@ -27,7 +36,9 @@ class EtcdClient:
     def __init__(self, addresses: Sequence[Address], call_deadline_s: float = CALL_DEADLINE_S) -> None:
         self._addresses = tuple(addresses)
         self._deadline_s = call_deadline_s
-        self._channels: list[grpc.aio.Channel] = [channel(address) for address in self._addresses]
+        self._channels: list[grpc.aio.Channel] = [
+            channel(address, _PING_MS, _SILENCE_MS) for address in self._addresses
+        ]
         self._index = 0
 
     @property
@@ -101,7 +112,10 @@ class EtcdClient:
             return reply
 
     async def watch(self, key: bytes, end: bytes, revision: int) -> AsyncGenerator[etcd_pb2.Event, None]:
-        """Changes of the keys from ``revision`` on; ends when etcd cancels the watch. Close it to stop."""
+        """Changes of the keys from ``revision`` on; ends when etcd cancels the watch. Close it to stop.
+
+        Raises MasterUnavailable as well when etcd has not answered for ``BEAT_S`` and the deadline of a call.
+        """
         async with aclosing(self.watch_together(key, end, revision)) as responses:
             async for changes in responses:
                 for change in changes:
@@ -114,14 +128,29 @@ class EtcdClient:
         create = etcd_pb2.WatchCreateRequest(key=key, range_end=end, start_revision=revision)
         async with self._asking() as link:
             call = etcd_pb2_grpc.WatchStub(link).Watch()
+            reading: asyncio.Task[etcd_pb2.WatchResponse] | None = None
             try:
                 await call.write(etcd_pb2.WatchRequest(create_request=create))
-                async for response in call:
+                while True:
+                    reading = reading or asyncio.create_task(call.read())
+                    if not (await asyncio.wait({reading}, timeout=BEAT_S))[0]:
+                        await self._beat(link, key)
+                        continue
+                    response, reading = reading.result(), None
+                    if response is grpc.aio.EOF:
+                        return
                     yield response.events
                     if response.canceled:
                         return
             finally:
                 call.cancel()
+                if reading is not None:
+                    reading.cancel()
+                    await asyncio.gather(reading, return_exceptions=True)
+
+    async def _beat(self, link: grpc.aio.Channel, key: bytes) -> None:
+        """Raise gRPC's error unless etcd, with a majority of its members, answers over ``link``."""
+        await etcd_pb2_grpc.KVStub(link).Range(etcd_pb2.RangeRequest(key=key), timeout=self._deadline_s)
 
 
 def read_blocking(addresses: Sequence[Address], key: bytes, deadline_s: float) -> bytes | None:

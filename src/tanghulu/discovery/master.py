@@ -21,7 +21,7 @@ import structlog
 
 from tanghulu.discovery.base import DEFAULT_TTL_S, Instance, InstanceEvent
 from tanghulu.discovery.instance_wire import instance_from_proto, instance_to_proto
-from tanghulu.discovery.masters import ATTEMPT_S, PING_MS, SILENCE_MS, MasterFinder, Seeking
+from tanghulu.discovery.masters import ATTEMPT_S, PING_MS, SILENCE_MS, SILENCE_OF_ONE_MS, MasterFinder, Seeking
 from tanghulu.discovery.mirror import InstanceMirror
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, MasterUnavailable, NotLeader, TanghuluError
 from tanghulu.masters import Masters
@@ -312,8 +312,8 @@ class MasterDiscovery:
         link = self._channels.get(address)
         if link is None:
             tls = self._finder.masters.credentials.tls
-            several = self._finder.several
-            link = channel(address, PING_MS, SILENCE_MS, tls) if several else channel(address, tls=tls)
+            silence_ms = SILENCE_MS if self._finder.several else SILENCE_OF_ONE_MS
+            link = channel(address, PING_MS, silence_ms, tls)
             self._channels[address] = link
         return membership_pb2_grpc.MembershipStub(link)
 

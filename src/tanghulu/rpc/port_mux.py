@@ -29,7 +29,7 @@ from tanghulu.rpc import nearby
 from tanghulu.rpc.fast_server import HELLO_S, FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
 from tanghulu.rpc.grpc_edge import SERVER_OPTIONS
-from tanghulu.rpc.pacing import unpace_within_machine
+from tanghulu.rpc.pacing import notice_dead_peer, unpace_within_machine
 from tanghulu.runtime.accepting import accept_no_more
 from tanghulu.types import Address
 
@@ -301,6 +301,7 @@ class _Sniffer(asyncio.Protocol):
                 self._transport.abort()
                 return
             self._relays = True
+            notice_dead_peer(self._transport.get_extra_info("socket"))
             self._transport.pause_reading()
             self._task = asyncio.ensure_future(self._connect_grpc(self._transport))
         else:
