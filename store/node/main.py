@@ -347,11 +347,11 @@ class Node:
             await registration.update(self._instance(self._port.address))
 
     def _ordered(self, orders: Orders) -> None:
-        """The master wants chunks copied here, or dropped because others hold them now."""
+        """The master wants chunks copied here, or dropped because they were removed, or others hold them now."""
         self.state.drain_buffers()
         self._copier.order(orders)
-        for key, version in orders.drops:
-            self._chunks.let_go(ChunkKey(key), version)
+        for key, version, removed in orders.drops:
+            self._chunks.let_go(key, version, removed=removed)
         self._room_changed()
 
     def _freed(self, freed: Sequence[Freed]) -> None:

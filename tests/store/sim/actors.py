@@ -234,8 +234,8 @@ class SimNode(SimProcess):
     def _ordered(self, orders: Orders) -> None:
         for copy in orders.copies:
             self.reporter.copy_failed(copy.key)
-        for key, version in orders.drops:
-            self.state.chunks.let_go(ChunkKey(key), version)
+        for key, version, removed in orders.drops:
+            self.state.chunks.let_go(key, version, removed=removed)
 
     async def _stay_registered(self) -> None:
         lease_id = 0
