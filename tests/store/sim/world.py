@@ -309,6 +309,7 @@ class World:
             finally:
                 task.cancel()
                 client._driver._closed = True  # a process that was killed warns nobody
+                self.network.process_gone(pid)
                 del self._clients[pid]
                 for node in self.nodes.values():
                     node.client_exited(pid)
