@@ -302,6 +302,12 @@ class SimNode(SimProcess):
         if self.tier is not None and self.alive:
             self.tier.check()
 
+    def check_idle(self) -> None:
+        """Assert that nothing is kept for anybody: all clients have ended some time ago."""
+        state = self.state
+        assert not state.leases.leases(), f"{self.host} keeps {state.leases.leases()} for nobody"
+        assert not state.has_writers, f"{self.host} keeps reservations or write buffers for nobody"
+
     @property
     def keys(self) -> set[str]:
         """The keys of what the node has to give, in memory and on its disk."""
