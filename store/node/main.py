@@ -69,7 +69,7 @@ from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.metrics import ServerCollector
 from tanghulu.transfer_engine.options import TransferOptions, transfer_settings
 from tanghulu.transfer_engine.owner.server import SegmentServer
-from tanghulu.types import Address, ChunkKey, Role, format_size
+from tanghulu.types import Address, Role, format_size
 
 _log = structlog.get_logger(__name__)
 _TICK_S = 0.05

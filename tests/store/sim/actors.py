@@ -55,7 +55,7 @@ from tanghulu.transfer_engine.core.buffers import Buffer
 from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor
 from tanghulu.transfer_engine.core.slices import Opcode
-from tanghulu.types import Address, ChunkKey, InstanceId, LeaseId, Place, Role
+from tanghulu.types import Address, InstanceId, LeaseId, Place, Role
 from tests.virtual.loop import HOST, Network, Pipe, on_host
 
 MASTER = Address("master", 1)
