@@ -51,12 +51,14 @@ class CopyOrder(_message.Message):
     def __init__(self, key: _Optional[str] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., source: _Optional[str] = ...) -> None: ...
 
 class DropOrder(_message.Message):
-    __slots__ = ("key", "version")
+    __slots__ = ("key", "version", "removed")
     KEY_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
     key: str
     version: int
-    def __init__(self, key: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+    removed: bool
+    def __init__(self, key: _Optional[str] = ..., version: _Optional[int] = ..., removed: _Optional[bool] = ...) -> None: ...
 
 class CopyNews(_message.Message):
     __slots__ = ("replicated", "quiet", "hot", "failed")

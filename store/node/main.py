@@ -69,7 +69,7 @@ from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.metrics import ServerCollector
 from tanghulu.transfer_engine.options import TransferOptions, transfer_settings
 from tanghulu.transfer_engine.owner.server import SegmentServer
-from tanghulu.types import Address, ChunkKey, Role, format_size
+from tanghulu.types import Address, Role, format_size
 
 _log = structlog.get_logger(__name__)
 _TICK_S = 0.05
@@ -347,11 +347,11 @@ class Node:
             await registration.update(self._instance(self._port.address))
 
     def _ordered(self, orders: Orders) -> None:
-        """The master wants chunks copied here, or dropped because others hold them now."""
+        """The master wants chunks copied here, or dropped because they were removed, or others hold them now."""
         self.state.drain_buffers()
         self._copier.order(orders)
-        for key, version in orders.drops:
-            self._chunks.let_go(ChunkKey(key), version)
+        for key, version, removed in orders.drops:
+            self._chunks.let_go(key, version, removed=removed)
         self._room_changed()
 
     def _freed(self, freed: Sequence[Freed]) -> None:

@@ -15,6 +15,7 @@ from unittest import mock
 import structlog
 
 from tanghulu.errors import TanghuluError
+from tanghulu.rpc import fast_server
 from tanghulu.rpc.fast_server import FastServerProtocol
 from tanghulu.runtime.clock import SystemClock
 
@@ -62,6 +63,7 @@ def virtual_time(world: World) -> Iterator[None]:
             mock.patch.object(secrets, "randbits", draw.getrandbits),
             mock.patch.object(secrets, "token_hex", lambda n=16: f"{draw.getrandbits(8 * n):x}"),
             mock.patch.object(FastServerProtocol, "_internal", internal),
+            mock.patch.object(fast_server, "perf_counter", world.loop.time),  # how long a step took on a busy machine
         ):
             yield
     finally:

@@ -157,6 +157,11 @@ class DirectoryTable:
         is_live = self._states[entry & _INVENTORY_MASK] is InventoryState.LIVE
         return is_live or (entry >= _SEVERAL and self.find(key) is not None)
 
+    def is_in(self, inventory: InventoryId, key: str) -> bool:
+        """Whether ``inventory`` has a chunk of ``key``."""
+        entry = self._part(key).get(key)
+        return entry is not None and inventory in inventories_of(entry)
+
     def add_report(self, inventory: InventoryId, entries: Iterable[tuple[str, int, int, int]]) -> list[Outcome]:
         """``add`` many (key, version, size in bytes, whether it is cold), as quickly as it can be done.
 

@@ -132,9 +132,13 @@ class Directory:
         return [index for index, each in enumerate(stands) if not each]
 
     def end_report(self, inventory: InventoryId, node_id: str) -> None:
-        """Take over what the node's report does not name: the node does not know of its pending commits yet."""
+        """Take over what the node's report does not name: the node does not know of its pending commits yet.
+
+        Where the report names another chunk of the key, the node had that before, and it stays.
+        """
         for key, commit in self.pending_commits.of(node_id):
-            self.table.add(inventory, key, commit.version, commit.size_bytes)
+            if not self.table.is_in(inventory, key):
+                self.table.add(inventory, key, commit.version, commit.size_bytes)
 
     # --- commits of clients
 

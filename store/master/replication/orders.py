@@ -47,10 +47,11 @@ class Copy(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """An order to a node: let go of your copy."""
+    """An order to a node: let go of your copy, unless it is pinned hard; if the chunk was ``removed``, even then."""
 
     key: str
     version: int
+    removed: bool = False
 
 
 class _Budget:
@@ -150,8 +151,10 @@ class CopyOrders:
     def was_told_to_drop(self, node_id: str, key: str, version: int | None) -> bool:
         """Whether the removal that ``node_id`` announces was ordered; True once an order. None: of any version."""
         if version is not None:
-            return self._told.pop((node_id, Drop(key, version)), None) is not None
-        ordered = [order for order in self._told if order[0] == node_id and order[1].key == key]
+            ordered = [(node_id, Drop(key, version, removed)) for removed in (False, True)]
+            ordered = [order for order in ordered if order in self._told]
+        else:
+            ordered = [order for order in self._told if order[0] == node_id and order[1].key == key]
         for order in ordered:
             del self._told[order]
         return bool(ordered)

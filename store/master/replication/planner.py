@@ -151,7 +151,7 @@ class CopyPlanner:
     def _drop_removed(self) -> None:
         """Order the stale holders of removed chunks to drop them."""
         for node_id, key, version in self._directory.take_stale_holders():
-            self.orders.drop(node_id, Drop(key, version))
+            self.orders.drop(node_id, Drop(key, version, removed=True))
 
     def _let_go(self, key: str) -> None:
         wanted = self._wanted.get(key)

@@ -132,7 +132,7 @@ def add_orders(
         if found is not None:
             reply.sources.append(instance_to_proto(found))
     for drop in drops:
-        reply.drops.add(key=drop.key, version=drop.version)
+        reply.drops.add(key=drop.key, version=drop.version, removed=drop.removed)
 
 
 def check_count(num_keys: int) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.store.client.model import NodeView
+from tanghulu.types import ChunkKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +19,20 @@ class CopyOrder:
     source: str
 
 
+class DropOrder(NamedTuple):
+    """Let go of ``key`` at ``version``: it was ``removed`` elsewhere, or others hold it now."""
+
+    key: ChunkKey
+    version: int
+    removed: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What a node is to do: copies from ``sources``, and (key, version) pairs that others hold now."""
+    """What a node is to do: copies from ``sources``, and what it shall hold no longer."""
 
     copies: list[CopyOrder] = field(default_factory=list)
-    drops: list[tuple[str, int]] = field(default_factory=list)
+    drops: list[DropOrder] = field(default_factory=list)
     sources: list[NodeView] = field(default_factory=list)
 
 
@@ -47,4 +57,4 @@ def orders_from_wire(reply: pb.AnnounceReply) -> Orders | None:
         for source in reply.sources
     ]
     copies = [CopyOrder(copy.key, copy.version, copy.source) for copy in reply.copies]
-    return Orders(copies, [(drop.key, drop.version) for drop in reply.drops], sources)
+    return Orders(copies, [DropOrder(ChunkKey(each.key), each.version, each.removed) for each in reply.drops], sources)

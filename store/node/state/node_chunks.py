@@ -237,10 +237,13 @@ class NodeChunks:
         self._reports.remove(holding, deleted=True)
         return True
 
-    def let_go(self, key: ChunkKey, version: int) -> None:
-        """Another node has a copy now: drop the one here and below, unless it is pinned hard or another version."""
+    def let_go(self, key: ChunkKey, version: int, *, removed: bool = False) -> None:
+        """Drop the chunk of that version here and below, because it was ``removed`` at another of its holders.
+
+        Else because another node has a copy now; then one that is pinned hard stays.
+        """
         holding = self.current_anywhere(key)
-        if holding is not None and holding.version == version and holding.pin is not Pin.HARD:
+        if holding is not None and holding.version == version and (removed or holding.pin is not Pin.HARD):
             self.drop_both(key)
             self._reports.remove(holding)
 

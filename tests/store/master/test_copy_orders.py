@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tanghulu.protos.directory_pb2 import AnnounceReply
 from tanghulu.store.master.replication.orders import MAX_OPEN, ORDER_S, Copy, CopyOrders, Drop, Reason
+from tanghulu.store.master.rpc.wire import add_orders
+from tanghulu.store.node.reporting.copy_wire import orders_from_wire
 
 SIZE = 1000
 
@@ -61,6 +64,20 @@ def test_two_versions_of_a_key_are_dropped_each() -> None:
     assert orders.was_told_to_drop("a", "x", 2)
     assert orders.was_told_to_drop("a", "x", None)
     assert not orders.active
+
+
+def test_an_order_says_whether_the_chunk_was_removed() -> None:
+    orders = CopyOrders(1e9)
+    for removed in (False, True):
+        orders.drop("a", Drop("x", 1, removed))
+    drops = orders.take("a", 0.0)[1]
+    reply = AnnounceReply()
+    add_orders(reply, [], drops, lambda node_id: None)
+    told = orders_from_wire(AnnounceReply.FromString(reply.SerializeToString()))
+    assert told is not None
+    assert told.drops == [("x", 1, False), ("x", 1, True)]
+    assert orders.was_told_to_drop("a", "x", 1)
+    assert not orders.active, "one removal answers both"
 
 
 def test_a_drop_whose_answer_may_be_lost_is_told_again() -> None:

@@ -370,7 +370,7 @@ def test_a_node_that_is_told_to_drop_what_it_removes_itself_is_not_waited_for() 
         return world.planner.heard(announcement, world.now_s)[1]
 
     assert heard("a", "k0000") == []
-    assert heard("b") == [Drop("k0000", 7)], "it was removed at a"
+    assert heard("b") == [Drop("k0000", 7, removed=True)], "it was removed at a"
     assert world.planner.orders.active
     assert heard("b", "k0000") == []
     assert not world.planner.orders.active

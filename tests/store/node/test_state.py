@@ -103,6 +103,18 @@ def test_soft_pins_go_last_and_hard_pins_never() -> None:
     state.check()
 
 
+def test_a_hard_pin_keeps_a_chunk_that_others_hold_and_none_that_was_removed() -> None:
+    state = make_state()
+    chunk = put(state, new("hard", pin=Pin.HARD)).chunk
+    state.chunks.let_go(chunk.key, chunk.version)
+    state.chunks.let_go(chunk.key, chunk.version + 1, removed=True)
+    assert keys(state) == ["hard"], "another node has a copy, or another version was removed"
+    state.chunks.let_go(chunk.key, chunk.version, removed=True)
+    assert keys(state) == []
+    assert state.chunks.table.hard_pinned_bytes == 0
+    state.check()
+
+
 def test_hard_pins_that_waited_stay_within_their_bound() -> None:
     state = make_state()
     writing = state.reserve(new("all", CAPACITY), COPIES)

@@ -55,7 +55,7 @@ from tanghulu.transfer_engine.core.buffers import Buffer
 from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor
 from tanghulu.transfer_engine.core.slices import Opcode
-from tanghulu.types import Address, ChunkKey, InstanceId, LeaseId, Place, Role
+from tanghulu.types import Address, InstanceId, LeaseId, Place, Role
 from tests.virtual.loop import HOST, Network, Pipe, on_host
 
 MASTER = Address("master", 1)
@@ -234,8 +234,8 @@ class SimNode(SimProcess):
     def _ordered(self, orders: Orders) -> None:
         for copy in orders.copies:
             self.reporter.copy_failed(copy.key)
-        for key, version in orders.drops:
-            self.state.chunks.let_go(ChunkKey(key), version)
+        for key, version, removed in orders.drops:
+            self.state.chunks.let_go(key, version, removed=removed)
 
     async def _stay_registered(self) -> None:
         lease_id = 0
@@ -301,6 +301,12 @@ class SimNode(SimProcess):
         self.puts.fills.check()
         if self.tier is not None and self.alive:
             self.tier.check()
+
+    def check_idle(self) -> None:
+        """Assert that nothing is kept for anybody: all clients have ended some time ago."""
+        state = self.state
+        assert not state.leases.leases(), f"{self.host} keeps {state.leases.leases()} for nobody"
+        assert not state.has_writers, f"{self.host} keeps reservations or write buffers for nobody"
 
     @property
     def keys(self) -> set[str]:

@@ -200,9 +200,12 @@ class SharedWorld(World):
             return lease_id
         calling: asyncio.Task[int] = on_host(leaders[0].host, leaders[0].registered(instance, lease_id))
         try:
-            async with asyncio.timeout(1.0):
-                return await calling
-        except (TimeoutError, TanghuluError):
+            await asyncio.wait([calling], timeout=1.0)
+        finally:
+            calling.cancel()  # nobody waits until it has ended: a leader that stands still will, when it goes on
+        try:
+            return calling.result() if calling.done() else lease_id
+        except TanghuluError:
             return lease_id
 
     def _start_masters(self) -> None:

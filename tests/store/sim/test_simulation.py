@@ -51,6 +51,11 @@ _TIDY = Plan(2, 4, 100, 8.0, 8 << 20, 1.0, faults=(), sizes=(10, 3000), removals
 _WAITING = Plan(2, 6, 30, 8.0, 64 << 20, 1.0, faults=(), sizes=(3000, 70_000, 1_200_000), removals=0.0, waits=4.0)
 _MURDEROUS = Plan(1, 4, 300, 8.0, 8 << 20, 0.1, faults=("kill",), sizes=(10, 3000), removals=0.0, near=1.0)
 
+#: Messages are lost on their way, or a part of one arrives.
+_TORN = Plan(
+    2, 6, 200, 8.0, 8 << 20, 0.1, faults=("tear", "tear", "slow"), sizes=(10, 3000), removals=3.0, cuts_frames=True
+)
+
 _KILLS = ("kill", "kill", "slow")
 _DYING = Plan(2, 12, 5000, 8.0, 32 << 20, 0.02, faults=_KILLS, sizes=(300_000, 1_200_000), removals=0.0, near=0.5)
 
@@ -125,6 +130,24 @@ def _forgets_to_announce(original: Callable[..., Any]) -> Callable[..., Any]:
         self._under_way = None  # a message that failed is thought to have arrived
 
     return requeue
+
+
+def _forgets_removals_of_a_torn_message(original: Callable[..., Any]) -> Callable[..., Any]:
+    def requeue(self: ReportQueue) -> None:
+        assert self._under_way is not None
+        self._under_way = dataclasses.replace(self._under_way, removed=[], deleted=[])
+        original(self)
+
+    return requeue
+
+
+def _keeps_the_range_of_a_torn_put(original: Callable[..., Any]) -> Callable[..., Any]:
+    def gone(self: Fills, peer: Any) -> None:
+        for begun in self._by_peer.pop(peer).values():
+            if isinstance(begun, Fill) and begun.coming:
+                self.filled(begun)
+
+    return gone
 
 
 def _frees_what_is_leased(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,6 +256,8 @@ def _does_not_ask_again(original: Any) -> Any:
 
 MUTATIONS = [
     (ReportQueue, "requeue", _forgets_to_announce, _STORMY),
+    (ReportQueue, "requeue", _forgets_removals_of_a_torn_message, _TORN),
+    (Fills, "_gone", _keeps_the_range_of_a_torn_put, _STREAMING),
     (NodeChunks, "_drop", _frees_what_is_leased, _CROWDED),
     (OffsetAllocator, "free", _hands_out_too_much, _CROWDED),
     (Directory, "bury", _lets_removed_chunks_return, _LONELY),

@@ -7,7 +7,8 @@ One seed is one life: sizes, traffic, crashes, cut and slow links, torn connecti
 * in a calm life, where nothing fails and everything fits, that holds without exception, and a key keeps its value;
   where nothing fails, whoever removes what was put has removed it;
 * in every node free + used == capacity and no two chunks overlap (`NodeState.check`), master and sessions are sound;
-* when all links are whole again, directory and nodes agree within ``CONVERGE_S``, and what was removed stays so.
+* when all links are whole again, directory and nodes agree within ``CONVERGE_S``, and what was removed stays so;
+  of clients that have ended no node keeps anything: no lease, no reservation, no write buffer.
 """
 
 from __future__ import annotations
@@ -309,6 +310,7 @@ class World:
             finally:
                 task.cancel()
                 client._driver._closed = True  # a process that was killed warns nobody
+                self.network.process_gone(pid)
                 del self._clients[pid]
                 for node in self.nodes.values():
                     node.client_exited(pid)
@@ -453,6 +455,7 @@ class World:
         self.counts["bytes streamed"] = sum(node.traffic.bytes_written["stream"] for node in self.nodes.values())
         for host, node in self.nodes.items():
             node.state.drain_buffers()
+            node.check_idle()
             held, listed = node.keys, self._listed(host)
             assert listed == held, f"{host} holds {held - listed} more, {listed - held} less than the directory says"
         await on_host("client-0", self._read_all())
