@@ -33,7 +33,8 @@ V = TypeVar("V")
 _log = structlog.get_logger(__name__)
 #: Keys that are asked for, or removed, in one call.
 KEYS_PER_PAGE = 8192
-_VERIFY_S = 1.0
+#: How often a token in use is shown to the master.
+VERIFY_S = 1.0
 _VERIFY_DEADLINE_S = 1.0
 _SWEEP_S = 5.0
 
@@ -132,8 +133,11 @@ class ClientCache(Generic[K, V]):
         return []
 
     def is_due(self, key: K, value: V, now_s: float) -> bool:
-        """Whether it is time to verify the key again; counts as done, so that one caller does it."""
-        entry = self._entries.get(key)
+        """Whether it is time to verify the key again; counts as done, so that one caller does it.
+
+        That goes for a value that was dropped, too, as long as somebody uses it: the key may not be valid any more.
+        """
+        entry = self._leaving.get(id(value)) or self._entries.get(key)
         if entry is None or entry.value is not value or now_s - entry.verified_s < self._verify_s:
             return False
         entry.verified_s = now_s
@@ -171,7 +175,7 @@ class Clients:
     def __init__(self, masters: Masters, deadline_s: float, max_clients: int, idle_s: float) -> None:
         self.masters = masters
         self._deadline_s = deadline_s
-        self._cache: ClientCache[Credentials, GatewayClient] = ClientCache(max_clients, idle_s, _VERIFY_S)
+        self._cache: ClientCache[Credentials, GatewayClient] = ClientCache(max_clients, idle_s, VERIFY_S)
         self._opening: dict[Credentials, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 

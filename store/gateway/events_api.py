@@ -18,12 +18,13 @@ from tanghulu.errors import Unauthorized
 from tanghulu.store.admin import rows
 from tanghulu.store.admin.rows import Beginning
 from tanghulu.store.directory_feed import DirectoryEvent, follow_directory
-from tanghulu.store.gateway.clients import GatewayClient
+from tanghulu.store.gateway.clients import VERIFY_S, GatewayClient
 from tanghulu.store.gateway.gateway import Gateway
 from tanghulu.store.gateway.metrics import EVENTS_ROUTE
 
 _log = structlog.get_logger(__name__)
-_BEAT_S = 15.0
+#: A beat is sent after so many silent turns of VERIFY_S each.
+_BEAT_AFTER = 15
 _BEAT = ": beat\n\n"
 #: The key that is asked for to learn whether the token may read; any key will do.
 _PROBE = "events"
@@ -82,13 +83,16 @@ class _EventsReply(Response):
         try:
             async with aclosing(cast(Any, follow_directory(masters, self._prefix))) as batches:
                 coming: asyncio.Task[list[DirectoryEvent]] | None = None
+                num_silent = 0
                 try:
                     while not stopping.done():
                         coming = coming or asyncio.create_task(anext(batches))
-                        await asyncio.wait({coming, stopping}, timeout=_BEAT_S, return_when=asyncio.FIRST_COMPLETED)
+                        await asyncio.wait({coming, stopping}, timeout=VERIFY_S, return_when=asyncio.FIRST_COMPLETED)
                         await self._gateway.clients.verify(credentials, client)
+                        num_silent = 0 if coming.done() else num_silent + 1
                         if not coming.done():
-                            yield _BEAT
+                            if num_silent % _BEAT_AFTER == 0:
+                                yield _BEAT
                             continue
                         for event in coming.result():
                             yield self._text(event)

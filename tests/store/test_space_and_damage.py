@@ -257,7 +257,7 @@ def test_nothing_is_left_open(cluster: Cluster) -> None:
     for _ in range(5):
         use()
     gc.collect()
-    assert num_fds() == before
+    assert num_fds() <= before, "fewer: what another test had left open was closed meanwhile"
     node = cluster.nodes[0]
     eventually(lambda: node.metric("tanghulu_node_sessions") == 0)
     assert node.metric("tanghulu_node_leases") == 0

@@ -64,6 +64,14 @@ def test_a_token_is_verified_once_a_second() -> None:
     assert not kept.is_due("a", Value(), 9.0)
 
 
+def test_a_stream_whose_token_another_request_found_refused_is_verified_itself() -> None:
+    kept, value = book(), Value()
+    kept.enter("a", value, 0.0)
+    kept.take("a", 0.0)
+    assert kept.drop("a", value) == []
+    assert kept.is_due("a", value, 1.0)
+
+
 @given(st.lists(st.tuples(st.sampled_from(["take", "back", "drop", "expire"]), st.sampled_from("abcd")), max_size=60))
 def test_any_sequence_keeps_the_bounds(steps: list[tuple[str, str]]) -> None:
     kept = book()
