@@ -239,7 +239,7 @@ def _frees_what_is_still_coming(original: Any) -> Any:
 
 
 def _keeps_pending_commits_for_ever(original: Any) -> Any:
-    return lambda self, now_s: []
+    return lambda self, node_id: []
 
 
 def _forgets_the_rest_of_a_buffer(original: Any) -> Any:
@@ -273,7 +273,7 @@ MUTATIONS = [
     (Fills, "begin", _frees_what_is_still_coming, _STREAMING),
     (Directory, "commit_by_client", _accepts_and_forgets, _CALM_REMOTE),
     (CommitCall, "results", _publishes_what_was_refused, _CALM_MANY),
-    (PendingCommits, "expired", _keeps_pending_commits_for_ever, _MURDEROUS),
+    (PendingCommits, "heard", _keeps_pending_commits_for_ever, _MURDEROUS),
     (WriteBuffers, "_free_range", _forgets_the_rest_of_a_buffer, _MURDEROUS),
     (get, "LATE_S", _does_not_ask_again, _WAITING),
 ]
