@@ -97,6 +97,7 @@ class World:
                     for task in tasks:
                         task.cancel()
                     self.loop.run_until_complete(asyncio.sleep(1))
+                self.threads.close()  # those that tasks began as they ended
                 self.loop.close()
         self._raise()
         return self.counts
