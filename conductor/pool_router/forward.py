@@ -4,12 +4,13 @@ Owns the HTTP client and the order of attempts. Where prefill and decode pool di
 the prompt for one token and so leaves its KV in the store that the pools share; the decode pool then finds it there.
 Should that fail, the decode pool computes the prompt itself: nothing is lost but time.
 
-An attempt that ended before its answer began (no connection, 429, 503) is repeated at the next conductor, then at the
-pools that stand in. What has begun is never repeated.
+An attempt that ended before its answer began (no connection, no sign of life, 429, 503) is repeated at the next
+conductor, then at the pools that stand in. What has begun is never repeated.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -18,30 +19,37 @@ from typing import Any
 import httpx
 import structlog
 
-from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.conductor.pool_router.demand import demand_of, parse_body, prefill_only
 from tanghulu.conductor.pool_router.grid import PoolMap
 from tanghulu.conductor.pool_router.members import Member, Members
 from tanghulu.conductor.pool_router.metrics import PoolMetrics
-from tanghulu.conductor.pool_router.relaying import TRY_ELSEWHERE, new_client, reason, request_headers
+from tanghulu.conductor.pool_router.relaying import (
+    CONNECT_TIMEOUT_S,
+    TRY_ELSEWHERE,
+    RelayClient,
+    reason,
+    request_headers,
+)
 from tanghulu.conductor.pool_router.streamed import PoolAnswer
 from tanghulu.errors import NodeUnavailable
 from tanghulu.runtime.clock import Clock
 
 _log = structlog.get_logger(__name__)
+#: How long every conductor may take for a question to all.
+ASK_S = 5.0
 
 
 class Forwarder:
     """Sends requests to pools."""
 
-    def __init__(self, pools: PoolMap, clock: Clock, metrics: PoolMetrics, tls: TlsFiles = NO_TLS) -> None:
+    def __init__(self, pools: PoolMap, clock: Clock, metrics: PoolMetrics, client: RelayClient) -> None:
         self.pools = pools
         self.members = {name: Members(pool.urls) for name, pool in pools.pools.items()}
         self._clock, self._metrics = clock, metrics
-        self._http = new_client(tls)
+        self._client = client
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._client.close()
 
     async def generate(self, path: str, body: bytes, headers: Mapping[str, str]) -> PoolAnswer:
         """Forward a generation by the grid. Raises InvalidRequest, or NodeUnavailable if no pool can be reached."""
@@ -73,16 +81,17 @@ class Forwarder:
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> list[tuple[str, int, Any]]:
         """(pool, status, JSON) of every conductor that answers."""
-        answers, shown = [], request_headers(headers or {})
-        for name, members in self.members.items():
-            for member in members.in_order(self._clock.now_s()):
-                try:
-                    asking = self._http.request(method, member.url + path, content=body, headers=shown, timeout=5.0)
-                    response = await asking
-                    answers.append((name, response.status_code, response.json()))
-                except (httpx.HTTPError, json.JSONDecodeError):
-                    answers.append((name, 503, None))
-        return answers
+        now_s, shown = self._clock.now_s(), request_headers(headers or {})
+
+        async def ask(pool: str, member: Member) -> tuple[str, int, Any]:
+            try:
+                response = await self._client.ask(method, member.url + path, body, shown, ASK_S)
+                return pool, response.status_code, response.json()
+            except (httpx.HTTPError, json.JSONDecodeError):
+                return pool, 503, None
+
+        asked = [ask(name, each) for name, members in self.members.items() for each in members.in_order(now_s)]
+        return await asyncio.gather(*asked)
 
     async def end(self, answer: PoolAnswer) -> None:
         """End a forwarded request: its answer was passed on, or its client is gone."""
@@ -99,7 +108,7 @@ class Forwarder:
             response = await self._try(member, method, path, body, headers)
             if response is None:
                 continue
-            answer = PoolAnswer(name, member, response)
+            answer = PoolAnswer(name, member, response, self._client.pieces(response))
             if response.status_code not in TRY_ELSEWHERE:
                 return answer
             refusal = replace(answer, content=await self._finish(answer))
@@ -114,10 +123,13 @@ class Forwarder:
     async def _try(
         self, member: Member, method: str, path: str, body: bytes, headers: Mapping[str, str]
     ) -> httpx.Response | None:
-        request = self._http.build_request(method, member.url + path, content=body, headers=request_headers(headers))
+        if member.num_failures and not await self._client.lives(member.url, CONNECT_TIMEOUT_S):
+            member.failed(self._clock.now_s())
+            return None
+        request = self._client.request(method, member.url + path, body, request_headers(headers))
         member.open_requests += 1
         try:
-            response = await self._http.send(request, stream=True)
+            response = await self._client.send(request)
         except httpx.HTTPError as error:
             member.open_requests -= 1
             member.failed(self._clock.now_s())
@@ -137,7 +149,7 @@ class Forwarder:
         content = b"" if answer.content is None else answer.content
         try:
             if answer.content is None:
-                async for piece in answer.response.aiter_raw():
+                async for piece in answer.pieces:
                     content += piece
         except httpx.HTTPError as error:
             _log.warning("pool.answer_broke", url=answer.member.url, error=reason(error))

@@ -17,6 +17,7 @@ from tanghulu.conductor.pool_router.app import make_app
 from tanghulu.conductor.pool_router.forward import Forwarder
 from tanghulu.conductor.pool_router.grid import PoolMap, read_pools
 from tanghulu.conductor.pool_router.metrics import PoolMetrics
+from tanghulu.conductor.pool_router.relaying import SILENCE_S, RelayClient
 from tanghulu.discovery.base import Discovery, EventKind, Instance, InstanceEvent
 from tanghulu.discovery.entering import enter, meet
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
@@ -42,6 +43,9 @@ class GlobalRouterConfig(MasterOptions, HttpOptions, ProcessConfig):
     pools: Path | None = option(None, "TOML or JSON file with the pools and the grid")
     discovery: str = option("master", DISCOVERY_HELP + ", or none: only the urls in the file")
     max_body_size: int = option(DEFAULT_BODY_BYTES, "longest request body", size=True, least=1)
+    silence_timeout: float = option(
+        SILENCE_S, "give up a server that has a request and for so long, in seconds, answers nothing at all", least=0.1
+    )
     grace_s: float = option(10.0, "at the end, how long requests under way may go on, in seconds", least=0)
 
     def __post_init__(self) -> None:
@@ -60,7 +64,8 @@ class GlobalRouter:
     def __init__(self, config: GlobalRouterConfig, pools: PoolMap, registry: CollectorRegistry) -> None:
         self.config = config
         self._port = HttpPort(config)
-        self.forwarder = Forwarder(pools, SystemClock(), PoolMetrics(registry), config.tls)
+        client = RelayClient(config.silence_timeout, config.tls)
+        self.forwarder = Forwarder(pools, SystemClock(), PoolMetrics(registry), client)
         self.address = Address("", 0)
         self._registry = registry
 

@@ -1,15 +1,33 @@
-"""What both routers share that pass a request on: the client, whom to try next, which headers go through."""
+"""What both routers share that pass a request on: the client, whom to try next, which headers go through.
+
+Answers may take any time, so no deadline ends them. What ends them is a server that cannot be reached any more: a host
+that the kernel finds silent (seconds), or a process that stands still. A server that has said nothing for a quarter of
+``silence_s`` is asked for /health over another connection, and given up if it does not answer that either in the rest
+of the time. Any answer counts: servers of other engines need not know /health.
+
+Example, with 10 s: a conductor has sent its last token at 20.0 s. At 22.5 it is asked, and answers: it computes. At
+25.0 it is asked again, and has been stopped meanwhile: at 32.5 all its answers are over.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from typing import TypeVar
 
 import httpx
 
 from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.auth.tls import client_context
+from tanghulu.rpc.pacing import SILENT_HOST_S, dead_peer_options
+from tanghulu.runtime.tasks import cancelled
+
+T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 2.0
+#: How long a server may answer nothing at all, by default.
+SILENCE_S = 10.0
 #: A server that answers with one of these has not begun: the request may go to another.
 TRY_ELSEWHERE = (429, 502, 503)
 #: Headers of one hop, which the next one makes itself.
@@ -17,11 +35,81 @@ _OF_ONE_HOP = frozenset(("connection", "keep-alive", "te", "trailer", "transfer-
 _OF_REQUESTS = _OF_ONE_HOP | {"accept-encoding", "content-length", "host"}
 
 
-def new_client(tls: TlsFiles = NO_TLS) -> httpx.AsyncClient:
-    """A client for answers of any length, with as many connections as there are requests; ``tls`` for https."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-    timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-    return httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, verify=client_context(tls))
+class RelayClient:
+    """Sends requests to servers, for answers of any length, over as many connections as there are requests."""
+
+    def __init__(self, silence_s: float = SILENCE_S, tls: TlsFiles = NO_TLS) -> None:
+        """``tls`` is for https."""
+        self._silence_s = silence_s
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        options = dead_peer_options(SILENT_HOST_S)
+        verify = client_context(tls)
+        transport = httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False, socket_options=options)
+        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+        self._http = httpx.AsyncClient(timeout=timeout, transport=transport, trust_env=False)
+        self._asking: dict[httpx.URL, asyncio.Task[bool]] = {}  # servers that are asked for /health now
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await cancelled(*self._asking.values())
+        await self._http.aclose()
+
+    def request(
+        self, method: str, url: httpx.URL | str, body: bytes, headers: Mapping[str, str], name: str = ""
+    ) -> httpx.Request:
+        """A request to be sent; ``name`` of the server, where ``url`` has its IP address."""
+        more = {"sni_hostname": name} if name else {}
+        return self._http.build_request(method, url, content=body, headers=headers, extensions=more)
+
+    async def send(self, request: httpx.Request) -> httpx.Response:
+        """The answer as soon as it begins; ``pieces`` has the rest. Raises httpx.HTTPError, also of a silent server."""
+        return await self._unless_silent(request, self._http.send(request, stream=True))
+
+    async def pieces(self, response: httpx.Response) -> AsyncIterator[bytes]:
+        """The bytes of an answer as they come. Raises httpx.HTTPError, also if its server falls silent."""
+        async with contextlib.aclosing(response.aiter_raw()) as pieces:
+            while (piece := await self._unless_silent(response.request, anext(pieces, None))) is not None:
+                yield piece
+
+    async def ask(
+        self, method: str, url: str, body: bytes, headers: Mapping[str, str], deadline_s: float
+    ) -> httpx.Response:
+        """A whole answer that should come at once. Raises httpx.HTTPError."""
+        return await self._http.request(method, url, content=body, headers=headers, timeout=deadline_s)
+
+    async def lives(self, url: str, deadline_s: float) -> bool:
+        """Whether the server of ``url`` answers anything within ``deadline_s``."""
+        return await self._lives(self.request("GET", url, b"", {}), deadline_s)
+
+    async def _unless_silent(self, request: httpx.Request, answering: Awaitable[T]) -> T:
+        """The result of ``answering``, which waits for the server of ``request``; ReadTimeout if that is silent."""
+        task, look_s = asyncio.ensure_future(answering), self._silence_s / 4
+        try:
+            while not (await asyncio.wait((task,), timeout=look_s))[0]:
+                if not await self._lives(request, self._silence_s - look_s) and not task.done():
+                    raise httpx.ReadTimeout(f"it has answered nothing for {self._silence_s:g} s", request=request)
+            return task.result()
+        finally:
+            await cancelled(task)
+
+    async def _lives(self, request: httpx.Request, deadline_s: float) -> bool:
+        """Ask for /health where ``request`` goes, once for all who want to know it now."""
+        url = request.url.copy_with(path="/health", query=None)
+        task = self._asking.get(url)
+        if task is None:
+            task = self._asking[url] = asyncio.create_task(self._asked(request, url, deadline_s))
+            task.add_done_callback(lambda _: self._asking.pop(url, None))
+        return await asyncio.shield(task)
+
+    async def _asked(self, request: httpx.Request, url: httpx.URL, deadline_s: float) -> bool:
+        headers = {"host": request.headers["host"]}
+        more = {name: value for name, value in request.extensions.items() if name == "sni_hostname"}
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._http.get(url, headers=headers, extensions=more)
+        except (httpx.HTTPError, TimeoutError):
+            return False
+        return True
 
 
 def request_headers(headers: Mapping[str, str]) -> dict[str, str]:

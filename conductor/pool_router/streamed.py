@@ -7,7 +7,7 @@ conductor breaks off, a stream of events ends with an error event, and any other
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,12 +30,14 @@ _log = structlog.get_logger(__name__)
 class PoolAnswer:
     """An answer that has begun, and the conductor that gives it.
 
-    ``content``: all of it, where it was read already. ``more``: headers to add.
+    ``pieces``: its bytes as they come, which may raise httpx.HTTPError. ``content``: all of it, where it was read
+    already. ``more``: headers to add.
     """
 
     pool: str
     member: Member
     response: httpx.Response
+    pieces: AsyncIterator[bytes]
     content: bytes | None = None
     more: Mapping[str, str] = field(default_factory=dict)
 
@@ -76,7 +78,7 @@ class Streamed(Response):
 
     async def _pump(self, answer: PoolAnswer, send: Send) -> None:
         try:
-            async for piece in answer.response.aiter_raw():
+            async for piece in answer.pieces:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except httpx.HTTPError as error:
             _log.warning("pool.answer_broke", url=answer.member.url, error=reason(error))

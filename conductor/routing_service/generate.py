@@ -3,8 +3,8 @@
 For engines with an HTTP API of their own (SGLang's /generate, or any that takes token ids under ``input_ids``). The
 body goes on as it came, but for ``routing``, which is the service's. The request counts as load from its sending to its
 end; its prefill is over when the first bytes of the answer come. It goes to one worker that does both phases: what an
-engine hands over inside is its own affair. A worker that cannot be reached, or says 429 or 503 before it began, is
-passed over for this request; at most MAX_ATTEMPTS are tried.
+engine hands over inside is its own affair. A worker that cannot be reached, is silent, or says 429 or 503 before it
+began, is passed over for this request; at most MAX_ATTEMPTS are tried.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from tanghulu.conductor.pool_router.demand import parse_body
-from tanghulu.conductor.pool_router.relaying import TRY_ELSEWHERE, answer_headers, new_client, reason
+from tanghulu.conductor.pool_router.relaying import TRY_ELSEWHERE, RelayClient, answer_headers, reason
 from tanghulu.conductor.routing.overrides import RoutingOverrides
 from tanghulu.conductor.routing_service import types
 from tanghulu.conductor.routing_service.service import RoutableWorker, RoutingQuery, RoutingService
@@ -54,14 +54,13 @@ class _ParsedGenerate:
 class Generator:
     """Forwards to the workers of ``service`` that have a URL."""
 
-    def __init__(self, service: RoutingService, hasher: types.Hasher, clock: Clock) -> None:
-        self._service, self._hasher, self._clock = service, hasher, clock
-        self._http = new_client()
+    def __init__(self, service: RoutingService, hasher: types.Hasher, clock: Clock, client: RelayClient) -> None:
+        self._service, self._hasher, self._clock, self._client = service, hasher, clock, client
         self._closing: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         await asyncio.gather(*self._closing, return_exceptions=True)
-        await self._http.aclose()
+        await self._client.close()
 
     async def generate(self, body: bytes) -> ForwardedAnswer:
         """Send ``body`` (JSON) to the best worker. Raises InvalidRequest for a malformed body, NodeUnavailable."""
@@ -93,7 +92,7 @@ class Generator:
     async def _pieces(self, request_id: str, response: httpx.Response) -> AsyncIterator[bytes]:
         began = False
         try:
-            async for piece in response.aiter_raw():
+            async for piece in self._client.pieces(response):
                 if not began:
                     began = True
                     self._prefilled(request_id)
@@ -118,10 +117,9 @@ class Generator:
         *others, last = await self._service.networks.addresses_of(url.host)
         for address in (*others, last):
             at = url.copy_with(host=address, path="/generate")
-            named = {"sni_hostname": url.host}
-            request = self._http.build_request("POST", at, content=body, headers=headers, extensions=named)
+            request = self._client.request("POST", at, body, headers, url.host)
             try:
-                return await self._http.send(request, stream=True)
+                return await self._client.send(request)
             except httpx.ConnectError:
                 if address == last:
                     raise

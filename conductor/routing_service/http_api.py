@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -11,12 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tanghulu.conductor.http.reply import parse, read_body
+from tanghulu.conductor.http.reply import DONE, dumps, event, parse, read_body
 from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
 from tanghulu.conductor.routing_service import types
 from tanghulu.conductor.routing_service.generate import ForwardedAnswer, Generator
 from tanghulu.conductor.routing_service.service import RoutingQuery, RoutingService
-from tanghulu.errors import InvalidRequest
+from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.hashing import as_tokens
 from tanghulu.runtime.clock import Clock
 from tanghulu.types import BlockHash, InstanceId
@@ -127,11 +128,23 @@ def make_app(
 
 
 class _Passed(StreamingResponse):
-    """A worker's answer on its way; frees the request at its end, read to the end or not."""
+    """A worker's answer on its way; frees the request at its end, read to the end or not.
+
+    When the worker breaks off, a stream of events ends with an error event, and any other answer without its end.
+    """
 
     def __init__(self, begun: ForwardedAnswer) -> None:
-        super().__init__(begun.pieces, begun.status, dict(begun.headers))
+        super().__init__(self._pieces(), begun.status, dict(begun.headers))
         self._begun = begun
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        try:
+            async for piece in self._begun.pieces:
+                yield piece
+        except NodeUnavailable as error:
+            if not self._begun.headers.get("content-type", "").startswith("text/event-stream"):
+                raise
+            yield event(dumps(errors.body_of(error))) + DONE
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

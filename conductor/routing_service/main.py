@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor import route_rights
 from tanghulu.conductor.pool_router import main as pools_main
+from tanghulu.conductor.pool_router.relaying import RelayClient
 from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.routing.requests import KvChange
@@ -101,7 +102,8 @@ class RouterServer:
         config, followers = self.config, [self._follower(source) for source in parse_sources(self.config.vllm_events)]
         listener = listen(config.host, config.port)
         self.address = Address(config.reachable_host, address_of(listener).port)
-        generator = Generator(self.service, self._hasher, self._clock)
+        client = RelayClient(config.silence_timeout)
+        generator = Generator(self.service, self._hasher, self._clock, client)
         app = make_app(self.service, self._hasher, self._clock, self._registry, config.max_body_size, generator)
         server = self._port.server(self._port.authorized(app, route_rights.ROUTING_SERVICE), config.grace_s)
         keys = self._port.keys

@@ -47,12 +47,20 @@ def notice_dead_peer(sock: OpenSocket | None, dead_s: int = DEAD_PEER_S) -> None
     every transport has a socket. A peer that reads nothing for ``dead_s`` although more is sent than its kernel keeps
     counts as dead, too.
     """
-    ask_s = max(1, dead_s // 3)
     if sock is None:
         return
     with contextlib.suppress(OSError):  # a Unix socket: its peer is on this host
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ask_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ask_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, dead_s // ask_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, dead_s * 1000)
+        for level, option, value in dead_peer_options(dead_s):
+            sock.setsockopt(level, option, value)
+
+
+def dead_peer_options(dead_s: int) -> list[tuple[int, int, int]]:
+    """The (level, option, value) of ``notice_dead_peer``, for who does not open its sockets itself."""
+    ask_s = max(1, dead_s // 3)
+    return [
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ask_s),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ask_s),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, dead_s // ask_s),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, dead_s * 1000),
+    ]
