@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator
 
 import httpx
@@ -15,6 +16,7 @@ from tanghulu.conductor.pool_router.grid import parse_pools
 from tanghulu.conductor.pool_router.main import GlobalRouter, GlobalRouterConfig
 from tanghulu.conductor.pool_router.relaying import RelayClient
 from tanghulu.conductor.routing_service.main import RouterConfig, RouterServer
+from tanghulu.rpc.pacing import SILENT_HOST_S
 from tanghulu.runtime.tasks import cancelled
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -140,6 +142,20 @@ async def test_one_that_computes_is_waited_for_and_looked_at_once_for_all() -> N
         server.go.set()
         answers = await asyncio.gather(*asking)
         assert [answer.text for answer in answers] == ["data: [DONE]\n\n"] * 3
+
+
+async def test_the_kernel_looks_whether_the_host_of_a_silent_server_is_there() -> None:
+    server = Server(begin=WHOLE)
+    async with serving(server):
+        client = RelayClient(SILENCE_S)
+        try:
+            response = await client.send(client.request("POST", f"{server.url}/generate", b"{}", {}))
+            sock = response.extensions["network_stream"].get_extra_info("socket")
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == SILENT_HOST_S * 1000
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert [piece async for piece in client.pieces(response)] == [b"data: [DONE]\n\n"]
+        finally:
+            await client.close()
 
 
 async def test_who_is_asked_by_several_at_once_hears_one_question() -> None:

@@ -17,6 +17,7 @@ SHORT = {
     "matrix": "e2e/faults/test_matrix.py",
     "chaos": "e2e/faults/test_chaos.py",
     "rolling": "e2e/faults/test_rolling_restart.py",
+    "routers": "e2e/faults/test_routers.py",
     "start": "e2e/faults/test_start_without_master.py",
     "hosts": "hosts/test_spread_cluster.py",
     "holes": "hosts/test_black_holes.py",
