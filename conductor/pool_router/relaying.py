@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Mapping
-from typing import TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
+from typing import TypeVar, cast
 
 import httpx
 
@@ -67,7 +67,7 @@ class RelayClient:
 
     async def pieces(self, response: httpx.Response) -> AsyncIterator[bytes]:
         """The bytes of an answer as they come. Raises httpx.HTTPError, also if its server falls silent."""
-        async with contextlib.aclosing(response.aiter_raw()) as pieces:
+        async with contextlib.aclosing(cast(AsyncGenerator[bytes], response.aiter_raw())) as pieces:
             while (piece := await self._unless_silent(response.request, anext(pieces, None))) is not None:
                 yield piece
 
