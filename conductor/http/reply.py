@@ -152,9 +152,14 @@ def event(payload: str) -> bytes:
 _encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
+#: What many clients take for the end of a line of a stream, and JSON has as it is.
+_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+
+
 def dumps(value: Any) -> str:
-    """JSON as compact as OpenAI's."""
-    return _encoder.encode(value)
+    """JSON as compact as OpenAI's, in which no character ends a line by anybody's rules."""
+    text = _encoder.encode(value)
+    return text if text.isascii() else text.translate(_LINE_ENDS)
 
 
 async def hung_up(receive: Receive) -> None:

@@ -12,7 +12,7 @@ import pytest
 import tanghulu.web.bodies as web_bodies
 from tanghulu.conductor.http import reply
 from tanghulu.conductor.http.json_marks import BRACKET_MARKS, JsonMarks
-from tanghulu.conductor.http.reply import parse_fields
+from tanghulu.conductor.http.reply import dumps, parse_fields
 from tanghulu.conductor.inference.schema import CompletionBody
 from tanghulu.conductor.inference.service import MAX_JSON_BYTES_PER_TOKEN
 from tanghulu.conductor.text import preparing, served_model
@@ -183,3 +183,11 @@ class TestJson:
     def test_what_is_no_json_is_refused(self, body):
         with pytest.raises(BadField):
             parse_fields(CompletionBody, body)
+
+
+def test_an_answer_has_no_character_that_anybody_takes_for_the_end_of_a_line():
+    text = "".join(map(chr, range(0x3000))) + "\U0001f361"
+    said = dumps({"text": text})
+    assert len(said.splitlines()) == 1
+    assert json.loads(said) == {"text": text}
+    assert "\U0001f361" in said, "other characters stand as they are"
