@@ -103,14 +103,14 @@ class Master:
     def nodes_told(self, nodes: Mapping[str, Instance], admitted: frozenset[str] | None, now_s: float) -> None:
         """Take the nodes that etcd tells of, and the ids of all that were let in; None: none ever was."""
         assert self._shares
+        assert isinstance(self.directory.cluster, NodesInEtcd)
+        self.directory.cluster.told(admitted, now_s)
         self._came.intersection_update(nodes)
         for node_id in [each for each in self.directory.candidates() if each not in nodes]:
             self.directory.node_gone(node_id)
         for node_id, instance in nodes.items():
             if self.directory.instance(node_id) != instance:
                 self.directory.node_registered(instance, now_s)
-        assert isinstance(self.directory.cluster, NodesInEtcd)
-        self.directory.cluster.told(admitted, now_s)
 
     def present_nodes(self, admitted: frozenset[str], now_s: float) -> frozenset[str]:
         """Of the nodes that were let in, those that are there as far as a leader knows: the others have left.

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from tanghulu.auth.tenants import Tenant
 from tanghulu.auth.tls import ServerTls
 from tanghulu.auth.tokens import TokensFile
-from tanghulu.discovery.base import Instance, Registration
+from tanghulu.discovery.base import HOLDS_NOTHING, Instance, Registration
 from tanghulu.discovery.entering import enter, meet
 from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.discovery.masters import MasterFinder
@@ -263,7 +263,8 @@ class Node:
                     self._promoter.bring_up_pinned()
                 address = await self._open()
                 self._discovery = discovery
-                entering = asyncio.create_task(enter(discovery, self._instance(address)))
+                first = {} if self._chunks.all_keys() else {HOLDS_NOTHING: "true"}
+                entering = asyncio.create_task(enter(discovery, self._instance(address, first)))
                 self._registration = entering
                 await asyncio.wait([entering], timeout=_FIRST_CONTACT_S)
                 if entering.done():
@@ -320,7 +321,8 @@ class Node:
         assert self._tokens is not None, "a node without tokens has no tenants"
         return self._tokens.table.tenants
 
-    def _instance(self, address: Address) -> Instance:
+    def _instance(self, address: Address, first: Mapping[str, str] | None = None) -> Instance:
+        """This node as it registers; ``first``: attributes of the first time."""
         return Instance(
             id=self._process.instance_id(address.port),
             role=Role.NODE,
@@ -335,7 +337,8 @@ class Node:
                 "host_id": processes.host_id(),
                 PROTOCOL: str(RANGES_FROM),
             }
-            | ({"draining": "true"} if self.state.draining else {}),
+            | ({"draining": "true"} if self.state.draining else {})
+            | dict(first or {}),
         )
 
     async def _drain(self, draining: bool) -> None:

@@ -7,7 +7,7 @@ memory. An implementation only stores and tells; it decides nothing about what a
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import TracebackType
 from typing import Protocol, Self
@@ -15,6 +15,8 @@ from typing import Protocol, Self
 from tanghulu.types import Address, InstanceId, Place, Role
 
 DEFAULT_TTL_S = 3.0
+#: Attribute of a store node that registers for the first time and has nothing to report. Later it may have.
+HOLDS_NOTHING = "holds_nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,17 @@ class Instance:
     generation: int = 0
     unix_path: str = ""
     attributes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def holds_nothing(self) -> bool:
+        """Whether this is the first registration of a node that has nothing to report."""
+        return HOLDS_NOTHING in self.attributes
+
+    def again(self) -> Instance:
+        """The instance as it registers again, perhaps because nobody heard the answer to the first time."""
+        if not self.holds_nothing:
+            return self
+        return replace(self, attributes={name: each for name, each in self.attributes.items() if name != HOLDS_NOTHING})
 
 
 class EventKind(Enum):

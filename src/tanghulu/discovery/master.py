@@ -2,7 +2,7 @@
 
 A registration renews its lease every third of it; when the master does not know the lease (it restarted, or the
 process stood still too long) it registers again and says so, because such a master knows nothing of what a node
-holds either. A watch outlives its master: it connects again and tells only what differs (see mirror). Of several
+holds either. What a first registration says of itself is in no other, and is gone with the first renewal. A watch outlives its master: it connects again and tells only what differs (see mirror). Of several
 masters the leader is followed (see masters).
 """
 
@@ -85,6 +85,8 @@ class MasterRegistration:
         instance, until_s = self._instance, self._clock.now_s() + self._ttl_s
         self._lease_id = await self._discovery.enter(instance, self._ttl_s, deadline_s)
         self._entered, self.lease_until_s = instance, until_s
+        if self._instance is instance:
+            self._instance = instance.again()
 
     async def _renew_forever(self) -> None:
         reachable, rng = True, Random(secrets.randbits(64))
@@ -138,6 +140,7 @@ class MasterDiscovery:
         self._metadata = self._finder.masters.credentials.metadata
         self._clock = SystemClock()
         self._channels: dict[Address, grpc.aio.Channel] = {}
+        self._tried: set[str] = set()  # ids of instances that a master may have entered
         self._poked = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -257,10 +260,12 @@ class MasterDiscovery:
 
     async def enter(self, instance: Instance, ttl_s: float, deadline_s: float) -> int:
         """Register; returns the lease id. Raises MasterUnavailable at the deadline."""
-        request = pb.RegisterRequest(instance=instance_to_proto(instance), ttl_ms=round(ttl_s * 1000))
         patient = not self._finder.several
 
         def ask(stub: membership_pb2_grpc.MembershipStub, timeout_s: float) -> Awaitable[pb.RegisterReply]:
+            tried = instance.again() if instance.id in self._tried else instance
+            self._tried.add(instance.id)
+            request = pb.RegisterRequest(instance=instance_to_proto(tried), ttl_ms=round(ttl_s * 1000))
             call: Awaitable[pb.RegisterReply] = stub.Register(
                 request, timeout=timeout_s, wait_for_ready=patient, metadata=self._metadata
             )

@@ -123,7 +123,7 @@ class Directory:
                 self.pending_commits.settle(key, node_id, version)
                 stands[index] = not self._is_buried(node_id, key, version, changes)
         outcomes = self.table.add_report(inventory, compress(entries, stands))
-        if not self.rebuild.is_ready and outcomes.count(Outcome.STORED) == len(entries):
+        if not self.rebuild.is_rebuilt and outcomes.count(Outcome.STORED) == len(entries):
             return []  # and nothing to tell: nobody follows yet
         for index, outcome in zip(compress(range(len(entries)), stands), outcomes, strict=True):
             if outcome is not Outcome.KEPT:

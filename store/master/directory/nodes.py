@@ -103,7 +103,7 @@ class RegisteredNodes:
         begun = node.begun
         if begun:
             node_id = node.instance.id
-            told = [(number, self._told.of(node_id, number)) for number in begun]
+            told = [(number, self._told.reported(node_id, number)) for number in begun]
             begun.intersection_update(number for number, slots in told if slots not in (None, RANGE_SLOTS))
         return begun
 
@@ -131,11 +131,11 @@ class RegisteredNodes:
 
     # --- changes
 
-    def enter(self, instance: Instance, now_s: float) -> None:
-        """Enter a node that is not registered."""
+    def enter(self, instance: Instance, now_s: float, numbers: Iterable[int]) -> None:
+        """Enter a node that is not registered; one that holds nothing has told the ranges ``numbers`` by that."""
         assert instance.id not in self._records
         node = self._records[instance.id] = NodeRecord(instance, now_s)
-        self._told.enter()
+        self._told.enter(instance.id, numbers if instance.holds_nothing else ())
         self.version += 1
         self._offer(node)
 
@@ -162,7 +162,7 @@ class RegisteredNodes:
         """Begin another report of ``node``, of these ranges."""
         node.report_id, node.report_number, node.begun = report_id, -1, set(numbers)
         for number in node.begun:
-            self._told.tell(node.instance.id, number, 0)
+            self._told.begin(node.instance.id, number)
 
     def told(self, node: NodeRecord, next_slot: int) -> list[int]:
         """Take note that ``node`` has told the slots below ``next_slot`` of its report's ranges.
@@ -171,7 +171,8 @@ class RegisteredNodes:
         """
         node_id, ended = node.instance.id, []
         for number in self.reporting(node):
-            num_slots = min(max(next_slot - number * RANGE_SLOTS, self._told.of(node_id, number) or 0), RANGE_SLOTS)
+            before = self._told.reported(node_id, number) or 0
+            num_slots = min(max(next_slot - number * RANGE_SLOTS, before), RANGE_SLOTS)
             self._told.tell(node_id, number, num_slots)
             if num_slots == RANGE_SLOTS:
                 ended.append(number)

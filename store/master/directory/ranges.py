@@ -19,7 +19,6 @@ Rules of an announcement, which comes from a registered node and carries its gen
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterable, Iterator
 from itertools import chain, groupby, islice
 from random import Random
@@ -67,7 +66,7 @@ class RangeDirectories:
         self.cluster = cluster or ClusterNodes(now_s, rebuild_s)
         self.grants = ReportGrants()
         self.log: EventRing[DirectoryEvent] = EventRing(log_weight)
-        #: Slots, from the first on, whose unknown keys are missing keys; it never falls.
+        #: Slots whose unknown keys are missing keys.
         self.num_known_slots = 0
         self.num_retracted = 0
         self._nodes = RegisteredNodes()
@@ -111,13 +110,17 @@ class RangeDirectories:
     # --- nodes
 
     def node_registered(self, instance: Instance, now_s: float) -> None:
-        """Enter a node, or its changed registration. Another generation of the same id starts with nothing."""
+        """Enter a node, or its changed registration. Another generation of the same id starts with nothing.
+
+        Unknown keys are not missing, as far as the node may hold them, until it has told them, or has gone again.
+        """
         node = self._nodes.get(instance.id)
         if node is not None and node.instance.generation == instance.generation:
             self._nodes.renew(node, instance, now_s)
             return
         self.node_gone(instance.id)
-        self._nodes.enter(instance, now_s)
+        self._nodes.enter(instance, now_s, self._owned)
+        self._count_slots()
 
     def node_seen(self, node_id: str, now_s: float) -> None:
         """Note a sign of life of a node."""
@@ -263,7 +266,6 @@ class RangeDirectories:
         if number not in self._owned:
             self._owned |= {number}
             self._begun[number] += 1
-            insort(self._unready, self._ranges[number], key=lambda directory: directory.number)
         self._count_slots()
 
     def forget_range(self, number: int) -> None:
@@ -273,8 +275,7 @@ class RangeDirectories:
         self._owned -= {number}
         self._forgotten += [part for part in self._ranges[number].forget() if part]
         self._left_over.append(self._nodes.forget_range(number))
-        self._unready = [each for each in self._unready if each.number != number]
-        self.num_known_slots = sum(directory.rebuild.num_known_slots for directory in self._ranges)
+        self._count_slots()
 
     def _sweep_forgotten(self, num_keys: int) -> None:
         """Give back the next ``num_keys`` keys of ranges that went, or inventories, in which no key is left then."""
@@ -301,7 +302,7 @@ class RangeDirectories:
         return NUM_SLOTS if first is None else first * RANGE_SLOTS + rebuilds[first].num_known_slots
 
     def known_slots(self) -> dict[int, int]:
-        """Of each range that this master owns and does not know whole: how many of its slots are known."""
+        """Of each range that this master owns and does not know whole now: how many of its slots are known."""
         return {directory.number: directory.rebuild.num_known_slots for directory in self._unready}
 
     @property
@@ -316,13 +317,18 @@ class RangeDirectories:
 
     @property
     def num_unready(self) -> int:
-        """Number of ranges that are owned here and not known whole."""
+        """Number of ranges that are owned here and not known whole now."""
         return len(self._unready)
 
     @property
-    def ready_ranges(self) -> int:
-        """The ranges that are owned here and known whole, a bit for each."""
-        return bits_of(self._owned) & ~bits_of(each.number for each in self._unready)
+    def rebuilt_ranges(self) -> int:
+        """The ranges that are owned here and have been known whole since they came, a bit for each."""
+        return bits_of(number for number in self._owned if self._ranges[number].rebuild.is_rebuilt)
+
+    @property
+    def is_rebuilt(self) -> bool:
+        """Whether every range that is owned here has been known whole since it came: so all nodes are known."""
+        return bool(self._owned) and all(each.rebuild.is_rebuilt for each in self._unready)
 
     @property
     def num_begun(self) -> int:
@@ -334,12 +340,12 @@ class RangeDirectories:
         return [times for number, times in enumerate(self._begun) if ranges >> number & 1]
 
     def _count_slots(self) -> None:
-        if not self._unready:
-            return
+        """Take note of what all nodes of the cluster have told."""
         are_all = self.cluster.are_all(self._nodes.ids)
-        for directory in self._unready:
+        owned = [directory for directory in self._ranges if directory.number in self._owned]
+        for directory in owned:
             directory.rebuild.told(self._nodes.least_told(directory.number) if are_all else 0)
-        self._unready = [directory for directory in self._unready if not directory.rebuild.is_ready]
+        self._unready = [directory for directory in owned if not directory.rebuild.is_ready]
         self.num_known_slots = sum(directory.rebuild.num_known_slots for directory in self._ranges)
 
     # --- commits of clients
@@ -471,7 +477,7 @@ class RangeDirectories:
 
     def _log_changes(self, node_id: str, changes: dict[str, bool]) -> None:
         if self._unready:  # nobody follows those yet: what a follower gets first of a range is a snapshot
-            changes = {key: held for key, held in changes.items() if self._of(key).rebuild.is_ready}
+            changes = {key: held for key, held in changes.items() if self._of(key).rebuild.is_rebuilt}
         for kind, wanted in ((DirectoryEventKind.REMOVED, False), (DirectoryEventKind.STORED, True)):
             keys = tuple(key for key, held in changes.items() if held is wanted)
             if keys:

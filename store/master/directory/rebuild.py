@@ -18,7 +18,10 @@ to come may be a node as new as the master, with nothing in it; so for ``ALONE_S
 
 In COUNTED and in ENTERED the known slots are those that all registered nodes have told.
 
-The second question each range of keys answers for itself (``Rebuild``): how many of its slots are known.
+The second question each range of keys answers for itself (``Rebuild``): how many of its slots are known. That falls
+again when a node comes that may hold something: one that was expelled and is back, or that has started again with what
+is on its disk. Its keys are not missing from the moment on in which it is let in, and which they are it has yet to tell.
+A node that says at its first registration that it holds nothing has told everything by that.
 
 Example: 1,024 slots; nodes A and B have come back to a master that was restarted. After 3 s nobody else can come. A has
 told the slots below 700, B those below 520: 520 slots are known. Ranges 0 to 31 are ready, range 32 knows 8 of its 16
@@ -137,13 +140,18 @@ class NodesInEtcd:
 
 
 class Rebuild:
-    """How much this master knows of the slots of one range, between its start and the moment when it knows all."""
+    """How much this master knows of the slots of one range.
 
-    __slots__ = ("_first_slot", "num_known_slots")
+    ``is_rebuilt``: all of them have been known since the range came to this master. From then on followers are told of
+    it, also while a node that has come has yet to tell what it holds.
+    """
+
+    __slots__ = ("_first_slot", "is_rebuilt", "num_known_slots")
 
     def __init__(self, range_number: int) -> None:
-        #: So many slots of the range, from its first one on, are known; it never falls.
+        #: So many slots of the range, from its first one on, are known.
         self.num_known_slots = 0
+        self.is_rebuilt = False
         self._first_slot = range_number * RANGE_SLOTS
 
     @property
@@ -157,7 +165,8 @@ class Rebuild:
 
     def told(self, num_slots: int) -> None:
         """Take note that all nodes of the cluster have told the first ``num_slots`` slots of the range."""
-        self.num_known_slots = max(self.num_known_slots, num_slots)
+        self.num_known_slots = num_slots
+        self.is_rebuilt = self.is_rebuilt or self.is_ready
 
     def __repr__(self) -> str:
         return f"Rebuild({self.num_known_slots} of {RANGE_SLOTS} slots)"
@@ -167,58 +176,73 @@ class ToldSlots:
     """How many slots of each range the nodes have told, from its first one on.
 
     They are counted, so that to find the least of a range costs no walk over all nodes, and kept by range, so that to
-    forget one costs none either. Of a node that is not named in a range nothing counts.
+    forget one costs none either. Of a node that is not named in a range nothing counts. A node that begins another
+    report has told what its reports before have told: until that one ends, nothing of it is forgotten.
     """
 
     def __init__(self) -> None:
         self._num_nodes = 0
-        self._told: list[dict[str, int]] = [{} for _ in range(NUM_RANGES)]  # by range: of each node
+        self._reported: list[dict[str, int]] = [{} for _ in range(NUM_RANGES)]  # by range: in each node's last report
+        self._told: list[dict[str, int]] = [{} for _ in range(NUM_RANGES)]  # the same in that of its reports with most
         self._counts = [[0] * (RANGE_SLOTS + 1) for _ in range(NUM_RANGES)]  # by range, and by slots told: nodes
 
-    def enter(self) -> None:
-        """A node has come, which has told nothing."""
+    def enter(self, node_id: str, told: Iterable[int] = ()) -> None:
+        """A node has come, which has nothing to tell of the ranges ``told``."""
         self._num_nodes += 1
+        for number in told:
+            self.tell(node_id, number, RANGE_SLOTS)
 
     def leave(self, node_id: str) -> None:
         """It has gone."""
         self._num_nodes -= 1
-        for told, counts in zip(self._told, self._counts, strict=True):
+        for reported, told, counts in zip(self._reported, self._told, self._counts, strict=True):
+            reported.pop(node_id, None)
             num_slots = told.pop(node_id, None)
             if num_slots is not None:
                 counts[num_slots] -= 1
 
+    def begin(self, node_id: str, number: int) -> None:
+        """The node begins to report that range."""
+        self._reported[number][node_id] = 0
+
     def tell(self, node_id: str, number: int, num_slots: int) -> None:
-        """The node has told ``num_slots`` slots of that range."""
+        """The node's report has told ``num_slots`` slots of that range."""
         told, counts = self._told[number], self._counts[number]
+        self._reported[number][node_id] = num_slots
         before = told.get(node_id)
-        if before is not None:
-            counts[before] -= 1
-        told[node_id] = num_slots
-        counts[num_slots] += 1
+        if before is None or before < num_slots:
+            if before is not None:
+                counts[before] -= 1
+            told[node_id] = num_slots
+            counts[num_slots] += 1
 
     def forget(self, number: int) -> None:
         """Nothing of that range counts as told any more."""
-        self._told[number], self._counts[number] = {}, [0] * (RANGE_SLOTS + 1)
+        self._reported[number], self._told[number], self._counts[number] = {}, {}, [0] * (RANGE_SLOTS + 1)
 
-    def of(self, node_id: str, number: int) -> int | None:
-        """How many slots of that range the node has told; None: nothing counts, as no report of it has begun."""
-        return self._told[number].get(node_id)
+    def reported(self, node_id: str, number: int) -> int | None:
+        """How many slots of that range the node's last report has told; None: no report of it has begun."""
+        return self._reported[number].get(node_id)
 
     def untold(self, node_id: str, numbers: Iterable[int]) -> list[int]:
-        """Those of the ranges that the node has not told to their ends."""
-        told = self._told
-        return [number for number in numbers if told[number].get(node_id) != RANGE_SLOTS]
+        """Those of the ranges that the node's last report has not told to their ends."""
+        reported = self._reported
+        return [number for number in numbers if reported[number].get(node_id) != RANGE_SLOTS]
 
     def least(self, number: int) -> int:
         """How many slots of that range all nodes have told; all of them if there is no node."""
+        counts = self._counts[number]
+        if counts[RANGE_SLOTS] == self._num_nodes:
+            return RANGE_SLOTS
         if len(self._told[number]) < self._num_nodes:
             return 0
-        return next((told for told, num_nodes in enumerate(self._counts[number]) if num_nodes), RANGE_SLOTS)
+        return next(told for told, num_nodes in enumerate(counts) if num_nodes)
 
     def check(self, node_ids: Set[str]) -> None:
         """Assert that the counts are those of the nodes, and that none but ``node_ids`` are named."""
         assert self._num_nodes == len(node_ids)
-        for told, counts in zip(self._told, self._counts, strict=True):
-            assert told.keys() <= node_ids
+        for reported, told, counts in zip(self._reported, self._told, self._counts, strict=True):
+            assert told.keys() | reported.keys() <= node_ids
+            assert all(num_slots <= told.get(node_id, 0) for node_id, num_slots in reported.items())
             assert sum(counts) == len(told)
             assert all(counts[num_slots] == num_nodes for num_slots, num_nodes in Counter(told.values()).items())

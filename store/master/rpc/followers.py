@@ -84,7 +84,7 @@ class _Follower:
         """The ranges whose snapshot is to come now."""
         if not self._pending:
             return 0
-        ready = self._pending & self._directory.ready_ranges
+        ready = self._pending & self._directory.rebuilt_ranges
         return ready if self._is_of_some or ready == self._pending else 0
 
     async def _snapshot(self, ranges: int) -> AsyncIterator[pb.EventBatch]:
@@ -101,7 +101,7 @@ class _Follower:
             await asyncio.sleep(0)  # there may be a million keys without the prefix
         self._pending &= ~ranges
         self._sent = sequence
-        if directory.times_begun(ranges) != began or ranges & ~directory.ready_ranges:
+        if directory.times_begun(ranges) != began or ranges & ~directory.rebuilt_ranges:
             self._lost(ranges)  # some of them left while they were told, so nobody can say what the snapshot lacks
             return
         self._told |= ranges

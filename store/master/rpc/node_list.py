@@ -15,7 +15,7 @@ class NodeList:
 
     A client names the version that it has, and mostly hears that nothing has changed. A version is counted within one
     generation of the master; it changes when a node comes, goes, changes its registration or its capacity, and when the
-    directory is complete. Other figures, used bytes say, change all the time: they are of now only in answers to those
+    directory is complete for the first time. Other figures, used bytes say, change all the time: they are of now only in answers to those
     who do not ask by version, operators mostly.
     """
 
@@ -45,7 +45,7 @@ class NodeList:
     @property
     def _version(self) -> int:
         directory = self._server.master.directory
-        return 2 * directory.nodes_version + directory.is_ready
+        return 2 * directory.nodes_version + directory.is_rebuilt
 
     def _write(self, ranges: int = 0) -> pb.NodesReply:
         """The whole answer; ``ranges``: those that the caller asks this master for, among its others, a bit for each.
@@ -72,7 +72,7 @@ class NodeList:
     def _head(self, *, unchanged: bool) -> pb.NodesReply:
         directory, (term, term_of) = self._server.master.directory, self._server.term
         return pb.NodesReply(
-            rebuilding=not directory.is_ready,
+            rebuilding=not directory.is_rebuilt,
             num_keys=directory.num_keys,
             master_generation=self._server.master.generation,
             term=term,

@@ -99,14 +99,15 @@ def test_a_put_that_came_to_nothing_is_retracted_by_its_node() -> None:
     assert directory.announce(added("b", "k", version=6), 10.2).accepted == [True], "who asked again comes next"
 
 
-def test_an_older_chunk_that_the_node_reports_stays_when_a_commit_of_its_key_is_over() -> None:
-    """The node was taken for gone; so the master did not know its chunk when a client committed another there."""
+def test_an_older_chunk_that_a_node_holds_which_was_taken_for_gone_stays() -> None:
+    """The master does not know it before the node has reported, and until then takes no client's commit of its key."""
     directory = ready("a")
     directory.node_gone("a")
     directory.node_registered(instance("a", generation=1), 9.0)
-    assert directory.commit_by_client(said("a", "k", version=5), 10.0) is CommitResult.ACCEPTED
+    assert directory.commit_by_client(said("a", "k", version=5), 10.0) is CommitResult.ASK_NODE
     piece = ReportPiece(0, NUM_SLOTS, [("k", 4, 104, 0)])
     assert directory.announce(NodeAnnouncement("a", 1, report_id=2, piece=piece), 10.1).refused == []
+    assert directory.commit_by_client(said("a", "k", version=5), 10.2) is CommitResult.ASK_NODE
     found = directory.find("k")
     assert found is not None
     assert found.version == 4

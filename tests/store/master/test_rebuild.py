@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tanghulu.discovery.base import HOLDS_NOTHING
 from tanghulu.store.master.directory.announcement import Announced, ChunkEntry, NodeAnnouncement, ReportPiece
 from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.directory.rebuild import ALONE_S, TRANSITIONS, Membership, MembershipEvent, Rebuild
-from tanghulu.store.protocol.key_slots import NUM_RANGES, NUM_SLOTS, RANGE_SLOTS, range_of, slot_of
+from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, NUM_SLOTS, RANGE_SLOTS, range_of, slot_of
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
 from tanghulu.types import ChunkKey
 from tests.store.master.running_master import instance
@@ -117,11 +118,12 @@ def test_each_range_counts_its_own_slots(told: list[int], key: str) -> None:
     for num_slots in told:
         for number, each in enumerate(ranges):
             each.told(min(max(num_slots - RANGE_SLOTS * number, 0), RANGE_SLOTS))
-    known = max(told, default=0)
+    known = told[-1] if told else 0
     assert sum(each.num_known_slots for each in ranges) == known
     assert sum(each.is_ready for each in ranges) == known // RANGE_SLOTS
     assert range_of(key) == slot_of(key) // RANGE_SLOTS
     assert ranges[range_of(key)].knows(key) == (slot_of(key) < known)
+    assert sum(each.is_rebuilt for each in ranges) == max(told, default=0) // RANGE_SLOTS
 
 
 def test_a_range_is_ready_before_others_are() -> None:
@@ -135,6 +137,74 @@ def test_a_range_is_ready_before_others_are() -> None:
     added = [ChunkEntry(key, 1, 10, unconfirmed=True) for key in (high, other)]
     answer = directory.announce(NodeAnnouncement("a", 7, added, report_id=1), 0.0)
     assert (answer.accepted, answer.undecided) == ([False, True], [0])
+
+
+LOW, HIGH = "kv/k13", "kv/a"  # of the slots 158 and 812
+
+
+def grown() -> RangeDirectories:
+    """One that knows all of the nodes a and b, of which b holds HIGH, and has then lost b."""
+    directory = counted("a", "b")
+    report(directory, "a")
+    tell(directory, "b", 1, ReportPiece(0, NUM_SLOTS, [(HIGH, 1, 10, 0)]))
+    assert directory.is_ready
+    directory.node_gone("b")
+    assert not directory.is_incomplete([LOW, HIGH], [None, None]), "nobody holds them"
+    return directory
+
+
+def test_what_a_node_that_comes_back_has_yet_to_tell_is_not_missing() -> None:
+    directory = grown()
+    directory.announce(NodeAnnouncement("a", 7, [ChunkEntry("known", 1, 10)]), 5.0)
+    directory.node_registered(instance("b"), 5.0)
+    assert directory.is_incomplete([LOW], [None])
+    assert directory.is_incomplete([HIGH], [None])
+    assert directory.holds(["known"]) == b"\1", "what is known is answered"
+    fresh = [ChunkEntry(HIGH, 2, 10, unconfirmed=True)]
+    assert directory.announce(NodeAnnouncement("a", 7, fresh), 5.0).undecided == [0], "of two the older one stays"
+    assert directory.commit_by_client(ClientCommit("a", 7, ChunkKey(HIGH), 3, 10), 5.0) is CommitResult.ASK_NODE
+    tell(directory, "b", 2, ReportPiece(0, 300))
+    assert not directory.is_incomplete([LOW], [None]), "slot by slot"
+    assert directory.is_incomplete([HIGH], [None])
+    assert directory.is_rebuilt, "followers and the list of nodes go on meanwhile"
+    assert directory.rebuilt_ranges == ALL_BITS
+    tell(directory, "b", 2, ReportPiece(1, NUM_SLOTS, [(HIGH, 1, 10, 0)]))
+    assert directory.is_ready
+    assert directory.announce(NodeAnnouncement("a", 7, fresh), 5.0).accepted == [False]
+    assert directory.find(HIGH) == (1, 10, ("b",), 1)
+
+
+def test_a_node_that_comes_back_and_goes_again_is_not_waited_for() -> None:
+    directory = grown()
+    directory.node_registered(instance("b"), 5.0)
+    assert directory.is_incomplete([HIGH], [None])
+    directory.node_gone("b")
+    assert not directory.is_incomplete([HIGH], [None])
+    directory.check()
+
+
+def test_a_new_node_that_holds_nothing_makes_nothing_unknown() -> None:
+    """Nor does its report of nothing, however late it comes; and a report makes nothing unknown that is known."""
+    directory = grown()
+    directory.node_registered(instance("c", attributes={HOLDS_NOTHING: "true"}), 5.0)
+    assert directory.is_ready
+    for name in ("a", "c"):
+        directory.announce(NodeAnnouncement(name, 7, report_id=9), 5.0)
+        assert directory.is_ready
+        tell(directory, name, 9, ReportPiece(0, 100))
+        assert directory.is_ready
+    directory.node_registered(instance("b", generation=8), 6.0)
+    assert not directory.is_ready, "started again, with what is on its disk"
+
+
+def test_what_followers_hear_while_a_node_that_came_back_reports() -> None:
+    directory = grown()
+    directory.node_registered(instance("b"), 5.0)
+    last = directory.log.last
+    tell(directory, "b", 2, ReportPiece(0, 1000, [(HIGH, 1, 10, 0)]))
+    directory.announce(NodeAnnouncement("a", 7, [ChunkEntry(LOW, 1, 10)]), 5.0)
+    assert not directory.is_ready
+    assert [event.keys for _, event in directory.log.read(last, 100)] == [(HIGH,), (LOW,)]
 
 
 def test_a_piece_whose_entries_are_in_no_order_is_taken() -> None:

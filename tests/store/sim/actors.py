@@ -18,7 +18,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from tanghulu.discovery.base import Instance
+from tanghulu.discovery.base import HOLDS_NOTHING, Instance
 from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import TanghuluError, TransferFailed
 from tanghulu.eviction.policies import make_policy
@@ -238,9 +238,12 @@ class SimNode(SimProcess):
             self.state.chunks.let_go(key, version, removed=removed)
 
     async def _stay_registered(self) -> None:
-        lease_id = 0
+        lease_id, instance = 0, self._instance()
+        if not self.state.chunks.all_keys():
+            instance.attributes[HOLDS_NOTHING] = "true"
         while True:
-            lease_id = await self._world.registered(self._instance(), lease_id)
+            lease_id = await self._world.registered(instance, lease_id)
+            instance = instance.again()
             self._register_now.clear()
             try:
                 async with asyncio.timeout(REGISTER_TTL_S / 3):

@@ -28,6 +28,7 @@ from tanghulu.rpc.fast_server import FastService
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.store.client.logic.key_owners import KeyOwners
 from tanghulu.store.master.core import Master
+from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.directory.rebuild import REBUILD_S
 from tanghulu.store.master.election import ownership
 from tanghulu.store.master.election.assignment import assign
@@ -190,6 +191,11 @@ class SharedWorld(World):
     @property
     def masters(self) -> list[Any]:
         return [owner for owner in self.owners.values() if owner.alive]
+
+    def answers_for(self, directory: RangeDirectories, number: int) -> bool:
+        """One that etcd does not name as the owner is not believed, if it stood still with its clock."""
+        owner = next((each for each in self.owners.values() if each.core.directory is directory), None)
+        return owner is not None and self.etcd.holder(range_name(number)) == owner.id
 
     async def registered(self, instance: Instance, lease_id: int) -> int:
         """As MasterDiscovery, which finds the leader; a call that is not answered is given up."""

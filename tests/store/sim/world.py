@@ -6,6 +6,7 @@ One seed is one life: sizes, traffic, crashes, cut and slow links, torn connecti
 * a value that is read is one that was put under its key, whole; nothing but typed errors comes out, in time;
 * in a calm life, where nothing fails and everything fits, that holds without exception, and a key keeps its value;
   where nothing fails, whoever removes what was put has removed it;
+* no key is called missing while a node that is let in holds it, and has yet to tell it (`ToldChunks`);
 * in every node free + used == capacity and no two chunks overlap (`NodeState.check`), master and sessions are sound;
 * when all links are whole again, directory and nodes agree within ``CONVERGE_S``, and what was removed stays so;
   of clients that have ended no node keeps anything: no lease, no reservation, no write buffer.
@@ -28,10 +29,12 @@ from typing import Any
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import ChunkNotFound, TanghuluError
 from tanghulu.store.client.aio import AsyncClient
+from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.node.ssd.tier import SsdPlace
 from tanghulu.store.node.state.chunk import ChunkState
 from tests.store.sim.actors import MASTER, SimMaster, SimNode, SimProcess, kill_writers, open_client
 from tests.store.sim.plan import KeyLife, Plan
+from tests.store.sim.told_chunks import ToldChunks
 from tests.virtual.loop import PID, VirtualLoop, on_host
 from tests.virtual.surroundings import collected_garbage, virtual_time
 
@@ -77,7 +80,7 @@ class World:
     def run(self) -> Counter[str]:
         """One life; returns how often what happened."""
         self.network.cuts_frames = self.plan.cuts_frames
-        with virtual_time(self), self._disks_made(), collected_garbage():
+        with virtual_time(self), self._disks_made(), collected_garbage(), ToldChunks(self).watched():
             self.loop.set_exception_handler(self._unhandled)
             try:
                 self.loop.run_until_complete(self._live())
@@ -171,6 +174,10 @@ class World:
     def masters(self) -> list[SimMaster]:
         """The masters that are alive, and the last one if none is."""
         return [self.master]
+
+    def answers_for(self, directory: RangeDirectories, number: int) -> bool:
+        """Whether clients believe what is said there of that range."""
+        return True
 
     async def registered(self, instance: Instance, lease_id: int) -> int:
         """Enter the node, or renew its lease: what MasterDiscovery does by gRPC. Returns the lease's id."""
