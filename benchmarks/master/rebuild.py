@@ -37,8 +37,10 @@ from tests.store.cluster import Cluster, Process
 from tests.store.elected_cluster import ElectedCluster
 
 BATCH = 2000
-#: Keys of a question, and keys that are got one by one behind it.
-ASKED, GOT = 200, 5
+#: What clients do; each does one of them, so that a question that waits keeps no get from being made.
+KINDS = ("exists", "get", "put")
+#: Keys of a question, and the pause of a client between two calls.
+ASKED, PAUSE_S = 200, 0.01
 #: Of a call, so that it outlives the restart and the rebuilding behind it.
 DEADLINE_S = 60.0
 #: Within which masters that know nothing must know everything; far more than it takes.
@@ -48,36 +50,35 @@ BYTES_PER_KEY, SPARE_BYTES = 256, 16 << 20
 
 
 class Asking(threading.Thread):
-    """A client that asks, gets and puts until it is ended; counts what was denied."""
+    """A client that makes one kind of call until it is ended; counts what was denied."""
 
-    def __init__(self, address: str, num_keys: int, name: str) -> None:
+    def __init__(self, what: str, address: str, num_keys: int, name: str) -> None:
         super().__init__(name=name)
+        self.what = what
         self._client = tanghulu.connect(address, deadline_s=DEADLINE_S, transport="tcp")
         self._num_keys = num_keys
         self._rng = random.Random(name)
         self.ended = threading.Event()
         self.num_asked = self.num_got = 0
         self.put: list[tuple[str, bytes]] = []
-        self.waits: dict[str, list[tuple[float, float]]] = {"exists": [], "get": [], "put": []}  # began, seconds
+        self.waits: list[tuple[float, float]] = []  # began, seconds
         self.denied: list[str] = []
         self.failures: list[str] = []
 
     def run(self) -> None:
+        step = {"exists": self._ask, "get": self._get, "put": self._put}[self.what]
         while not self.ended.is_set():
-            self._timed("exists", self._ask)
-            for _ in range(GOT):
-                self._timed("get", self._get)
-            self._timed("put", self._put)
-            time.sleep(0.02)
+            self._timed(step)
+            time.sleep(PAUSE_S)
         self._client.close()
 
-    def _timed(self, what: str, step: Callable[[], None]) -> None:
+    def _timed(self, step: Callable[[], None]) -> None:
         began_s = time.monotonic()
         try:
             step()
         except TanghuluError as error:
-            self.failures.append(f"{what}: {error.code} after {time.monotonic() - began_s:.2f} s: {error.message}")
-        self.waits[what].append((began_s, time.monotonic() - began_s))
+            self.failures.append(f"{self.what}: {error.code} after {time.monotonic() - began_s:.2f} s: {error.message}")
+        self.waits.append((began_s, time.monotonic() - began_s))
 
     def _ask(self) -> None:
         numbers = [self._rng.randrange(self._num_keys) for _ in range(ASKED)]
@@ -104,9 +105,13 @@ class Asking(threading.Thread):
 def waits_of(loads: list[Asking], since_s: float, until_s: float) -> dict[str, Any]:
     """How long the calls took that were under way between two times."""
     shown: dict[str, Any] = {}
-    for what in ("exists", "get", "put"):
+    for what in KINDS:
         took_s = sorted(
-            took for load in loads for began, took in load.waits[what] if began < until_s and began + took > since_s
+            took
+            for load in loads
+            if load.what == what
+            for began, took in load.waits
+            if began < until_s and began + took > since_s
         )
         if took_s:
             shown[what] = {
@@ -287,7 +292,10 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str,
             when(lambda: sum(masters.owned) == NUM_RANGES and masters.is_even, time.monotonic())
         facts = report(masters, farms(stack, cluster.address, options), num_keys)
         print(json.dumps(facts), flush=True)
-        loads += [Asking(cluster.address, num_keys, f"{options.seed}-{n}") for n in range(options.clients)]
+        loads += [
+            Asking(KINDS[n % len(KINDS)], cluster.address, num_keys, f"{options.seed}-{n}")
+            for n in range(options.clients)
+        ]
         for load in loads:
             load.start()
         time.sleep(options.quiet_s)
@@ -317,7 +325,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--masters", type=int, default=1, help="several share the keys, on an etcd")
     parser.add_argument("--processes", type=int, default=1, help="that the nodes are spread over, as many in each")
-    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--clients", type=int, default=6, help="a third asks, a third gets, a third puts")
     parser.add_argument("--losses", type=int, default=0, help="of masters; 0: as many as there are")
     parser.add_argument("--ttl-s", type=float, default=3.0, help="of the masters' leases in etcd; theirs is 3 s")
     parser.add_argument("--quiet-s", type=float, default=5.0, help="before each loss")
