@@ -145,6 +145,11 @@ class Masters:
     def num_keys(self) -> int:
         return int(sum(each.metric("tanghulu_master_keys") for each in self.living))
 
+    def num_announced(self, report: str) -> int:
+        """How many messages of nodes there were with a ``piece`` of a report, or with ``none``."""
+        name = "tanghulu_master_announcements_total"
+        return int(sum(each.metric(name, report=report) for each in self.living))
+
     @property
     def owned(self) -> list[int]:
         """How many ranges each of them owns."""
@@ -165,8 +170,8 @@ class Masters:
         return max(owned) - min(owned) <= 1
 
 
-def when(condition: Callable[[], bool], since_s: float, pause_s: float = 0.1) -> float:
-    """Seconds from ``since_s`` until ``condition`` holds."""
+def when(condition: Callable[[], bool], since_s: float, pause_s: float = 0.5) -> float:
+    """Seconds from ``since_s`` until ``condition`` holds. To look costs each master some milliseconds."""
     while not condition():
         if time.monotonic() > since_s + REBUILD_DEADLINE_S:
             raise SystemExit("the masters do not come to know all keys")
@@ -181,7 +186,7 @@ def started(options: argparse.Namespace) -> Iterator[Cluster]:
         yield cluster
 
 
-def farms(stack: ExitStack, address: str, options: argparse.Namespace) -> list[Farm]:
+def start_nodes(stack: ExitStack, address: str, options: argparse.Namespace) -> list[Farm]:
     """All nodes, in ``options.processes`` processes."""
     per_node, per_farm = options.keys // options.nodes, options.nodes // options.processes
     memory = str(per_node * BYTES_PER_KEY + SPARE_BYTES)
@@ -202,7 +207,7 @@ def report(masters: Masters, nodes: list[Farm], num_keys: int) -> dict[str, Any]
         farm.wait("filled")
     meters = masters.meters()
     cpu_s, num_bytes, began_s = [each.cpu_s for each in meters], [each.num_bytes for each in meters], time.monotonic()
-    when(lambda: masters.num_keys >= num_keys, began_s)
+    when(lambda: masters.num_keys >= num_keys, began_s, 1.0)
     took_s = when(lambda: masters.know_all, began_s)
     spent_s = [meter.cpu_s - before for meter, before in zip(meters, cpu_s, strict=True)]
     grown = sum(meter.num_bytes - before for meter, before in zip(meters, num_bytes, strict=True))
@@ -214,15 +219,19 @@ def report(masters: Masters, nodes: list[Farm], num_keys: int) -> dict[str, Any]
         "masters_cpu_s": [round(each, 2) for each in spent_s],
         "master_cpu_us_per_key": round(sum(spent_s) / num_keys * 1e6, 2),
         "keys_per_s_of_a_core": round(num_keys / sum(spent_s)),
+        "messages_with_pieces": masters.num_announced("piece"),
+        "messages_without": masters.num_announced("none"),
         "master_bytes_per_key": round(grown / num_keys),
         "node_bytes_per_key": round(filled / num_keys),
     }
 
 
-def lose_one(masters: Masters, loads: list[Asking]) -> dict[str, Any]:
+def lose_one(masters: Masters, nodes: list[Farm], loads: list[Asking]) -> dict[str, Any]:
     """Kill a master, and start it again: one of several when the others know everything."""
     cluster = masters.cluster
     meters = {each.address: ProcessMeter(each.popen.pid) for each in masters.living}
+    farms = [ProcessMeter(each.popen.pid) for each in nodes]
+    nodes_s = sum(each.cpu_s for each in farms)
     began_s = time.monotonic()
     if not isinstance(cluster, ElectedCluster):
         cluster.restart_master()
@@ -239,6 +248,7 @@ def lose_one(masters: Masters, loads: list[Asking]) -> dict[str, Any]:
     led_s = time.monotonic() - began_s
     known_s = when(lambda: masters.know_all, began_s)
     spent = [round(meter.cpu_s - before[address], 2) for address, meter in meters.items()]
+    nodes_s = sum(each.cpu_s for each in farms) - nodes_s
     replaced_s = time.monotonic()
     cluster.replace(victim)
     even_s = when(lambda: masters.is_even and masters.know_all, replaced_s)
@@ -248,6 +258,7 @@ def lose_one(masters: Masters, loads: list[Asking]) -> dict[str, Any]:
         "led_again_s": round(led_s, 2),
         "all_known_s": round(known_s, 2),
         "survivors_cpu_s": spent,
+        "nodes_cpu_s": round(nodes_s, 2),
         "waits": waits_of(loads, began_s, began_s + known_s),
         "given_back_and_known_s": round(even_s, 2),
         "waits_giving_back": waits_of(loads, replaced_s, replaced_s + even_s),
@@ -290,7 +301,8 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str,
         masters = Masters(cluster, options.masters)
         if isinstance(cluster, ElectedCluster):
             when(lambda: sum(masters.owned) == NUM_RANGES and masters.is_even, time.monotonic())
-        facts = report(masters, farms(stack, cluster.address, options), num_keys)
+        nodes = start_nodes(stack, cluster.address, options)
+        facts = report(masters, nodes, num_keys)
         print(json.dumps(facts), flush=True)
         loads += [
             Asking(KINDS[n % len(KINDS)], cluster.address, num_keys, f"{options.seed}-{n}")
@@ -302,7 +314,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str,
         facts["waits_before"] = waits_of(loads, 0.0, time.monotonic())
         losses = []
         for _ in range(options.losses or options.masters):
-            losses.append(lose_one(masters, loads) | {"load_average": round(os.getloadavg()[0], 1)})
+            losses.append(lose_one(masters, nodes, loads) | {"load_average": round(os.getloadavg()[0], 1)})
             print(json.dumps(losses[-1]), flush=True)
             time.sleep(options.quiet_s)
         for load in loads:

@@ -1,4 +1,4 @@
-"""Nodes of a farm hold their generated keys as nodes hold what clients put: masters know them, and clients read them."""
+"""Nodes of a farm hold generated keys as nodes hold what clients put: masters know them, and clients read them."""
 
 from __future__ import annotations
 
