@@ -61,9 +61,8 @@ class ProcessMeter:
 
     @property
     def cpu_s(self) -> float:
-        """CPU time of all threads."""
-        threads = Path(f"/proc/{self.pid}/task").iterdir()
-        return sum(int((each / "schedstat").read_text().split()[0]) for each in threads) / 1e9
+        """CPU time of all threads, those that have ended among them: its clock, as clock_getcpuclockid(3) names it."""
+        return time.clock_gettime(~self.pid << 3 | 2)
 
     @property
     def num_fds(self) -> int:
