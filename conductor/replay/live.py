@@ -27,6 +27,7 @@ from tanghulu.conductor.replay.job import Job
 from tanghulu.conductor.replay.trace import BLOCK_TOKENS, TraceRequest
 from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.runtime.master_options import HttpClientOptions
+from tanghulu.web.event_stream import EventReader
 
 #: What the ids of prompts are learnt from: ordinary tokens of whatever tokenizer is served, none of them special.
 _ALPHABET = (
@@ -241,10 +242,10 @@ class SeenAnswer:
 
     async def read(self, response: httpx.Response) -> None:
         """Read to the stream's end. Raises ValueError for an event that is no JSON, httpx.HTTPError if it breaks."""
-        clock = asyncio.get_running_loop().time
-        async for line in response.aiter_lines():
-            if line.startswith("data: ") and line != "data: [DONE]":
-                self._take(json.loads(line.removeprefix("data: ")), clock())
+        clock, events = asyncio.get_running_loop().time, EventReader()
+        async for piece in response.aiter_bytes():
+            for data in events.feed(piece):
+                self._take(json.loads(data), clock())
 
     def _take(self, event: dict[str, Any], now_s: float) -> None:
         self._has_error = self._has_error or "error" in event

@@ -15,6 +15,7 @@ from rich.console import Console
 from tanghulu.errors import ConfigError, NodeUnavailable, TanghuluError, error_from_code
 from tanghulu.runtime.config import command, option
 from tanghulu.runtime.master_options import HttpClientOptions
+from tanghulu.web.event_stream import EventReader
 
 _HELP = "/new starts afresh, /system TEXT sets the system prompt, /quit or Ctrl-D ends"
 
@@ -81,9 +82,9 @@ class Conversation:
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    for line in response.iter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            event = json.loads(line[6:])
+    events = EventReader()
+    for piece in response.iter_bytes():
+        for event in map(json.loads, events.feed(piece)):
             if "error" in event:
                 raise error_from_code(str(event["error"].get("code", "")), event["error"]["message"])
             yield event

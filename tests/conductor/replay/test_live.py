@@ -174,6 +174,13 @@ class TestClient:
             (job,) = replay_live(LiveConfig(url=url), [request(9, (1,))]).jobs
         assert (job.rejected, job.failed, job.ttft_s) == (*expected, None)
 
+    def test_a_text_with_every_kind_of_line_end_is_one_answer(self):
+        text = json.dumps({"choices": [{"text": "a\x85b\u2028c\u2029d", "finish_reason": "length"}]}, ensure_ascii=False)
+        last = json.dumps({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 1}})
+        with served(lambda body: (200, [text, last, "[DONE]"])) as (url, _):
+            (job,) = replay_live(LiveConfig(url=url), [request(9, (1,))]).jobs
+        assert not job.failed
+
     def test_no_more_than_so_many_connections(self):
         together, most, lock = 0, 0, threading.Lock()
         two = threading.Barrier(2)
