@@ -45,6 +45,7 @@ from tanghulu.workers.engine.requests import (
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.step_plan import FetchWanted, StepPlan
+from tanghulu.workers.engine.step_result import RequestOutput, Sampled
 from tanghulu.workers.mock.timing import TIMINGS
 from tests.conductor.fake_worker import TOKENIZER
 
@@ -224,14 +225,15 @@ class VirtualWorker:
         if plan.runs:
             self._time.after(seconds, lambda: self._end_step(plan, seconds))
         else:
-            self.scheduler.step_done([])
+            self.scheduler.step_done(Sampled([], []))
 
     def _end_step(self, plan: StepPlan, seconds: float) -> None:
-        outcome = self.scheduler.step_done([1] * sum(run.samples for run in plan.runs))
+        num_samples = sum(run.samples for run in plan.runs)
+        outcome = self.scheduler.step_done(Sampled([1] * num_samples, [None] * num_samples))
         self._busy = False
         self._speed.step(plan.num_tokens, len(plan.runs), seconds, plan.work)
         begun = self._show_early()
-        self._report([self._output(o.request, o.token, _KINDS[o.finish_reason]) for o in outcome.outputs], begun)
+        self._report([self._output(output) for output in outcome.outputs], begun)
         self._begin_step()
 
     def _show_early(self) -> list[BegunExport]:
@@ -270,16 +272,16 @@ class VirtualWorker:
 
         self._time.after(FETCH_S, arrive)
 
-    def _output(self, request: EngineRequest, token: int, kind: OutputKind) -> Output:
-        source = None
+    def _output(self, output: RequestOutput) -> Output:
+        source, kind = None, _KINDS[output.finish_reason]
         if kind is OutputKind.HANDED_OVER:
             number = len(self._exports) + 1000 * self._sequence
-            self._exports[number] = request.request_id
-            source = KvSource(
-                self.registered.id, str(self.registered.instance.address), "", number, request.num_computed
-            )
-        cached = min(request.num_cached_tokens, request.num_prompt_tokens)
-        return Output(request.request_id, [token], kind, None, source, cached)
+            self._exports[number] = output.request_id
+            export = self.scheduler.held.export(output.request_id)
+            assert export is not None
+            source = KvSource(self.registered.id, str(self.registered.instance.address), "", number, export.num_tokens)
+        cached = min(output.num_cached_tokens, output.num_prompt_tokens)
+        return Output(output.request_id, list(output.tokens), kind, None, source, cached)
 
     def _fetch(self, wanted: FetchWanted) -> None:
         def arrive() -> None:

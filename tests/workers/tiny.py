@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tanghulu.workers.compute.models.registry import Model, load_model
 from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.requests import EngineRequest, SamplingParams, StopParams
-from tanghulu.workers.engine.step_result import RequestOutput
+from tanghulu.workers.engine.step_result import RequestOutput, Sampled
 from tanghulu.workers.weights import resolve_model
 
 ROOT = root_hash(Fingerprint(b"0123456789abcdef"))
@@ -125,6 +125,11 @@ def request(
         stop or StopParams(max_new, ignore_eos=True),
         **more,
     )
+
+
+def sampled(tokens: Sequence[int]) -> Sampled:
+    """What a runner draws where nobody asked for log probabilities."""
+    return Sampled(list(tokens), [None] * len(tokens))
 
 
 def engine(model: Model, num_blocks: int = 64, **more: Any) -> EngineCore:

@@ -25,8 +25,8 @@ from tanghulu.workers.engine.phase_times import PhaseBook
 from tanghulu.workers.engine.prompt_scores import PromptScores
 from tanghulu.workers.engine.requests import EngineRequest, EngineRequestState, PeerExport
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
-from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, KvExport, StepOutcome, StepPlan
-from tanghulu.workers.engine.step_result import RequestOutput, Sampled, StepResult, StepTimings
+from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, KvExport, StepPlan
+from tanghulu.workers.engine.step_result import Sampled, StepOutcome, StepResult, StepTimings
 
 
 class Computed(Struct, frozen=True):
@@ -248,7 +248,7 @@ class EngineCore:
         planned = self._clock.now_s()
         self._phases.planned(plan, planned)
         computed = self.runner.run(plan) if plan.runs else _NOTHING
-        outcome = self.scheduler.step_done(computed.sampled.tokens)
+        outcome = self.scheduler.step_done(computed.sampled)
         if self._sink is not None and outcome.committed:
             began = self._clock.now_s()
             self._sink.blocks_committed(outcome.committed)
@@ -264,23 +264,11 @@ class EngineCore:
             self._sink.engine_idle()
 
     def _result(self, plan: StepPlan, computed: Computed, outcome: StepOutcome, timings: StepTimings) -> StepResult:
-        logprobs = computed.sampled.logprobs
         now_s = self._clock.now_s()
-        outputs = [
-            RequestOutput(
-                output.request.request_id,
-                (output.token,),
-                logprobs[output.sample],
-                output.finish_reason,
-                output.request.num_prompt_tokens,
-                output.num_generated,
-                output.request.num_cached_tokens,
-                self._phases.token(output.request.request_id, output.finish_reason is not None, now_s),
-            )
-            for output in outcome.outputs
-        ]
+        for output in outcome.outputs:
+            output.phases = self._phases.token(output.request_id, output.finish_reason is not None, now_s)
         return StepResult(
-            outputs=tuple(outputs),
+            outputs=outcome.outputs,
             num_computed_tokens=plan.num_tokens + plan.num_drafted,
             num_sequences=len(plan.runs),
             preempted=plan.preempted,

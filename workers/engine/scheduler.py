@@ -43,16 +43,8 @@ from tanghulu.workers.engine.requests import (
     EngineRequestState,
     PeerExport,
 )
-from tanghulu.workers.engine.step_plan import (
-    CommittedBlock,
-    FetchWanted,
-    KvExport,
-    StepDraft,
-    StepOutcome,
-    StepPlan,
-    TokenOutput,
-    plan_fetch,
-)
+from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, KvExport, StepPlan, plan_fetch
+from tanghulu.workers.engine.step_result import Logprobs, RequestOutput, Sampled, StepOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +159,12 @@ class Scheduler:
         request.num_computed = computed
         self._commit_full_blocks(request)
 
-    def step_done(self, tokens: Sequence[int]) -> StepOutcome:
-        """The plan is computed; ``tokens`` are the samples of its runs that sample, in order."""
+    def step_done(self, sampled: Sampled) -> StepOutcome:
+        """The plan is computed; ``sampled`` are the samples of its runs that sample, in order."""
         plan, self._plan = self._plan, None
         assert plan is not None, "no step was planned"
-        outputs: list[TokenOutput] = []
+        tokens, logprobs = sampled.tokens, sampled.logprobs
+        outputs: list[RequestOutput] = []
         committed: list[CommittedBlock] = []
         sample = num_accepted = 0
         for run in plan.runs:
@@ -187,18 +180,18 @@ class Scheduler:
             if not run.samples:
                 self.early_exports.filled(request)
                 continue
-            outputs.append(self._append(request, tokens[first], first))
+            outputs.append(self._append(request, tokens[first], logprobs[first]))
             for at, proposed in enumerate(run.draft, first):
                 if proposed != tokens[at] or request.state is not EngineRequestState.RUNNING:
                     break
                 num_accepted += 1
                 request.num_computed += 1  # the KV of what was just appended is there
                 committed += self._commit_full_blocks(request)
-                outputs.append(self._append(request, tokens[at + 1], at + 1))
+                outputs.append(self._append(request, tokens[at + 1], logprobs[at + 1]))
             if run.draft:
                 self._shorten(request)
         assert len(tokens) == sample, f"{len(tokens)} tokens for {sample} samples"
-        return StepOutcome(tuple(outputs), tuple(committed), num_accepted)
+        return StepOutcome(outputs, committed, num_accepted)
 
     def _shorten(self, request: EngineRequest) -> None:
         """Give back the blocks behind those of the request's own tokens, which held what was drafted in vain."""
@@ -211,48 +204,48 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Decide the next step; `step_done` must follow before the next call."""
         assert self._plan is None, "the last step is not done"
-        draft = StepDraft(self.config.max_num_batched_tokens)
+        plan = StepPlan(self.config.max_num_batched_tokens)
         decoding: list[EngineRequest] = []
         prefilling: list[EngineRequest] = []
         for request in self._running:
             (decoding if len(request.sequence) - request.num_computed == 1 else prefilling).append(request)
-        self._plan_running(draft, decoding)
-        self._plan_running(draft, prefilling)
-        if not draft.preempted:  # who was just displaced must not come back over the blocks it gave up
+        self._plan_running(plan, decoding)
+        self._plan_running(plan, prefilling)
+        if not plan.preempted:  # who was just displaced must not come back over the blocks it gave up
             if self._waiting:
-                self._admit_waiting(draft)
+                self._admit_waiting(plan)
             if self.config.proposer is not None:
-                self._add_drafts(draft, self.config.proposer)
-        self._plan = draft.plan()
-        return self._plan
+                self._add_drafts(plan, self.config.proposer)
+        self._plan = plan
+        return plan
 
-    def _add_drafts(self, draft: StepDraft, proposer: NgramProposer) -> None:
+    def _add_drafts(self, plan: StepPlan, proposer: NgramProposer) -> None:
         """Let decodes go ahead of themselves, with what budget and room everybody else has left over."""
-        for at, run in enumerate(draft.runs):
+        for at, run in enumerate(plan.runs):
             request = run.request
             # A grammar's state moves forward only, and what is handed over has one token.
             if run.num_tokens != 1 or not run.samples or request.grammar is not None or request.hold_kv:
                 continue
             # One token is drawn in any case, behind the drafted ones.
             ahead = min(self.max_tokens - request.num_tokens, request.stop.max_new_tokens - request.num_generated) - 1
-            proposed = proposer.propose(request.sequence.tokens, min(draft.budget, ahead))
+            proposed = proposer.propose(request.sequence.tokens, min(plan.budget, ahead))
             missing = self._num_blocks(request.num_tokens + len(proposed)) - len(request.block_ids)
             if 0 < missing <= self.pool.num_available - len(self._running):
                 request.block_ids += self.pool.allocate(missing) or ()
             room = len(request.block_ids) * self.config.block_tokens - request.num_tokens
             if proposed := proposed[:room]:
-                draft.add_draft(at, proposed)
+                plan.add_draft(at, proposed)
 
-    def _plan_running(self, draft: StepDraft, requests: Sequence[EngineRequest]) -> None:
+    def _plan_running(self, plan: StepPlan, requests: Sequence[EngineRequest]) -> None:
         for request in requests:
             if request.state is not EngineRequestState.RUNNING:
                 continue  # preempted for an older one, just now
-            if draft.budget == 0:
+            if plan.budget == 0:
                 return
-            if self._make_room(request, draft):
-                draft.add_run(request)
+            if self._make_room(request, plan):
+                plan.add_run(request)
 
-    def _make_room(self, request: EngineRequest, draft: StepDraft) -> bool:
+    def _make_room(self, request: EngineRequest, plan: StepPlan) -> bool:
         """Allocate blocks for all the request's tokens, preempting the youngest; False if that was ``request``."""
         num_tokens, block_tokens = len(request.sequence), self._block_tokens
         if num_tokens <= len(request.block_ids) * block_tokens:
@@ -262,7 +255,7 @@ class Scheduler:
             if self.pulls.give_way():
                 continue
             victim = self._running[-1]
-            self._preempt(victim, draft)
+            self._preempt(victim, plan)
             if victim is request:
                 return False
         blocks = self.pool.allocate(missing)
@@ -270,14 +263,14 @@ class Scheduler:
         request.block_ids += blocks
         return True
 
-    def _preempt(self, victim: EngineRequest, draft: StepDraft) -> None:
-        draft.drop_runs(victim)
-        draft.preempted.append(victim.request_id)
+    def _preempt(self, victim: EngineRequest, plan: StepPlan) -> None:
+        plan.drop_runs(victim)
+        plan.preempted.append(victim.request_id)
         victim.on(EngineRequestEvent.PREEMPT)
         victim.num_preemptions += 1
         self._running.remove(victim)
         if self.config.moves_preempted:
-            draft.displaced += self._own_blocks(victim)
+            plan.displaced += self._own_blocks(victim)
             victim.fetch_blocks = victim.num_committed_blocks
         self.early_exports.over(victim.request_id)
         self._give_back_blocks(victim)
@@ -292,27 +285,27 @@ class Scheduler:
             if self.pool.num_references(block) == 1
         ]
 
-    def _admit_waiting(self, draft: StepDraft) -> None:
-        while draft.budget > 0 and (request := next(self._admissible(), None)) is not None:
+    def _admit_waiting(self, plan: StepPlan) -> None:
+        while plan.budget > 0 and (request := next(self._admissible(), None)) is not None:
             if len(self._running) + len(self._fetches) >= self.config.max_num_seqs:
                 return
             if not self._take_blocks(request):
                 return
             self._waiting.remove(request)
             self._turns.served(request.turn)
-            draft.add_hits(request)
+            plan.add_hits(request)
             wanted = plan_fetch(request, self.config.block_tokens) if self.config.can_fetch else None
             if wanted is not None:
                 request.on(EngineRequestEvent.FETCH)
                 self.pool.begin_transfer(wanted.block_ids)
                 self._fetches[request.request_id] = wanted
-                draft.fetches.append(wanted)
+                plan.fetches.append(wanted)
             else:
                 request.on(EngineRequestEvent.ADMIT)
                 insort(self._running, request, key=_order)
-                draft.add_run(request)
+                plan.add_run(request)
                 if request.peer is not None and self.config.can_fetch:
-                    draft.forgone.append(request.peer)
+                    plan.forgone.append(request.peer)
                     request.peer = None
 
     def _admissible(self) -> Iterator[EngineRequest]:
@@ -347,12 +340,21 @@ class Scheduler:
 
     # ---- progress and ends
 
-    def _append(self, request: EngineRequest, token: int, sample: int) -> TokenOutput:
+    def _append(self, request: EngineRequest, token: int, logprobs: Logprobs | None) -> RequestOutput:
         request.sequence.append_one(token)
         reason = request.finish_reason(self.max_tokens)
         if reason is not None:
             self._finish(request, reason)
-        return TokenOutput(request, token, reason, sample, len(request.sequence) - request.num_prompt_tokens)
+        num_prompt_tokens = request.num_prompt_tokens
+        return RequestOutput(
+            request.request_id,
+            (token,),
+            logprobs,
+            reason,
+            num_prompt_tokens,
+            len(request.sequence) - num_prompt_tokens,
+            request.num_cached_tokens,
+        )
 
     def _finish(self, request: EngineRequest, reason: EngineFinishReason) -> None:
         request.on(EngineRequestEvent.FINISH)

@@ -1,11 +1,11 @@
-"""What the scheduler decides for a step, and what the step changed, as plain data."""
+"""What the scheduler decides for a step, as plain data."""
 
 from __future__ import annotations
 
 from msgspec import Struct, structs
 
 from tanghulu.types import BlockHash, RequestId
-from tanghulu.workers.engine.requests import EngineFinishReason, EngineRequest, PeerExport, PeerPrefix
+from tanghulu.workers.engine.requests import EngineRequest, PeerExport, PeerPrefix
 from tanghulu.workers.engine.step_model import StepWork
 
 
@@ -46,21 +46,23 @@ class FetchWanted(Struct, frozen=True):
     holder: PeerPrefix | None = None
 
 
-class StepPlan(Struct, frozen=True):
+class StepPlan(Struct):
     """One step: what to compute, which requests it preempted, and what to fetch meanwhile.
 
+    The scheduler alone changes it, while it decides.
     ``forgone``: exports of other workers that need not be fetched, because all of it was found here. ``reused``: cached
     blocks that newly admitted requests found here. ``displaced``: full blocks that only preempted requests
     had, whose bytes stay until the step is computed; empty where no sink would keep them. ``num_tokens`` are computed,
-    and ``num_drafted`` of drafts besides.
+    and ``num_drafted`` of drafts besides; ``budget`` is what they leave of the step's tokens.
     """
 
-    runs: tuple[ScheduledRun, ...]
-    preempted: tuple[RequestId, ...]
-    fetches: tuple[FetchWanted, ...]
-    forgone: tuple[PeerExport, ...] = ()
-    reused: tuple[CommittedBlock, ...] = ()
-    displaced: tuple[CommittedBlock, ...] = ()
+    budget: int
+    runs: list[ScheduledRun] = []
+    preempted: list[RequestId] = []
+    fetches: list[FetchWanted] = []
+    forgone: list[PeerExport] = []
+    reused: list[CommittedBlock] = []
+    displaced: list[CommittedBlock] = []
     num_tokens: int = 0
     num_drafted: int = 0
 
@@ -74,32 +76,6 @@ class StepPlan(Struct, frozen=True):
                 end = run.start + run.num_tokens
                 tokens, pairs = tokens + run.num_tokens, pairs + end * end - run.start * run.start
         return StepWork(tokens, pairs, sequences, context)
-
-
-class StepDraft(Struct):
-    """A step plan while it is being made; ``budget`` is what is left of the step's tokens."""
-
-    budget: int
-    runs: list[ScheduledRun] = []
-    preempted: list[RequestId] = []
-    fetches: list[FetchWanted] = []
-    forgone: list[PeerExport] = []
-    reused: list[CommittedBlock] = []
-    displaced: list[CommittedBlock] = []
-    num_tokens: int = 0
-    num_drafted: int = 0
-
-    def plan(self) -> StepPlan:
-        return StepPlan(
-            runs=tuple(self.runs),
-            preempted=tuple(self.preempted),
-            fetches=tuple(self.fetches),
-            forgone=tuple(self.forgone),
-            reused=tuple(self.reused),
-            displaced=tuple(self.displaced),
-            num_tokens=self.num_tokens,
-            num_drafted=self.num_drafted,
-        )
 
     def add_hits(self, request: EngineRequest) -> None:
         """Note the blocks that the just admitted ``request`` found here; not its own: pulled, or from before."""
@@ -138,27 +114,6 @@ class CommittedBlock(Struct, frozen=True):
     index: int
     block_id: int
     block_hash: BlockHash
-
-
-class TokenOutput(Struct, frozen=True):
-    """One request's new token, its ``num_generated``-th, and, if that was its last, why.
-
-    It is number ``sample`` of what the step drew.
-    """
-
-    request: EngineRequest
-    token: int
-    finish_reason: EngineFinishReason | None
-    sample: int
-    num_generated: int
-
-
-class StepOutcome(Struct, frozen=True):
-    """What a completed step changed; ``num_accepted`` tokens of drafts were right."""
-
-    outputs: tuple[TokenOutput, ...]
-    committed: tuple[CommittedBlock, ...]
-    num_accepted: int = 0
 
 
 class KvExport(Struct, frozen=True):

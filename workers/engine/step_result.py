@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from msgspec import Struct
 
@@ -12,6 +12,7 @@ from tanghulu.workers.engine.phase_times import PhaseTimes
 from tanghulu.workers.engine.prompt_scores import PromptScores
 from tanghulu.workers.engine.requests import EngineFinishReason
 from tanghulu.workers.engine.step_model import NO_WORK, StepWork
+from tanghulu.workers.engine.step_plan import CommittedBlock
 
 
 class TokenLogprob(Struct, frozen=True):
@@ -36,11 +37,11 @@ class Sampled(Struct, frozen=True):
     logprobs: list[Logprobs | None]
 
 
-class RequestOutput(NamedTuple):
+class RequestOutput(Struct):
     """One token of a request; a step may have several, in order. The token counts are of the request up to it.
 
     ``num_cached_tokens`` were found in this worker's cache or fetched instead of computed. ``phases`` come with the
-    first token and with the last.
+    first token and with the last; whoever has the clock sets them.
     """
 
     request_id: RequestId
@@ -51,6 +52,14 @@ class RequestOutput(NamedTuple):
     num_generated_tokens: int
     num_cached_tokens: int
     phases: PhaseTimes | None = None
+
+
+class StepOutcome(Struct, frozen=True):
+    """What a completed step changed; ``num_accepted`` tokens of drafts were right."""
+
+    outputs: list[RequestOutput]
+    committed: list[CommittedBlock]
+    num_accepted: int = 0
 
 
 class StepTimings(Struct, frozen=True):
@@ -67,10 +76,10 @@ class StepResult(Struct, frozen=True):
     ``num_drafted_tokens`` of the computed ones were proposed, of which ``num_accepted_tokens`` became text.
     """
 
-    outputs: tuple[RequestOutput, ...] = ()
+    outputs: Sequence[RequestOutput] = ()
     num_computed_tokens: int = 0
     num_sequences: int = 0
-    preempted: tuple[RequestId, ...] = ()
+    preempted: Sequence[RequestId] = ()
     kv_events: tuple[KvEvent, ...] = ()
     timings: StepTimings = StepTimings()
     work: StepWork = NO_WORK

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Generic
 
 import structlog
-from msgspec import structs
 
 from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError
 from tanghulu.protos import session_pb2
@@ -25,6 +24,7 @@ from tanghulu.rpc.methods import SESSION
 from tanghulu.types import BlockHash, InstanceId, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
 from tanghulu.workers.engine.prompt_scores import PromptScores
+from tanghulu.workers.engine.speed import PeerReadTotal
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.sessions.port import MakesRequests, RequestT, SessionEngine
 from tanghulu.workers.sessions.untold import Untold
@@ -237,18 +237,20 @@ class SessionHub(Generic[RequestT]):
         self, session: ConductorSession, hashes: Sequence[BlockHash], load: EngineLoad, pending: Sequence[KvEvent]
     ) -> None:
         if pending:  # events of commands before the snapshot: they belong in front of it
-            self._broadcast_events(pending, load)
+            self._tell_all(pending, load)
         session.untold.snapshot()
         session.welcome = welcome_message(self._instance_id, self._generation, hashes, self._sequence, load)
         self._sessions.add(session)
         self._wake(session)
         _log.info("session.opened", conductor=session.conductor_id, cached_blocks=len(hashes))
 
-    def _broadcast_events(self, events: Sequence[KvEvent], load: EngineLoad, num_steps: int = 0) -> None:
+    def _tell_all(
+        self, events: Sequence[KvEvent], load: EngineLoad, reads: Sequence[PeerReadTotal] = (), num_steps: int = 0
+    ) -> None:
         messages = event_messages(events)
         self._sequence += len(messages)
         for session in list(self._sessions):
-            session.untold.steps(num_steps, messages, load)
+            session.untold.steps(num_steps, messages, load, reads)
             self._note(session)
 
     def on_reports(self, reports: Sequence[StepReport]) -> None:
@@ -270,8 +272,8 @@ class SessionHub(Generic[RequestT]):
                 if owner is not None:
                     owner.untold.begun(request_id, sources[request_id])
         events = [event for report in reports for event in report.result.kv_events]
-        reads = tuple(read for report in reports for read in report.load.reads)
-        self._broadcast_events(events, structs.replace(reports[-1].load, reads=reads), len(reports))
+        reads = [read for report in reports for read in report.load.reads]
+        self._tell_all(events, reports[-1].load, reads, len(reports))
 
     def _keep_scores(self, scores: Iterable[PromptScores]) -> None:
         for each in scores:

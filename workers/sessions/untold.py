@@ -17,14 +17,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from msgspec import structs
-
 from tanghulu.protos import session_pb2
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.speed import PeerReadTotal
 from tanghulu.workers.engine.step_result import RequestOutput
 from tanghulu.workers.engine.thread import EngineLoad
-from tanghulu.workers.sessions.wire import load_message, output_message
+from tanghulu.workers.sessions.wire import add_output, load_message
 
 #: Between two messages to a conductor that has no output in them.
 SPREAD_S = 0.05
@@ -45,8 +43,7 @@ class Untold:
         self.num_submits = 0
         self.added: deque[tuple[int, int]] = deque()
         self._num_taken = 0
-        self._outputs: dict[RequestId, list[RequestOutput]] = {}
-        self._sources: dict[RequestId, session_pb2.KvSource] = {}
+        self._outputs: dict[RequestId, session_pb2.RequestOutput] = {}
         self._refusals: list[session_pb2.RequestOutput] = []
         self._begun: list[session_pb2.BegunExport] = []
         self._events: list[session_pb2.KvEvent] = []
@@ -55,10 +52,11 @@ class Untold:
         self._next_s = 0.0
 
     def output(self, output: RequestOutput, source: session_pb2.KvSource | None) -> None:
-        """Add a request's output of the steps that are noted next."""
-        self._outputs.setdefault(output.request_id, []).append(output)
-        if source is not None:
-            self._sources[output.request_id] = source
+        """Add a request's output of the steps that are noted next, and where its KV is if it is handed over."""
+        message = self._outputs.get(output.request_id)
+        if message is None:
+            message = self._outputs[output.request_id] = session_pb2.RequestOutput(request_id=output.request_id)
+        add_output(message, output, source)
 
     def begun(self, request_id: RequestId, source: session_pb2.KvSource) -> None:
         """Add where the KV of a prefill that goes on can be read already."""
@@ -67,14 +65,20 @@ class Untold:
     def refusal(self, refusal: session_pb2.RequestOutput) -> None:
         self._refusals.append(refusal)
 
-    def steps(self, num_steps: int, events: Sequence[session_pb2.KvEvent], load: EngineLoad) -> None:
-        """Add what steps say to all; ``load`` is the last one's, with what all have read."""
+    def steps(
+        self,
+        num_steps: int,
+        events: Sequence[session_pb2.KvEvent],
+        load: EngineLoad,
+        reads: Sequence[PeerReadTotal] = (),
+    ) -> None:
+        """Add what steps say to all; ``load`` is the last one's, ``reads`` are of all of them."""
         while self.added and self.added[0][0] <= load.num_added:
             self._num_taken = self.added.popleft()[1]
         self.num_steps += num_steps if self._outputs else 0
         self._events += events
         self._load = load
-        self._reads += load.reads
+        self._reads += reads
 
     def snapshot(self) -> None:
         """Forget the events: a snapshot that is told before them holds them."""
@@ -94,13 +98,10 @@ class Untold:
     def take(self, step: int, sequence: int, now_s: float) -> session_pb2.StepOutput:
         """The message, after ``step``, with all KV events before ``sequence``; nothing is untold then."""
         self._next_s = now_s + SPREAD_S
-        outputs = [output_message(outputs, self._sources.get(name)) for name, outputs in self._outputs.items()]
-        load = None
-        if self._load is not None:
-            load = load_message(structs.replace(self._load, reads=tuple(self._reads)))
+        load = load_message(self._load, self._reads) if self._load is not None else None
         message = session_pb2.StepOutput(
             step=step,
-            outputs=outputs + self._refusals,
+            outputs=[*self._outputs.values(), *self._refusals],
             event_sequence=sequence - len(self._events),
             kv_events=self._events,
             load=load,
@@ -108,7 +109,7 @@ class Untold:
             begun=self._begun,
         )
         self.num_steps, self._load = 0, None
-        told = (self._outputs, self._sources, self._refusals, self._begun, self._events, self._reads)
+        told = (self._outputs, self._refusals, self._begun, self._events, self._reads)
         for each in told:
             each.clear()
         return message

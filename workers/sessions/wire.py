@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import xxhash
 from msgspec import structs
@@ -30,6 +30,7 @@ from tanghulu.workers.engine.requests import (
     SamplingParams,
     StopParams,
 )
+from tanghulu.workers.engine.speed import PeerReadTotal
 from tanghulu.workers.engine.step_result import Logprobs, RequestOutput
 from tanghulu.workers.engine.thread import EngineLoad
 from tanghulu.workers.sessions.beats import BEAT_S
@@ -42,7 +43,6 @@ MAX_WELCOME_BYTES = 14 << 20
 _HASH_HEAD_BYTES = 2
 
 _FINISH = {
-    None: session_pb2.FINISH_NONE,
     EngineFinishReason.STOP: session_pb2.FINISH_STOP,
     EngineFinishReason.LENGTH: session_pb2.FINISH_LENGTH,
     EngineFinishReason.HANDED_OVER: session_pb2.FINISH_HANDED_OVER,
@@ -171,23 +171,20 @@ def split_instance(instance: str) -> tuple[str, str]:
     return address, unix_path
 
 
-def output_message(outputs: Sequence[RequestOutput], source: session_pb2.KvSource | None) -> session_pb2.RequestOutput:
-    """Make the message of one request's outputs of the steps since the last message."""
-    last = outputs[-1]
-    message = session_pb2.RequestOutput(
-        request_id=last.request_id,
-        tokens=last.tokens if len(outputs) == 1 else [token for output in outputs for token in output.tokens],
-        finish=_FINISH[last.finish_reason],
-        cached_tokens=min(last.num_cached_tokens, last.num_prompt_tokens),
-        source=source,
-    )
-    if last.finish_reason is EngineFinishReason.STOP:
-        message.stop_token = last.tokens[-1]
-    if (phases := next((output.phases for output in reversed(outputs) if output.phases is not None), None)) is not None:
-        message.phases.CopyFrom(phases_message(phases))
-    if last.logprobs is not None:
-        message.logprobs.extend(_logprobs(output.logprobs) for output in outputs if output.logprobs is not None)
-    return message
+def add_output(message: session_pb2.RequestOutput, output: RequestOutput, source: session_pb2.KvSource | None) -> None:
+    """Add a step's output to the message of its request, which may hold those of earlier steps."""
+    message.tokens.extend(output.tokens)
+    message.cached_tokens = min(output.num_cached_tokens, output.num_prompt_tokens)
+    if output.logprobs is not None:
+        message.logprobs.append(_logprobs(output.logprobs))
+    if output.phases is not None:
+        message.phases.CopyFrom(phases_message(output.phases))
+    if output.finish_reason is not None:
+        message.finish = _FINISH[output.finish_reason]
+        if output.finish_reason is EngineFinishReason.STOP:
+            message.stop_token = output.tokens[-1]
+    if source is not None:
+        message.source.CopyFrom(source)
 
 
 def phases_message(phases: PhaseTimes) -> session_pb2.PhaseTimes:
@@ -239,8 +236,8 @@ def event_messages(events: Iterable[KvEvent]) -> list[session_pb2.KvEvent]:
     return messages
 
 
-def load_message(load: EngineLoad) -> session_pb2.Load:
-    """Make the message that says how busy the worker is."""
+def load_message(load: EngineLoad, reads: Iterable[PeerReadTotal] = ()) -> session_pb2.Load:
+    """Make the message that says how busy the worker is, and its ``reads`` from others since the last one."""
     message = session_pb2.Load(
         num_running=load.num_running,
         num_waiting=load.num_waiting + load.num_fetching,
@@ -253,7 +250,7 @@ def load_message(load: EngineLoad) -> session_pb2.Load:
         store_bytes_per_s=load.speeds.store_bytes_per_s,
         peer_bytes_per_s=load.speeds.peer_bytes_per_s,
     )
-    for read in load.reads:
+    for read in reads:
         message.reads.add(address=read.address, num_bytes=read.num_bytes, seconds=read.seconds)
     if load.speeds.costs is not None:
         message.costs.CopyFrom(session_pb2.StepCosts(**structs.asdict(load.speeds.costs)))

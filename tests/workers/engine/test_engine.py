@@ -79,7 +79,7 @@ def test_steps_tell_what_they_did(tiny_model: Model) -> None:
     core.add(request("a", PROMPT, 2))
     first, second, third = core.step(), core.step(), core.step()
     assert (first.num_computed_tokens, second.num_computed_tokens, third.num_computed_tokens) == (32, 13, 1)
-    assert first.outputs == ()
+    assert not first.outputs
     assert [event.kind for event in first.kv_events] == [KvEventKind.STORED] * 4
     assert third.outputs[0].finish_reason is EngineFinishReason.LENGTH
     assert first.timings.forward_s > 0

@@ -180,10 +180,10 @@ def test_an_abort_while_a_draft_is_computed(invariant_model: Model) -> None:
         plan = core.scheduler.schedule()
         if plan.num_drafted:
             break
-        core.scheduler.step_done(core.runner.run(plan).sampled.tokens)
-    tokens = core.runner.run(plan).sampled.tokens
+        core.scheduler.step_done(core.runner.run(plan).sampled)
+    drawn = core.runner.run(plan).sampled
     assert core.scheduler.abort(RequestId("a"))
-    assert core.scheduler.step_done(tokens).outputs == ()
+    assert core.scheduler.step_done(drawn).outputs == []
     core.check()
     assert core.scheduler.pool.num_in_use == 0
 

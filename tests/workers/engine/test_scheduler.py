@@ -19,8 +19,9 @@ from tanghulu.workers.engine.requests import (
     StopParams,
 )
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
-from tanghulu.workers.engine.step_plan import StepOutcome, StepPlan
-from tests.workers.tiny import request
+from tanghulu.workers.engine.step_plan import StepPlan
+from tanghulu.workers.engine.step_result import StepOutcome
+from tests.workers.tiny import request, sampled
 
 B = 4
 
@@ -37,7 +38,7 @@ def req(name: str, tokens: int | list[int], max_new: int = 100, **more: Any) -> 
 
 def step(core: Scheduler, token: int = 7) -> tuple[StepPlan, StepOutcome]:
     plan = core.schedule()
-    outcome = core.step_done([token] * sum(run.samples for run in plan.runs))
+    outcome = core.step_done(sampled([token] * sum(run.samples for run in plan.runs)))
     core.check()
     return plan, outcome
 
@@ -103,8 +104,8 @@ def test_a_repeated_prompt_hits_but_computes_its_last_token() -> None:
     core.add(req("b", 8, 1))
     plan, outcome = step(core)
     assert runs(plan) == {"b": (4, 4)}
-    assert outcome.outputs[0].request.num_cached_tokens == 4
-    assert outcome.committed == (), "its twin of the last block stays private"
+    assert outcome.outputs[0].num_cached_tokens == 4
+    assert outcome.committed == [], "its twin of the last block stays private"
     core.add(req("c", 9, 1))
     assert runs(step(core)[0]) == {"c": (8, 1)}
 
@@ -116,7 +117,7 @@ def test_stop_reasons() -> None:
     core.add(req("ignored", 3, stop=StopParams(5, eos_ids=eos, ignore_eos=True)))
     core.add(req("stop-id", 3, stop=StopParams(5, stop_token_ids=eos, ignore_eos=True)))
     core.add(req("length", 3, 1))
-    reasons = {output.request.request_id: output.finish_reason for output in step(core)[1].outputs}
+    reasons = {output.request_id: output.finish_reason for output in step(core)[1].outputs}
     assert reasons == {
         "eos": EngineFinishReason.STOP,
         "ignored": None,
@@ -143,7 +144,7 @@ def test_a_resubmitted_request_goes_on_where_it_was() -> None:
     core.add(req("a", 7, 3, num_prompt=5))
     output = step(core)[1].outputs[0]
     assert output.finish_reason is EngineFinishReason.LENGTH
-    assert output.request.num_generated == 3
+    assert output.num_generated_tokens == 3
 
 
 def test_what_cannot_be_served_is_refused_at_once() -> None:
@@ -207,8 +208,8 @@ def test_abort_while_the_step_runs() -> None:
     core.add(req("b", 3))
     plan = core.schedule()
     core.abort(ident("a"))
-    outcome = core.step_done([1, 2])
-    assert [(output.request.request_id, output.token) for output in outcome.outputs] == [("b", 2)]
+    outcome = core.step_done(sampled([1, 2]))
+    assert [(output.request_id, output.tokens) for output in outcome.outputs] == [("b", (2,))]
     assert len(plan.runs) == 2
     core.check()
 
@@ -245,10 +246,10 @@ def test_missing_blocks_are_fetched_while_others_run() -> None:
     plan, outcome = step(core)
     assert runs(plan)["a"] == (8, 6)
     assert core.pool.num_in_transfer == 0
-    a = next(output.request for output in outcome.outputs if output.request.request_id == "a")
+    a = next(output for output in outcome.outputs if output.request_id == "a")
     assert a.num_cached_tokens == 8
     core.add(req("again", 9))
-    assert step(core)[0].fetches == (), "the fetched blocks are found here now"
+    assert step(core)[0].fetches == [], "the fetched blocks are found here now"
 
 
 def test_a_fetch_goes_on_behind_the_local_hits() -> None:
@@ -269,7 +270,7 @@ def test_an_export_that_is_found_here_is_forgone() -> None:
     core.add(req("wholly", 9, peer=peer))
     plan, _ = step(core)
     assert [wanted.request_id for wanted in plan.fetches] == ["partly"]
-    assert plan.forgone == (peer,)
+    assert plan.forgone == [peer]
 
 
 def test_a_fetch_is_bounded_by_what_is_known_to_exist() -> None:

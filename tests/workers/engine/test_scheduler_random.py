@@ -14,7 +14,7 @@ from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.engine.requests import EngineFinishReason, EngineRequest, PeerExport
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
 from tanghulu.workers.engine.step_plan import FetchWanted, ScheduledRun, StepPlan
-from tests.workers.tiny import request
+from tests.workers.tiny import request, sampled
 
 
 class World:
@@ -159,13 +159,13 @@ class World:
             name = self.rng.choice(sorted(self.added))
             if self.core.abort(RequestId(name)):
                 self.aborted.add(name)
-        outcome = self.core.step_done([token for run in plan.runs for token in self.drawn(run)])
+        outcome = self.core.step_done(sampled([token for run in plan.runs for token in self.drawn(run)]))
         self.num_drafted += plan.num_drafted
         self.num_accepted += outcome.num_accepted
         for output in outcome.outputs:
             if output.finish_reason is not None:
-                assert output.request.request_id not in self.ended
-                self.ended[output.request.request_id] = output.finish_reason
+                assert output.request_id not in self.ended
+                self.ended[output.request_id] = output.finish_reason
         self.core.check()
 
     def drawn(self, run: ScheduledRun) -> list[int]:
