@@ -94,7 +94,7 @@ class KeysMoved(MasterUnavailable):
 
 
 class DirectoryIncomplete(TanghuluError):
-    """The master is rebuilding its directory and cannot tell yet whether the key exists."""
+    """The master cannot tell yet whether the key exists: it is rebuilding, or a node that is back has yet to report."""
 
     code = "DIRECTORY_INCOMPLETE"
     retryable = True

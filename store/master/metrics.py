@@ -123,7 +123,7 @@ class MasterMetrics:
             "Slots of keys, of 1024, that all nodes have told.",
             lambda: master.directory.num_known_slots,
         )
-        self._gauge("rebuilding", "1 until the directory is complete.", lambda: not master.directory.is_ready)
+        self._gauge("rebuilding", "1 while nodes have yet to tell their keys.", lambda: not master.directory.is_ready)
         self._gauge(
             "pending_commits",
             "Keys committed by clients that no node has confirmed yet.",

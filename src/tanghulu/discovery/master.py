@@ -2,8 +2,9 @@
 
 A registration renews its lease every third of it; when the master does not know the lease (it restarted, or the
 process stood still too long) it registers again and says so, because such a master knows nothing of what a node
-holds either. What a first registration says of itself is in no other, and is gone with the first renewal. A watch outlives its master: it connects again and tells only what differs (see mirror). Of several
-masters the leader is followed (see masters).
+holds either. What a first registration says of itself is in no other, and is gone with the first renewal. A watch
+outlives its master: it connects again and tells only what differs (see mirror). Of several masters the leader is
+followed (see masters).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ In COUNTED and in ENTERED the known slots are those that all registered nodes ha
 
 The second question each range of keys answers for itself (``Rebuild``): how many of its slots are known. That falls
 again when a node comes that may hold something: one that was expelled and is back, or that has started again with what
-is on its disk. Its keys are not missing from the moment on in which it is let in, and which they are it has yet to tell.
+is on its disk. Its keys are not missing from the moment on in which it is let in, and which they are it has to tell.
 A node that says at its first registration that it holds nothing has told everything by that.
 
 Example: 1,024 slots; nodes A and B have come back to a master that was restarted. After 3 s nobody else can come. A has

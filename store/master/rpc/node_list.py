@@ -15,8 +15,8 @@ class NodeList:
 
     A client names the version that it has, and mostly hears that nothing has changed. A version is counted within one
     generation of the master; it changes when a node comes, goes, changes its registration or its capacity, and when the
-    directory is complete for the first time. Other figures, used bytes say, change all the time: they are of now only in answers to those
-    who do not ask by version, operators mostly.
+    directory is complete for the first time. Other figures, used bytes say, change all the time: they are of now only
+    in answers to those who do not ask by version, operators mostly.
     """
 
     def __init__(self, server: MasterServer) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
+from tanghulu.discovery.base import HOLDS_NOTHING
 from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.errors import InvalidRequest, LeaseExpired, NodeUnavailable, StoreFull
 from tanghulu.protos import directory_pb2 as pb
@@ -203,6 +204,26 @@ async def test_a_node_that_dies_is_gone_for_followers_at_its_leases_end(
             await n1.announce()
         await n1.connection.close()
         await dying.__aexit__(None, None, None)
+
+
+async def test_who_comes_back_has_yet_to_tell_what_it_holds_and_who_is_new_and_holds_nothing_has_told_it(
+    master: InProcess, address: Address, discovery: MasterDiscovery
+) -> None:
+    new = instance("n2", attributes={HOLDS_NOTHING: "true"})
+    async with node(address, discovery) as n1:
+        await n1.report(("known", 1, 1))
+        await until(lambda: is_complete(master))
+        registration = await discovery.register(new, ttl_s=0.6)
+        assert await n1.holders("k") == ([[]], False)
+        await until(lambda: registration._entered == new.again())
+        assert await n1.holders("k") == ([[]], False), "no more is told by a renewal"
+        await registration.close()
+        await discovery.register(new)
+        assert await n1.holders("k", "known") == ([[], ["n1"]], True), "that it holds nothing is told once"
+        n2 = await FakeNode.connect(address, new)
+        await n2.report(("k", 1, 1))
+        assert await n1.holders("k", "none") == ([["n2"], []], False)
+        await n2.connection.close()
 
 
 class Proxy:

@@ -176,9 +176,13 @@ def _is_never_incomplete(original: Any) -> Any:
 
 def _takes_time_for_knowledge(original: Any) -> Any:
     def told(self: Rebuild, num_slots: int) -> None:
-        self.num_known_slots = RANGE_SLOTS  # whatever has been reported
+        original(self, RANGE_SLOTS)  # whatever has been reported
 
     return told
+
+
+def _keeps_what_was_known_once(original: Any) -> Any:
+    return lambda self, num_slots: original(self, max(self.num_known_slots, num_slots))
 
 
 def _decides_before_it_knows(original: Any) -> Any:
@@ -263,6 +267,7 @@ MUTATIONS = [
     (Directory, "bury", _lets_removed_chunks_return, _LONELY),
     (Rebuild, "knows", _is_never_incomplete, _REBORN),
     (Rebuild, "told", _takes_time_for_knowledge, _REBORN),
+    (Rebuild, "told", _keeps_what_was_known_once, _LONELY),
     (Directory, "put_in", _decides_before_it_knows, _CONTESTED),
     (ReportQueue, "granted", _leaves_undecided_puts_parked, _REBORN),
     (SlotReport, "take", _passes_over_a_chunk, _REBORN),

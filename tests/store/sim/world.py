@@ -6,7 +6,7 @@ One seed is one life: sizes, traffic, crashes, cut and slow links, torn connecti
 * a value that is read is one that was put under its key, whole; nothing but typed errors comes out, in time;
 * in a calm life, where nothing fails and everything fits, that holds without exception, and a key keeps its value;
   where nothing fails, whoever removes what was put has removed it;
-* no key is called missing while a node that is let in holds it, and has yet to tell it (`ToldChunks`);
+* no key is called missing while a node that is let in holds it (`DeniedChunks` has the rule);
 * in every node free + used == capacity and no two chunks overlap (`NodeState.check`), master and sessions are sound;
 * when all links are whole again, directory and nodes agree within ``CONVERGE_S``, and what was removed stays so;
   of clients that have ended no node keeps anything: no lease, no reservation, no write buffer.
@@ -33,8 +33,8 @@ from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.node.ssd.tier import SsdPlace
 from tanghulu.store.node.state.chunk import ChunkState
 from tests.store.sim.actors import MASTER, SimMaster, SimNode, SimProcess, kill_writers, open_client
+from tests.store.sim.denied_chunks import DeniedChunks
 from tests.store.sim.plan import KeyLife, Plan
-from tests.store.sim.told_chunks import ToldChunks
 from tests.virtual.loop import PID, VirtualLoop, on_host
 from tests.virtual.surroundings import collected_garbage, virtual_time
 
@@ -80,7 +80,7 @@ class World:
     def run(self) -> Counter[str]:
         """One life; returns how often what happened."""
         self.network.cuts_frames = self.plan.cuts_frames
-        with virtual_time(self), self._disks_made(), collected_garbage(), ToldChunks(self).watched():
+        with virtual_time(self), self._disks_made(), collected_garbage(), DeniedChunks(self).watched():
             self.loop.set_exception_handler(self._unhandled)
             try:
                 self.loop.run_until_complete(self._live())

@@ -1,6 +1,8 @@
-"""Keeps what nodes have told each master's directory, beside the production's own books, and looks at its answers.
+"""Keeps, beside the production's own books, which chunks a master may deny, and looks at what it calls missing.
 
-The rule: a key is never called missing while a node that is let in there holds it, confirmed, and has yet to tell it.
+The rule: a key is called missing only if no node that is let in holds it, confirmed, but for chunks of which this very
+version was told to be gone, or was refused, since the node was let in and the range came. So it is never missing while
+such a node has yet to tell it, nor because of what was told of another version.
 """
 
 from __future__ import annotations
@@ -17,13 +19,16 @@ from tanghulu.store.protocol.key_slots import range_of
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
 from tanghulu.types import ChunkKey
 
+#: The node of what was removed on a client's order, wherever it is.
+_EVERYWHERE = ""
 
-class ToldChunks:
-    """What each node has told each directory since it was let in, by key and version."""
+
+class DeniedChunks:
+    """What each directory may deny of which node, by key and version."""
 
     def __init__(self, world: Any) -> None:
         self._world = world
-        self._told: dict[tuple[RangeDirectories, str], set[tuple[str, int]]] = defaultdict(set)
+        self._denied: dict[tuple[RangeDirectories, str], set[tuple[str, int | None]]] = defaultdict(set)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -34,26 +39,23 @@ class ToldChunks:
 
         def node_gone(self: RangeDirectories, node_id: str) -> None:
             gone(self, node_id)
-            books._told.pop((self, node_id), None)
+            books._denied.pop((self, node_id), None)
 
         def forget_range(self: RangeDirectories, number: int) -> None:
             forgotten(self, number)
-            for (directory, _), told in books._told.items():
+            for (directory, _), denied in books._denied.items():
                 if directory is self:
-                    told.difference_update([each for each in told if range_of(each[0]) == number])
+                    denied.difference_update([each for each in denied if range_of(each[0]) == number])
 
         def announce(self: RangeDirectories, said: NodeAnnouncement, now_s: float) -> Announced:
             answer = announced(self, said, now_s)
-            told = books._told[self, said.node_id]
-            told.update((entry.key, entry.version) for entry in said.added)
-            if said.piece is not None and self._nodes[said.node_id].report_number == said.piece.number:  # it was taken
-                told.update((entry[0], entry[1]) for entry in said.piece.entries)
+            books._take(self, said, answer)
             return answer
 
         def commit_by_client(self: RangeDirectories, said: ClientCommit, now_s: float) -> CommitResult:
             result = committed(self, said, now_s)
             if result is CommitResult.ACCEPTED:
-                books._told[self, said.node_id].add((said.key, said.version))
+                books._denied[self, said.node_id].discard((said.key, said.version))
             return result
 
         def is_incomplete(self: RangeDirectories, keys: Iterable[str], held: Iterable[object]) -> bool:
@@ -61,7 +63,7 @@ class ToldChunks:
             result = incomplete(self, keys, held)
             for key, found in zip(keys, held, strict=True):
                 if not result and not found:
-                    books._require_told(self, key)
+                    books._require_denied(self, key)
             return result
 
         with contextlib.ExitStack() as stack:
@@ -69,7 +71,20 @@ class ToldChunks:
                 stack.enter_context(mock.patch.object(RangeDirectories, each.__name__, each))
             yield
 
-    def _require_told(self, directory: RangeDirectories, key: str) -> None:
+    def _take(self, directory: RangeDirectories, said: NodeAnnouncement, answer: Announced) -> None:
+        denied = self._denied[directory, said.node_id]
+        denied.update((each.key, each.version) for each in (*said.removed, *said.deleted, *said.retracted))
+        self._denied[directory, _EVERYWHERE].update((each.key, each.version) for each in said.deleted)
+        undecided = set(answer.undecided)
+        for index, (entry, stands) in enumerate(zip(said.added, answer.accepted, strict=True)):
+            if stands:
+                denied.discard((entry.key, entry.version))
+            elif index not in undecided:
+                denied.add((entry.key, entry.version))
+        if said.piece is not None:
+            denied.update((said.piece.entries[index][0], said.piece.entries[index][1]) for index in answer.refused)
+
+    def _require_denied(self, directory: RangeDirectories, key: str) -> None:
         """``key`` is called missing there."""
         world = self._world
         for node in world.nodes.values() if world.answers_for(directory, range_of(key)) else ():
@@ -80,5 +95,6 @@ class ToldChunks:
             chunk = chunks.find(ChunkKey(key)) or chunks.find_below(ChunkKey(key))
             if chunk is None or node.state.reports.is_unconfirmed(chunk):
                 continue
-            if (key, chunk.version) not in self._told[directory, node.id]:
-                world.fail(AssertionError(f"{key} was called missing, and {node.host} has it and has yet to tell it"))
+            one = (key, chunk.version)
+            if one not in self._denied[directory, node.id] and one not in self._denied[directory, _EVERYWHERE]:
+                world.fail(AssertionError(f"{key} was called missing, and {node.host} has it"))
