@@ -24,7 +24,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import tanghulu
@@ -149,6 +149,15 @@ class Masters:
         """How many messages of nodes there were with a ``piece`` of a report, or with ``none``."""
         name = "tanghulu_master_announcements_total"
         return int(sum(each.metric(name, report=report) for each in self.living))
+
+    @property
+    def num_expired(self) -> int:
+        """How many nodes did not renew their leases, or did not come to a new leader in time."""
+        name, found = "tanghulu_master_expired_leases_total", 0
+        for each in self.living:
+            with suppress(KeyError):  # it has counted none
+                found += int(each.metric(name, component="node"))
+        return found
 
     @property
     def owned(self) -> list[int]:
@@ -314,7 +323,13 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str,
         facts["waits_before"] = waits_of(loads, 0.0, time.monotonic())
         losses = []
         for _ in range(options.losses or options.masters):
-            losses.append(lose_one(masters, nodes, loads) | {"load_average": round(os.getloadavg()[0], 1)})
+            num_denied = sum(len(each.denied) for each in loads)
+            losses.append(lose_one(masters, nodes, loads))
+            losses[-1] |= {
+                "denied": sum(len(each.denied) for each in loads) - num_denied,
+                "nodes_expired_of_living_masters": masters.num_expired,
+                "load_average": round(os.getloadavg()[0], 1),
+            }
             print(json.dumps(losses[-1]), flush=True)
             time.sleep(options.quiet_s)
         for load in loads:
