@@ -112,7 +112,7 @@ class Farm:
         self._status, theirs = socket.socketpair()
         fd = theirs.fileno()
         command_line = [sys.executable, "-m", "benchmarks.master.node_farm", *flags, "--status-fd", str(fd)]
-        self.popen = subprocess.Popen(command_line, pass_fds=[fd], env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
+        self.popen = subprocess.Popen(command_line, pass_fds=[fd], env=_environment())
         theirs.close()
         self._lines = self._status.makefile()
         self.private_bytes: dict[str, int] = {}  # by what it had done
@@ -132,6 +132,10 @@ class Farm:
         self.popen.wait()
         self._lines.close()
         self._status.close()
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": ":".join(sys.path), "GRPC_VERBOSITY": "ERROR"}
 
 
 def private_bytes(pid: int) -> int:

@@ -24,7 +24,8 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import tanghulu
@@ -151,6 +152,15 @@ class Masters:
         return int(sum(each.metric(name, report=report) for each in self.living))
 
     @property
+    def num_expired(self) -> int:
+        """How many nodes did not renew their leases, or did not come to a new leader in time."""
+        name, found = "tanghulu_master_expired_leases_total", 0
+        for each in self.living:
+            with suppress(KeyError):  # it has counted none
+                found += int(each.metric(name, component="node"))
+        return found
+
+    @property
     def owned(self) -> list[int]:
         """How many ranges each of them owns."""
         if not self._shares:
@@ -201,12 +211,17 @@ def start_nodes(stack: ExitStack, address: str, options: argparse.Namespace) -> 
 
 def report(masters: Masters, nodes: list[Farm], num_keys: int) -> dict[str, Any]:
     """What it costs the masters to be told all keys for the first time."""
-    for farm in nodes:
-        farm.wait("opened")
-    for farm in nodes:
-        farm.wait("filled")
     meters = masters.meters()
-    cpu_s, num_bytes, began_s = [each.cpu_s for each in meters], [each.num_bytes for each in meters], time.monotonic()
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        filling = [pool.submit(farm.wait, "filled") for farm in nodes]
+        known = 0
+        while not known and not all(each.done() for each in filling):
+            cpu_s, num_bytes = [each.cpu_s for each in meters], [each.num_bytes for each in meters]
+            began_s = time.monotonic()
+            time.sleep(1.0)
+            known = masters.num_keys  # the first nodes report while others are still being filled
+        for each in filling:
+            each.result()
     when(lambda: masters.num_keys >= num_keys, began_s, 1.0)
     took_s = when(lambda: masters.know_all, began_s)
     spent_s = [meter.cpu_s - before for meter, before in zip(meters, cpu_s, strict=True)]
@@ -314,7 +329,13 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str,
         facts["waits_before"] = waits_of(loads, 0.0, time.monotonic())
         losses = []
         for _ in range(options.losses or options.masters):
-            losses.append(lose_one(masters, nodes, loads) | {"load_average": round(os.getloadavg()[0], 1)})
+            num_denied = sum(len(each.denied) for each in loads)
+            losses.append(lose_one(masters, nodes, loads))
+            losses[-1] |= {
+                "denied": sum(len(each.denied) for each in loads) - num_denied,
+                "nodes_expired_of_living_masters": masters.num_expired,
+                "load_average": round(os.getloadavg()[0], 1),
+            }
             print(json.dumps(losses[-1]), flush=True)
             time.sleep(options.quiet_s)
         for load in loads:
