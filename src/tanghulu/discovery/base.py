@@ -15,6 +15,8 @@ from typing import Protocol, Self
 from tanghulu.types import Address, InstanceId, Place, Role
 
 DEFAULT_TTL_S = 3.0
+#: Attribute of a worker that neither hands KV over nor goes on from another's: prefill and answer happen there.
+WHOLE_REQUESTS = "whole_requests"
 
 
 @dataclass(frozen=True, slots=True)
