@@ -28,7 +28,7 @@ from tanghulu.conductor.routing.requests import ModelCard, SessionWelcome, Step
 from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.conductor.routing.worker_views import WorkerViews
 from tanghulu.conductor.text.served_model import ServedModel
-from tanghulu.discovery.base import Discovery, EventKind, Instance, InstanceEvent
+from tanghulu.discovery.base import WHOLE_REQUESTS, Discovery, EventKind, Instance, InstanceEvent
 from tanghulu.errors import ModelNotFound, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.runtime.tasks import cancelled
 from tanghulu.types import InstanceId, Place, Role
@@ -81,6 +81,11 @@ class RegisteredWorker:
     @property
     def usable(self) -> bool:
         return self.session is not None and not self.leaving
+
+    @property
+    def takes_whole_requests(self) -> bool:
+        """Whether who prefills here must decode here."""
+        return WHOLE_REQUESTS in self.instance.attributes
 
 
 class WorkerListener(Protocol):

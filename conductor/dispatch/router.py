@@ -187,11 +187,14 @@ class Router:
                 self.links.observe(source.place, reader.place, read.num_bytes, read.seconds)
 
     def check_overrides(self, overrides: RoutingOverrides) -> None:
-        """Raise InvalidRequest if the overrides name a worker that is not there, so that nobody waits for it."""
+        """Raise InvalidRequest if the overrides name a worker that is not there, so that nobody waits for it, or would
+        part the phases of a request that its worker takes whole."""
         for worker in filter(None, (overrides.prefill, overrides.decode)):
             if worker not in self._registry.workers:
                 there = ", ".join(self._registry.workers) or "none"
                 raise InvalidRequest(f"worker {worker!r}, wished for by the request, is not there; there is {there}")
+            if self._registry.workers[worker].takes_whole_requests and overrides.decode not in ("", overrides.prefill):
+                raise InvalidRequest(f"worker {worker!r} takes requests whole; wish for one worker for both phases")
 
     def rest_s(self, flight: Flight, model: ServedModel) -> float:
         """Seconds of prefill that ``flight`` needs behind what is known of it anywhere, on the fastest worker."""
@@ -209,6 +212,8 @@ class Router:
     def _route(self, policy: RoutingPolicy, flight: Flight, model: ServedModel) -> RoutedRequest:
         request, workers, hits = self._views(policy, flight, model)
         decision = policy.choose(request, workers) if workers else None
+        if decision is not None and self._registry.workers[decision.prefill].takes_whole_requests:
+            decision = replace(decision, decode=decision.prefill)
         return RoutedRequest(decision, request, workers, hits, policy.name)
 
     def _views(

@@ -81,6 +81,7 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
     def __init__(self, name: str, role: Role, run_dir: Path, script: str = "Hello, wörld! ") -> None:
         self.id = InstanceId(name)
         self.role = role
+        self.attributes: dict[str, str] = {}
         self.script = TOKENIZER.encode(script).ids
         self.model = MODEL
         self.fingerprint = FINGERPRINT
@@ -129,7 +130,7 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
 
     @property
     def instance(self) -> Instance:
-        return Instance(self.id, self.role, self._port_mux.address)
+        return Instance(self.id, self.role, self._port_mux.address, attributes=self.attributes)
 
     async def stop(self) -> None:
         if self._registration is not None:

@@ -17,6 +17,8 @@ from tanghulu.types import Address, InstanceId, Place, Role
 DEFAULT_TTL_S = 3.0
 #: Attribute of a store node that registers for the first time and has nothing to report. Later it may have.
 HOLDS_NOTHING = "holds_nothing"
+#: Attribute of a worker that neither hands KV over nor goes on from another's: prefill and answer happen there.
+WHOLE_REQUESTS = "whole_requests"
 
 
 @dataclass(frozen=True, slots=True)

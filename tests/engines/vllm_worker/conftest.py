@@ -133,8 +133,9 @@ class Served:
         """What the logs say of requests that were not served, and of vLLM's failures."""
         logs = [self.conductor.log_text(), *(worker.log_text() for worker in self.workers)]
         lines = [line for log in logs for line in log.splitlines() if line]
-        told = [line for line in lines if "request.story" in line and "served" not in line]
-        return "\n".join(told + [line for line in lines if "rror" in line][-40:])
+        told = [line for line in lines if "request.story" in line]
+        unserved = [line for line in told if '"status": "served"' not in line]
+        return "\n".join(unserved + [line for line in lines if "rror" in line and line not in told][-40:])
 
     def complete(self, prompt: str | list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
         """A greedy completion."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from tanghulu.discovery.base import Discovery, Instance
+from tanghulu.discovery.base import WHOLE_REQUESTS, Discovery, Instance
 from tanghulu.discovery.entering import enter, meet
 from tanghulu.discovery.open import open_discovery
 from tanghulu.engines.vllm_worker.config import VllmWorkerConfig
@@ -59,7 +59,7 @@ async def _registered(
         place=config.place,
         generation=process.generation,
         unix_path=worker.unix_path,
-        attributes={"model": worker.model_name},
+        attributes={"model": worker.model_name, WHOLE_REQUESTS: "yes"},
     )
     registration = await process.unless_stopping(enter(discovery, instance))
     async with contextlib.AsyncExitStack() as registered:
