@@ -46,6 +46,8 @@ ASKED, PAUSE_S = 200, 0.01
 DEADLINE_S = 60.0
 #: Within which masters that know nothing must know everything; far more than it takes.
 REBUILD_DEADLINE_S = 600.0
+#: Denials that are told one by one.
+MOST_TOLD = 50
 #: Memory of a node for each of its keys, and beside them for those of clients.
 BYTES_PER_KEY, SPARE_BYTES = 256, 16 << 20
 
@@ -85,7 +87,9 @@ class Asking(threading.Thread):
         numbers = [self._rng.randrange(self._num_keys) for _ in range(ASKED)]
         held = self._client.exists_many([key_of(n) for n in numbers])
         self.num_asked += len(held)
-        self.denied += [key_of(n) for n, is_held in zip(numbers, held, strict=True) if not is_held]
+        for number, is_held in zip(numbers, held, strict=True):
+            if not is_held:
+                self._denied(number)
 
     def _get(self) -> None:
         number = self._rng.randrange(self._num_keys)
@@ -94,8 +98,12 @@ class Asking(threading.Thread):
                 if chunk.bytes() != value_of(number):
                     self.failures.append(f"get: another value of {key_of(number)}")
         except ChunkNotFound:
-            self.denied.append(key_of(number))
+            self._denied(number)
         self.num_got += 1
+
+    def _denied(self, number: int) -> None:
+        """Remember when, to the second: masters' logs say which nodes were gone then."""
+        self.denied.append(f"{time.strftime('%H:%M:%S')} {self.what} {key_of(number)}")
 
     def _put(self) -> None:
         key, value = f"kv/new/{self._rng.getrandbits(64):x}", self._rng.randbytes(64)
@@ -347,6 +355,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str,
             "got": sum(each.num_got for each in loads),
             "put": sum(len(each.put) for each in loads),
             "denied": sum(len(each.denied) for each in loads),
+            "denials": sorted(denial for each in loads for denial in each.denied)[:MOST_TOLD],
             "failures": [failure for each in loads for failure in each.failures],
         }
         return facts | check(cluster.address, num_keys, loads, options), losses
