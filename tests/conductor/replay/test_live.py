@@ -175,7 +175,8 @@ class TestClient:
         assert (job.rejected, job.failed, job.ttft_s) == (*expected, None)
 
     def test_a_text_with_every_kind_of_line_end_is_one_answer(self):
-        text = json.dumps({"choices": [{"text": "a\x85b\u2028c\u2029d", "finish_reason": "length"}]}, ensure_ascii=False)
+        choice = {"text": "a\x85b\u2028c\u2029d", "finish_reason": "length"}
+        text = json.dumps({"choices": [choice]}, ensure_ascii=False)
         last = json.dumps({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 1}})
         with served(lambda body: (200, [text, last, "[DONE]"])) as (url, _):
             (job,) = replay_live(LiveConfig(url=url), [request(9, (1,))]).jobs
