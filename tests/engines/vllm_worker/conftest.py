@@ -112,8 +112,8 @@ class Served:
         self.conductor = Process("tanghulu.conductor.main", *flags)
         self.http = httpx.Client(base_url=f"http://{self.conductor.address}", timeout=ANSWER_S, trust_env=False)
 
-    def add(self) -> VllmWorker:
-        worker = VllmWorker(self.store.address)
+    def add(self, *more_flags: str) -> VllmWorker:
+        worker = VllmWorker(self.store.address, *more_flags)
         self.workers.append(worker)
         self.until_connected()
         return worker

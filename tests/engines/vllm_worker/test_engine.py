@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from tanghulu.engines.vllm_worker.engine import VllmEngine, VllmSurface
 from tanghulu.engines.vllm_worker.requests import VllmRequest
 from tanghulu.errors import Conflict, DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.types import BlockHash, RequestId
+from tanghulu.workers.engine.requests import EngineFinishReason
 from tanghulu.workers.engine.thread import StepReport
 
 NAMES = [BlockHash(bytes([i]) * 32) for i in range(4)]
@@ -65,15 +67,21 @@ class _Llm:
 class _Scene:
     def __init__(self, max_requests: int = 4) -> None:
         self.llm = _Llm()
+        self.waited: list[Sequence[BlockHash]] = []
+        self.stored = asyncio.Event()
         self.reports: list[StepReport] = []
         self.failures: list[BaseException] = []
         self.refusals: list[TanghuluError] = []
         self.added: list[int] = []
         surface = VllmSurface(self.llm, lambda request: request.sampling, _DeadError, (_RefusedError,))
-        self.engine = VllmEngine(surface, 10, 4, self.reports.append, self.failures.append, max_requests)
+        self.engine = VllmEngine(surface, 10, 4, self.reports.append, self.failures.append, max_requests, self._store)
 
-    def submit(self, name: str, num_tokens: int = 6) -> None:
-        request = VllmRequest(RequestId(name), [1] * num_tokens, num_tokens, NAMES[: num_tokens // 4], {})
+    async def _store(self, hashes: Sequence[BlockHash]) -> bool:
+        self.waited.append(hashes)
+        return await self.stored.wait()
+
+    def submit(self, name: str, num_tokens: int = 6, **more: Any) -> None:
+        request = VllmRequest(RequestId(name), [1] * num_tokens, num_tokens, NAMES[: num_tokens // 4], {}, **more)
         self.engine.submit(request, self.added.append, self.refusals.append)
 
     async def put(self, name: str, output: Any) -> None:
@@ -240,3 +248,46 @@ async def test_figures_of_a_step(scene):
     assert load.speeds.prefill_tokens_per_s == 1000
     assert load.speeds.peer_bytes_per_s == 0
     await scene.until(lambda: scene.reports)
+
+
+def finishes(scene: _Scene, name: str) -> list[EngineFinishReason | None]:
+    outputs = [output for report in scene.reports for output in report.result.outputs]
+    return [output.finish_reason for output in outputs if output.request_id == name]
+
+
+async def test_a_prompt_is_handed_over_when_its_blocks_are_in_the_store(scene):
+    scene.submit("a", hand_over=True)
+    await scene.put("a", output(7, finish="length"))
+    await scene.until(lambda: scene.waited)
+    await scene.until(lambda: scene.tokens() == {"a": [7]})
+    assert (scene.waited, finishes(scene, "a")) == ([NAMES[:1]], [None]), "its token is told at once"
+    assert not any(report.exports for report in scene.reports)
+    scene.stored.set()
+    await scene.until(lambda: EngineFinishReason.HANDED_OVER in finishes(scene, "a"))
+    (handed,) = [report.exports for report in scene.reports if report.exports]
+    assert handed.keys() == {"a"}
+    assert (handed[RequestId("a")].num_tokens, scene.tokens()) == (6, {"a": [7]})
+
+
+async def test_behind_a_grammar_the_next_worker_draws_the_first_token(scene):
+    scene.stored.set()
+    scene.submit("a", hand_over=True, grammar={"regex": "x"})
+    await scene.put("a", output(7, finish="length"))
+    await scene.until(lambda: finishes(scene, "a") == [EngineFinishReason.HANDED_OVER])
+    assert scene.tokens() == {"a": []}
+
+
+async def test_a_prefill_whose_first_token_is_the_last_hands_nothing_over(scene):
+    scene.submit("a", hand_over=True)
+    await scene.put("a", output(7, finish="stop"))
+    await scene.until(lambda: finishes(scene, "a") == [EngineFinishReason.STOP])
+    assert not scene.waited
+
+
+async def test_an_abort_while_blocks_are_being_stored(scene):
+    scene.submit("a", hand_over=True)
+    await scene.put("a", output(7, finish="length"))
+    await scene.until(lambda: scene.waited)
+    scene.engine.abort(RequestId("a"))
+    await scene.until(lambda: not scene.engine.load().num_running and not scene.engine.load().num_waiting)
+    assert finishes(scene, "a") == [None]

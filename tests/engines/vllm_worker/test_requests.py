@@ -134,3 +134,16 @@ def test_logprobs_are_told_token_by_token_and_best_first():
     (alone, _) = outputs_of(request(logprobs=0), output([5, 9], "length", found), 0)
     assert alone.logprobs is not None
     assert (alone.logprobs.chosen.token, alone.logprobs.top) == (5, ())
+
+
+def test_a_prefill_alone_is_one_token_and_a_source_is_where_the_prompt_came_from():
+    handing = VllmRequestFactory(block_tokens=4, hands_over=True)
+    stop = pb.Stop(max_new_tokens=10, min_tokens=5)
+    made = handing.request(submit([1, 2, 3, 4, 5], hand_over=True, stop=stop))
+    assert (made.hand_over, made.sampling["max_tokens"], made.sampling["min_tokens"]) == (True, 1, 1)
+    there = pb.KvSource(instance_id="prefill-1", address="10.0.0.1:7430", num_tokens=5)
+    made = handing.request(submit([1, 2, 3, 4, 5, 6], 5, source=there, stop=stop))
+    assert (made.hand_over, made.tokens, made.sampling["max_tokens"]) == (False, [1, 2, 3, 4, 5, 6], 9)
+    for asked in (submit([1, 2], hand_over=True), submit([1, 2], source=there)):
+        with pytest.raises(InvalidRequest, match="without a store"):
+            FACTORY.request(asked)

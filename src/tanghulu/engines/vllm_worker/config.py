@@ -40,6 +40,11 @@ _DECIDED = {
 class VllmWorkerConfig(MasterOptions, PortOptions, ProcessConfig):
     """The options of a worker that computes with vLLM."""
 
+    role: str = option(
+        "worker",
+        "prefill: computes prompts, which decode workers go on with; both find the KV in the store; worker: does both",
+        choices=("worker", "prefill", "decode"),
+    )
     port: int = option(7430, "port of sessions and administration; 0 picks one")
     discovery: str = option("master", DISCOVERY_HELP)
     model: str = option("", "a directory with safetensors, config.json and tokenizer.json", metavar="DIR")
@@ -63,6 +68,8 @@ class VllmWorkerConfig(MasterOptions, PortOptions, ProcessConfig):
                 f"--model is {self.model!r}; vLLM's worker needs a directory with config.json, tokenizer.json and "
                 "safetensors"
             )
+        if self.role != "worker" and not self.store:
+            raise ConfigError(f"--role {self.role} needs the store, through which prompts are handed over")
         self.further_arguments()
 
     @property

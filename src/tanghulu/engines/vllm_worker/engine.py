@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,9 +21,10 @@ from tanghulu.engines.vllm_worker.load_book import LoadBook
 from tanghulu.engines.vllm_worker.requests import VllmRequest, outputs_of
 from tanghulu.errors import Conflict, DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.hashing import TokenSequence
-from tanghulu.types import RequestId
+from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
-from tanghulu.workers.engine.requests import PeerExport
+from tanghulu.workers.engine.requests import EngineFinishReason, PeerExport
+from tanghulu.workers.engine.step_plan import KvExport
 from tanghulu.workers.engine.step_result import RequestOutput, StepResult
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.sessions.port import TakesSnapshot
@@ -62,8 +63,15 @@ class VllmSurface:
     invalid: tuple[type[BaseException], ...]  # raised for what a request asks
 
 
+async def _not_waited(hashes: Sequence[BlockHash]) -> bool:
+    return False
+
+
 class VllmEngine:
-    """Gives requests to vLLM; ``on_report`` and ``on_failure`` are called in the event loop."""
+    """Gives requests to vLLM; ``on_report`` and ``on_failure`` are called in the event loop.
+
+    ``stored`` waits until blocks are in the store, before their request is handed over.
+    """
 
     def __init__(
         self,
@@ -73,7 +81,9 @@ class VllmEngine:
         on_report: Callable[[StepReport], None],
         on_failure: Callable[[BaseException], None],
         max_requests: int,
+        stored: Callable[[Sequence[BlockHash]], Awaitable[bool]] = _not_waited,
     ) -> None:
+        self._stored = stored
         self._surface = surface
         self._on_report = on_report
         self._on_failure = on_failure
@@ -85,6 +95,7 @@ class VllmEngine:
         self._tasks: dict[RequestId, asyncio.Task[None]] = {}
         self._beating: asyncio.Task[None] | None = None
         self._outputs: list[RequestOutput] = []
+        self._handed: dict[RequestId, KvExport] = {}  # in the outputs above
         self._events: list[KvEvent] = []
         self._reporting = False
         self._failed = False
@@ -203,6 +214,8 @@ class VllmEngine:
                 outputs = outputs_of(request, output, num_told)
                 num_told += sum(len(each.tokens) for each in outputs)
                 self._book.started(request.request_id)
+                if request.hand_over and outputs[-1].finish_reason is EngineFinishReason.LENGTH:
+                    outputs = [await self._hand_over(request, outputs)]
                 self._outputs += outputs
                 self._report_soon()
         except surface.dead as error:
@@ -214,6 +227,23 @@ class VllmEngine:
         except Exception as error:  # noqa: BLE001 - whatever vLLM raises is this request's end, not the worker's
             _log.warning("vllm.request_failed", request=request.request_id, error=repr(error))
             refused(NodeUnavailable(f"vLLM failed at the request: {error!r}"))
+
+    async def _hand_over(self, request: VllmRequest, outputs: list[RequestOutput]) -> RequestOutput:
+        """The prompt's first token is there: tell it, and when its blocks are in the store, that others may go on.
+
+        vLLM cannot go on in the middle of a text under a grammar, so there the next worker draws the first token.
+        """
+        last = outputs[-1]
+        num_generated, last.finish_reason = last.num_generated_tokens, None
+        if request.grammar is None:
+            self._outputs += outputs
+            self._report_soon()
+        else:
+            num_generated = len(request.tokens) - request.num_prompt_tokens
+        await self._stored(request.block_hashes)
+        name, finish = request.request_id, EngineFinishReason.HANDED_OVER
+        self._handed[name] = KvExport(name, (), len(request.tokens))
+        return RequestOutput(name, (), None, finish, last.num_prompt_tokens, num_generated, last.num_cached_tokens)
 
     def _ended(self, request_id: RequestId) -> None:
         self._tasks.pop(request_id, None)
@@ -244,4 +274,5 @@ class VllmEngine:
         self._reporting = False
         outputs, self._outputs = self._outputs, []
         events, self._events = self._events, []
-        self._on_report(StepReport(StepResult(tuple(outputs), kv_events=tuple(events)), {}, self.load()))
+        handed, self._handed = self._handed, {}
+        self._on_report(StepReport(StepResult(tuple(outputs), kv_events=tuple(events)), handed, self.load()))

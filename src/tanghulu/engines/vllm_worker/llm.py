@@ -28,6 +28,7 @@ class VllmFacts:
     block_tokens: int
     block_bytes: int
     num_blocks: int
+    num_ranks: int  # each of which has a part of every block
     dtype: str
     context_length: int
     vocab_size: int
@@ -93,6 +94,7 @@ class LoadedVllm:
             block_tokens=first["block_tokens"],
             block_bytes=first["block_bytes"],
             num_blocks=first["num_blocks"],
+            num_ranks=len(found),
             dtype=str(model.dtype).removeprefix("torch."),
             context_length=model.max_model_len,
             vocab_size=model.get_vocab_size(),

@@ -59,7 +59,7 @@ async def _registered(
         place=config.place,
         generation=process.generation,
         unix_path=worker.unix_path,
-        attributes={"model": worker.model_name, WHOLE_REQUESTS: "yes"},
+        attributes={"model": worker.model_name} | ({WHOLE_REQUESTS: "yes"} if process.role is Role.BOTH else {}),
     )
     registration = await process.unless_stopping(enter(discovery, instance))
     async with contextlib.AsyncExitStack() as registered:
@@ -68,7 +68,7 @@ async def _registered(
 
 
 def _run(config: VllmWorkerConfig) -> None:
-    run(Role.BOTH, config, serve)
+    run(Role(config.role), config, serve)
 
 
 COMMAND = command("vllm-worker", VllmWorkerConfig, _run, "Run a worker that computes with vLLM.")

@@ -38,6 +38,7 @@ class VllmRequest:
     grammar: dict[str, str] | None = None
     cache_salt: str = ""
     priority: int = 0
+    hand_over: bool = False  # to be prefilled only; another worker goes on from the store
 
     @property
     def prompt(self) -> dict[str, Any]:
@@ -51,18 +52,23 @@ class VllmRequestFactory:
 
     ``by_priority``: vLLM's scheduler goes by priorities. Without ``keeps_seeds`` vLLM draws as it likes: its engine for
     CPUs (0.32) ends at a seed of a prompt that takes more than one step ("CPU Generator does not use offset").
+    ``hands_over``: a prefill may be asked for alone, and a request may come whose prompt another worker left in the
+    store; where it was, a ``source`` says, and nothing is asked for there.
     """
 
-    def __init__(self, block_tokens: int, *, by_priority: bool = False, keeps_seeds: bool = True) -> None:
+    def __init__(
+        self, block_tokens: int, *, by_priority: bool = False, keeps_seeds: bool = True, hands_over: bool = False
+    ) -> None:
         self._block_tokens = block_tokens
+        self._hands_over = hands_over
         self._by_priority = by_priority
         self._keeps_seeds = keeps_seeds
 
     def request(self, submit: session_pb2.Submit) -> VllmRequest:
         """Make the request; raises InvalidRequest for one that vLLM cannot be asked for, NodeUnavailable for one that
         another worker could take."""
-        if submit.hand_over or submit.HasField("source"):
-            raise InvalidRequest("a vLLM worker computes prompt and answer; it hands nothing over")
+        if not self._hands_over and (submit.hand_over or submit.HasField("source")):
+            raise InvalidRequest("a vLLM worker without a store computes prompt and answer; it hands nothing over")
         root = root_hash(Fingerprint(b""), submit.salt, VLLM_SHA256_CBOR)
         sequence = TokenSequence(root, self._block_tokens, as_tokens(submit.tokens), VLLM_SHA256_CBOR)
         num_prompt = submit.num_prompt_tokens or len(sequence)
@@ -78,11 +84,12 @@ class VllmRequestFactory:
             grammar=_grammar(submit.sampling, num_generated),
             cache_salt=submit.salt.decode(),
             priority=-submit.priority if self._by_priority else 0,  # vLLM's lower numbers go first
+            hand_over=submit.hand_over,
         )
 
     def pulled(self, pull: session_pb2.PullAhead) -> tuple[TokenSequence, PeerExport]:
         """Raise InvalidRequest: nothing is fetched from another worker's memory here."""
-        raise InvalidRequest("a vLLM worker fetches nothing from a prefill worker")
+        raise InvalidRequest("a vLLM worker fetches nothing from another one's memory")
 
     def probe(self, request_id: RequestId) -> VllmRequest:
         """A request of one token whose name no other prompt has."""
@@ -95,6 +102,8 @@ def _sampling(submit: session_pb2.Submit, num_generated: int) -> dict[str, Any]:
     max_tokens = stop.max_new_tokens - num_generated
     if max_tokens < 1:
         raise InvalidRequest(f"max_new_tokens is {stop.max_new_tokens}; {num_generated} exist already")
+    if submit.hand_over:
+        max_tokens = 1
     # A request without a seed still draws the same tokens wherever it begins: its id is the seed.
     named = given.seed if given.HasField("seed") else xxhash.xxh3_64_intdigest(submit.request_id.encode())
     return {

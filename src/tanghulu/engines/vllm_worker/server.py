@@ -21,6 +21,7 @@ from tanghulu.engines.vllm_worker.config import VllmWorkerConfig
 from tanghulu.engines.vllm_worker.engine import VllmEngine
 from tanghulu.engines.vllm_worker.llm import LoadedVllm, StatsRelay, VllmFacts
 from tanghulu.engines.vllm_worker.requests import VllmRequestFactory
+from tanghulu.engines.vllm_worker.stored_prompts import StoredPrompts
 from tanghulu.errors import NodeUnavailable
 from tanghulu.hashing import VLLM_SHA256_CBOR
 from tanghulu.protos import common_pb2, session_pb2, session_pb2_grpc, store_pb2
@@ -82,8 +83,13 @@ class VllmWorkerServer:
         stack.push_async_callback(asyncio.to_thread, loaded.close)
         facts = await loaded.facts("")
         assets = assets_of_folder(config.folder, facts.bos_id, facts.eos_ids)
+        surface, more = loaded.surface(), {}
+        if config.store:
+            stored = StoredPrompts(config.master, facts.fingerprint, facts.num_ranks)
+            stack.push_async_callback(stored.close)
+            more["stored"] = stored.wait
         self._engine = VllmEngine(
-            loaded.surface(), facts.num_blocks, facts.block_tokens, self._report, self._failed, MAX_REQUESTS
+            surface, facts.num_blocks, facts.block_tokens, self._report, self._failed, MAX_REQUESTS, **more
         )
         stack.push_async_callback(self._engine.close)
         relay.listen = self._engine.on_stats
@@ -116,10 +122,15 @@ class VllmWorkerServer:
         self.address = await port.bind(config.host, config.port, config.reachable_host)
         self.unix_path = port.unix_path
         self.instance_id = process.instance_id(self.address.port)
-        factory = VllmRequestFactory(facts.block_tokens, by_priority=loaded.by_priority, keeps_seeds=not loaded.on_cpu)
+        factory = VllmRequestFactory(
+            facts.block_tokens,
+            by_priority=loaded.by_priority,
+            keeps_seeds=not loaded.on_cpu,
+            hands_over=config.store,
+        )
         self._metrics = WorkerMetrics(process.registry, facts, facts.num_blocks)
         self._hub = SessionHub(
-            self.instance_id, process.generation, factory, self._engine, lambda report: {}, lambda export: None
+            self.instance_id, process.generation, factory, self._engine, self._handed, lambda export: None
         )
         service.register(HELLO, self._hello)
         self._hub.serve(service)
@@ -155,6 +166,14 @@ class VllmWorkerServer:
             context_length=facts.context_length,
             vocab_size=facts.vocab_size,
         )
+
+    def _handed(self, report: StepReport) -> dict[RequestId, session_pb2.KvSource]:
+        """Who computed the prompts that are handed over; all that there is of them is in the store."""
+        address = str(self.address)
+        return {
+            name: session_pb2.KvSource(instance_id=self.instance_id, address=address, num_tokens=export.num_tokens)
+            for name, export in report.exports.items()
+        }
 
     def _report(self, report: StepReport) -> None:
         self._metrics.report([report])
