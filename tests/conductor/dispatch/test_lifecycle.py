@@ -107,6 +107,16 @@ def test_the_token_of_a_hand_over_may_come_before_it():
     assert say(flight, kind=OutputKind.HANDED_OVER, source=SOURCE) == [PickDecode()]
 
 
+def test_a_hand_over_may_leave_all_tokens_to_who_decodes():
+    flight = make()
+    flight.submit(P, D)
+    assert say(flight, kind=OutputKind.HANDED_OVER, source=SOURCE, cached_tokens=4) == [PickDecode()]
+    assert flight.decode_at(D) == [SubmitTo(D, "r.2", False, SOURCE)]
+    assert flight.all_tokens().tolist() == [1, 2, 3, 4, 5]
+    assert say(flight, 11, cached_tokens=5) == [DeliverTokens((11,))]
+    assert (flight.state, flight.cached_tokens) == (FlightState.DECODING, 4)
+
+
 def test_the_prefill_worker_may_decode_from_its_own_cache():
     flight = make()
     flight.submit(P, D)

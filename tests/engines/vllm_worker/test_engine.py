@@ -259,22 +259,14 @@ async def test_a_prompt_is_handed_over_when_its_blocks_are_in_the_store(scene):
     scene.submit("a", hand_over=True)
     await scene.put("a", output(7, finish="length"))
     await scene.until(lambda: scene.waited)
-    await scene.until(lambda: scene.tokens() == {"a": [7]})
-    assert (scene.waited, finishes(scene, "a")) == ([NAMES[:1]], [None]), "its token is told at once"
-    assert not any(report.exports for report in scene.reports)
+    assert (scene.waited, finishes(scene, "a")) == ([NAMES[:1]], [])
     scene.stored.set()
-    await scene.until(lambda: EngineFinishReason.HANDED_OVER in finishes(scene, "a"))
-    (handed,) = [report.exports for report in scene.reports if report.exports]
-    assert handed.keys() == {"a"}
-    assert (handed[RequestId("a")].num_tokens, scene.tokens()) == (6, {"a": [7]})
-
-
-async def test_behind_a_grammar_the_next_worker_draws_the_first_token(scene):
-    scene.stored.set()
-    scene.submit("a", hand_over=True, grammar={"regex": "x"})
-    await scene.put("a", output(7, finish="length"))
-    await scene.until(lambda: finishes(scene, "a") == [EngineFinishReason.HANDED_OVER])
-    assert scene.tokens() == {"a": []}
+    await scene.until(lambda: finishes(scene, "a"))
+    (told,) = [report for report in scene.reports if report.exports]
+    assert told.exports.keys() == {"a"}
+    assert told.exports[RequestId("a")].num_tokens == 6
+    (handed,) = told.result.outputs
+    assert (handed.finish_reason, handed.tokens, handed.num_generated_tokens) == (EngineFinishReason.HANDED_OVER, (), 0)
 
 
 async def test_a_prefill_whose_first_token_is_the_last_hands_nothing_over(scene):
@@ -290,4 +282,4 @@ async def test_an_abort_while_blocks_are_being_stored(scene):
     await scene.until(lambda: scene.waited)
     scene.engine.abort(RequestId("a"))
     await scene.until(lambda: not scene.engine.load().num_running and not scene.engine.load().num_waiting)
-    assert finishes(scene, "a") == [None]
+    assert finishes(scene, "a") == []

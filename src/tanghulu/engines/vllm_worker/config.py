@@ -42,7 +42,7 @@ class VllmWorkerConfig(MasterOptions, PortOptions, ProcessConfig):
 
     role: str = option(
         "worker",
-        "prefill: computes prompts, which decode workers go on with; both find the KV in the store; worker: does both",
+        "prefill: computes prompts; decode: answers, with the KV that a prefill worker left in the store; worker: both",
         choices=("worker", "prefill", "decode"),
     )
     port: int = option(7430, "port of sessions and administration; 0 picks one")

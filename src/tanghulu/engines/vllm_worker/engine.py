@@ -215,7 +215,7 @@ class VllmEngine:
                 num_told += sum(len(each.tokens) for each in outputs)
                 self._book.started(request.request_id)
                 if request.hand_over and outputs[-1].finish_reason is EngineFinishReason.LENGTH:
-                    outputs = [await self._hand_over(request, outputs)]
+                    outputs = [await self._hand_over(request, outputs[-1])]
                 self._outputs += outputs
                 self._report_soon()
         except surface.dead as error:
@@ -228,21 +228,16 @@ class VllmEngine:
             _log.warning("vllm.request_failed", request=request.request_id, error=repr(error))
             refused(NodeUnavailable(f"vLLM failed at the request: {error!r}"))
 
-    async def _hand_over(self, request: VllmRequest, outputs: list[RequestOutput]) -> RequestOutput:
-        """The prompt's first token is there: tell it, and when its blocks are in the store, that others may go on.
+    async def _hand_over(self, request: VllmRequest, last: RequestOutput) -> RequestOutput:
+        """Wait until the prompt's blocks are in the store; then others may go on.
 
-        vLLM cannot go on in the middle of a text under a grammar, so there the next worker draws the first token.
+        The token that vLLM drew is not told: the next worker draws it again, as the first of the whole answer, with its
+        grammar, its seed and its penalties. So do vLLM's own ways to part the phases.
         """
-        last = outputs[-1]
-        num_generated, last.finish_reason = last.num_generated_tokens, None
-        if request.grammar is None:
-            self._outputs += outputs
-            self._report_soon()
-        else:
-            num_generated = len(request.tokens) - request.num_prompt_tokens
         await self._stored(request.block_hashes)
-        name, finish = request.request_id, EngineFinishReason.HANDED_OVER
+        name, num_generated = request.request_id, len(request.tokens) - request.num_prompt_tokens
         self._handed[name] = KvExport(name, (), len(request.tokens))
+        finish = EngineFinishReason.HANDED_OVER
         return RequestOutput(name, (), None, finish, last.num_prompt_tokens, num_generated, last.num_cached_tokens)
 
     def _ended(self, request_id: RequestId) -> None:
