@@ -46,6 +46,7 @@ def test_the_store_and_further_arguments(model):
         ({"vllm": '{"block_size": 16}'}, "use --block-tokens"),
         ({"vllm": '{"prefix_caching_hash_algo": "xxhash"}'}, "the conductor depends"),
         ({"model": "/nowhere"}, "/nowhere"),
+        ({"role": "prefill", "store": False}, "--role prefill needs the store"),
     ],
 )
 def test_what_is_refused_at_the_start(options, said, model):
