@@ -223,6 +223,7 @@ class WorkerServer:
         )
         self._process.registry.register(ServerCollector(server))
         await server.start()
+        stack.push_async_callback(self._peers.close)
         stack.push_async_callback(server.close)
         self._peers.serve(service, server)
         self._peers.address, self._peers.unix_path = str(self.address), self.unix_path

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import xxhash
 
-from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError
+from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.protos import session_pb2, store_pb2
 from tanghulu.rpc.fast_server import FastService, Peer
 from tanghulu.rpc.methods import HELLO
@@ -92,6 +92,8 @@ class PeerServer:
         self._session_ids = itertools.count(1)
         self._early: dict[RequestId, int] = {}  # the exports that grow, by the name under which their blocks are held
         self._news = asyncio.Event()  # replaced when it was set
+        self._showing: set[asyncio.Future[list[list[int]]]] = set()
+        self._closed = False
         self._segment: SegmentServer
         self.address, self.unix_path = "", ""
         self.idle = asyncio.Event()
@@ -105,6 +107,11 @@ class PeerServer:
         service.register(PREFIX_PIN, self._pin_prefix)
         service.register(EXPORT_RELEASE, self._release)
         service.register(EXPORT_WATCH, self._watch)
+
+    async def close(self) -> None:
+        """Refuse new readers, and wait until no thread copies into the segment: its memory can be unmapped then."""
+        self._closed = True
+        await asyncio.gather(*self._showing, return_exceptions=True)
 
     # --- exports of this worker's own requests
 
@@ -268,14 +275,18 @@ class PeerServer:
 
     async def _pinned(self, peer: Peer, export: Export, block_ids: Sequence[int]) -> session_pb2.ExportPinReply:
         """Lease as many leading ones of ``block_ids`` of ``export`` as there is room for, and add their checksums."""
+        if self._closed:
+            raise NodeUnavailable(f"worker {self._identity.instance_id} stops: compute the prompt, or ask another")
         if not block_ids:
             return session_pb2.ExportPinReply(num_tokens=export.kv.num_tokens)
         offsets = self._window.take(block_ids)
         leases = self._grant(peer.state, offsets)
         self._exports.pinned(export, leases, self._clock.now_s())
         # Shielded: what was taken is shown even if the reader hangs up meanwhile.
-        showing = asyncio.to_thread(self._shown_checksums, block_ids[: len(offsets)], offsets)
-        checksums = await asyncio.shield(asyncio.ensure_future(showing))
+        showing = asyncio.ensure_future(asyncio.to_thread(self._shown_checksums, block_ids[: len(offsets)], offsets))
+        self._showing.add(showing)
+        showing.add_done_callback(self._showing.discard)
+        checksums = await asyncio.shield(showing)
         reply = session_pb2.ExportPinReply(num_tokens=export.kv.num_tokens)
         for offset, lease, parts in zip(offsets, leases, checksums, strict=True):
             exported = reply.blocks.add(offset=offset, length=self._layout.block_bytes, lease_id=lease)

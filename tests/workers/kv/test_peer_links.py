@@ -114,6 +114,34 @@ async def test_a_prefix_whose_reader_was_lost_is_given_back(tmp_path: Path, read
         assert holder.access.num_leases == 0
 
 
+async def test_the_memory_is_kept_until_what_was_begun_is_shown(tmp_path: Path, reader: PeerReader) -> None:
+    """A reader that hangs up ends its call, not the copy that it asked for; nobody may unmap what it writes to."""
+    holder = Holder(tmp_path, 4, HostCopier())
+    show, go_on = holder.window.show, threading.Event()
+
+    loop = asyncio.get_running_loop()
+
+    def lose(blocks, offsets):
+        for peer in list(holder.service.peers):
+            loop.call_soon_threadsafe(peer.hang_up)
+        assert go_on.wait(30)
+        return show(blocks, offsets)
+
+    holder.window.show = lose
+    async with holder.serving():
+        with pytest.raises(NodeUnavailable):
+            await asyncio.to_thread(reader.read_prefix, PeerPrefix(holder.instance, 2), HASHES, buffers(2))
+        await until(lambda: len(holder.given_back) == 1)
+        closing = asyncio.ensure_future(holder.server.close())
+        await asyncio.sleep(0.05)
+        assert not closing.done()
+        go_on.set()
+        await closing
+        assert holder.window.slots.num_free == 4
+        with pytest.raises(NodeUnavailable, match="stops"):
+            await asyncio.to_thread(reader.read_prefix, PeerPrefix(holder.instance, 2), HASHES, buffers(2))
+
+
 async def test_a_prefix_whose_reader_dies_while_it_reads_is_given_back(
     tmp_path: Path, reader: PeerReader, transfers: TransferEngine, connections: list[FastConnection]
 ) -> None:

@@ -263,6 +263,7 @@ class Holder:
         finally:
             await port_mux.close()
             await offered.close()
+            await self.server.close()
             self._segment.close()
 
     def give_back(self, name: RequestId) -> None:
