@@ -48,7 +48,8 @@ _UNOWNED_PAUSE_S, _UNOWNED_MOST_S = 0.05, 0.25
 _MAP_S = 1.0
 #: Keys in one question to the master.
 KEYS_PER_LOCATE = 8192
-MAX_LOCATIONS = 1 << 20
+#: Of so many keys a client remembers where they are, in 20 MB; the master is asked for others.
+MAX_LOCATIONS = 1 << 16
 #: Nodes are told of that many reads at the latest.
 REPORT_READS = 64
 

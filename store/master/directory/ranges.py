@@ -46,8 +46,9 @@ from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEv
 from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, NUM_SLOTS, RANGE_SLOTS, bits_of, range_of
 from tanghulu.store.protocol.types import MAX_ANNOUNCED, ClientCommit, CommitResult
 
-#: Keys and events that the log keeps for followers: about 8 bytes each while the keys live.
-LOG_WEIGHT = 1 << 20
+#: Keys and events that the log keeps for followers: as many as there are keys, and within these bounds. To begin with a
+#: snapshot costs a follower no more then. About 8 bytes each while the keys live, 150 when they are gone.
+MIN_LOG_WEIGHT, MAX_LOG_WEIGHT = 1 << 16, 1 << 20
 
 
 class RangeDirectories:
@@ -60,12 +61,11 @@ class RangeDirectories:
         self,
         now_s: float,
         rebuild_s: float = REBUILD_S,
-        log_weight: int = LOG_WEIGHT,
         cluster: NodesInEtcd | None = None,
     ) -> None:
         self.cluster = cluster or ClusterNodes(now_s, rebuild_s)
         self.grants = ReportGrants()
-        self.log: EventRing[DirectoryEvent] = EventRing(log_weight)
+        self.log: EventRing[DirectoryEvent] = EventRing(MIN_LOG_WEIGHT)
         #: Slots whose unknown keys are missing keys.
         self.num_known_slots = 0
         self.num_retracted = 0
@@ -445,7 +445,10 @@ class RangeDirectories:
     # --- time
 
     def tick(self, now_s: float) -> None:
-        """Let times pass: of pending commits, of a predecessor's leases, and of an order that nobody asks for."""
+        """Let times pass: of pending commits, of a predecessor's leases, and of an order that nobody asks for.
+
+        The log is given as much room as the keys of now are worth.
+        """
         self._overdue.clear()
         for directory in self._ranges:
             if directory.pending_commits and directory.pending_commits.tick(now_s):
@@ -453,6 +456,7 @@ class RangeDirectories:
         self.cluster.tick(now_s)
         self._count_slots()
         self._order.tick(now_s)
+        self.log.max_weight = min(max(MIN_LOG_WEIGHT, self.num_keys), MAX_LOG_WEIGHT)
 
     def sweep(self, num_keys: int) -> bool:
         """Clean the next ``num_keys`` keys of lost nodes and replaced reports; returns whether there is more."""

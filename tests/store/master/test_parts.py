@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from tanghulu.store.followed_ranges import EventCursor
 from tanghulu.store.master.core import Master
-from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, ReportPiece
-from tanghulu.store.master.directory.events import EventRing, Lagged
+from tanghulu.store.master.directory import ranges
+from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, Removal, ReportPiece
+from tanghulu.store.master.directory.events import SHRINK_WEIGHT, EventRing, Lagged
 from tanghulu.store.master.directory.listing import list_keys
 from tanghulu.store.master.directory.placement import NUM_SPARES, PlacementCandidate, PlacementRequest, PlacementTable
+from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.directory.rebuild import ALONE_S
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
 from tanghulu.store.protocol.key_slots import NUM_SLOTS
@@ -145,6 +147,36 @@ def test_ring_keeps_the_newest(weights, max_weight, read_weight) -> None:
             got += [number for number, _ in taken]
             cursor = taken[-1][0]
         assert got == list(range(after + 1, len(weights) + 1))
+
+
+def test_a_ring_shrinks_a_few_events_at_a_time() -> None:
+    """A million events that leave at once would hold up the master for half a second."""
+    ring: EventRing[int] = EventRing(10 * SHRINK_WEIGHT)
+    for number in range(10 * SHRINK_WEIGHT):
+        ring.append(number)
+    ring.max_weight = SHRINK_WEIGHT
+    lengths = []
+    for number in range(12):
+        ring.append(number)
+        ring.check()
+        lengths.append(ring.last - ring.first + 1)
+    assert lengths == [*range(9 * SHRINK_WEIGHT, SHRINK_WEIGHT - 1, -SHRINK_WEIGHT), *[SHRINK_WEIGHT] * 3]
+
+
+def test_the_log_is_as_long_as_there_are_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that come and go leave a log no longer than what a snapshot would cost its reader."""
+    monkeypatch.setattr(ranges, "MIN_LOG_WEIGHT", 16)
+    directories = RangeDirectories(0.0)
+    directories.node_registered(instance("n"), 0.0)
+    for number in range(200):
+        directories.announce(NodeAnnouncement("n", 7, [ChunkEntry(f"k{number}", 1, 1)]), 0.0)
+    directories.tick(0.1)
+    assert directories.log.max_weight == 200
+    for number in range(200):
+        directories.announce(NodeAnnouncement("n", 7, removed=[Removal(f"k{number}", 1)]), 0.2)
+    directories.tick(0.3)
+    assert directories.log.max_weight == 16
+    directories.check()
 
 
 def test_leases_and_directory_keep_in_step() -> None:
