@@ -1,7 +1,8 @@
 """Runs in vLLM's environment: one engine that answers prompts, as lines of JSON. Knows nothing of the tests.
 
 The first line that it reads is ``model``, ``dtype``, ``connector`` (kv_connector_extra_config, or null for none) or
-``tier`` (arguments of TanghuluTier, with ``cpu_bytes_to_use``), ``prompts`` and further engine ``arguments``, if any.
+``tier`` (arguments of TanghuluTier, with ``cpu_bytes_to_use``) or ``transfer`` (a whole kv_transfer_config, with
+``beside``, the folders of its packages), ``prompts`` and further engine ``arguments``, if any.
 Each later line is a round: ``prompts`` that are asked at once, and ``abort``, prompts that are given up after a number
 of seconds each. A round ends with an empty cache, host memory included.
 """
@@ -28,6 +29,8 @@ def engine_args(spec: dict[str, Any]) -> AsyncEngineArgs:
     args: dict[str, Any] = {}
     if "tier" in spec:
         args["kv_transfer_config"] = offloading(spec["tier"])
+    elif "transfer" in spec:
+        args["kv_transfer_config"] = KVTransferConfig(**spec["transfer"])
     elif spec["connector"] is not None:
         args["kv_transfer_config"] = KVTransferConfig(
             kv_connector="TanghuluConnector",
@@ -97,6 +100,7 @@ async def unpinned(engine: AsyncLLM, with_host_memory: bool) -> bool:
 
 async def main() -> None:
     spec = json.loads(sys.stdin.readline())
+    sys.path += spec.get("beside", [])
     engine = AsyncLLM.from_engine_args(engine_args(spec))
     try:
         for number, prompt in enumerate(spec["prompts"]):
