@@ -44,6 +44,7 @@ from tanghulu.workers.engine.requests import EngineRequest, PeerExport, PeerPref
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
+from tanghulu.workers.kv.peer_reader import ExportPart
 from tanghulu.workers.kv.staging import NUM_RINGS, DeviceBlocks, StagedPort
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.weights.model_config import ModelConfig, config_from_hf
@@ -140,7 +141,7 @@ class DictStore:
 
 
 class NoPeers:
-    def read(self, peer: PeerExport, first_block: int, buffers: Sequence[memoryview]) -> int:
+    def read(self, parts: Sequence[ExportPart], buffers: Sequence[memoryview]) -> int:
         return 0
 
     def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:

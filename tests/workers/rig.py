@@ -18,6 +18,7 @@ from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector, KvPeers
+from tanghulu.workers.kv.peer_reader import ExportPart, PeerReader
 from tanghulu.workers.kv.ports import BlockPort, HostBlocks
 from tanghulu.workers.metrics import WorkerMetrics
 from tests.workers.tiny import BLOCK, VOCAB, request
@@ -54,7 +55,7 @@ class DictStore:
 
 
 class NoPeers:
-    def read(self, peer: PeerExport, first_block: int, buffers: Sequence[memoryview]) -> int:
+    def read(self, parts: Sequence[ExportPart], buffers: Sequence[memoryview]) -> int:
         raise NodeUnavailable("the prefill worker is away")
 
     def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
@@ -62,6 +63,11 @@ class NoPeers:
 
     def release(self, peer: PeerExport, bytes_read: int = 0, *, keep: bool = False) -> None:
         raise NodeUnavailable("the prefill worker is away")
+
+
+def read_export(reader: PeerReader, peer: PeerExport, first_block: int, buffers: Sequence[memoryview]) -> int:
+    """Read one export's blocks from ``first_block`` on."""
+    return reader.read([ExportPart(peer, first_block, len(buffers))], buffers)
 
 
 class Rig:

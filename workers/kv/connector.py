@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -27,7 +27,7 @@ from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted
 from tanghulu.workers.engine.thread import Command
-from tanghulu.workers.kv.peer_reader import TURN_BYTES, Watch
+from tanghulu.workers.kv.peer_reader import TURN_BYTES, ExportPart, Watch, cut
 from tanghulu.workers.kv.ports import BlockPort, Move
 from tanghulu.workers.kv.store_policy import StorePolicy, WorthKeeping, make_store_policy
 from tanghulu.workers.metrics import WorkerMetrics
@@ -57,10 +57,10 @@ class KvStore(Protocol):
 class KvPeers(Protocol):
     """Other workers' exports, as the connector needs them; blocking."""
 
-    def read(self, peer: PeerExport, first_block: int, buffers: Sequence[memoryview]) -> int:
-        """Fill ``buffers`` with the export's blocks from ``first_block`` on; returns how many arrived whole.
+    def read(self, parts: Sequence[ExportPart], buffers: Sequence[memoryview]) -> int:
+        """Fill ``buffers`` with parts of one worker's exports; returns how many leading blocks arrived whole.
 
-        The export is held for more until `release`.
+        The exports are held for more until `release`.
         """
 
     def watch(self, peer: PeerExport) -> AbstractContextManager[Watch]:
@@ -109,6 +109,8 @@ class KvConnector:
         self._post: Callable[[Command], None]
         self._policy: StorePolicy
         self._fetchers = ThreadPoolExecutor(NUM_FETCH_THREADS, "kv-fetch")
+        self._handed: deque[FetchWanted] = deque()  # hand-overs that no fetcher has begun with
+        self._taking = threading.Lock()  # of some of them
         self._pullers = ThreadPoolExecutor(MAX_PULLS, "kv-pull")  # they wait; what moves blocks are the fetchers
         self._pulls: dict[RequestId, threading.Event] = {}  # set when a pull is to end; the engine's thread alone
         self._releaser = ThreadPoolExecutor(1, "kv-release")  # other workers' blocks wait for no slow fetch
@@ -139,7 +141,11 @@ class KvConnector:
         if wanted.peer is None and wanted.holder is None and not self._store_answers:
             self._done(wanted, 0)
             return
-        self._fetchers.submit(self._fetch, wanted)
+        if wanted.peer is None:
+            self._fetchers.submit(self._fetch, wanted)
+        else:
+            self._handed.append(wanted)
+            self._fetchers.submit(self._fetch_handed)
 
     def forgo(self, peer: PeerExport) -> None:
         self._release(peer)
@@ -237,6 +243,72 @@ class KvConnector:
 
     # --- in the connector's threads
 
+    def _fetch_handed(self) -> None:
+        """Fetch the hand-overs that wait for one worker, as many as one turn brings.
+
+        Those that come in company are read, and then decoded, in company: one after the other each would have its own
+        round trip, and its own steps.
+        """
+        wanted = self._take_handed()
+        left = self._fetch_together(wanted) if len(wanted) > 1 else wanted
+        for each in left[1:]:
+            self._fetchers.submit(self._fetch, each)
+        for each in left[:1]:
+            self._fetch(each)
+
+    def _take_handed(self) -> list[FetchWanted]:
+        """Take the next that waits, and those right behind it that are read with it; [] if another fetcher has them."""
+        taken: list[FetchWanted] = []
+        with self._taking:
+            num_free = self._turn_blocks
+            while self._handed:
+                wanted = self._handed[0]
+                num_free -= len(wanted.block_ids)
+                if taken and (num_free < 0 or _instance(wanted) != _instance(taken[0])):
+                    break
+                taken.append(self._handed.popleft())
+        return taken
+
+    def _fetch_together(self, wanted: Sequence[FetchWanted]) -> list[FetchWanted]:
+        """Fetch hand-overs of one worker by one read; returns those that did not come whole."""
+        started_s = time.monotonic()
+        parts = [ExportPart(each.peer, each.first_block, len(each.block_ids)) for each in wanted if each.peer]
+        num_ok = 0
+        try:
+            block_ids = [block for each in wanted for block in each.block_ids]
+            num_ok = self._port.fill(block_ids, lambda at, buffers: self._read_exports(parts, at, buffers))
+        except TanghuluError as error:  # each is asked for once more, alone, and then counted
+            _log.info("fetch.together_failed", code=error.code, error=error.message)
+        except Exception:  # noqa: BLE001 - as in `_fetch`
+            _log.exception("fetch.together_failed")
+        num_came = num_blocks = 0
+        for each in wanted:
+            if num_blocks + len(each.block_ids) > num_ok:
+                break
+            num_came, num_blocks = num_came + 1, num_blocks + len(each.block_ids)
+        if num_came:
+            self._came_together(wanted[:num_came], num_blocks, time.monotonic() - started_s)
+        return list(wanted[num_came:])
+
+    def _came_together(self, wanted: Sequence[FetchWanted], num_blocks: int, seconds: float) -> None:
+        for each in wanted:
+            self._count_fetch(each, "peer", 0, len(each.block_ids), seconds)
+        note = self._speed_note(wanted[0], "peer", num_blocks, seconds)
+
+        def done(core: EngineCore) -> None:
+            note(core)
+            for each in wanted:
+                core.fetch_done(each.request_id, len(each.block_ids))
+
+        self._post(done)
+        for each in wanted:
+            assert each.peer is not None
+            self._released(each.peer, len(each.block_ids) * self._layout.block_bytes, keep=False)
+
+    @property
+    def _turn_blocks(self) -> int:
+        return max(1, TURN_BYTES // self._layout.block_bytes)
+
     def _fetch(self, wanted: FetchWanted) -> None:
         num_ok = num_peer = 0
         noted: list[Command] = []
@@ -260,7 +332,8 @@ class KvConnector:
         """
         peer, holder, store, hashes = wanted.peer, wanted.holder, self._store, wanted.block_hashes
         if peer is not None:
-            yield "peer", len(wanted.block_ids), lambda at, buffers: self._read_export(peer, wanted, at, buffers)
+            parts = [ExportPart(peer, wanted.first_block, len(wanted.block_ids))]
+            yield "peer", len(wanted.block_ids), lambda at, buffers: self._read_exports(parts, at, buffers)
         if holder is not None and (held := min(holder.num_blocks - wanted.first_block, len(hashes))) > 0:
             named = hashes[:held]
             yield (
@@ -293,10 +366,9 @@ class KvConnector:
     def _pull_turns(self, wanted: FetchWanted, left: threading.Event, num_blocks: Watch) -> None:
         at, ids = 0, wanted.block_ids
         # After each turn a pull says what has come and looks whether it is still wanted.
-        turn_blocks = max(1, TURN_BYTES // self._layout.block_bytes)
         while at < len(ids) and not left.is_set():
             complete = num_blocks(wanted.first_block + at) - wanted.first_block
-            until = min(complete, len(ids), at + turn_blocks)
+            until = min(complete, len(ids), at + self._turn_blocks)
             if until <= at or left.is_set():
                 continue
             num_ok = self._fetchers.submit(self._pull_turn, wanted, at, until).result()
@@ -308,11 +380,12 @@ class KvConnector:
         """Fetch the wanted blocks from number ``at`` up to ``until``, called in a fetcher's thread."""
         peer, started_s = wanted.peer, time.monotonic()
         assert peer is not None
-        num_ok = self._port.fill(
-            wanted.block_ids[at:until], lambda n, buffers: self._read_export(peer, wanted, at + n, buffers)
-        )
+        parts = [ExportPart(peer, wanted.first_block + at, until - at)]
+        num_ok = self._port.fill(wanted.block_ids[at:until], lambda n, buffers: self._read_exports(parts, n, buffers))
         if num_ok:
-            note = self._count_fetch(wanted, "peer", at, num_ok, time.monotonic() - started_s)
+            seconds = time.monotonic() - started_s
+            self._count_fetch(wanted, "peer", at, num_ok, seconds)
+            note = self._speed_note(wanted, "peer", num_ok, seconds)
 
             def arrived(core: EngineCore) -> None:
                 note(core)
@@ -321,8 +394,8 @@ class KvConnector:
             self._post(arrived)
         return num_ok
 
-    def _read_export(self, peer: PeerExport, wanted: FetchWanted, at: int, buffers: Sequence[memoryview]) -> int:
-        return self._peers.read(peer, wanted.first_block + at, buffers)
+    def _read_exports(self, parts: Sequence[ExportPart], at: int, buffers: Sequence[memoryview]) -> int:
+        return self._peers.read(cut(parts, at, len(buffers)), buffers)
 
     def _fetch_from(self, source: str, wanted: FetchWanted, numbers: range, read: Move, noted: list[Command]) -> int:
         """Fetch the wanted blocks of these ``numbers``; returns how many leading ones arrived, 0 after a failure.
@@ -338,7 +411,9 @@ class KvConnector:
             self._failed(source, error)
             return 0
         if num_ok:
-            noted.append(self._count_fetch(wanted, source, first, num_ok, time.monotonic() - started_s))
+            seconds = time.monotonic() - started_s
+            self._count_fetch(wanted, source, first, num_ok, seconds)
+            noted.append(self._speed_note(wanted, source, num_ok, seconds))
         return num_ok
 
     def _release(self, peer: PeerExport, *, keep: bool = False) -> None:
@@ -351,18 +426,20 @@ class KvConnector:
         except TanghuluError as error:
             _log.warning("export.release_failed", code=error.code, error=error.message)
 
-    def _count_fetch(self, wanted: FetchWanted, source: str, at: int, num_ok: int, seconds: float) -> Command:
-        """Count what has come; returns what notes how fast, in the engine's thread."""
+    def _count_fetch(self, wanted: FetchWanted, source: str, at: int, num_ok: int, seconds: float) -> None:
         block_tokens = self._layout.block_tokens
         tokens = min(num_ok * block_tokens, wanted.num_tokens - (wanted.first_block + at) * block_tokens)
         self._metrics.fetch_seconds.labels(source).observe(seconds)
         self._metrics.fetch_bytes.labels(source).inc(num_ok * self._layout.block_bytes)
         self._metrics.prefix_tokens.labels(source).inc(tokens)
-        num_bytes = num_ok * self._layout.block_bytes
+
+    def _speed_note(self, wanted: FetchWanted, source: str, num_blocks: int, seconds: float) -> Command:
+        """Return what notes how fast blocks came, in the engine's thread."""
+        num_bytes = num_blocks * self._layout.block_bytes
         if source == "store":
             return lambda _: self._speed.fetched(num_bytes, seconds)
-        peer = wanted.peer if source == "peer" else wanted.holder
-        address = split_instance(peer.instance)[0] if peer is not None else ""
+        instance = _instance(wanted) if source == "peer" else wanted.holder.instance if wanted.holder else ""
+        address = split_instance(instance)[0] if instance else ""
         return lambda _: self._speed.read_from_peer(num_bytes, seconds, address)
 
     def _failed(self, source: str, error: TanghuluError) -> None:
@@ -401,3 +478,8 @@ class KvConnector:
         self._count_pending(-num_blocks)
         for block_hash in lost:
             self._written.pop(block_hash, None)
+
+
+def _instance(wanted: FetchWanted) -> str:
+    """The worker whose export the fetch names."""
+    return wanted.peer.instance if wanted.peer is not None else ""

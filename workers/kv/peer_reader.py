@@ -13,7 +13,7 @@ import xxhash
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
 from tanghulu.errors import ChecksumMismatch, Overloaded, TanghuluError
 from tanghulu.protos import session_pb2
-from tanghulu.rpc.fast_client import Call
+from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.runtime.clock import Clock, SystemClock
 from tanghulu.transfer_engine.client.requests import TransferBatch, TransferRequest
 from tanghulu.transfer_engine.core.slices import Opcode
@@ -43,11 +43,50 @@ OVERLOADED_PAUSE_S = 0.1
 Watch = Callable[[int], int]
 
 
+class ExportPart(NamedTuple):
+    """Neighbouring blocks of an export."""
+
+    peer: PeerExport
+    first_block: int
+    num_blocks: int
+
+
+def cut(parts: Sequence[ExportPart], at: int, num_blocks: int) -> list[ExportPart]:
+    """Return what holds ``num_blocks`` of the blocks of ``parts``, counted over all of them, from number ``at`` on."""
+    found: list[ExportPart] = []
+    for peer, first_block, length in parts:
+        first, last = max(at, 0), min(at + num_blocks, length)
+        if first < last:
+            found.append(ExportPart(peer, first_block + first, last - first))
+        at -= length
+    return found
+
+
+class _Pin(NamedTuple):
+    """A call that pins blocks, ``num_blocks`` at most."""
+
+    call: Call[session_pb2.ExportPinReply]
+    num_blocks: int
+    export_id: int = 0
+
+
+class _Shown(NamedTuple):
+    """What a peer shows at once: leading blocks of what was asked for, and why the next one is not there, if it said.
+
+    ``unused``: exports of which something is pinned behind that one. ``made``: exports that the pins have made.
+    """
+
+    blocks: list[session_pb2.ExportedBlock]
+    error: TanghuluError | None
+    unused: list[int]
+    made: list[int]
+
+
 class _Arrived(NamedTuple):
-    """What one turn brought: leading whole blocks, and whether they are all that the peer showed."""
+    """What one turn brought: leading whole blocks, and whether the peer may show more."""
 
     num_whole: int
-    all_whole: bool
+    goes_on: bool
 
 
 class PeerReader:
@@ -69,27 +108,31 @@ class PeerReader:
         self._watch = SilenceWatch()
         self._links = PeerLinks(engine, client_id, clock or SystemClock(), credentials)
 
-    def read(self, peer: PeerExport, first_block: int, buffers: Sequence[memoryview]) -> int:
-        """Fill ``buffers`` with the export's blocks from ``first_block`` on.
+    def read(self, parts: Sequence[ExportPart], buffers: Sequence[memoryview]) -> int:
+        """Fill ``buffers`` with these parts of one worker's exports, one behind the other.
 
-        Returns how many leading ones arrived whole, checksums verified; the peer shows some at a time, and holds the
-        export until `release`. Raises NodeUnavailable, ChunkNotFound, TransferFailed or DeadlineExceeded when none
+        Returns how many leading blocks arrived whole, checksums verified; the peer shows some at a time, and holds the
+        exports until `release`. Raises NodeUnavailable, ChunkNotFound, TransferFailed or DeadlineExceeded when none
         did.
         """
         turn_blocks = max(1, TURN_BYTES // len(buffers[0])) if buffers else 0
 
         def read(at: int) -> _Arrived:
             wanted = buffers[at : at + turn_blocks]
-            request = session_pb2.ExportPinRequest(
-                export_id=int(peer.export_id),
-                first_block=first_block + at,
-                fingerprint=self._fingerprint,
-                max_blocks=len(wanted),
-            )
-            call = EXPORT_PIN.call(request)
-            return self._links.use(peer.instance, lambda link: self._read(link, call, wanted, DEADLINE_S))
+            pins = [self._pin(part) for part in cut(parts, at, len(wanted))]
+            return self._links.use(parts[0].peer.instance, lambda link: self._read(link, pins, wanted, DEADLINE_S))
 
         return _in_turns(read, len(buffers))
+
+    def _pin(self, part: ExportPart) -> _Pin:
+        export_id = int(part.peer.export_id)
+        request = session_pb2.ExportPinRequest(
+            export_id=export_id,
+            first_block=part.first_block,
+            fingerprint=self._fingerprint,
+            max_blocks=part.num_blocks,
+        )
+        return _Pin(EXPORT_PIN.call(request), part.num_blocks, export_id)
 
     def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers`` with the blocks of ``hashes`` that ``holder`` has in its cache now.
@@ -99,32 +142,30 @@ class PeerReader:
 
         def read(at: int) -> _Arrived:
             request = session_pb2.PrefixPinRequest(block_hashes=hashes[at:], fingerprint=self._fingerprint)
-            call = PREFIX_PIN.call(request)
+            pin = _Pin(PREFIX_PIN.call(request), len(buffers) - at)
             return self._links.use(
-                holder.instance, lambda link: self._read(link, call, buffers[at:], PREFIX_DEADLINE_S)
+                holder.instance, lambda link: self._read(link, [pin], buffers[at:], PREFIX_DEADLINE_S)
             )
 
         return _in_turns(read, len(buffers))
 
-    def _read(
-        self,
-        link: PeerLink,
-        call: Call[session_pb2.ExportPinReply],
-        buffers: Sequence[memoryview],
-        deadline_s: float,
-    ) -> _Arrived:
-        """Pin, copy and verify the blocks that the peer shows at once; an export that the pin has made is released."""
-        reply = link.connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s).message
-        blocks = reply.blocks[: len(buffers)]
+    def _read(self, link: PeerLink, pins: Sequence[_Pin], buffers: Sequence[memoryview], deadline_s: float) -> _Arrived:
+        """Pin, copy and verify the blocks that the peer shows at once; an export that a pin has made is released."""
+        outcomes = link.connection.call_many([pin.call for pin in pins], deadline_s=deadline_s)
+        shown = _shown(pins, outcomes)
+        for export_id in shown.unused:
+            _release(link, export_id, 0, keep=True)
+        if shown.error is not None and not shown.blocks:
+            raise shown.error
         num_whole = 0
         try:
-            self._transfer(link, blocks, buffers, deadline_s)
-            num_whole = _count_whole(blocks, buffers)
+            self._transfer(link, shown.blocks, buffers, deadline_s)
+            num_whole = _count_whole(shown.blocks, buffers)
         finally:
-            wipe(buffers[num_whole : len(blocks)])
-            if reply.export_id:
-                self._release_prefix(link, reply.export_id, num_whole * len(buffers[0]))
-        return _Arrived(num_whole, bool(blocks) and num_whole == len(blocks))
+            wipe(buffers[num_whole : len(shown.blocks)])
+            for export_id in shown.made:
+                self._release_prefix(link, export_id, num_whole * len(buffers[0]))
+        return _Arrived(num_whole, bool(shown.blocks) and num_whole == len(shown.blocks) and shown.error is None)
 
     @contextlib.contextmanager
     def watch(self, peer: PeerExport) -> Iterator[Watch]:
@@ -205,6 +246,25 @@ def _release(link: PeerLink, export_id: int, bytes_read: int, *, keep: bool = Fa
     link.connection.post(EXPORT_RELEASE.call(request), deadline_s=DEADLINE_S)  # what is lost ends by its time limit
 
 
+def _shown(pins: Sequence[_Pin], outcomes: Sequence[Reply[session_pb2.ExportPinReply] | TanghuluError]) -> _Shown:
+    """See `_Shown`."""
+    shown, whole = _Shown([], None, [], []), True
+    for pin, outcome in zip(pins, outcomes, strict=True):
+        if isinstance(outcome, TanghuluError):
+            shown = shown._replace(error=shown.error or outcome)
+            whole = False
+            continue
+        blocks = outcome.message.blocks[: pin.num_blocks]
+        if whole:
+            shown.blocks.extend(blocks)
+        elif blocks:
+            shown.unused.append(pin.export_id)
+        if outcome.message.export_id:
+            shown.made.append(outcome.message.export_id)
+        whole = whole and len(blocks) == pin.num_blocks
+    return shown
+
+
 def _in_turns(read: Callable[[int], _Arrived], count: int) -> int:
     """Call ``read`` until ``count`` blocks arrived or a turn failed or brought less than was shown; return how many."""
     num_ok = 0
@@ -217,7 +277,7 @@ def _in_turns(read: Callable[[int], _Arrived], count: int) -> int:
             _log.warning("export.ended_early", num_blocks=num_ok, code=error.code, error=error.message)
             break
         num_ok += arrived.num_whole
-        if not arrived.all_whole:
+        if not arrived.goes_on:
             break
     return num_ok
 

@@ -16,6 +16,7 @@ from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
 from tanghulu.workers.engine.speed import SpeedMeter, Speeds
 from tanghulu.workers.engine.thread import Command
 from tanghulu.workers.kv.connector import NUM_FETCH_THREADS
+from tanghulu.workers.kv.peer_reader import ExportPart
 from tests.workers.rig import PROMPT, DictStore, NoPeers, Rig
 from tests.workers.tiny import BLOCK, request
 
@@ -78,7 +79,8 @@ class ExportingPeers(NoPeers):
         self.blocks, self.error = blocks, error
         self.released: queue.Queue[tuple[PeerExport, int]] = queue.Queue()
 
-    def read(self, peer: PeerExport, first_block: int, buffers: Sequence[memoryview]) -> int:
+    def read(self, parts: Sequence[ExportPart], buffers: Sequence[memoryview]) -> int:
+        [(_, first_block, _)] = parts
         if self.error is not None:
             raise self.error
         for buffer, block in zip(buffers, self.blocks[first_block:], strict=False):
@@ -117,6 +119,69 @@ def test_a_fetch_ends_in_one_command(tiny_model: Model) -> None:
     rig.run("handed", PROMPT, 4, peer=PeerExport("there|", "1", 5 * BLOCK))
     peers.released.get(timeout=30)
     assert len(posted) == 1
+    rig.close()
+
+
+class WaitingPeers(NoPeers):
+    """Workers whose exports are whole, but for those with an id in ``gone``; the first reads wait at a ``gate``."""
+
+    def __init__(self, gone: frozenset[str] = frozenset()) -> None:
+        self.gone, self.reads = gone, queue.Queue[list[str]]()
+        self.gate = threading.Event()
+        self.released: queue.Queue[tuple[str, int]] = queue.Queue()
+
+    def read(self, parts: Sequence[ExportPart], buffers: Sequence[memoryview]) -> int:
+        self.reads.put([part.peer.export_id for part in parts])
+        assert self.gate.wait(30)
+        num_ok = 0
+        for part in parts:
+            if part.peer.export_id in self.gone:
+                break
+            num_ok += part.num_blocks
+        if not num_ok:
+            raise NodeUnavailable("it is gone")
+        for buffer in buffers[:num_ok]:
+            buffer[:] = bytes(len(buffer))
+        return num_ok
+
+    def release(self, peer: PeerExport, bytes_read: int = 0, *, keep: bool = False) -> None:
+        self.released.put((peer.export_id, bytes_read))
+
+
+@pytest.mark.parametrize("gone", [frozenset(), frozenset({"3"}), frozenset({"2", "4"})])
+def test_hand_overs_that_wait_for_one_worker_are_fetched_together(tiny_model: Model, gone: frozenset[str]) -> None:
+    """Each is told and released once, whoever else came with it; those of another worker go by themselves."""
+    peers = WaitingPeers(gone)
+    rig = Rig(tiny_model, None, peers)
+    exports = {"a": "there|", "b": "there|", "1": "there|", "2": "there|", "3": "there|", "4": "elsewhere|"}
+    posted: list[Command] = []
+    rig.connector._post = lambda command: (posted.append(command), rig.thread.post(command))
+    made = {
+        name: request(name, [number, *PROMPT], 2, peer=PeerExport(instance, name, 5 * BLOCK))
+        for number, (name, instance) in enumerate(exports.items())
+    }
+    for name in "a", "b":  # each keeps a fetcher
+        rig.thread.post(lambda core, name=name: core.add(made[name]))
+        assert peers.reads.get(timeout=30) == [name]
+    for name in "1", "2", "3", "4":
+        rig.thread.post(lambda core, name=name: core.add(made[name]))
+    while rig.value("requests_fetching") < 6:
+        rig.next_report()
+    peers.gate.set()
+    released = dict(peers.released.get(timeout=30) for _ in exports)
+    rig.run_until_idle()
+    reads = []
+    while not peers.reads.empty():
+        reads.append(peers.reads.get())
+    block_bytes = rig.core.cache.layout.block_bytes
+    assert reads.count(["1", "2", "3"]) == reads.count(["4"]) == 1
+    assert released == {name: 0 if name in gone else 5 * block_bytes for name in exports}
+    assert peers.released.empty(), "each once"
+    assert rig.value("fetch_failures_total", source="peer") == len(gone)
+    assert rig.value("prefix_tokens_total", source="peer") == (6 - len(gone)) * 5 * BLOCK
+    if not gone:
+        assert len(reads) == 2
+        assert len(posted) == 4, "those that came together are one command"
     rig.close()
 
 

@@ -23,7 +23,7 @@ from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.kv.peer_reader import PeerReader
 from tests.rpc.service import until
 from tests.workers.kv.test_staging import NAME, Holder, buffers, bytes_of
-from tests.workers.rig import PROMPT, NoPeers, Rig
+from tests.workers.rig import PROMPT, NoPeers, Rig, read_export
 from tests.workers.tiny import BLOCK, request
 
 NAMED = (RequestId("one"), RequestId("one/early"))
@@ -64,11 +64,11 @@ async def test_a_watch_is_answered_when_blocks_are_complete(tmp_path: Path, read
         assert await watch(reader, export, 0) == 2
         waiting = asyncio.create_task(watch(reader, export, 2))
         got = buffers(3)
-        assert await asyncio.to_thread(reader.read, export, 0, got[:2]) == 2, "it holds up no other read"
+        assert await asyncio.to_thread(read_export, reader, export, 0, got[:2]) == 2, "it holds up no other read"
         assert not waiting.done()
         assert tell(holder, EarlyBlocks(*NAMED, 2, (9,))) == {}, "its reader knows where it is"
         assert await waiting == 3
-        assert await asyncio.to_thread(reader.read, export, 2, got[2:]) == 1
+        assert await asyncio.to_thread(read_export, reader, export, 2, got[2:]) == 1
         assert [bytes(each) for each in got] == [bytes_of(holder.parts, block) for block in (3, 4, 9)]
 
 
@@ -90,7 +90,7 @@ async def test_what_a_reader_pinned_is_held_until_it_says_so(tmp_path: Path, rea
     holder = Holder(tmp_path, 8, HostCopier())
     async with holder.serving():
         export = begin(holder, 3, 4)
-        assert await asyncio.to_thread(reader.read, export, 0, buffers(2)) == 2
+        assert await asyncio.to_thread(read_export, reader, export, 0, buffers(2)) == 2
         tell(holder, EarlyBlocks(*NAMED, over=True))
         assert holder.given_back == []
         await asyncio.to_thread(lambda: reader.release(export, keep=True))
@@ -102,18 +102,18 @@ async def test_a_reader_that_leaves_takes_nothing_from_others(tmp_path: Path, re
     holder = Holder(tmp_path, 8, HostCopier())
     async with holder.serving():
         export = begin(holder, 3, 4)
-        assert await asyncio.to_thread(reader.read, export, 0, buffers(2)) == 2
+        assert await asyncio.to_thread(read_export, reader, export, 0, buffers(2)) == 2
         await asyncio.to_thread(lambda: reader.release(export, keep=True))
         await until(lambda: holder.access.num_leases == 0)
         assert holder.given_back == []
-        assert await asyncio.to_thread(reader.read, export, 0, buffers(2)) == 2
+        assert await asyncio.to_thread(read_export, reader, export, 0, buffers(2)) == 2
 
 
 async def test_a_release_waits_for_no_answer(tmp_path: Path, reader: PeerReader) -> None:
     holder = Holder(tmp_path, 8, HostCopier())
     async with holder.serving():
         export = begin(holder, 3)
-        assert await asyncio.to_thread(reader.read, export, 0, buffers(1)) == 1
+        assert await asyncio.to_thread(read_export, reader, export, 0, buffers(1)) == 1
         reader.release(export)  # the loop that would answer stands still meanwhile
         await until(lambda: holder.given_back == ["one/early"])
 
@@ -172,7 +172,8 @@ class GrowingPeers(NoPeers):
                 raise ChunkNotFound("the prefill has ended")
             return self.num_filled
 
-    def read(self, peer, first_block, buffers) -> int:
+    def read(self, parts, buffers) -> int:
+        [(_, first_block, _)] = parts
         self.reads.append((first_block, len(buffers)))
         for buffer, block in zip(buffers, self.blocks[first_block:], strict=False):
             buffer[:] = block

@@ -25,6 +25,7 @@ from tanghulu.workers.kv.silence import SilenceWatch
 from tests.rpc.service import until
 from tests.rpc.test_silent_hosts import out_of_reach
 from tests.workers.kv.test_staging import LAYOUT, NAME, Holder, buffers, bytes_of
+from tests.workers.rig import read_export
 
 HASHES = [BlockHash(bytes([number] * 16)) for number in (5, 9)]
 
@@ -68,7 +69,7 @@ async def test_blocks_come_back_when_a_connection_is_lost_under_a_reader(
     holder = Holder(tmp_path, 4, HostCopier())
     async with holder.serving():
         export = mapped(holder, holder.export([1, 2]))
-        assert await asyncio.to_thread(reader.read, export, 0, buffers(2)) == 2
+        assert await asyncio.to_thread(read_export, reader, export, 0, buffers(2)) == 2
         connections[0].close()  # as at a missed deadline
         await until(lambda: holder.access.quarantined_bytes == 2 * LAYOUT.block_bytes)
         await asyncio.to_thread(reader.release, export)
@@ -178,7 +179,7 @@ async def test_an_export_is_read_in_turns(
     async with holder.serving():
         got = buffers(5)
         blocks = [7, 1, 15, 4, 0]
-        arrived = await asyncio.to_thread(reader.read, mapped(holder, holder.export(blocks)), 0, got)
+        arrived = await asyncio.to_thread(read_export, reader, mapped(holder, holder.export(blocks)), 0, got)
     assert (arrived, turns) == ((5, [2, 2, 1]) if broken is None else (4, [2, 2]))
     assert [bytes(each) for each in got[:arrived]] == [bytes_of(holder.parts, block) for block in blocks[:arrived]]
 
@@ -187,10 +188,10 @@ async def test_a_stale_connection_is_opened_anew(tmp_path: Path, reader: PeerRea
     holder = Holder(tmp_path, 4, HostCopier())
     async with holder.serving():
         export = mapped(holder, holder.export([1, 2]))
-        assert await asyncio.to_thread(reader.read, export, 0, buffers(1)) == 1
+        assert await asyncio.to_thread(read_export, reader, export, 0, buffers(1)) == 1
         for peer in list(holder.service.peers):
             peer.hang_up()
-        assert await asyncio.to_thread(reader.read, export, 1, buffers(1)) == 1
+        assert await asyncio.to_thread(read_export, reader, export, 1, buffers(1)) == 1
         await asyncio.to_thread(reader.release, export)
         await until(lambda: holder.given_back == ["one"])
 
@@ -202,7 +203,7 @@ async def test_mappings_of_workers_that_are_gone_are_closed(
         (tmp_path / str(run)).mkdir()
         holder = Holder(tmp_path / str(run), 2, HostCopier())
         async with holder.serving():
-            assert await asyncio.to_thread(reader.read, mapped(holder, holder.export([1])), 0, buffers(1)) == 1
+            assert await asyncio.to_thread(read_export, reader, mapped(holder, holder.export([1])), 0, buffers(1)) == 1
             assert len(transfers.open_segments()) == 1
 
 
@@ -212,9 +213,9 @@ async def test_a_silent_worker_holds_up_no_reads_from_others(tmp_path: Path, rea
     async with holder.serving():
         with socket.create_server(("127.0.0.1", 0)) as silent:
             nowhere = PeerExport(f"127.0.0.1:{silent.getsockname()[1]}|", "1", 4)
-            waiting = asyncio.create_task(asyncio.to_thread(reader.read, nowhere, 0, buffers(1)))
+            waiting = asyncio.create_task(asyncio.to_thread(read_export, reader, nowhere, 0, buffers(1)))
             accepted, _ = await asyncio.to_thread(silent.accept)
-            assert await asyncio.to_thread(reader.read, mapped(holder, holder.export([1])), 0, buffers(1)) == 1
+            assert await asyncio.to_thread(read_export, reader, mapped(holder, holder.export([1])), 0, buffers(1)) == 1
             assert not waiting.done()
             accepted.close()
         with pytest.raises(NodeUnavailable):
@@ -231,14 +232,14 @@ def test_after_one_waited_for_a_silent_worker_nobody_waits_for_a_while(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         export = PeerExport(f"127.0.0.1:{silent.getsockname()[1]}|", "1", 4)
         with pytest.raises(DeadlineExceeded):
-            reader.read(export, 0, buffers(1))
-        for use in (lambda: reader.read(export, 0, buffers(1)), lambda: reader.release(export)):
+            read_export(reader, export, 0, buffers(1))
+        for use in (lambda: read_export(reader, export, 0, buffers(1)), lambda: reader.release(export)):
             with pytest.raises(NodeUnavailable, match="did not answer a moment ago"):
                 use()
         assert len(connections) == 1
         clock.advance(peer_links.SILENT_PAUSE_S)
         with pytest.raises(DeadlineExceeded):
-            reader.read(export, 0, buffers(1))
+            read_export(reader, export, 0, buffers(1))
         assert len(connections) == 2
     reader.close()
 
@@ -252,12 +253,12 @@ def test_a_host_out_of_reach_is_tried_by_one_reader_alone(
     with out_of_reach() as address:
         export = PeerExport(f"{address}|", "1", 4)
         with pytest.raises(PeerSilent):
-            reader.read(export, 0, buffers(1))
+            read_export(reader, export, 0, buffers(1))
         with pytest.raises(NodeUnavailable, match="did not answer a moment ago"):
             reader.release(export)
         clock.advance(peer_links.SILENT_PAUSE_S)
         with pytest.raises(PeerSilent):
-            reader.read(export, 0, buffers(1))
+            read_export(reader, export, 0, buffers(1))
     reader.close()
 
 

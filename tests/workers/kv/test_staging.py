@@ -40,7 +40,7 @@ from tanghulu.workers.engine.step_plan import KvExport
 from tanghulu.workers.engine.step_result import StepResult
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.kv import staging as kv_staging
-from tanghulu.workers.kv.peer_reader import PeerReader
+from tanghulu.workers.kv.peer_reader import ExportPart, PeerReader
 from tanghulu.workers.kv.peer_server import KvIdentity, PeerServer
 from tanghulu.workers.kv.staging import (
     DeviceBlocks,
@@ -52,7 +52,7 @@ from tanghulu.workers.kv.staging import (
     WindowSlotState,
 )
 from tanghulu.workers.metrics import WorkerMetrics
-from tests.workers.rig import PROMPT, DictStore, Rig
+from tests.workers.rig import PROMPT, DictStore, Rig, read_export
 from tests.workers.tiny import BLOCK
 
 
@@ -299,13 +299,48 @@ async def test_an_export_is_read_through_few_slots(tmp_path: Path, reader: PeerR
         blocks = [7, 1, 15, 4, 0, 19, 3, 8]
         export = holder.export(blocks)
         got = buffers(8)
-        assert await asyncio.to_thread(reader.read, export, 0, got[:2]) == 2
-        assert await asyncio.to_thread(reader.read, export, 2, got[2:]) == 6
+        assert await asyncio.to_thread(read_export, reader, export, 0, got[:2]) == 2
+        assert await asyncio.to_thread(read_export, reader, export, 2, got[2:]) == 6
         assert [bytes(each) for each in got] == [bytes_of(holder.parts, block) for block in blocks]
         assert holder.given_back == []
         await asyncio.to_thread(reader.release, export, 8 * LAYOUT.block_bytes)
         assert holder.given_back == ["one"]
         assert holder.window.slots.num_free == 3
+        holder.window.slots.check()
+
+
+async def test_exports_that_come_together_are_read_together(tmp_path: Path, reader: PeerReader):
+    holder = Holder(tmp_path, 8, LateCopier())
+    async with holder.serving():
+        rows = [[7, 1, 15], [4], [0, 19, 3]]
+        parts = [ExportPart(holder.export(row), 0, len(row)) for row in rows[:2]]
+        parts.append(ExportPart(holder.export(rows[2]), 1, 2))
+        got = buffers(6)
+        assert await asyncio.to_thread(reader.read, parts, got) == 6
+        assert [bytes(each) for each in got] == [bytes_of(holder.parts, block) for block in (7, 1, 15, 4, 19, 3)]
+        for part in parts:
+            await asyncio.to_thread(reader.release, part.peer)
+        assert holder.given_back == ["one"] * 3
+        assert holder.window.slots.num_free == 8
+        holder.window.slots.check()
+
+
+@pytest.mark.parametrize("num_slots", [8, 3])
+async def test_what_stands_behind_a_missing_export_is_not_kept_from_others(
+    tmp_path: Path, reader: PeerReader, num_slots: int
+):
+    """The second of three is gone: the first arrives, and the third, which was pinned as well, waits for its turn."""
+    holder = Holder(tmp_path, num_slots, LateCopier())
+    async with holder.serving():
+        first, gone, last = (holder.export([number, number + 1]) for number in (3, 6, 9))
+        await asyncio.to_thread(reader.release, gone)
+        got = buffers(6)
+        assert await asyncio.to_thread(reader.read, [ExportPart(each, 0, 2) for each in (first, gone, last)], got) == 2
+        await asyncio.to_thread(reader.release, first)
+        assert await asyncio.to_thread(read_export, reader, last, 0, got[:2]) == 2
+        assert [bytes(each) for each in got[:2]] == [bytes_of(holder.parts, block) for block in (9, 10)]
+        await asyncio.to_thread(reader.release, last)
+        assert holder.window.slots.num_free == num_slots
         holder.window.slots.check()
 
 
@@ -319,7 +354,9 @@ async def test_an_export_of_an_earlier_run_names_nothing(tmp_path: Path, reader:
     async with after.serving():
         after.export([3, 4])
         with pytest.raises(ChunkNotFound, match="compute the prompt"):
-            await asyncio.to_thread(reader.read, structs.replace(stale, instance=f"{after.address}|"), 0, buffers(2))
+            await asyncio.to_thread(
+                read_export, reader, structs.replace(stale, instance=f"{after.address}|"), 0, buffers(2)
+            )
 
 
 async def test_a_prefix_is_read_through_few_slots(tmp_path: Path, reader: PeerReader):
@@ -344,7 +381,7 @@ async def test_a_reader_that_hangs_up_during_the_copy_blocks_no_slot(tmp_path: P
     holder = Holder(tmp_path, 3, Slow())
     async with holder.serving():
         export = holder.export([1, 2])
-        reading = asyncio.create_task(asyncio.to_thread(reader.read, export, 0, buffers(2)))
+        reading = asyncio.create_task(asyncio.to_thread(read_export, reader, export, 0, buffers(2)))
         assert await asyncio.to_thread(begun.wait, 10)
         reader.close()
         with pytest.raises(NodeUnavailable):
@@ -370,7 +407,7 @@ async def test_a_second_reader_waits_for_no_slot(tmp_path: Path, reader: PeerRea
 async def test_readers_share_the_window(tmp_path: Path, reader: PeerReader):
     holder = Holder(tmp_path, 4, HostCopier())
     async with holder.serving():
-        assert await asyncio.to_thread(reader.read, holder.export(range(8)), 0, buffers(8)) == 8
+        assert await asyncio.to_thread(read_export, reader, holder.export(range(8)), 0, buffers(8)) == 8
         held = PeerPrefix(f"{holder.address}|", 1)
         assert await asyncio.to_thread(reader.read_prefix, held, [BlockHash(b"\x03" * 16)], buffers(1)) == 1
 
@@ -384,7 +421,7 @@ async def test_no_more_is_shown_than_is_read(tmp_path: Path, reader: PeerReader)
         blocks = list(range(8))
         export = holder.export(blocks)
         for at in range(0, 8, 2):
-            assert await asyncio.to_thread(reader.read, export, at, buffers(2)) == 2
+            assert await asyncio.to_thread(read_export, reader, export, at, buffers(2)) == 2
     assert shown == blocks
 
 

@@ -41,6 +41,7 @@ from tanghulu.workers.ranks.processes import RankProcesses, RankTask
 from tanghulu.workers.weights import ModelSource, resolve_model
 from tanghulu.workers.weights.fingerprint import fingerprint
 from tests.workers.compute.test_architectures import write
+from tests.workers.rig import read_export
 from tests.workers.tiny import BLOCK, VOCAB, TinyModel, request, run_all, write_tiny
 
 NUM_BLOCKS = 32
@@ -274,6 +275,6 @@ async def test_a_peer_with_other_kv_is_refused(tiny: TinyModel, tmp_path: Path, 
         ):
             reader = PeerReader(transfers, "w2", name)
             with pytest.raises(error, match=text):
-                await asyncio.to_thread(reader.read, export, 0, [memoryview(bytearray(8))])
+                await asyncio.to_thread(read_export, reader, export, 0, [memoryview(bytearray(8))])
             reader.close()
     transfers.close()
