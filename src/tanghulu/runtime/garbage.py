@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 
 #: Between two full collections while there is nothing to do, and at most while there is.
-IDLE_S, MOST_S = 60.0, 1800.0
+IDLE_S, MOST_S = 60.0, 300.0
 #: Young objects that make a collection of the youngest; how many of these make one of the next; the oldest never.
 YOUNG, MIDDLE = 10_000, 10
 #: Objects that one full collection leaves to the next, which takes some 25 ms for them: nobody's caches hold them.
