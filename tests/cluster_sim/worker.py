@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.memory import MemoryDiscovery
-from tanghulu.errors import NodeUnavailable, TransferFailed
+from tanghulu.errors import DeadlineExceeded, NodeUnavailable, TanghuluError, TransferFailed
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Call
 from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
@@ -285,6 +285,24 @@ class SimConnection:
 
     def call(self, method: int, request: Any, reply_type: Any, *, deadline_s: float = 5.0) -> Any:
         return self.threads.waiting_for(self._connection.call(method, request, reply_type, deadline_s=deadline_s))
+
+    def call_many(self, calls: Sequence[Call[Any]], *, deadline_s: float = 5.0) -> list[Any]:
+        """As the real one: errors of the peer in their place, those of the connection for all."""
+
+        async def ask(call: Call[Any]) -> Any:
+            try:
+                return await self._connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s)
+            except DeadlineExceeded:
+                raise
+            except TanghuluError as error:
+                if self._connection.closed:
+                    raise
+                return error
+
+        async def ask_all() -> list[Any]:
+            return await asyncio.gather(*map(ask, calls))
+
+        return self.threads.waiting_for(ask_all())
 
     def post(self, call: Call[Any], *, deadline_s: float = 5.0) -> None:
         async def send() -> None:
