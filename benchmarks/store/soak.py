@@ -64,7 +64,7 @@ CLIENTS = (
 )
 TENANTS = {"red": "shared_memory = true", "green": "shared_memory = true", "blue": 'quota = "32MiB"'}
 RESTART_S, SAMPLE_S, READY_S = 60.0, 1.0, 60.0
-#: The caches of clients and nodes are full by then; half of the time of a shorter run.
+#: Clients fill their tables before; allocators and buffers have settled by then. Half of the time of a shorter run.
 WARM_UP_S = 180.0
 #: The least time after the warm-up over which a slope says anything.
 JUDGED_S = 300.0
@@ -178,6 +178,11 @@ def growth(at_s: list[float], figures: list[int]) -> tuple[float, float]:
     return slope * (at_s[-1] - at_s[0]), float(np.mean(figures))
 
 
+def sampled(figures: list[float]) -> list[float]:
+    """The medians of a dozen equal stretches: the shape of what grew."""
+    return [round(float(np.median(each)), 1) for each in np.array_split(figures, 12) if len(each)]
+
+
 def is_flat(rise: float, mean: float, least: float) -> bool:
     return rise < max(mean * FLAT_SHARE, least)
 
@@ -226,6 +231,7 @@ class Soak:
         self.shared: list[tuple[float, int]] = []
         self.said: list[dict[str, Any]] = []
         self.findings: list[str] = []
+        self.over_time: dict[str, list[float]] = {}
         self.peak_leases = 0.0
 
     # --- start
@@ -381,6 +387,11 @@ class Soak:
         for server in self.servers:
             self.findings += [f"{server.name} stood still: {each}" for each in stalls_of(server) if is_own(each)]
         after = [each for each in self.shared if each[0] > warm_up_s]
+        self.over_time = {
+            name: sampled([round(each / MIB, 1) for each in usage.private_bytes])
+            for name, usage in self.usage.items()
+            if "/" not in name
+        }
         rows.append(
             self._row("all", "shared memory", [at_s for at_s, _ in after], [each for _, each in after], 64 * MIB)
         )
@@ -455,6 +466,7 @@ def soak(minutes: float, seed: int, pause_s: float, folder: Path) -> tuple[list[
         "stalls": {server.name: stall_row(stalls_of(server)) for server in running.servers},
         "control": {"above_50_ms": len(late), "longest_s": max(late, default=0.0)},
         "stolen_s": round(stolen_s() - stolen, 2),
+        "private_mib_over_time": running.over_time,
         "findings": running.findings,
     }
     return rows, summary

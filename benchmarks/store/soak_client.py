@@ -3,8 +3,8 @@
     python soak_client.py SETTINGS_JSON
 
 Every value follows from its key, so each process can tell whether what it read is right, whoever has put it. It prints
-a line of JSON when it is connected, one when its client is closed (its process still lives then), and ends when the
-input has. A key is put once: what was removed does not come again.
+a line of JSON when it is connected and its tables are full, one when its client is closed (its process still lives
+then), and ends when the input has. A key is put once: what was removed does not come again.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from tanghulu.errors import (
     StoreFull,
     TanghuluError,
 )
+from tanghulu.store.client.logic.context import MAX_LOCATIONS
 
 MIB = 1 << 20
 LEAST_BYTES, MOST_BYTES = 64, 8 * MIB
@@ -51,6 +52,8 @@ SLACK_S = 10.0
 #: How long after its end a value with a time to live may still be seen.
 TTL_SLACK_S = 5.0
 _HELD_PINS, _PIN_BYTES = 2, 256 << 10
+#: The keys of one call while tables are filled.
+_FILL_KEYS = 1024
 
 
 class Values:
@@ -282,6 +285,18 @@ class SoakClient:
         return f"soak/{client}/{number}"
 
 
+def fill(store: Any, number: int) -> None:
+    """Puts so many small values that the client's table of places and the master's of changes are as full as they get.
+
+    What grows after that is no table on its way to its bound. Nobody asks for these keys again.
+    """
+    for first in range(0, MAX_LOCATIONS, _FILL_KEYS):
+        keys = (f"fill/{number}/{first + n}" for n in range(_FILL_KEYS))
+        for status in store.put_many([(key, bytes(LEAST_BYTES)) for key in keys]):
+            if status.error is not None and not isinstance(status.error, MAY_SAY):
+                raise status.error
+
+
 def _say(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
@@ -293,6 +308,7 @@ def main() -> None:
         store: Any = AioCalls(settings)
     else:
         store = tanghulu.connect(settings["master"], **_options(settings))
+    fill(store, settings["number"])
     clients = [SoakClient(store, settings, thread) for thread in range(settings["threads"])]
     stopping = threading.Event()
     threads = [threading.Thread(target=each.run, args=(stopping,)) for each in clients]
