@@ -98,7 +98,7 @@ class WorkerServer:
         core, connector = self._engine(stack)
         self._reports = EngineReports(self._spread)
         self._thread = EngineThread(core, self._reports.put, self._engine_failed, self._speed, self._reports.call)
-        connector.attach(core, self._kv.port, self._thread.post)
+        connector.attach(core, self._kv.port, self._thread.post, self._thread.post_unhurried)
         await self._peers_in(stack, service, core)
         factory = self._request_factory(core)
         self._probe = EngineProbe(self._thread, factory.probe, SystemClock())
@@ -298,7 +298,7 @@ class _HeldInEngine:
             raise
 
     def give_back(self, name: RequestId) -> None:
-        self._thread.post(lambda core: core.release_export(name))
+        self._thread.post_unhurried(lambda core: core.release_export(name))
 
 
 __all__: Sequence[str] = ("LoadedModel", "WorkerServer")

@@ -101,7 +101,7 @@ class SimWorker(Process):
         self.reports = EngineReports(self._spread)
         self.thread = EngineThread(self.core, self.reports.put, self._engine_failed, speed, self.reports.call)
         blocks = HostBlocks(runner.cache)
-        self.connector.attach(self.core, blocks, self.thread.post)
+        self.connector.attach(self.core, blocks, self.thread.post, self.thread.post_unhurried)
         self.access = AccessTable(clock, LEASE_MS, len(self.memory))
         identity = KvIdentity(self.id, self.generation, text.FINGERPRINT)
         held = _HeldInEngine(self.thread)

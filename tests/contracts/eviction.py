@@ -16,8 +16,8 @@ KEYS = [ChunkKey(f"k{i}") for i in range(12)]
 def test_victims_are_exactly_the_keys_that_are_in(policy: Policy) -> None:
     for key in KEYS:
         policy.add(key, 100)
-    policy.touch(KEYS[3])
-    policy.touch(ChunkKey("unknown"))
+    assert policy.touch(KEYS[3])
+    assert not policy.touch(ChunkKey("unknown"))
     policy.remove(KEYS[5], evicted=False)
     policy.remove(KEYS[0], evicted=True)
     left = {key for key in KEYS if key not in (KEYS[5], KEYS[0])}
@@ -61,7 +61,7 @@ def test_any_sequence_keeps_the_books(name: str, steps: list[tuple[str, ChunkKey
             policy.add(key, 10)
             model.add(key)
         elif step == "touch":
-            policy.touch(key)
+            assert policy.touch(key) == (key in model)
         elif step == "batch":
             policy.begin_batch()
         elif step == "remove" and key in model:

@@ -134,8 +134,8 @@ def test_bins_cover_all_ages_without_gaps() -> None:
 def test_ranks_rise_towards_the_age_of_reuse_and_fall_behind_it() -> None:
     times = ReuseTimes(2)
     for _ in range(100):
-        times.entered(0)
-        times.entered(1)
+        times.entered(0, 1)
+        times.entered(1, 1)
     for _ in range(50):
         times.reused(0, 1000)
     times.fit()

@@ -75,6 +75,22 @@ class Threads:
         assert getcurrent() is not self._hub, "the event loop must not wait"
         self._hub.switch()
 
+    @contextlib.contextmanager
+    def resumed_after(self, timeout: float | None, thread: greenlet, waiting: deque[greenlet]) -> Iterator[None]:
+        """Let ``thread``, which parks now, go on after ``timeout`` seconds, unless it has left ``waiting`` by then."""
+
+        def expire() -> None:
+            if thread in waiting:
+                waiting.remove(thread)
+                self._resume(thread)
+
+        timer = None if timeout is None else self._loop.call_later(timeout, expire)
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
+
     def wake(self, thread: greenlet) -> None:
         """Let ``thread`` go on, soon."""
         self._loop.call_later(self._rng.random() * _WAKE_S, self._resume, thread)
@@ -162,9 +178,11 @@ class Condition:
     def __exit__(self, *_: object) -> None:
         return None
 
-    def wait(self) -> None:
-        self._waiting.append(getcurrent())
-        self._threads.park()
+    def wait(self, timeout: float | None = None) -> None:
+        thread = getcurrent()
+        self._waiting.append(thread)
+        with self._threads.resumed_after(timeout, thread, self._waiting):
+            self._threads.park()
 
     def notify(self) -> None:
         if self._waiting:

@@ -138,8 +138,8 @@ class BlockPool:
             block = self._by_hash.get(block_hash)
             if block is None:
                 break
-            self._reference(block)
             blocks.append(block)
+        self._reference(blocks)
         return blocks
 
     def block_of(self, block_hash: BlockHash) -> int | None:
@@ -150,12 +150,14 @@ class BlockPool:
         """One more reference on each block, which must be in use or cached (asserts it)."""
         for block in blocks:
             assert self._references[block] > 0 or block in self._cached, f"block {block} is free"
-            self._reference(block)
+        self._reference(blocks)
 
-    def _reference(self, block: int) -> None:
-        if self._references[block] == 0:
-            self._cached.remove(block)
-        self._references[block] += 1
+    def _reference(self, blocks: Sequence[int]) -> None:
+        references = self._references
+        for block in blocks:
+            if references[block] == 0:
+                self._cached.remove(block)
+            references[block] += 1
 
     def begin_transfer(self, blocks: Sequence[int]) -> None:
         """A transfer will write the held, uncommitted ``blocks`` until `end_transfer`; it alone owns them."""
@@ -191,25 +193,23 @@ class BlockPool:
 
         ``used``: by a request, which says something of what is worth keeping; a transfer that only read them does not.
         """
-        self._order.begin_batch()
+        order, references, hashes = self._order, self._references, self._hashes
+        order.begin_batch()
+        # Long prompts have thousands of blocks, and no model computes meanwhile: nothing is called that need not be.
         for block in reversed(blocks):
-            assert self._references[block] > 0, f"block {block} is released more often than it was taken"
-            self._references[block] -= 1
-            if (block_hash := self._hashes[block]) is not None:
-                self._note_use(_key(block_hash), used)
-            if self._references[block]:
+            assert references[block] > 0, f"block {block} is released more often than it was taken"
+            references[block] -= 1
+            if (block_hash := hashes[block]) is not None:
+                key = _key(block_hash)
+                if not (order.touch(key) if used else key in order):
+                    order.add(key, 1)
+            if references[block]:
                 continue
             assert block not in self._in_transfer, f"block {block} is still being written"
             if block_hash is None:
                 self._free.append(block)
             else:
                 self._cached.add(block)
-
-    def _note_use(self, key: ChunkKey, used: bool) -> None:
-        if key not in self._order:
-            self._order.add(key, 1)
-        elif used:
-            self._order.touch(key)
 
     def drop_cached(self) -> int:
         """Forget every cached block that nobody references; returns how many."""

@@ -33,6 +33,8 @@ _log = structlog.get_logger(__name__)
 
 #: Steps that share one load while requests only go on.
 MAX_STEPS_A_LOAD = 16
+#: The longest that a command which wakes nobody waits.
+MAX_REST_S = 0.5
 
 Command = Callable[[EngineCore], object]
 T = TypeVar("T")
@@ -104,6 +106,18 @@ class EngineThread:
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
+
+    def post_unhurried(self, command: Command) -> None:
+        """Run ``command``, which gives blocks back, before the next step; any thread may call.
+
+        It wakes the thread only for requests that wait for blocks. With nothing to do it runs ``MAX_REST_S`` later at
+        the most: to wake for each release and each chunk that was stored would cost as much as the prefill of a
+        short prompt.
+        """
+        with self._wake:
+            self._commands.append(command)
+            if self._core.scheduler.has_work:  # if the thread sleeps, that is what it sleeps for
+                self._wake.notify()
 
     async def call(self, command: Callable[[EngineCore], T]) -> T:
         """Run ``command`` between two steps; returns its result, or raises its typed error, in the event loop."""
@@ -186,7 +200,7 @@ class EngineThread:
             return [], False
         with self._wake:
             while not (self._commands or self._stopping or self._can_step):
-                self._wake.wait()
+                self._wake.wait(MAX_REST_S)
             commands = list(self._commands)
             self._commands.clear()
             return commands, self._stopping

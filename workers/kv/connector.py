@@ -88,7 +88,7 @@ class ConnectorConfig:
 
 
 class KvConnector:
-    """Performs the engine's fetches and keeps its blocks. ``post`` runs a command in the engine's thread."""
+    """Performs the engine's fetches and keeps its blocks."""
 
     def __init__(
         self,
@@ -107,6 +107,7 @@ class KvConnector:
         self._layout: KvLayout
         self._port: BlockPort
         self._post: Callable[[Command], None]
+        self._post_unhurried: Callable[[Command], None]
         self._policy: StorePolicy
         self._fetchers = ThreadPoolExecutor(NUM_FETCH_THREADS, "kv-fetch")
         self._handed: deque[FetchWanted] = deque()  # hand-overs that no fetcher has begun with
@@ -120,9 +121,19 @@ class KvConnector:
         self._num_dropped = 0
         self._written: OrderedDict[BlockHash, None] = OrderedDict()  # or on its way; the engine's thread alone
 
-    def attach(self, core: EngineCore, port: BlockPort, post: Callable[[Command], None]) -> None:
-        """Connect to the engine before its first step: its blocks, and ``post``, which runs commands in its thread."""
-        self._core, self._layout, self._port, self._post = core, core.cache.layout, port, post
+    def attach(
+        self,
+        core: EngineCore,
+        port: BlockPort,
+        post: Callable[[Command], None],
+        post_unhurried: Callable[[Command], None],
+    ) -> None:
+        """Connect to the engine before its first step: its blocks, and what runs commands in its thread.
+
+        ``post`` wakes the thread for its command, ``post_unhurried`` need not.
+        """
+        self._core, self._layout, self._port = core, core.cache.layout, port
+        self._post, self._post_unhurried = post, post_unhurried
         max_deferred = self._config.max_deferred_bytes // core.cache.layout.block_bytes
         self._policy = make_store_policy(self._config.store_policy, max_deferred)
 
@@ -471,7 +482,9 @@ class KvConnector:
         self._metrics.store_bytes.inc(num_saved * self._layout.block_bytes)
         self._metrics.store_failures.inc(len(hashes) - num_saved)
         lost = hashes if num_saved < len(hashes) else []
-        self._post(lambda core: self._saved(core, len(hashes), lost, held))
+        # Blocks that wait to be written while the engine is idle go on when these are there.
+        post = self._post if self._policy.num_deferred else self._post_unhurried
+        post(lambda core: self._saved(core, len(hashes), lost, held))
 
     def _saved(self, core: EngineCore, num_blocks: int, lost: list[BlockHash], held: list[int]) -> None:
         core.unhold(held)

@@ -14,8 +14,6 @@ import secrets
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-import xxhash
-
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.protos import session_pb2, store_pb2
 from tanghulu.rpc.fast_server import FastService, Peer
@@ -36,6 +34,7 @@ from tanghulu.workers.engine.thread import StepReport
 from tanghulu.workers.kv.exports import Export, ExportTable
 from tanghulu.workers.kv.peer_methods import EXPORT_PIN, EXPORT_RELEASE, EXPORT_WATCH, PREFIX_PIN
 from tanghulu.workers.kv.ports import ExportWindow
+from tanghulu.workers.kv.shown_blocks import ShownBlocks
 from tanghulu.workers.metrics import WorkerMetrics
 
 EXPORT_TTL_S = 30.0
@@ -92,7 +91,7 @@ class PeerServer:
         self._session_ids = itertools.count(1)
         self._early: dict[RequestId, int] = {}  # the exports that grow, by the name under which their blocks are held
         self._news = asyncio.Event()  # replaced when it was set
-        self._showing: set[asyncio.Future[list[list[int]]]] = set()
+        self._shown = ShownBlocks(window, layout.layer_bytes, layout.block_bytes)
         self._closed = False
         self._segment: SegmentServer
         self.address, self.unix_path = "", ""
@@ -111,7 +110,7 @@ class PeerServer:
     async def close(self) -> None:
         """Refuse new readers, and wait until no thread copies into the segment: its memory can be unmapped then."""
         self._closed = True
-        await asyncio.gather(*self._showing, return_exceptions=True)
+        await self._shown.close()
 
     # --- exports of this worker's own requests
 
@@ -282,11 +281,7 @@ class PeerServer:
         offsets = self._window.take(block_ids)
         leases = self._grant(peer.state, offsets)
         self._exports.pinned(export, leases, self._clock.now_s())
-        # Shielded: what was taken is shown even if the reader hangs up meanwhile.
-        showing = asyncio.ensure_future(asyncio.to_thread(self._shown_checksums, block_ids[: len(offsets)], offsets))
-        self._showing.add(showing)
-        showing.add_done_callback(self._showing.discard)
-        checksums = await asyncio.shield(showing)
+        checksums = await self._shown.show(block_ids[: len(offsets)], offsets)
         reply = session_pb2.ExportPinReply(num_tokens=export.kv.num_tokens)
         for offset, lease, parts in zip(offsets, leases, checksums, strict=True):
             exported = reply.blocks.add(offset=offset, length=self._layout.block_bytes, lease_id=lease)
@@ -307,12 +302,6 @@ class PeerServer:
                 self._window.leave(offsets)
                 raise
         return granted
-
-    def _shown_checksums(self, block_ids: Sequence[int], offsets: Sequence[int]) -> list[list[int]]:
-        """xxh3_64 of each layer of each block, where it will be read; the blocks are held, so their bytes stay."""
-        step = self._layout.layer_bytes
-        views = self._window.show(block_ids, offsets)
-        return [[xxhash.xxh3_64_intdigest(v[i : i + step]) for i in range(0, len(v), step)] for v in views]
 
     def _release(
         self, peer: Peer, request: session_pb2.ExportReleaseRequest, _: memoryview

@@ -34,8 +34,8 @@ class Policy(Protocol):
         """Enter a chunk that can be evicted in principle; asserts that the key is new."""
         ...
 
-    def touch(self, key: ChunkKey) -> None:
-        """Note that the chunk was read; unknown keys are ignored."""
+    def touch(self, key: ChunkKey) -> bool:
+        """Note that the chunk was read. False, and nothing changes, if the key is unknown."""
         ...
 
     def remove(self, key: ChunkKey, *, evicted: bool) -> None:

@@ -57,10 +57,9 @@ class Fair:
         self._sizes[key] = size_bytes
         self._bytes[tenant] = self._bytes.get(tenant, 0) + size_bytes
 
-    def touch(self, key: ChunkKey) -> None:
+    def touch(self, key: ChunkKey) -> bool:
         """Note in the tenant's order that the chunk was read."""
-        if key in self._sizes:
-            self._order(tenant_of(key)).touch(key)
+        return key in self._sizes and self._order(tenant_of(key)).touch(key)
 
     def remove(self, key: ChunkKey, *, evicted: bool) -> None:
         """Forget ``key``."""

@@ -39,17 +39,18 @@ class Lfu:
         self._orders[0][key] = None
         self._lowest = 0
 
-    def touch(self, key: ChunkKey) -> None:
+    def touch(self, key: ChunkKey) -> bool:
         """Count one more read."""
         count = self._counts.get(key)
         if count is None:
-            return
+            return False
         if count == MAX_COUNT:
             self._orders[count].move_to_end(key)
-            return
-        del self._orders[count][key]
-        self._orders[count + 1][key] = None
-        self._counts[key] = count + 1
+        else:
+            del self._orders[count][key]
+            self._orders[count + 1][key] = None
+            self._counts[key] = count + 1
+        return True
 
     def remove(self, key: ChunkKey, *, evicted: bool) -> None:
         """Forget ``key`` and its count."""

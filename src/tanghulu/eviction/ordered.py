@@ -99,8 +99,9 @@ class Fifo(Ordered):
 
     name = "fifo"
 
-    def touch(self, key: ChunkKey) -> None:
+    def touch(self, key: ChunkKey) -> bool:
         """Ignore the read."""
+        return key in self._places
 
 
 class Lru(Ordered):
@@ -111,8 +112,11 @@ class Lru(Ordered):
 
     name = "lru"
 
-    def touch(self, key: ChunkKey) -> None:
+    def touch(self, key: ChunkKey) -> bool:
         """Make ``key`` the most recently used."""
-        if key != self._last and key in self._places:
+        if key not in self._places:
+            return False
+        if key != self._last:
             self.remove(key, evicted=False)
             self.add(key, 0)
+        return True

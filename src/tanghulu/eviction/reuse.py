@@ -113,21 +113,22 @@ class Reuse:
             self._duel.used(key)
         self._pend(entry)
 
-    def touch(self, key: ChunkKey) -> None:
+    def touch(self, key: ChunkKey) -> bool:
         """Note that ``key`` was used again, and learn from its age."""
         entry = self._entries.get(key)
         if entry is None:
-            return
+            return False
         self._now += 1
         self._entries.move_to_end(key)
-        if entry.group is None:
-            return  # used twice in one request
-        self._times.reused(entry.class_, self._now - entry.used_at)
-        self._duel.used(key)
-        entry.group.keys.pop(key, None)
-        entry.group = None
-        entry.seen = True
-        self._pend(entry)
+        if entry.group is not None:  # else it is used twice in one request
+            self._times.reused(entry.class_, self._now - entry.used_at)
+            self._duel.used(key)
+            if not entry.num_children:
+                del entry.group.keys[key]
+            entry.group = None
+            entry.seen = True
+            self._pend(entry)
+        return True
 
     def _pend(self, entry: _Entry) -> None:
         self._pending[entry] = None
@@ -184,19 +185,22 @@ class Reuse:
         turn = _turn_of(batch)
         now, entered = self._now, self._times.entered
         first_class = turn * (_MAX_USES + 1) * 2
-        group = self._queues.group_for(first_class, now)
+        group, num_alike = self._queues.group_for(first_class, now), 0
         for position, entry in enumerate(batch):
             if entry.seen:
-                entry.uses = min(entry.uses + 1, _MAX_USES)
+                if entry.uses < _MAX_USES:
+                    entry.uses += 1
             else:
                 entry.uses, entry.turn = 0, turn
             class_ = first_class + entry.uses * 2 + (position < _END_KEYS)
             if class_ != group.class_:
-                group = self._queues.group_for(class_, now)
+                entered(group.class_, num_alike)
+                group, num_alike = self._queues.group_for(class_, now), 0
             entry.class_, entry.used_at, entry.group = class_, now, group
-            entered(class_)
+            num_alike += 1
             if not entry.num_children:
                 self._offer(entry)
+        entered(group.class_, num_alike)
 
     def _link(self, batch: list[_Entry]) -> None:
         """Make each key of a batch stand on the one that follows it, unless it stands on one already."""

@@ -16,6 +16,8 @@ when it was young. At age 1,100 it is worth nothing.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 #: Ages below this share bin 0.
 _FIRST_AGE = 32
 #: Bins of half an octave; the last one holds all greater ages (beyond 2 million uses).
@@ -26,21 +28,20 @@ _KEPT_SHARE = 0.98
 _PRIOR_HITS = 0.01
 
 
-def bin_of(age: int) -> int:
-    """The bin that holds ``age``; two for each doubling."""
-    doublings = (age // _FIRST_AGE).bit_length()
-    if doublings == 0:
-        return 0
-    upper_half = age * 2 >= (3 * _FIRST_AGE) << (doublings - 1)
-    return min(doublings * 2 - 1 + upper_half, NUM_BINS - 1)
-
-
 def first_age(index: int) -> int:
-    """The lowest age in bin ``index``."""
+    """The lowest age in bin ``index``; two bins for each doubling."""
     if index == 0:
         return 0
     whole = _FIRST_AGE << ((index - 1) // 2)
     return whole if index % 2 else whole * 3 // 2
+
+
+_FIRST_AGES = [first_age(index) for index in range(NUM_BINS)]
+
+
+def bin_of(age: int) -> int:
+    """The bin that holds ``age``."""
+    return bisect_right(_FIRST_AGES, age) - 1
 
 
 class ReuseTimes:
@@ -52,13 +53,13 @@ class ReuseTimes:
         self.ranks = [[1.0] * NUM_BINS for _ in range(num_classes)]
         self._widths = [(first_age(b + 2) - first_age(b)) / 2 for b in range(NUM_BINS)]
 
-    def entered(self, class_: int) -> None:
-        """Count a chunk that was used and belongs to ``class_`` from now on."""
-        self._entered[class_] += 1
+    def entered(self, class_: int, count: int) -> None:
+        """Count chunks that were used and belong to ``class_`` from now on."""
+        self._entered[class_] += count
 
     def reused(self, class_: int, age: int) -> None:
         """Count a chunk of ``class_`` that was used again at ``age``, resident or not."""
-        self._reused[class_][bin_of(age)] += 1
+        self._reused[class_][bisect_right(_FIRST_AGES, age) - 1] += 1  # bin_of; called for each block of a prompt
 
     def fit(self) -> None:
         """Compute ``ranks`` anew, and let old experience fade."""

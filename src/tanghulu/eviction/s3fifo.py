@@ -49,12 +49,14 @@ class S3Fifo:
         else:
             self._small[key] = 0
 
-    def touch(self, key: ChunkKey) -> None:
+    def touch(self, key: ChunkKey) -> bool:
         """Give ``key`` one more life, up to three."""
         queue = self._small if key in self._small else self._main
         lives = queue.get(key)
-        if lives is not None and lives < MAX_LIVES:
-            queue[key] = lives + 1
+        if lives is None:
+            return False
+        queue[key] = min(lives + 1, MAX_LIVES)
+        return True
 
     def remove(self, key: ChunkKey, *, evicted: bool) -> None:
         """Forget ``key``; one evicted from the small queue stays as a ghost."""

@@ -43,10 +43,12 @@ class Sieve:
         self._marked[key] = False
         self._ahead[key] = None
 
-    def touch(self, key: ChunkKey) -> None:
+    def touch(self, key: ChunkKey) -> bool:
         """Mark ``key``."""
-        if key in self._marked:
-            self._marked[key] = True
+        if key not in self._marked:
+            return False
+        self._marked[key] = True
+        return True
 
     def remove(self, key: ChunkKey, *, evicted: bool) -> None:
         """Forget ``key``; if it is evicted, the hand stands where it stood."""

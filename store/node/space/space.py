@@ -217,9 +217,7 @@ class Space(Generic[R]):
             if not chunk.is_live:
                 continue  # put twice before the master knew of it
             policy = self._policies[chunk.pin]
-            if chunk.key in policy:
-                policy.touch(chunk.key)
-            else:
+            if not policy.touch(chunk.key):
                 policy.add(chunk.key, chunk.range_bytes)
         self._noted.clear()
 
