@@ -115,8 +115,9 @@ ENDED = frozenset({FlightState.FINISHED, FlightState.FAILED, FlightState.ABORTED
 
 def next_state(state: FlightState, event: FlightEvent) -> FlightState:
     """The state after ``event``; an unknown pair is a programmer's error and asserts."""
-    assert (state, event) in TRANSITIONS, f"{event.name} cannot happen to a request that is {state.name}"
-    return TRANSITIONS[state, event]
+    following = TRANSITIONS.get((state, event))
+    assert following is not None, f"{event.name} cannot happen to a request that is {state.name}"
+    return following
 
 
 class SubmitTo(Struct, frozen=True):

@@ -163,7 +163,7 @@ class _TextStream:
             else:
                 piece = self._writer.opening(index, echo)
         if self._logprobs is None:
-            piece += b"".join([self._writer.text(index, text) for text in delta.pieces])
+            piece += self._writer.texts(index, delta.pieces)
         elif values := self._values(index, delta):
             piece += self._writer.text(index, delta.text, self._logprobs(index, values))
         if delta.finish is not None:

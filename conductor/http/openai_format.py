@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from json.encoder import encode_basestring
 from typing import Any
 
-from tanghulu.conductor.http.reply import dumps, event
+from tanghulu.conductor.http.reply import dumps, event, in_lines
 from tanghulu.conductor.inference.generation import GenerationCall
 from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
 from tanghulu.conductor.text.served_model import ServedModel
@@ -40,6 +41,7 @@ class ChunkWriter:
         head = {"id": call.id, "object": kind, "created": int(time.time()), "model": call.model.card.model}
         self._head = dumps(head)[:-1] + ',"choices":['
         self._tail = '],"usage":null}' if include_usage else "]}"
+        self._around_text = ('"delta":{"content":', "}") if is_chat else ('"text":', "")
         self._call = call
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
@@ -52,9 +54,15 @@ class ChunkWriter:
         return self.text(index, echo) if echo else b""
 
     def text(self, index: int, text: str, logprobs: Any = None) -> bytes:
-        escaped = dumps(text)
-        middle = f'"delta":{{"content":{escaped}}}' if self._is_chat else f'"text":{escaped}'
-        return self._chunk(index, middle, logprobs, None)
+        opening, closing = self._around_text
+        return self._chunk(index, opening + dumps(text) + closing, logprobs, None)
+
+    def texts(self, index: int, pieces: Sequence[str]) -> bytes:
+        """A chunk for each piece of text: what does not differ between them is made once."""
+        before, behind = self._around(index, None, None)
+        opening, closing = self._around_text
+        before, behind = before + opening, closing + behind
+        return in_lines("".join([before + encode_basestring(text) + behind for text in pieces])).encode()
 
     def delta(self, index: int, delta: dict[str, Any], logprobs: Any = None) -> bytes:
         """A chunk of a chat whose delta is any."""
@@ -68,12 +76,16 @@ class ChunkWriter:
         return event(f'{self._head}],"usage":{dumps(usage(self._call))}}}') if self._include_usage else b""
 
     def _chunk(self, index: int, middle: str, logprobs: Any, reason: str | None) -> bytes:
+        before, behind = self._around(index, logprobs, reason)
+        return (before + middle + behind).encode()
+
+    def _around(self, index: int, logprobs: Any, reason: str | None) -> tuple[str, str]:
+        """What stands in front of an event's delta or text, and behind it."""
         finish = f'"{reason}"' if reason is not None else "null"
         probabilities = "null" if logprobs is None else dumps(logprobs)
         tail = self._tail if not self._continuous_usage else f'],"usage":{dumps(usage(self._call))}}}'
-        return event(
-            f'{self._head}{{"index":{index},{middle},"logprobs":{probabilities},"finish_reason":{finish}}}{tail}'
-        )
+        behind = f',"logprobs":{probabilities},"finish_reason":{finish}}}{tail}\n\n'
+        return f'data: {self._head}{{"index":{index},', behind
 
 
 def failed_choices(call: GenerationCall) -> list[dict[str, Any]]:

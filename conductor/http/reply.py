@@ -158,7 +158,11 @@ _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 def dumps(value: Any) -> str:
     """JSON as compact as OpenAI's, in which no character ends a line by anybody's rules."""
-    text = _encoder.encode(value)
+    return in_lines(_encoder.encode(value))
+
+
+def in_lines(text: str) -> str:
+    """``text``, of JSON, with no character in it that ends a line, but for those between the events of a stream."""
     return text if text.isascii() else text.translate(_LINE_ENDS)
 
 

@@ -53,8 +53,10 @@ class InFlightBlocks:
         if not hashes:
             return found
         for sent in self._by_first.get(hashes[0], {}).values():
-            known = found.get(sent.worker, 0)
-            found[sent.worker] = _shared(hashes, sent.hashes, known)
+            known, theirs = found.get(sent.worker, 0), sent.hashes
+            # Most share what was found already and no more, as a system prompt: one look tells.
+            if known < len(hashes) and known < len(theirs) and theirs[known] == hashes[known]:
+                found[sent.worker] = _shared(hashes, theirs, known + 1)
         return found
 
     def check(self) -> None:

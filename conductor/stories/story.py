@@ -42,6 +42,8 @@ class Phase(Enum):
     DETOKENISE = "the last tokens become text"
     SEND = "the rest of the answer goes out; its other sequences, and a client that reads slowly, are waited for"
 
+    __hash__ = object.__hash__  # Enum's own is a function in Python, and each request looks up phases some fifty times
+
 
 class RequestStatus(Enum):
     """How a request ended."""
@@ -50,6 +52,8 @@ class RequestStatus(Enum):
     ABORTED = "the client hung up, or asked for its end"
     REFUSED = "there was no room for it, or it asked for what cannot be"
     FAILED = "an error that is not the client's"
+
+    __hash__ = object.__hash__
 
 
 class VisitEnd(Enum):

@@ -49,18 +49,18 @@ def _byte_of_character() -> dict[str, int]:
 _BYTE_OF_CHARACTER = _byte_of_character()
 
 
-class TokenBytes:
-    """token id -> its bytes, for byte-level tokenizers; filled as tokens are met, shared by all sequences."""
+class TokenBytes(dict[int, bytes]):
+    """token id -> its bytes, for byte-level tokenizers; filled as tokens are met, shared by all sequences.
+
+    Empty for a token that is left out or unknown.
+    """
 
     def __init__(self, tokenizer: Tokenizer, left_out: frozenset[int]) -> None:
+        super().__init__(dict.fromkeys(left_out, b""))
         self._tokenizer = tokenizer
-        self._known: dict[int, bytes] = dict.fromkeys(left_out, b"")
 
-    def of(self, token: int) -> bytes:
-        """The bytes of ``token``; empty for one that is left out or unknown."""
-        known = self._known.get(token)
-        if known is None:
-            known = self._known[token] = self._look_up(token)
+    def __missing__(self, token: int) -> bytes:
+        known = self[token] = self._look_up(token)
         return known
 
     def _look_up(self, token: int) -> bytes:
@@ -74,17 +74,22 @@ class TokenBytes:
 
 
 class ByteLevelDetokenizer:
-    """For byte-level BPE: an incremental UTF-8 decoder over the tokens' bytes. ``bytes_of`` gives those of a token."""
+    """For byte-level BPE: decodes the tokens' bytes as UTF-8. ``bytes_of`` gives those of a token."""
 
     def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
         self._bytes_of = bytes_of
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = b""  # of an unfinished character
 
     def feed(self, tokens: Sequence[int]) -> str:
-        return self._decoder.decode(b"".join(map(self._bytes_of, tokens)))
+        data = self._held + b"".join(map(self._bytes_of, tokens))
+        text, num_decoded = codecs.utf_8_decode(data, "replace", False)
+        self._held = data[num_decoded:]
+        return text
 
     def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
+        text, _ = codecs.utf_8_decode(self._held, "replace", True)
+        self._held = b""
+        return text
 
 
 class WindowDetokenizer:
@@ -164,12 +169,12 @@ class DetokenizerFactory:
         """A detokenizer that leaves special tokens out, if it is to, but for those whose text is one of ``markers``."""
         if not skip_special_tokens:
             if self._all_bytes is not None:
-                return ByteLevelDetokenizer(self._all_bytes.of)
+                return ByteLevelDetokenizer(self._all_bytes.__getitem__)
             return WindowDetokenizer(self._tokenizer, frozenset())
         ids = {self._tokenizer.token_to_id(marker): marker for marker in markers}
         shown = {token: marker for token, marker in ids.items() if token in self.special}
         if self._token_bytes is not None:
-            known = self._token_bytes.of
+            known = self._token_bytes.__getitem__
             if not shown:
                 return ByteLevelDetokenizer(known)
             as_bytes = {token: marker.encode() for token, marker in shown.items()}
@@ -182,4 +187,4 @@ class DetokenizerFactory:
         """The bytes of one token alone, special ones by their name, for log probabilities."""
         if token in self.special or self._token_bytes is None:
             return (self._tokenizer.id_to_token(token) or "").replace("▁", " ").encode()
-        return self._token_bytes.of(token)
+        return self._token_bytes[token]

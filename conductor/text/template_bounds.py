@@ -116,9 +116,11 @@ def size_of(value: Any) -> int:
     """Characters of all texts in ``value``, as JSON gives it."""
     if isinstance(value, str):
         return len(value)
+    if isinstance(value, list | tuple):
+        return sum(map(size_of, value))
     if isinstance(value, Mapping):
-        return sum(size_of(key) + size_of(each) for key, each in value.items())
-    return sum(map(size_of, value)) if isinstance(value, list | tuple) else 0
+        return sum(map(size_of, value)) + sum(map(size_of, value.values()))
+    return 0
 
 
 @jinja2.pass_context
