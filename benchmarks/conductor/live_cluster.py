@@ -93,11 +93,12 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, *, marks_ends: bool = False) -> None:
     """What Dynamo wants of a model: numbers, a byte-level tokenizer like ours, a template.
 
     Text becomes a token a byte. The other tokens, of a word each, are there for what Dynamo's mocker draws: ids up to
-    about 2,000; of those that are no text it streams nothing.
+    about 2,000; of those that are no text it streams nothing. ``marks_ends``: the template puts a special token behind
+    each message, as those of real models do.
     """
     folder.mkdir(parents=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -112,18 +113,21 @@ def write_model(folder: Path) -> None:
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": end + 1, "eos_token_id": end}
     config |= shape | {"num_key_value_heads": 2, "max_position_embeddings": 131072, "bos_token_id": end}
     (folder / "config.json").write_text(json.dumps(config))
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    behind = "<|end|>" if marks_ends else ""
+    template = "{% for m in messages %}{{ m.content }}" + behind + "{% endfor %}"
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
 
 
 @contextlib.asynccontextmanager
-async def dynamo_cluster(folder: Path, venv: Path, num_blocks: int, *flags: str) -> AsyncIterator[Served]:
+async def dynamo_cluster(
+    folder: Path, venv: Path, num_blocks: int, *flags: str, marks_ends: bool = False
+) -> AsyncIterator[Served]:
     """Dynamo's frontend with its KV router and two mockers, all defaults but the size of cache and block.
 
-    ``flags`` are the mockers'.
+    ``flags`` are the mockers', ``marks_ends`` is of `write_model`.
     """
-    write_model(folder / "model")
+    write_model(folder / "model", marks_ends=marks_ends)
     own = {"DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": str(folder / "kv"), "DYN_REQUEST_PLANE": "tcp"}
     own |= {"DYN_EVENT_PLANE": "zmq", "DYN_TCP_RPC_HOST": "127.0.0.1", "HF_HUB_OFFLINE": "1"}
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | own

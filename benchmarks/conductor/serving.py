@@ -2,8 +2,9 @@
 
 A cluster (`tanghulu up --engine mock`, one prefill and one decode worker that take no time for a step) and its clients
 in a process apart: each sends its next chat when its last has ended. A chat has 256 prompt tokens, 90 % of them shared,
-and 64 streamed tokens. Other source trees (``--beside``) and Dynamo (``--dynamo``, its environment) take turns with
-this one, so that ratios hold on a busy machine; processor time is the figure, as wall time tells of the neighbours.
+and 64 streamed tokens; with ``--system`` what is shared is a system message, and the template puts a special token
+behind each message. Other source trees (``--beside``) and Dynamo (``--dynamo``, its environment) take turns with this
+one, so that ratios hold on a busy machine; processor time is the figure, as wall time tells of the neighbours.
 
     python -m benchmarks.conductor.serving --beside ../before/src --dynamo /opt/dynamo
 """
@@ -61,12 +62,13 @@ class Subject:
 class Client:
     """One connection that sends one chat after the other."""
 
-    def __init__(self, port: int, prompt_tokens: int, max_tokens: int, fresh: bool) -> None:
+    def __init__(self, port: int, prompt_tokens: int, max_tokens: int, fresh: bool, system: bool) -> None:
         self._port = port
         self._shared = "s" * int(prompt_tokens * SHARED)
         self._own = prompt_tokens - len(self._shared)
         self._max_tokens = max_tokens
         self._fresh = fresh
+        self._system = system
         self._connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self.first_s: list[float] = []
         self.whole_s: list[float] = []
@@ -75,11 +77,12 @@ class Client:
 
     async def chat(self, number: int) -> None:
         """Send the chat of that number and read its stream."""
-        content = self._shared + f"{number:x}".rjust(self._own, "o")[-self._own :]
+        own = f"{number:x}".rjust(self._own, "o")[-self._own :]
+        said = [("system", self._shared), ("user", own)] if self._system else [("user", self._shared + own)]
         body = json.dumps(
             {
                 "model": MODEL,
-                "messages": [{"role": "user", "content": content}],
+                "messages": [{"role": role, "content": text} for role, text in said],
                 "max_tokens": self._max_tokens,
                 "ignore_eos": True,
                 "stream": True,
@@ -106,9 +109,11 @@ class Client:
             self._connection = None
 
 
-async def _load(port: int, concurrency: int, requests: int, first: int, shape: tuple[int, int], fresh: bool) -> None:
+async def _load(
+    port: int, concurrency: int, requests: int, first: int, shape: tuple[int, int], fresh: bool, system: bool
+) -> None:
     """Send ``requests`` chats, numbered from ``first``; print what they saw."""
-    clients = [Client(port, *shape, fresh) for _ in range(concurrency)]
+    clients = [Client(port, *shape, fresh, system) for _ in range(concurrency)]
     numbers = iter(range(first, first + requests))
 
     async def run(client: Client) -> None:
@@ -148,10 +153,10 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _ours(name: str, source: Path, folder: Path) -> Iterator[Subject]:
+def _ours(name: str, source: Path, folder: Path, *, system: bool = False) -> Iterator[Subject]:
     """`tanghulu up` from the tree ``source``."""
     state = folder / name
-    write_model(state / MODEL)
+    write_model(state / MODEL, marks_ends=system)
     up = [sys.executable, "-m", "tanghulu", "up", "--engine", "mock", "--mock-speedup", "1000000"]
     up += ["--model", str(state / MODEL)]
     up += ["--port", str(_free_port()), "--master-port", "0", "--state-dir", str(state / "state")]
@@ -189,8 +194,9 @@ def _entries(path: Path, process: subprocess.Popen[bytes]) -> list[dict[str, Any
 
 
 @contextlib.asynccontextmanager
-async def _dynamo(environment: Path, folder: Path) -> AsyncIterator[Subject]:
-    async with dynamo_cluster(folder, environment, _NUM_BLOCKS, "--speedup-ratio", "1000000") as served:
+async def _dynamo(environment: Path, folder: Path, *, system: bool) -> AsyncIterator[Subject]:
+    flags = ("--speedup-ratio", "1000000")
+    async with dynamo_cluster(folder, environment, _NUM_BLOCKS, *flags, marks_ends=system) as served:
         processes = []
         for child in psutil.Process().children():
             command = child.cmdline()
@@ -242,9 +248,11 @@ async def _measure(
         folder = Path(name)
         async with contextlib.AsyncExitStack() as stack:
             trees = [("this", ROOT / "src"), *((f"beside-{i}", tree) for i, tree in enumerate(beside))]
-            subjects = [stack.enter_context(_ours(each, tree.resolve(), folder)) for each, tree in trees]
+            system = "--system" in flags
+            opened = [_ours(each, tree.resolve(), folder, system=system) for each, tree in trees]
+            subjects = [stack.enter_context(each) for each in opened]
             if dynamo is not None:
-                subjects.append(await stack.enter_async_context(_dynamo(dynamo, folder / "dynamo")))
+                subjects.append(await stack.enter_async_context(_dynamo(dynamo, folder / "dynamo", system=system)))
             first, rows = 0, list[dict[str, Any]]()
             for subject in subjects:  # what is made once is made now
                 await _turn(subject, 8, 100, 1_000_000, flags)
@@ -268,6 +276,7 @@ async def _measure(
 @click.option("--prompt-tokens", default=256)
 @click.option("--max-tokens", default=64)
 @click.option("--fresh", is_flag=True, help="a connection for each request")
+@click.option("--system", is_flag=True, help="what is shared is a system message")
 @click.option("--name", default="serving", help="the results' file")
 @click.option("--load", "load", hidden=True)
 def main(load: str | None, name: str, **asked: Any) -> None:
@@ -275,9 +284,10 @@ def main(load: str | None, name: str, **asked: Any) -> None:
     shape = asked["prompt_tokens"], asked["max_tokens"]
     if load is not None:
         port, concurrency, count, first = map(int, load.split(","))
-        asyncio.run(_load(port, concurrency, count, first, shape, asked["fresh"]))
+        asyncio.run(_load(port, concurrency, count, first, shape, asked["fresh"], asked["system"]))
         return
-    flags = ["--prompt-tokens", str(shape[0]), "--max-tokens", str(shape[1]), *(["--fresh"] if asked["fresh"] else [])]
+    flags = ["--prompt-tokens", str(shape[0]), "--max-tokens", str(shape[1])]
+    flags += [f"--{flag}" for flag in ("fresh", "system") if asked[flag]]
     subjects = asked["beside"], asked["dynamo"]
     rows = asyncio.run(_measure(*subjects, list(asked["concurrencies"]), asked["turns"], asked["requests"], flags))
     keep(name, rows, load_average=os.getloadavg()[0])
