@@ -53,6 +53,7 @@ from tanghulu.store.node.ssd.promotion import Promoter
 from tanghulu.store.node.ssd.tier import MIN_SSD_BYTES, QUEUE_BYTES, SsdPlace, SsdTier, open_tier
 from tanghulu.store.node.state.chunk_table import Published
 from tanghulu.store.node.state.limits import Watermarks
+from tanghulu.store.node.state.node_chunks import MAX_AHEAD
 from tanghulu.store.node.state.node_state import NodeState, make_node_state
 from tanghulu.store.node.state.ssd_chunk import SsdChunk
 from tanghulu.store.node.state.tenant_usage import Policies, TenantUsage
@@ -79,6 +80,8 @@ _POLL_S = 0.002
 _FIRST_CONTACT_S = 2.0
 #: What a node evicts ahead of need in one tick: without an SSD tier, and with one, to which it copies all that.
 _EVICT_AHEAD_BYTES, _SEND_AHEAD_BYTES = 64 << 20, 16 << 20
+#: Chunks that go down to the SSD at a tick: each costs the loop a tenth of a millisecond.
+_SEND_AHEAD_CHUNKS = 64
 #: Of the segment, what the mapped leases of one client, and those of all together, may hold; beyond it clients get
 #: copies.
 _MAX_MAPPED_FRACTION, _MAX_MAPPED_TOGETHER = 0.5, 0.75
@@ -417,8 +420,10 @@ class Node:
         self._memory.published.flush()
 
     def _evict_ahead(self) -> None:
-        budget = _EVICT_AHEAD_BYTES if self._tier is None else min(self._tier.free_queue_bytes, _SEND_AHEAD_BYTES)
-        self._chunks.evict_ahead(self._watermarks.wanted(self._chunks.used_bytes, budget))
+        budget, max_num = _EVICT_AHEAD_BYTES, MAX_AHEAD
+        if self._tier is not None:
+            budget, max_num = min(self._tier.free_queue_bytes, _SEND_AHEAD_BYTES), _SEND_AHEAD_CHUNKS
+        self._chunks.evict_ahead(self._watermarks.wanted(self._chunks.used_bytes, budget), max_num)
 
 
 async def _leave(entering: asyncio.Task[Registration]) -> None:

@@ -22,6 +22,7 @@ leave no hole, the window with the fewest bytes is cleared, of those that hold n
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Generic, Protocol, TypeVar
@@ -42,6 +43,7 @@ _CHOICE = 16
 _MAX_CHANGED = 256
 #: Where nothing is moved: scattered victims may cost this many times the wanted bytes before a window is cleared.
 _SCATTERED_LIMIT = 2
+_NO_BOUND = sys.maxsize
 
 
 class Resident(Protocol):
@@ -225,18 +227,19 @@ class Space(Generic[R]):
         self.end_batch()
         return chunk.pin is not Pin.HARD and chunk.key in self._policies[chunk.pin]
 
-    def take(self, size_bytes: int, drop: Callable[[R], None]) -> int | None:
+    def take(self, size_bytes: int, drop: Callable[[R], None], max_dropped: int = _NO_BOUND) -> int | None:
         """The offset of a range of ``size_bytes``; None if there is none yet. ``drop`` frees the range of a victim.
 
         Residents are dropped and moved as far as one step goes. After None ``has_more_to_do`` says whether the next
-        call goes on at once; else ranges have to be freed first, or leases to end.
+        call goes on at once; else ranges have to be freed first, or leases to end. Where nothing is moved there are no
+        steps: None also if more than ``max_dropped`` had to go; those that went make it easier for the next call.
         """
         offset = self.allocator.allocate(size_bytes)
         if offset is not None:
             return offset
         self._tell_frames()
         if self._mover is None:
-            return self._clear_window(size_bytes, drop)
+            return self._clear_window(size_bytes, drop, max_dropped)
         wanted = self.allocator.rounded(size_bytes)
         if self._vacating != wanted:
             self.stop_vacating()
@@ -369,12 +372,14 @@ class Space(Generic[R]):
             self.allocator.free(*self._copying)
             self._copying = None
 
-    def _clear_window(self, size_bytes: int, drop: Callable[[R], None]) -> int | None:
+    def _clear_window(self, size_bytes: int, drop: Callable[[R], None], max_dropped: int) -> int | None:
         """Make room where nothing is moved."""
         allocator = self.allocator
         wanted = allocator.rounded(size_bytes)
-        for chunk in self.oldest(wanted * _SCATTERED_LIMIT):
+        num_left = max_dropped
+        for chunk in self.oldest(wanted * _SCATTERED_LIMIT, num_left):
             drop(chunk)
+            num_left -= 1
             if allocator.largest_free_bytes >= wanted:
                 return allocator.allocate(size_bytes)
         window = allocator.frames.cheapest(wanted)
@@ -382,6 +387,9 @@ class Space(Generic[R]):
             return None
         allocator.raise_fence(window.start, window.end)  # what becomes free inside stays apart from holes beside it
         while (position := self._first_taken(window)) is not None:
+            if num_left <= 0:
+                break
+            num_left -= 1
             resident = self._loose_at(position)
             assert resident is not None, "a window that can be vacated has loose residents only"
             drop(resident)
@@ -424,10 +432,10 @@ class Space(Generic[R]):
             assert isinstance(policy, Fair), f"{policy!r} knows no tenants"
             yield from self._evictable(policy.victims_of(tenant))
 
-    def oldest_of(self, tenant: str, wanted_bytes: int) -> tuple[list[R], int]:
-        """(the tenant's first to go, as many as hold ``wanted_bytes``; the bytes that are missing to that)."""
+    def oldest_of(self, tenant: str, wanted_bytes: int, max_num: int) -> tuple[list[R], int]:
+        """A tenant's first to go, as many as hold ``wanted_bytes``, at most ``max_num``; the bytes missing to that."""
         chosen: list[R] = []
-        for resident in self.victims_of(tenant):
+        for resident in islice(self.victims_of(tenant), max_num):
             if wanted_bytes <= 0:
                 break
             chosen.append(resident)

@@ -85,6 +85,11 @@ class _Residents:
         return chain(self.entries.values(), self.doomed.values())
 
 
+#: Entries that give way for another at the most, unless it is pinned hard: a large one among small ones would hold up
+#: the node for seconds. It is not written then, and the next large one finds room that was made for it.
+MAX_MADE_WAY = 128
+
+
 class TierState:
     """See the module. ``capacity_bytes``: of the file behind its superblock, a multiple of the unit."""
 
@@ -173,7 +178,8 @@ class TierState:
 
         if record.record_bytes > self.capacity_bytes:
             return None, instructions
-        offset = self._space.take(record.record_bytes, evict)
+        max_dropped = len(self) if record.pin is Pin.HARD else MAX_MADE_WAY
+        offset = self._space.take(record.record_bytes, evict, max_dropped)
         if offset is None:
             return None, instructions
         entry = SsdChunk(record, offset, expires_s)

@@ -27,6 +27,8 @@ from tanghulu.types import ChunkKey
 
 #: Chunks that one tick evicts ahead of need, for the sake of a quota, or because their time is over: some 10 ms.
 MAX_AHEAD = 512
+#: A tenant's first chunks to go that are looked through for the room of a put above its quota, at each step.
+QUOTA_LOOK = 4 * STEP_RESIDENTS
 
 
 class NodeChunks:
@@ -148,16 +150,17 @@ class NodeChunks:
     def take_range(self, new: NewChunk) -> int | None:
         """A range for ``new`` within its tenant's quota; None if there is none yet, see Space.take.
 
-        Raises InvalidRequest for a value above the quota, QuotaExceeded if what the tenant holds cannot be evicted now.
+        Raises InvalidRequest for a value above the quota, QuotaExceeded if what the tenant holds cannot be evicted now:
+        before anything is evicted, where ``QUOTA_LOOK`` of its chunks are all that it has or would make the room.
         """
         tenants = self.tenants
         self._exceeds_quota = False
         if tenants is not None and (excess_bytes := tenants.excess_bytes(new)):
             tenant = tenant_of(new.key)
-            chosen, missing_bytes = self.space.oldest_of(tenant, excess_bytes)
-            if missing_bytes > 0:
+            chosen, missing_bytes = self.space.oldest_of(tenant, excess_bytes, QUOTA_LOOK)
+            if missing_bytes > 0 and len(chosen) < QUOTA_LOOK:
                 raise tenants.no_room(tenant)
-            self._exceeds_quota = len(chosen) > STEP_RESIDENTS
+            self._exceeds_quota = missing_bytes > 0 or len(chosen) > STEP_RESIDENTS
             for chunk in chosen[:STEP_RESIDENTS]:
                 self.evict(chunk, EvictionReason.QUOTA)
             if self._exceeds_quota:
@@ -298,9 +301,9 @@ class NodeChunks:
         self._left_memory(chunk, self.tier.demote(chunk, self.left_s(chunk)))
         self._drop(chunk, evicted=True)
 
-    def evict_ahead(self, num_bytes: int) -> None:
-        """Evict the first to go before a put needs their room: what holds ``num_bytes``, or as many as a tick may."""
-        for chunk in self.space.oldest(num_bytes, MAX_AHEAD):
+    def evict_ahead(self, num_bytes: int, max_num: int = MAX_AHEAD) -> None:
+        """Evict the first to go before a put needs their room: what holds ``num_bytes``, at most ``max_num``."""
+        for chunk in self.space.oldest(num_bytes, max_num):
             self.evict(chunk, EvictionReason.WATERMARK)
 
     def evict_oldest(self, num_bytes: int, reason: EvictionReason) -> list[Chunk]:
@@ -313,7 +316,7 @@ class NodeChunks:
     def trim_tenants(self) -> None:
         """Evict what tenants hold too much because they hold more on other nodes; to be called now and then."""
         for tenant, excess_bytes in () if self.tenants is None else self.tenants.overdrawn():
-            for chunk in self.space.oldest_of(tenant, excess_bytes)[0][:MAX_AHEAD]:
+            for chunk in self.space.oldest_of(tenant, excess_bytes, MAX_AHEAD)[0]:
                 self.evict(chunk, EvictionReason.QUOTA)
 
     def warmest(self) -> list[Chunk]:

@@ -49,9 +49,6 @@ from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.types import LeaseId
 
-#: Chunks that one tick evicts ahead of need, for the sake of a quota, or because their time is over: some 10 ms.
-MAX_AHEAD = 512
-
 
 class NodeState:
     """See the module; ``make_node_state`` builds one with its parts.

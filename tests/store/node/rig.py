@@ -21,13 +21,18 @@ SUM = Checksums(0, (1,))
 
 
 def make_state(
-    clock: ManualClock | None = None, mapped_bytes: int = CAPACITY, tenants: TenantUsage | None = None
+    clock: ManualClock | None = None,
+    mapped_bytes: int = CAPACITY,
+    tenants: TenantUsage | None = None,
+    capacity_bytes: int = CAPACITY,
 ) -> NodeState:
     clock = clock or ManualClock()
     access = AccessTable(clock, LEASE_MS, mapped_bytes)
     access.open_session(1, None)
     access.open_session(2, 4242)
-    return make_node_state(CAPACITY, access, lambda: make_policy("lru"), clock, generation=GENERATION, tenants=tenants)
+    return make_node_state(
+        capacity_bytes, access, lambda: make_policy("lru"), clock, generation=GENERATION, tenants=tenants
+    )
 
 
 def new(key: str, size: int = 64, version: int = 1, pin: Pin = Pin.NONE, ttl_s: float | None = None) -> NewChunk:

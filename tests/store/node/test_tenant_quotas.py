@@ -12,7 +12,10 @@ from tanghulu.eviction import POLICIES, Policy, make_policy
 from tanghulu.eviction.fair import Fair
 from tanghulu.store.master.core import TenantTotals
 from tanghulu.store.node.rpc.tenant_metrics import MAX_LABELS, NONE, OTHERS, labelled
+from tanghulu.store.node.space.space import STEP_RESIDENTS
+from tanghulu.store.node.state.node_chunks import QUOTA_LOOK
 from tanghulu.store.node.state.node_state import NodeState
+from tanghulu.store.node.state.outcomes import Reserved, Waiter
 from tanghulu.store.node.state.tenant_usage import Policies, TenantFigures, TenantUsage
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey
@@ -82,10 +85,10 @@ def test_any_sequence_keeps_the_contract(name: str, steps: list[tuple[str, str, 
         policy.check()
 
 
-def make_node(**quotas: int) -> tuple[NodeState, TenantUsage]:
+def make_node(capacity_bytes: int = CAPACITY, **quotas: int) -> tuple[NodeState, TenantUsage]:
     tenants = {name: Tenant(name, quota) for name, quota in quotas.items()}
-    book = TenantUsage(lambda: tenants, CAPACITY)
-    state = make_state(tenants=book)
+    book = TenantUsage(lambda: tenants, capacity_bytes)
+    state = make_state(tenants=book, capacity_bytes=capacity_bytes)
     state.chunks.space.switch_policy(lambda: Policies.fair(book).memory("lru"))
     return state, book
 
@@ -116,6 +119,28 @@ def test_a_put_beyond_the_quota_evicts_the_tenants_own() -> None:
     assert (usage(book, "a").hits, usage(book, "a").hit_bytes, usage(book, "a").misses) == (1, SIZE, 1)
     with pytest.raises(InvalidRequest, match="more than tenant 'a' may hold"):
         state.reserve(new("@a/large", 5 * SIZE), None)
+
+
+def test_many_small_chunks_give_way_in_steps_that_look_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the tenant holds, a step looks at few of its chunks: a large put may replace a hundred thousand."""
+    quota = 2000 * SIZE
+    state, book = make_node(4 * quota, a=quota)
+    for number in range(2000):
+        put(state, new(f"@a/{number}"))
+    looked = list[ChunkKey]()
+    find = state.chunks.table.find
+    monkeypatch.setattr(state.chunks.table, "find", lambda key: looked.append(key) or find(key))
+    waiter, steps = state.reserve(new("@a/large", 1500 * SIZE), None), 0
+    assert isinstance(waiter, Waiter)
+    while state.has_more_to_do:
+        before, evicted = len(looked), usage(book, "a").evictions
+        steps, served = steps + 1, state.admit_waiters()
+        assert len(looked) - before <= QUOTA_LOOK + 1
+        assert usage(book, "a").evictions - evicted <= STEP_RESIDENTS
+    assert [isinstance(outcome, Reserved) for _, outcome in served] == [True]
+    assert steps >= 1500 // STEP_RESIDENTS
+    assert usage(book, "a").used_bytes == quota
+    state.check()
 
 
 def test_a_quota_for_all_nodes_is_kept_in_parts() -> None:

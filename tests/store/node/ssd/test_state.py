@@ -18,7 +18,7 @@ from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.space.frames import MAX_FRAMES
 from tanghulu.store.node.ssd.admission import Demotion, TierAdmission
 from tanghulu.store.node.ssd.file import TierFile
-from tanghulu.store.node.ssd.state import Instruction, LostChunk, TierState, Wipe, Write
+from tanghulu.store.node.ssd.state import MAX_MADE_WAY, Instruction, LostChunk, TierState, Wipe, Write
 from tanghulu.store.node.state.ssd_chunk import TRANSITIONS, SsdChunk, SsdChunkEvent, SsdChunkState
 from tanghulu.store.node.state.ssd_record import (
     HEADER_BYTES,
@@ -86,6 +86,30 @@ def test_the_wipe_of_a_victim_comes_before_the_write_that_reuses_its_range() -> 
     lost = {each.entry for each in instructions if isinstance(each, LostChunk)}
     assert lost == {each for each in small if not each.held}
     assert wiped == {each.offset for each in lost} - {entry.offset}, "the write overwrites that one"
+
+
+def test_a_large_record_among_small_ones_makes_room_a_few_at_a_time_unless_it_is_pinned_hard() -> None:
+    num_small = 8 * MAX_MADE_WAY
+    admission = TierAdmission("all", 1 << 40)
+    state = TierState(num_small * UNIT, lambda: make_policy("lru"), admission, ManualClock())
+    for i in range(num_small):
+        placed(state, f"small{i}", 100)
+
+    def put_large(key: str, pin: Pin) -> tuple[bool, int]:
+        """Whether a record of half of the file found room, and how many others gave way."""
+        large = SsdRecord(ChunkKey(key), 1, num_small // 2 * UNIT - HEADER_BYTES, Checksums(0, (1,)), pin)
+        entry, instructions = state.evicted(large, None, 0, 1 << 40)
+        state.check()
+        return entry is not None, sum(isinstance(each, LostChunk) for each in instructions)
+
+    tried = [put_large(f"large{tries}", Pin.NONE) for tries in range(4)]
+    assert tried[:3] == [(False, MAX_MADE_WAY)] * 3
+    assert tried[3][0]
+    assert tried[3][1] <= MAX_MADE_WAY
+    assert state.counters.admissions[Demotion.NO_ROOM] == 3
+    found, made_way = put_large("pinned", Pin.HARD)
+    assert found
+    assert made_way > MAX_MADE_WAY
 
 
 def test_entries_that_go_before_their_end_leave_nothing_behind() -> None:
