@@ -64,7 +64,7 @@ CLIENTS = (
 )
 TENANTS = {"red": "shared_memory = true", "green": "shared_memory = true", "blue": 'quota = "32MiB"'}
 RESTART_S, SAMPLE_S, READY_S = 60.0, 1.0, 60.0
-#: Clients fill their tables before; allocators and buffers have settled by then. Half of the time of a shorter run.
+#: Caches, allocators and buffers have settled by then; tables are full only with --fill. Half of the time of a shorter run.
 WARM_UP_S = 180.0
 #: The least time after the warm-up over which a slope says anything.
 JUDGED_S = 300.0
@@ -218,8 +218,8 @@ def is_own(stall: dict[str, Any]) -> bool:
 class Soak:
     """The cluster, its clients and all that is seen of them."""
 
-    def __init__(self, folder: Path, seed: int, pause_s: float) -> None:
-        self._folder, self._seed, self._pause_s = folder, seed, pause_s
+    def __init__(self, folder: Path, seed: int, pause_s: float, fill: bool) -> None:
+        self._folder, self._seed, self._pause_s, self._fill = folder, seed, pause_s, fill
         self._tokens = {name: secrets.token_hex(16) for name in ("operator", "node", *TENANTS)}
         self._write_tokens()
         self._counters_path = folder / "counters"
@@ -267,6 +267,7 @@ class Soak:
                 "mates": [other for other, client in enumerate(CLIENTS) if client[0] == tenant],
                 "seed": self._seed,
                 "pause_s": self._pause_s,
+                "fill": self._fill,
                 "counters": str(self._counters_path),
             }
             command = [sys.executable, str(Path(__file__).with_name("soak_client.py")), json.dumps(settings)]
@@ -443,9 +444,11 @@ def control() -> Iterator[list[float]]:
         late += [float(line) for line in process.communicate()[0].splitlines()]
 
 
-def soak(minutes: float, seed: int, pause_s: float, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def soak(
+    minutes: float, seed: int, pause_s: float, folder: Path, *, fill: bool
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows for each process and a summary, whose ``findings`` are what is not as it must be."""
-    running = Soak(folder, seed, pause_s)
+    running = Soak(folder, seed, pause_s, fill)
     stolen = stolen_s()
     try:
         with control() as late:
@@ -477,13 +480,14 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--pause-s", type=float, default=0.02, help="mean pause between two calls of a client")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--fill", action="store_true", help="half a million small keys first, so that tables are full")
     parser.add_argument("--no-keep", action="store_true")
     parser.add_argument("--lenient", action="store_true", help="stalls are told and do not count, as in a test")
     parser.add_argument("--folder", type=Path, help="keep logs and SSD files here")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="th-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
-    rows, summary = soak(options.minutes, options.seed, options.pause_s, folder)
+    rows, summary = soak(options.minutes, options.seed, options.pause_s, folder, fill=options.fill)
     print(json.dumps({"summary": summary, "rows": rows}, indent=1))
     if not options.no_keep:
         keep("soak", rows, seed=options.seed, summary=summary)

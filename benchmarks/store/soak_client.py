@@ -3,8 +3,8 @@
     python soak_client.py SETTINGS_JSON
 
 Every value follows from its key, so each process can tell whether what it read is right, whoever has put it. It prints
-a line of JSON when it is connected and its tables are full, one when its client is closed (its process still lives
-then), and ends when the input has. A key is put once: what was removed does not come again.
+a line of JSON when it is connected, one when its client is closed (its process still lives then), and ends when the
+input has. A key is put once: what was removed does not come again.
 """
 
 from __future__ import annotations
@@ -308,7 +308,8 @@ def main() -> None:
         store: Any = AioCalls(settings)
     else:
         store = tanghulu.connect(settings["master"], **_options(settings))
-    fill(store, settings["number"])
+    if settings["fill"]:
+        fill(store, settings["number"])
     clients = [SoakClient(store, settings, thread) for thread in range(settings["threads"])]
     stopping = threading.Event()
     threads = [threading.Thread(target=each.run, args=(stopping,)) for each in clients]
