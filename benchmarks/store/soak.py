@@ -1,6 +1,6 @@
 """The soak: a whole cluster under every kind of call for an hour, with a node restarted each minute, seen from outside.
 
-    PYTHONPATH=src python -m benchmarks.store.soak [--minutes 60] [--seed 1] [--no-keep]
+    PYTHONPATH=src python -m benchmarks.store.soak [--minutes 60] [--seed 1] [--fill] [--no-keep]
 
 A master, three nodes with SSD files and tokens, eight client processes of three tenants that stay all the time (shm and
 tcp, blocking and asyncio, one with two threads; see soak_client.py). Each minute a node is killed, or stopped by
@@ -64,7 +64,7 @@ CLIENTS = (
 )
 TENANTS = {"red": "shared_memory = true", "green": "shared_memory = true", "blue": 'quota = "32MiB"'}
 RESTART_S, SAMPLE_S, READY_S = 60.0, 1.0, 60.0
-#: Caches, allocators and buffers have settled by then; tables are full only with --fill. Half of the time of a shorter run.
+#: Caches, allocators and buffers have settled by then; tables are full only with --fill. Half of a shorter run.
 WARM_UP_S = 180.0
 #: The least time after the warm-up over which a slope says anything.
 JUDGED_S = 300.0
