@@ -37,6 +37,8 @@ from tanghulu.types import ChunkKey
 #: Residents that are dropped or moved in one step, and bytes that are copied in it.
 STEP_RESIDENTS = 48
 STEP_BYTES = 4 << 20
+#: Residents that give way for a write buffer at a time.
+MAX_CARVED = 4 * STEP_RESIDENTS
 #: What the choice of a window counts for in a step.
 _CHOICE = 16
 #: Residents of which the frames have not heard that somebody began or ended to use them, at most.
@@ -401,12 +403,13 @@ class Space(Generic[R]):
     ) -> tuple[int, int] | None:
         """(offset, bytes) of a range of ``least_bytes`` to ``wanted_bytes``; None if what is free is too scattered.
 
-        The oldest residents give way, but none if more than ``max_evicted_bytes`` had to go.
+        The oldest residents give way, but none if more than ``max_evicted_bytes`` had to go, and at most
+        ``MAX_CARVED``: where they are small, this makes room for the next call.
         """
         self.stop_vacating()
         allocator = self.allocator
         missing = min(wanted_bytes - allocator.largest_free_bytes, 2 * wanted_bytes - allocator.free_bytes)
-        for resident in self.oldest(missing if missing <= max_evicted_bytes else 0):
+        for resident in self.oldest(missing if missing <= max_evicted_bytes else 0, MAX_CARVED):
             drop(resident)
         length = min(wanted_bytes, allocator.largest_free_bytes)
         offset = allocator.allocate(length) if length >= least_bytes else None

@@ -8,8 +8,10 @@ import pytest
 
 from tanghulu.errors import InvalidRequest, LeaseExpired, StoreFull
 from tanghulu.runtime.clock import ManualClock
+from tanghulu.store.node.space.space import MAX_CARVED
 from tanghulu.store.node.state import report_queue
 from tanghulu.store.node.state.chunk import TRANSITIONS, Chunk, ChunkEvent, ChunkState, compact
+from tanghulu.store.node.state.counters import EvictionReason
 from tanghulu.store.node.state.outcomes import Existed, Reserved, Waiter
 from tanghulu.store.node.state.report_queue import MAX_RETRACTED
 from tanghulu.store.node.state.report_queues import ReportQueues
@@ -430,3 +432,15 @@ def test_a_chunk_keeps_its_facts_in_little_room(checksums: Checksums) -> None:
     assert not gc.is_tracked(chunk), "a million of them would make each full collection last 0.2 s"
     chunk.compact_checksums = 5
     assert (chunk.version, chunk.checksums, chunk.created_s) == (2**64 - 1, Checksums(0, (5,)), 12345.678)
+
+
+def test_a_write_buffer_takes_the_room_of_a_few_chunks_at_a_time() -> None:
+    state = make_state(capacity_bytes=4000 * 64)
+    for number in range(4000):
+        put(state, new(f"k{number}"))
+    taken = state.chunks.carve(2000 * 64, 8 * 64)
+    assert taken is not None
+    assert 8 * 64 <= taken[1] <= MAX_CARVED * 64
+    assert state.chunks.counters.evictions_by[EvictionReason.WRITE_BUFFER] == MAX_CARVED
+    state.chunks.space.allocator.free(*taken)
+    state.check()
