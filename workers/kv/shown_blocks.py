@@ -1,7 +1,7 @@
 """Blocks that other workers pinned, on their way to where they are read: shown and summed up in threads.
 
 Pins that come in company are small and many: each by itself would wake a thread, and the event loop once more for its
-result. So those of one turn of the loop share a thread, as long as they are small; a large one has its own, as before.
+result. So those of one turn of the loop share a thread, as long as they are small; a large one has its own.
 Example: pins of 4, 4 and 64 blocks of 1 MiB come at once; the first two, 8 MiB, go together, the third alone.
 """
 
