@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +16,12 @@ from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.service import STEP_ITEMS, NodeService
 from tanghulu.store.node.rpc.sessions import Session
+from tanghulu.store.node.ssd.admission import TierAdmission
+from tanghulu.store.node.ssd.tier import SsdPlace, SsdTier, open_tier
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.node_state import make_node_state
 from tanghulu.store.node.state.outcomes import Reserved
+from tanghulu.store.node.state.ssd_record import UNIT, SsdRecord, encode_head
 from tanghulu.store.node.writes.puts import PutService
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, compute
 from tanghulu.store.protocol.messages import CommitItem, CommitRequest, Failure, PutReply, UnpinRequest
@@ -126,6 +131,33 @@ async def test_many_leases_that_are_given_back(monkeypatch: pytest.MonkeyPatch) 
         assert len(rig.state.leases) == 0
         assert released.most <= STEP_ITEMS
     assert released.total == 2 * MANY
+
+
+async def test_many_records_of_a_file_are_entered_while_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start enters what its file holds; the masters' map and etcd's leases are seen to meanwhile."""
+    num, checksums = 4_000, compute(b"value")
+
+    def opened() -> SsdTier:
+        place = SsdPlace(tmp_path / "tier", 2 * num * UNIT, 0)
+        admission, clock = TierAdmission("all", MANY * UNIT), ManualClock()
+        return open_tier(place, memoryview(b""), admission, lambda: make_policy("lru"), clock, lambda entry: None)
+
+    tier, unit = opened(), mmap.mmap(-1, UNIT)  # direct I/O wants whole pages
+    for number in range(num):
+        record = SsdRecord(ChunkKey(f"k{number}"), 1, 5, checksums, sequence=number + 1)
+        head = encode_head(record, number * UNIT, tier.file.file_id)
+        unit[: len(head) + 5] = head + b"value"
+        tier.file.write(number * UNIT, memoryview(unit))
+    await tier.close()
+    tier = opened()
+    entered = Steps(monkeypatch, tier.state, "recover")
+    await tier.recover()
+    tier.check()
+    assert entered.total == len(tier.state) == num
+    assert entered.most <= 512
+    await tier.close()
 
 
 async def test_leases_are_given_back_though_the_connection_ends() -> None:
