@@ -12,6 +12,7 @@ by the master, abandoned by its writer); the range itself is free only in GONE, 
 from __future__ import annotations
 
 from enum import Enum
+from functools import lru_cache
 from typing import ClassVar, Self
 
 import msgspec
@@ -125,7 +126,7 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
         assert created_s >= 0, "monotonic clocks start at zero"
         rest = int(created_s * 1000) << _TIME_SHIFT | min(replicas, _MAX_REPLICAS) << _REPLICAS_SHIFT
         facts = _pack(version, compact_checksums, rest | _PIN_NUMBERS[pin])
-        return cls(key, offset, size_bytes, expires_s, facts)
+        return cls(key, offset, _shared(size_bytes), expires_s, facts)
 
     @property
     def version(self) -> int:
@@ -207,6 +208,12 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
     def is_loose(self) -> bool:
         """Whether it may be moved now: nobody touches its range but through the node and the shared index."""
         return self.state is ChunkState.LIVE and self.num_leases == 0
+
+
+@lru_cache(1024)
+def _shared(size_bytes: int) -> int:
+    """One int for all chunks of a size, of which KV has few: each message brings an int of its own, 32 bytes."""
+    return size_bytes
 
 
 def _pack(version: int, checksums: int | Checksums, rest: int) -> int | tuple[int, Checksums, int]:

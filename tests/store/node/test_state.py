@@ -51,6 +51,14 @@ def test_a_chunk_is_served_once_the_master_took_it() -> None:
     state.check()
 
 
+def test_chunks_of_a_size_share_its_int() -> None:
+    """A million of them would have 32 MB of ints that are equal."""
+    state, sizes = make_state(), [int.from_bytes(b"\x03\xe8") for _ in range(2)]
+    assert sizes[0] is not sizes[1]
+    chunks = [put(state, new(key, size)).chunk for key, size in zip("ab", sizes, strict=True)]
+    assert chunks[0].size_bytes is chunks[1].size_bytes
+
+
 def test_the_loser_of_concurrent_puts_drops_its_copy() -> None:
     state = make_state()
     outcome = state.reserve(new("a"), COPIES)
