@@ -51,7 +51,7 @@ class MasterConfig(PortOptions, ProcessConfig):
         "share the keys with the other masters of this etcd, each a part of them",
         metavar="HOST:PORT[,HOST:PORT...]",
     )
-    election_ttl_s: float = option(3.0, "a master that is lost is replaced after so long; etcd counts whole seconds")
+    election_ttl_s: float = option(2.0, "a master that is lost is replaced after so long; etcd counts whole seconds")
     token: str = option(
         "", "an operator's token, with read and write, to show to other masters: of use with --etcd and --tokens"
     )
