@@ -261,6 +261,7 @@ class Node:
             async with MasterDiscovery(self._config.master, finder=self._masters) as discovery:
                 await self._process.unless_stopping(meet(discovery))
                 if self._tier is not None:
+                    await self._tier.populate()
                     await self._tier.recover()
                 if self._promoter is not None:
                     self._promoter.bring_up_pinned()

@@ -95,6 +95,10 @@ class SsdTier:
         self._wipe_error: OSError | None = None
         self._closed = False
 
+    async def populate(self) -> None:
+        """Take the memory of what is on its way down; else the first large evictions would do so, and hold the loop."""
+        await asyncio.get_running_loop().run_in_executor(self._readers, self._down.populate)
+
     async def recover(self) -> None:
         """Enter what the file holds; to be called once, before anything else."""
         loop = asyncio.get_running_loop()
