@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Final
 
 import grpc.aio
@@ -21,6 +22,7 @@ _log = structlog.get_logger(__name__)
 
 #: The longest message: what gRPC's clients send at most, unless they are told otherwise; a million token ids.
 MESSAGE_BYTES: Final = 4 << 20
+_REFUSING_S: Final = 0.2
 
 
 class InferencePort:
@@ -54,6 +56,14 @@ class InferencePort:
         _log.info("grpc.listening", address=str(self.address))
 
     async def stop(self, grace_s: float) -> None:
-        """Accept no more calls, and let those under way go on for ``grace_s``. No error if it does not listen."""
-        if self._server is not None:
-            await self._server.stop(grace_s)
+        """Accept no more calls, and let those under way go on for ``grace_s``. No error if it does not listen.
+
+        gRPC's server tells a call that it has received and not begun when it ends CANCELLED, which nobody sends again:
+        so for a moment calls are refused with UNAVAILABLE first, while clients hear that this one ends.
+        """
+        if self._server is None:
+            return
+        if not self.servicer.stopping:
+            self.servicer.stopping = True
+            await asyncio.sleep(_REFUSING_S)
+        await self._server.stop(grace_s)

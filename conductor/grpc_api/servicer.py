@@ -30,7 +30,7 @@ from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.stories.origin import Origin, Trace, request_id_of, sender_of, trace_of
 from tanghulu.conductor.text.preparing import INLINE_BYTES, in_thread
-from tanghulu.errors import DeadlineExceeded, TanghuluError
+from tanghulu.errors import DeadlineExceeded, NodeUnavailable, TanghuluError
 from tanghulu.protos import inference_pb2 as pb
 from tanghulu.protos import inference_pb2_grpc
 from tanghulu.rpc import grpc_edge
@@ -92,6 +92,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     def __init__(self, service: Service, metrics: ConductorMetrics, keys: ApiKeysFile | None) -> None:
         self._service, self._metrics, self._keys = service, metrics, keys
+        self.stopping = False  # no request is taken any more
 
     async def Generate(self, message: pb.GenerateRequest, context: Context) -> None:
         """Continue a prompt."""
@@ -133,6 +134,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     # --- the methods' work
 
     async def _generate(self, message: pb.GenerateRequest, context: Context, caller: _Caller) -> None:
+        if self.stopping:
+            raise NodeUnavailable("the conductor is stopping; send the request to another one, or a little later")
         parsed = await self._parsed(message, context, caller)
         call = self._service.start(message.request_id or uuid.uuid4().hex, parsed)
         caller.request_id = call.id

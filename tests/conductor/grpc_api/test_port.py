@@ -167,8 +167,10 @@ async def test_calls_under_way_end_in_order_when_the_conductor_does(tmp_path: Pa
         await worker.until(lambda: worker.num_running)
         ending = asyncio.create_task(cluster.conductor.inference.stop(30))
         await asyncio.sleep(0)
-        error = await refusal(stub.Generate(text_request(), timeout=30))
-        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        for pause_s in (0.0, 0.5):  # refused by the conductor, then by gRPC
+            await asyncio.sleep(pause_s)
+            error = await refusal(stub.Generate(text_request(), timeout=30))
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
         worker.release()
         (answer,) = await reading
         assert answer.last.finish_reason == "length"
