@@ -209,7 +209,11 @@ class FastConnection:
 
     def _begin(self, call: Call[Any], until: float) -> int:
         call_id = call_id_of(next(self._numbers))
-        self._send(call, call_id, until)
+        try:
+            self._send(call, call_id, until)
+        except BaseException:  # as in ``_exchange_one``
+            self._unwanted[call_id] = call.reply_type
+            raise
         return call_id
 
     def end(self, call_id: int, reply_type: type[R], deadline_s: float) -> Reply[R] | TanghuluError:
@@ -217,14 +221,20 @@ class FastConnection:
         return self._alone(self._end, (call_id, reply_type), deadline_s)
 
     def _end(self, wanted: tuple[int, type[R]], until: float) -> Reply[R] | TanghuluError:
-        frame = self._receive_answer(wanted[0], wanted[1], until)
+        try:
+            frame = self._receive(until)
+        except BaseException:  # an interrupt, too; all is raised on
+            self._unwanted[wanted[0]] = wanted[1]
+            raise
         if frame.call_id != wanted[0]:
             raise _stray(self.peer, frame)
         return outcome_of(wanted[1], frame)
 
     def leave(self, call_id: int, reply_type: type[Any]) -> None:
-        """Nobody waits for the reply to what was begun."""
+        """Nobody waits for the reply to what was begun. If it has to be taken, the connection is there for it alone."""
         self._unwanted[call_id] = reply_type
+        if reply_type in self._on_late:
+            self._closed = True
 
     def call_then(
         self, call: Call[Any], ahead: Callable[[], None], last: Callable[[], Call[R]], *, deadline_s: float = 5.0
@@ -262,8 +272,12 @@ class FastConnection:
 
     def _exchange_one(self, call: Call[R], until: float) -> Reply[R] | TanghuluError:
         call_id = call_id_of(next(self._numbers))
-        self._send(call, call_id, until)
-        frame = self._receive_answer(call_id, call.reply_type, until, self._spin)
+        try:
+            self._send(call, call_id, until)
+            frame = self._receive(until, self._spin)
+        except BaseException:  # an interrupt, too, which may come when all has been sent; all is raised on
+            self._unwanted[call_id] = call.reply_type
+            raise
         if frame.call_id != call_id:
             raise _stray(self.peer, frame)
         return outcome_of(call.reply_type, frame)
@@ -319,9 +333,9 @@ class FastConnection:
                 size = len(body) + sum([memoryview(part).nbytes for part in call.attachment])
                 while pending and in_flight_bytes + size > _WINDOW_BYTES:
                     in_flight_bytes -= take_reply()
-                self._send(call, call_id, until, body)
-                pending[call_id] = (index, size)
+                pending[call_id] = (index, size)  # before it is sent: an interrupt may come behind that
                 in_flight_bytes += size
+                self._send(call, call_id, until, body)
             while pending:
                 take_reply()
         except BaseException:  # an interrupt, too; all is raised on
@@ -357,14 +371,6 @@ class FastConnection:
                 view = view[self._socket.send(view) :]
             except BlockingIOError:
                 self._check_deadline(until)
-
-    def _receive_answer(self, call_id: int, reply_type: type[Any], until: float, wait: Wait | None = None) -> Frame:
-        """``_receive`` for one call, whose reply may come late."""
-        try:
-            return self._receive(until, wait)
-        except BaseException:  # an interrupt, too; all is raised on
-            self._unwanted[call_id] = reply_type
-            raise
 
     def _receive(self, until: float, wait: Wait | None = None) -> Frame:
         """The next frame that somebody waits for."""

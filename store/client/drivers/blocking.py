@@ -330,6 +330,9 @@ class BlockingDriver:
         except TanghuluError as error:
             self._put_back(peer, connection)
             return _Asked(peer, error, sent_s, until_s)
+        except BaseException:  # an interrupt: raised on
+            self._put_back(peer, connection)
+            raise
 
     def _answer_of_master(self, asked: _Asked) -> Outcome:
         """What the leader or an owner answered, if it can prove that it still is that."""

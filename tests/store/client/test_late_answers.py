@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -175,6 +176,49 @@ def test_an_interrupt_while_ranges_are_reserved(nodes: Cluster, transport: str, 
             assert not store.put(key, wanted, prefer_node=node.name).existed
             assert store.get(key) == wanted
         store.remove_many(keys)
+
+
+class InterruptedSocket:
+    """Sends, and is interrupted before anybody knows that it has."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def send(self, data: Any) -> int:
+        self._inner.send(data)
+        raise KeyboardInterrupt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("place", ["behind the call", "behind one that is begun", "in the work meanwhile"])
+def test_an_interrupt_at_the_worst_moment(nodes: Cluster, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = nodes.nodes[0]
+    keys = [f"late/{place}-{number}" for number in range(3 if place == "behind the call" else 1)]
+    items = [(key, value(key, 6 * MIB)) for key in keys]
+    with tanghulu.connect(nodes.address, deadline_s=30) as store:
+        two_connections_each(store, keys_of(store, nodes))
+        driver = store._driver
+        if place == "in the work meanwhile":
+            inner = driver._call_meanwhile
+            monkeypatch.setattr(
+                driver, "_call_meanwhile", lambda *call: inner(*call[:-1], functools.partial(interrupt, 0, None))
+            )
+        else:
+            for connection in driver._idle[PeerId(node.name)]:
+                monkeypatch.setattr(connection, "_socket", InterruptedSocket(connection._socket))
+        before = reserved(node)
+        with pytest.raises(KeyboardInterrupt):
+            store.put_many(items, prefer_node=node.name)
+        monkeypatch.undo()
+        eventually(lambda: reserved(node) > before)
+        eventually(lambda: bool(store.exists_many(keys)) and not leases(nodes))
+        assert not driver._owing
+        for key, wanted in items:
+            assert not store.put(key, wanted, prefer_node=node.name).existed
+            assert store.get(key) == wanted
+            assert store.remove(key)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
