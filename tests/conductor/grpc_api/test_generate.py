@@ -295,16 +295,18 @@ async def test_abort_by_name_ends_the_stream_in_order(served):
 
 async def test_a_stream_goes_on_when_its_worker_dies(served):
     cluster, stub = served
-    dying, other = await cluster.add(), await cluster.add()
-    dying.die_after_tokens = other.die_after_tokens = 5
+    workers = [await cluster.add(), await cluster.add()]
+    for worker in workers:
+        worker.hold()
     reading = asyncio.create_task(whole(stub.Generate(text_request(max_tokens=30))))
-    await cluster.until(lambda: dying.submits or other.submits)
-    (other if dying.submits else dying).die_after_tokens = None
+    await cluster.until(lambda: any(worker.submits for worker in workers))
+    for worker in workers:
+        worker.die_after_tokens = 5 if worker.submits else None
+        worker.release()
     (answer,) = await reading
     assert answer.tokens == [*IDS, EOS]
     assert answer.text == TEXT
-    assert dying.submits
-    assert other.submits
+    assert all(worker.submits for worker in workers)
 
 
 async def test_two_models_have_a_name_each(served):
