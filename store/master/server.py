@@ -15,7 +15,7 @@ from tanghulu.runtime.clock import Clock
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.ownership import LeaderRole, OwnsAll, RangeOwnership
-from tanghulu.store.protocol.key_slots import NUM_RANGES, range_of
+from tanghulu.store.protocol.key_slots import NUM_RANGES, ranges_of
 from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.terms import Term
 
@@ -88,7 +88,7 @@ class MasterServer:
     def owns(self, keys: Iterable[str]) -> bool:
         """Whether all of ``keys`` are this master's, as far as several share them."""
         owned = self.ownership.owned
-        return len(owned) == NUM_RANGES or all(range_of(key) in owned for key in keys)
+        return len(owned) == NUM_RANGES or owned.issuperset(ranges_of(keys))
 
     def require_ranges(self, ranges: int) -> None:
         """The same of ranges, a bit for each; 0 stands for all of them."""

@@ -33,6 +33,7 @@ class NodeRecord:
     report_id: int = 0
     report_number: int = -1
     begun: set[int] = field(default_factory=set)  # ranges of that report; those among them that have been told, too
+    told_all: frozenset[int] | None = None  # the very set of ranges that it was last seen to have told to their ends
 
     @property
     def draining(self) -> bool:
@@ -107,9 +108,16 @@ class RegisteredNodes:
             begun.intersection_update(number for number, slots in told if slots not in (None, RANGE_SLOTS))
         return begun
 
-    def untold(self, node_id: str, numbers: Iterable[int]) -> list[int]:
-        """Those of the ranges that the node has not told to their ends."""
-        return self._told.untold(node_id, numbers)
+    def untold(self, node: NodeRecord, numbers: frozenset[int]) -> list[int]:
+        """Those of the ranges that the node has not told to their ends.
+
+        It is asked at every announcement, mostly with the same set; one of which a range has been forgotten is another.
+        """
+        if node.told_all is numbers:
+            return []
+        untold = self._told.untold(node.instance.id, numbers)
+        node.told_all = None if untold else numbers
+        return untold
 
     def inventories(self, node_id: str, number: int) -> list[InventoryId]:
         """The inventories of the node in that range; none if it has told nothing of it."""
@@ -160,7 +168,7 @@ class RegisteredNodes:
 
     def begin_report(self, node: NodeRecord, report_id: int, numbers: Iterable[int]) -> None:
         """Begin another report of ``node``, of these ranges."""
-        node.report_id, node.report_number, node.begun = report_id, -1, set(numbers)
+        node.report_id, node.report_number, node.begun, node.told_all = report_id, -1, set(numbers), None
         for number in node.begun:
             self._told.begin(node.instance.id, number)
 
@@ -220,13 +228,17 @@ class RegisteredNodes:
             PlacementCandidate(instance.id, instance.place, node.capacity_bytes, node.used_bytes, node.draining)
         )
 
-    def check(self) -> None:
-        """Assert that placement has the same nodes, and that each has one inventory a range, or more and a report."""
+    def check(self, owned: frozenset[int]) -> None:
+        """Assert that placement has the same nodes, and that each has one inventory a range, or more and a report.
+
+        What is noted of a node that has told all of ``owned``, the master's ranges, must be so.
+        """
         self._placement.check()
         assert self.candidates.keys() == self._records.keys()
         self._told.check(self._records.keys())
         for node_id, node in self._records.items():
             assert node.instance.id == node_id
+            assert node.told_all is not owned or not self._told.untold(node_id, owned)
         for number, by_node in enumerate(self._inventories):
             for node_id, inventories in by_node.items():
                 assert len(inventories) == 1 or (number in self.reporting(self._records[node_id]) and inventories)

@@ -19,7 +19,7 @@ Rules of an announcement, which comes from a registered node and carries its gen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, groupby, islice
 from random import Random
 
@@ -43,7 +43,7 @@ from tanghulu.store.master.directory.placement import PlacementCandidate, Placem
 from tanghulu.store.master.directory.rebuild import REBUILD_S, ClusterNodes, NodesInEtcd
 from tanghulu.store.master.directory.report_grants import ReportGrants
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
-from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, NUM_SLOTS, RANGE_SLOTS, bits_of, range_of
+from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, NUM_SLOTS, RANGE_SLOTS, bits_of, range_of, ranges_of
 from tanghulu.store.protocol.types import MAX_ANNOUNCED, ClientCommit, CommitResult
 
 #: Keys and events that the log keeps for followers: as many as there are keys, and within these bounds. To begin with a
@@ -66,8 +66,8 @@ class RangeDirectories:
         self.cluster = cluster or ClusterNodes(now_s, rebuild_s)
         self.grants = ReportGrants()
         self.log: EventRing[DirectoryEvent] = EventRing(MIN_LOG_WEIGHT)
-        #: Slots whose unknown keys are missing keys.
-        self.num_known_slots = 0
+        #: Slots whose unknown keys are missing keys; and how many of those there are from the very first slot on.
+        self.num_known_slots = self.known_prefix = 0
         self.num_retracted = 0
         self._nodes = RegisteredNodes()
         self._inventories = Inventories()
@@ -187,7 +187,7 @@ class RangeDirectories:
         reporting = self._nodes.reporting(node)
         goes_on = bool(reporting) or piece is None  # a node that has told all, and asks, has lost the last answer
         report_keys = self.grants.ask(node_id, now_s) if report_id and goes_on else 0
-        untold = [number for number in self._nodes.untold(node_id, self._owned) if number not in reporting]
+        untold = [number for number in self._nodes.untold(node, self._owned) if number not in reporting]
         is_silent = bool(untold) and (not report_id or self._is_void(node, announcement.ranges))
         return Announced(accepted, is_broken or is_silent, undecided, refused, report_keys, untold)
 
@@ -207,7 +207,7 @@ class RangeDirectories:
         It began before its ranges were this master's, or they have come back since.
         """
         told = self._owned if numbers is None else self._owned & numbers
-        return not self._nodes.reporting(node) and bool(self._nodes.untold(node.instance.id, told))
+        return not self._nodes.reporting(node) and bool(self._nodes.untold(node, told))
 
     def _take_out(self, announcement: NodeAnnouncement, changes: dict[str, bool]) -> None:
         node_id = announcement.node_id
@@ -228,7 +228,7 @@ class RangeDirectories:
     def _take_piece(self, node: NodeRecord, piece: ReportPiece, changes: dict[str, bool]) -> list[int]:
         """Enter a piece of a report; returns the indexes of its entries that do not stand."""
         node_id, refused, start = node.instance.id, list[int](), 0
-        for number, run in groupby([range_of(entry[0]) for entry in piece.entries]):  # told in order: few runs
+        for number, run in groupby(ranges_of([entry[0] for entry in piece.entries])):  # told in order: few runs
             end = start + len(list(run))
             entries, inventory = piece.entries[start:end], self._inventory(node, number)
             refused += [start + i for i in self._ranges[number].take_report(inventory, node_id, entries, changes)]
@@ -294,13 +294,6 @@ class RangeDirectories:
             else:
                 self._left_over.pop()
 
-    @property
-    def known_prefix(self) -> int:
-        """As many slots are known from the very first on."""
-        rebuilds = [directory.rebuild for directory in self._ranges]
-        first = next((n for n, each in enumerate(rebuilds) if not each.is_ready), None)
-        return NUM_SLOTS if first is None else first * RANGE_SLOTS + rebuilds[first].num_known_slots
-
     def known_slots(self) -> dict[int, int]:
         """Of each range that this master owns and does not know whole now: how many of its slots are known."""
         return {directory.number: directory.rebuild.num_known_slots for directory in self._unready}
@@ -346,7 +339,10 @@ class RangeDirectories:
         for directory in owned:
             directory.rebuild.told(self._nodes.least_told(directory.number) if are_all else 0)
         self._unready = [directory for directory in owned if not directory.rebuild.is_ready]
-        self.num_known_slots = sum(directory.rebuild.num_known_slots for directory in self._ranges)
+        known = [directory.rebuild.num_known_slots for directory in self._ranges]
+        first = next((number for number, slots in enumerate(known) if slots < RANGE_SLOTS), None)
+        self.num_known_slots = sum(known)
+        self.known_prefix = NUM_SLOTS if first is None else first * RANGE_SLOTS + known[first]
 
     # --- commits of clients
 
@@ -377,17 +373,18 @@ class RangeDirectories:
         """The chunk ``key`` and its live holders, as ``locate`` of one key."""
         return self._tables[range_of(key)].find(key)
 
-    def locate(self, keys: Iterable[str]) -> list[FoundChunk | None]:
+    def locate(self, keys: Sequence[str]) -> list[FoundChunk | None]:
         """For each key the chunk and its live holders. None is a "not found" unless ``is_incomplete``."""
         tables = self._tables
-        return [tables[range_of(key)].find(key) for key in keys]
+        return [tables[number].find(key) for number, key in zip(ranges_of(keys), keys, strict=True)]
 
-    def holds(self, keys: Iterable[str]) -> bytes:
+    def holds(self, keys: Sequence[str]) -> bytes:
         """For each key 1 if a live node holds it, else 0. A 0 is a "not found" unless ``is_incomplete``."""
-        tables = self._tables
+        tables, numbered = self._tables, zip(ranges_of(keys), keys, strict=True)
         if self._inventories.needs_sweep:
-            return bytes([tables[range_of(key)].holds(key) for key in keys])
-        return bytes([key in tables[range_of(key)].parts[hash(key) >> PART_SHIFT] for key in keys])  # all that is known
+            return bytes([tables[number].holds(key) for number, key in numbered])
+        parts = [table.parts for table in tables]
+        return bytes([key in parts[number][hash(key) >> PART_SHIFT] for number, key in numbered])  # all that is known
 
     def is_incomplete(self, keys: Iterable[str], held: Iterable[object]) -> bool:
         """Whether one of ``keys`` that is not ``held`` may yet be reported."""
@@ -397,7 +394,7 @@ class RangeDirectories:
 
     def unreported(self) -> list[str]:
         """The registered nodes that have yet to tell some slots."""
-        return [node_id for node_id in self._nodes if self._nodes.untold(node_id, self._owned)]
+        return [node_id for node_id in self._nodes if self._nodes.untold(self._nodes[node_id], self._owned)]
 
     def place(self, request: PlacementRequest, rng: Random) -> list[NodeSummary]:
         """The nodes for a new chunk, best first (see placement)."""
@@ -497,7 +494,7 @@ class RangeDirectories:
         self._inventories.check(chain(held, forgotten))
         self._order.check()
         self.log.check()
-        self._nodes.check()
+        self._nodes.check(self._owned)
         for node_id in self._nodes:
             left_over = chain.from_iterable(by_node.get(node_id, ()) for by_node in self._left_over)
             inventories = [*self._nodes.all_inventories(node_id), *left_over]
@@ -507,7 +504,10 @@ class RangeDirectories:
         owned = [directory for directory in self._ranges if directory.number in self._owned]
         assert self._unready == [directory for directory in owned if not directory.rebuild.is_ready]
         assert not any(len(directory.table) for directory in self._ranges if directory.number not in self._owned)
-        assert self.num_known_slots == sum(directory.rebuild.num_known_slots for directory in self._ranges)
+        known = [directory.rebuild.num_known_slots for directory in self._ranges]
+        assert self.num_known_slots == sum(known)
+        whole = next((number for number, slots in enumerate(known) if slots < RANGE_SLOTS), NUM_RANGES)
+        assert self.known_prefix == sum(known[: whole + 1])
 
     def __repr__(self) -> str:
         num_ready = NUM_RANGES - len(self._unready)

@@ -187,6 +187,7 @@ class RangeElection:
         assert ttl_s > 2 * MARGIN_S
         self.view = MastersView()
         self.states = [RangeState.VACANT] * NUM_RANGES
+        self._owned: frozenset[int] | None = frozenset()  # those in state OWNED; None: to be counted, as every call asks
         self.num_asked = 0  # renewals, the grants of leases among them
         self.num_confirmed = 0  # the last of them that etcd has confirmed
         self.term = 0  # in which this master leads, or led last
@@ -223,7 +224,11 @@ class RangeElection:
 
     def owned(self, now_s: float) -> frozenset[int]:
         """The ranges that this master may answer for at ``now_s``."""
-        return frozenset(self._in(RangeState.OWNED)) if now_s < self._until_s else frozenset()
+        if now_s >= self._until_s:
+            return frozenset()
+        if self._owned is None:
+            self._owned = frozenset(self._in(RangeState.OWNED))
+        return self._owned
 
     def renewals(self, now_s: float) -> Renewals:
         """Of this master's lease, as callers count them; of no confirmed one while it owns no range.
@@ -332,7 +337,10 @@ class RangeElection:
         return [number for number, each in enumerate(self.states) if each is state] if state in self.states else []
 
     def _move(self, number: int, event: RangeEvent) -> None:
-        self.states[number] = RANGE_TRANSITIONS[self.states[number], event]
+        before = self.states[number]
+        self.states[number] = after = RANGE_TRANSITIONS[before, event]
+        if RangeState.OWNED in (before, after) and before is not after:
+            self._owned = None
 
     def _seen(self, is_other_set: bool, now_s: float) -> list[RangeInstruction]:
         """Bring every range into the state that its key says, then act."""
@@ -439,6 +447,7 @@ class RangeElection:
         self.view.check()
         assert 0 <= self.num_confirmed <= self.num_asked
         assert bool(self._lease) == (self._until_s > 0.0)
+        assert self._owned is None or self._owned == set(self._in(RangeState.OWNED))
         assert not self._is_leading or self.view.leader_lease == self._lease != 0
         for number, state in enumerate(self.states):
             holder = self.view.holders[number]

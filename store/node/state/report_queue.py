@@ -189,9 +189,10 @@ class ReportQueue:
 
     def is_pending(self, chunk: Holding) -> bool:
         """Whether the master has not yet confirmed ``chunk``."""
-        under_way = self._under_way
-        waits = any(added.get(chunk.key) is chunk for added in (self._added, self._patient, self._parked))
-        return waits or (under_way is not None and chunk in under_way.added and under_way.concerns(chunk.key))
+        key, under_way = chunk.key, self._under_way
+        if chunk in (self._added.get(key), self._patient.get(key), self._parked.get(key)):
+            return True
+        return under_way is not None and chunk in under_way.added and under_way.concerns(key)
 
     def hasten(self, chunk: Holding) -> None:
         """Somebody waits for the master's answer on ``chunk`` now: it is told without delay."""

@@ -412,6 +412,7 @@ def test_who_takes_a_range_back_in_a_term_that_it_has_given_up_is_caught(monkeyp
             if isinstance(written, HandOver):
                 for number in self._in(RangeState.HANDING_OVER):
                     self.states[number], self._given_up[number] = RangeState.OWNED, 0
+                self._owned = None
 
     monkeypatch.setattr(range_election, "RangeElection", Mutant)
     assert caught(range(20))
