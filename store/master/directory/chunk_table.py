@@ -94,7 +94,13 @@ class DirectoryTable:
         assert 0 <= size_bytes <= _SIZE_MASK
         assert 0 <= version < 1 << 64
         holder = inventory | _COLD if cold else inventory
-        entry = self._part(key).get(key)
+        part = self._part(key)
+        entry = part.get(key)
+        if entry is None and not self._order:  # as mostly
+            part[key] = version << _VERSION_SHIFT | size_bytes << _HOLDER_BITS | holder
+            self._counts[inventory] += 1
+            self._num_keys += 1
+            return Outcome.STORED
         if entry is None:
             self._rewrite(key, version, size_bytes, (), [holder])
             return Outcome.STORED

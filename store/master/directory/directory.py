@@ -60,10 +60,9 @@ class Directory:
         key, version, size_bytes, cold, unconfirmed = entry
         if unconfirmed and not self.rebuild.knows(key) and self.table.find(key) is None:
             return None  # an older chunk of the key may have yet to be reported
-        self.pending_commits.settle(key, node_id, version)
-        if self.pending_commits.is_for(key, node_id):
-            return None  # of another put, which its client has committed and this node will adopt
-        if self._is_buried(node_id, key, version, changes):
+        if self.pending_commits.announced(key, node_id, version):
+            return None  # its client has committed another put, which this node will adopt
+        if self._tombstones and self._is_buried(node_id, key, version, changes):
             return False
         outcome = self.table.add(inventory, key, version, size_bytes, cold=cold)
         if outcome in (Outcome.STORED, Outcome.REFUSED_LOST):
@@ -98,7 +97,7 @@ class Directory:
         return stale
 
     def _is_buried(self, node_id: str, key: str, version: int, changes: dict[str, bool]) -> bool:
-        if not self._tombstones or self._tombstones.get(key) != version:
+        if self._tombstones.get(key) != version:
             return False
         if self.table.remove(node_id, key, version):
             changes[key] = False

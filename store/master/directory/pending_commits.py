@@ -61,10 +61,15 @@ class PendingCommits:
         self._by_key[key] = PendingCommit(node_id, version, size_bytes, now_s + PENDING_S)
         self._due[key] = None
 
-    def is_for(self, key: str, node_id: str) -> bool:
-        """Whether a commit of ``key`` is pending that ``node_id`` should announce."""
+    def announced(self, key: str, node_id: str, version: int) -> bool:
+        """``settle`` the chunk that its node announces; returns whether the node should announce another of the key."""
         pending = self._by_key.get(key)
-        return pending is not None and pending.node_id == node_id
+        if pending is None or pending.node_id != node_id:
+            return False
+        if pending.version != version:
+            return True
+        self._forget(key)
+        return False
 
     def settle(self, key: str, node_id: str, version: int | None) -> None:
         """Forget the commit of ``key`` at ``version`` (None: at any): its node has announced it or its removal."""

@@ -175,8 +175,8 @@ class RangeDirectories:
         is_broken = piece is not None and not node.continues(piece)
         accepted: list[bool] = []
         undecided: list[int] = []
-        for index, entry in enumerate(announcement.added):
-            number = range_of(entry.key)
+        numbers = ranges_of([entry.key for entry in announcement.added])
+        for index, (number, entry) in enumerate(zip(numbers, announcement.added, strict=True)):
             stands = self._ranges[number].put_in(self._inventory(node, number), node_id, entry, changes)
             accepted.append(stands is True)
             if stands is None:

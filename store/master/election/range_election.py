@@ -187,7 +187,7 @@ class RangeElection:
         assert ttl_s > 2 * MARGIN_S
         self.view = MastersView()
         self.states = [RangeState.VACANT] * NUM_RANGES
-        self._owned: frozenset[int] | None = frozenset()  # those in state OWNED; None: to be counted, as every call asks
+        self._owned: frozenset[int] | None = frozenset()  # those in state OWNED; None: to be counted
         self.num_asked = 0  # renewals, the grants of leases among them
         self.num_confirmed = 0  # the last of them that etcd has confirmed
         self.term = 0  # in which this master leads, or led last

@@ -102,11 +102,12 @@ def _piece(request: pb.AnnounceRequest) -> ReportPiece | None:
 
 
 def _entry(chunk: pb.ChunkEntry) -> ChunkEntry:
-    if not 0 < len(chunk.key) <= MAX_KEY_BYTES:
-        raise InvalidRequest(f"a key of {len(chunk.key)} characters is not within 1..{MAX_KEY_BYTES}")
-    if chunk.size_bytes > MAX_VALUE_BYTES:
-        raise InvalidRequest(f"chunk {chunk.key!r} of {chunk.size_bytes} bytes is larger than {MAX_VALUE_BYTES}")
-    return ChunkEntry(chunk.key, chunk.version, chunk.size_bytes, chunk.tier == common_pb2.TIER_SSD, chunk.unconfirmed)
+    key, size_bytes = chunk.key, chunk.size_bytes
+    if not 0 < len(key) <= MAX_KEY_BYTES:
+        raise InvalidRequest(f"a key of {len(key)} characters is not within 1..{MAX_KEY_BYTES}")
+    if size_bytes > MAX_VALUE_BYTES:
+        raise InvalidRequest(f"chunk {key!r} of {size_bytes} bytes is larger than {MAX_VALUE_BYTES}")
+    return ChunkEntry(key, chunk.version, size_bytes, chunk.tier == common_pb2.TIER_SSD, chunk.unconfirmed)
 
 
 def named_keys(announcement: NodeAnnouncement) -> Iterator[str]:

@@ -135,14 +135,16 @@ class ReportQueue:
         ``unconfirmed``: no master has accepted this put. What is told again because it has moved to another tier
         stays as it was.
         """
+        key, version = chunk.key, chunk.version
         if unconfirmed:
-            self._unconfirmed[chunk.key] = chunk.version
+            self._unconfirmed[key] = version
         elif patient:
-            self._unconfirmed.pop(chunk.key, None)
-        self._removed.pop((chunk.key, chunk.version), None)
-        for added in (self._added, self._patient, self._parked):
-            added.pop(chunk.key, None)
-        (self._added, self._patient)[patient][chunk.key] = chunk
+            self._unconfirmed.pop(key, None)
+        if self._removed:
+            self._removed.pop((key, version), None)
+        for added in filter(None, (self._added, self._patient, self._parked)):
+            added.pop(key, None)
+        (self._added, self._patient)[patient][key] = chunk
 
     def remove(self, chunk: Holding, *, deleted: bool = False) -> None:
         """The node holds it no longer: ``deleted`` on a client's order, or evicted, expired, corrupt."""
