@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any, Self
@@ -120,7 +124,10 @@ class SpreadCluster:
         return "\n".join(part.log() for part in self.parts)
 
     async def whole(self) -> None:
-        """Wait until the conductor is connected to all workers and has nothing under way."""
+        """Wait until the conductor is connected to all workers and has nothing under way, and all parts are known.
+
+        A node whose host was out of reach for long has left the cluster, and comes back by itself.
+        """
         async with httpx.AsyncClient(timeout=30, trust_env=False) as http:
 
             async def is_whole() -> bool:
@@ -129,6 +136,17 @@ class SpreadCluster:
                 return not info["num_requests"] and connected == {worker.id for worker in self.workers}
 
             await until(is_whole, what="all workers are connected, nothing is under way")
+
+        async def is_known() -> bool:
+            return {part.id for part in self.parts if part is not self.master} <= await asyncio.to_thread(self.known)
+
+        await until(is_known, what="all parts are known")
+
+    def known(self) -> set[str]:
+        """The ids of the parts that are registered, as the command line tells them."""
+        words = (*self.lan.hosts["head"].inside, sys.executable, "-m", "tanghulu", "status", "--master", self.finder)
+        done = subprocess.run((*words, "--json"), check=False, capture_output=True, text=True, timeout=60)
+        return {one["id"] for one in json.loads(done.stdout)["parts"]} if done.stdout else set()  # 1 if one is missing
 
     async def metric(self, part: Part, name: str, **labels: str) -> float:
         """The sum of a metric's samples that carry ``labels``."""
