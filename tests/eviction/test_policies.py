@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import pytest
 
 from tanghulu.errors import InvalidRequest
 from tanghulu.eviction import POLICIES, Policy, make_policy
+from tanghulu.types import ChunkKey
 from tests.contracts.eviction import *  # noqa: F403 - all of the contract
 from tests.contracts.eviction import KEYS
 
@@ -42,6 +44,44 @@ def test_sieve_spares_what_was_read_until_the_hand_has_been_round() -> None:
     sieve.remove(b, evicted=True)  # a has lost its mark; the hand stands at c
     sieve.add(d, 1)
     assert list(sieve.victims()) == [c, d, a]
+
+
+class _PublishedSieve:
+    """The paper's Algorithm 1, line by line, on a list from old to new; ``hand`` None stands for NULL."""
+
+    def __init__(self) -> None:
+        self.queue: list[ChunkKey] = []
+        self.visited: dict[ChunkKey, bool] = {}
+        self.hand: ChunkKey | None = None
+
+    def evict(self) -> ChunkKey:
+        at = self.queue.index(self.hand) if self.hand is not None else 0
+        while self.visited[self.queue[at]]:
+            self.visited[self.queue[at]] = False
+            at = (at + 1) % len(self.queue)
+        self.hand = self.queue[at + 1] if at + 1 < len(self.queue) else None
+        victim = self.queue.pop(at)
+        del self.visited[victim]
+        return victim
+
+
+@pytest.mark.parametrize(("seed", "slots"), [(0, 1), (1, 2), (2, 10), (3, 100)])
+def test_sieve_evicts_what_the_published_algorithm_evicts(seed: int, slots: int) -> None:
+    chance = random.Random(seed)
+    sieve, published = make_policy("sieve"), _PublishedSieve()
+    for step in range(5000):
+        key = ChunkKey(str(int(chance.paretovariate(0.8)) + step // 20))  # hot keys that drift
+        if sieve.touch(key):
+            published.visited[key] = True
+            continue
+        if len(sieve) == slots:
+            victim = next(sieve.victims())
+            assert victim == published.evict(), step
+            sieve.remove(victim, evicted=True)
+        sieve.add(key, 1)
+        published.queue.append(key)
+        published.visited[key] = False
+        sieve.check()
 
 
 def test_s3_fifo_evicts_what_nobody_read_and_remembers_it() -> None:

@@ -4,11 +4,11 @@ One queue from old to new, a mark on every key that was read, and a hand. The ha
 a marked key loses its mark and stays where it is, an unmarked one goes. Keys that survive keep their place, so new ones
 are tried early and hot keys gather behind the hand.
 
-Example: a, b, c came in this order, a was read. The hand passes a (mark off) and evicts b; the next victim is c, and a
-is looked at again only after the hand has been at the new end.
+Example: a, b, c came in this order, a was read. The hand passes a (mark off) and evicts b; the next victim is c, the
+newest, so that the hand then wraps to the oldest: a is evicted next, even if d has been added by then.
 
-The order is kept as two dictionaries: ``_behind`` holds what the hand has passed in this round, ``_ahead`` what it has
-still to look at, both from old to new. A key that comes in joins ``_ahead``; when that is empty a new round begins.
+The order is kept as two dictionaries, each from old to new: ``_behind`` holds the keys that the hand has passed in this
+round, ``_ahead`` those still in front of it. A new key joins ``_ahead``. When ``_ahead`` becomes empty the hand wraps.
 """
 
 from __future__ import annotations
@@ -56,20 +56,22 @@ class Sieve:
             self._walk_to(key)
         del self._marked[key]
         (self._ahead if key in self._ahead else self._behind).pop(key)
+        self._wrap()
+
+    def _wrap(self) -> None:
+        """Put the hand back to the oldest key once it has passed the newest, before another key is added."""
+        if not self._ahead:
+            self._ahead, self._behind = self._behind, self._ahead
 
     def _walk_to(self, key: ChunkKey) -> None:
         """Move the hand to the first unmarked key; that may be another than ``key``, if leases protect it."""
         if self._marked[key]:  # every key that may go is marked: the hand went all the way round
             self._marked = dict.fromkeys(self._marked, False)
-        while True:
-            if not self._ahead:
-                self._ahead, self._behind = self._behind, self._ahead
-            first = next(iter(self._ahead))
-            if not self._marked[first]:
-                return
+        while self._marked[first := next(iter(self._ahead))]:
             self._marked[first] = False
             del self._ahead[first]
             self._behind[first] = None
+            self._wrap()
 
     def victims(self) -> Iterator[ChunkKey]:
         """Unmarked keys as the hand would meet them, then the marked ones, which lose their marks on its way."""
@@ -84,7 +86,8 @@ class Sieve:
         return key in self._marked
 
     def check(self) -> None:
-        """Assert that each key stands either ahead of the hand or behind it."""
+        """Assert that each key is either ahead of the hand or behind it, and that the hand points at a key."""
+        assert self._ahead or not self._behind
         assert self._marked.keys() == self._ahead.keys() | self._behind.keys()
         assert not self._ahead.keys() & self._behind.keys()
 
