@@ -332,7 +332,7 @@ class KvEvent(_message.Message):
     def __init__(self, stored: _Optional[_Iterable[bytes]] = ..., removed: _Optional[_Iterable[bytes]] = ..., cleared: _Optional[bool] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "blocks_total", "blocks_free", "prefill_tokens_waiting", "prefill_tokens_per_s", "decode_step_s", "store_bytes_per_s", "peer_bytes_per_s", "costs", "reads", "prefill_pairs_waiting")
+    __slots__ = ("num_running", "num_waiting", "blocks_total", "blocks_free", "prefill_tokens_waiting", "prefill_tokens_per_s", "decode_step_s", "store_bytes_per_s", "peer_bytes_per_s", "costs", "reads", "prefill_pairs_waiting", "max_num_seqs")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -345,6 +345,7 @@ class Load(_message.Message):
     COSTS_FIELD_NUMBER: _ClassVar[int]
     READS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_PAIRS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     blocks_total: int
@@ -357,7 +358,8 @@ class Load(_message.Message):
     costs: StepCosts
     reads: _containers.RepeatedCompositeFieldContainer[PeerRead]
     prefill_pairs_waiting: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., prefill_tokens_waiting: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., store_bytes_per_s: _Optional[float] = ..., peer_bytes_per_s: _Optional[float] = ..., costs: _Optional[_Union[StepCosts, _Mapping]] = ..., reads: _Optional[_Iterable[_Union[PeerRead, _Mapping]]] = ..., prefill_pairs_waiting: _Optional[int] = ...) -> None: ...
+    max_num_seqs: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., prefill_tokens_waiting: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., store_bytes_per_s: _Optional[float] = ..., peer_bytes_per_s: _Optional[float] = ..., costs: _Optional[_Union[StepCosts, _Mapping]] = ..., reads: _Optional[_Iterable[_Union[PeerRead, _Mapping]]] = ..., prefill_pairs_waiting: _Optional[int] = ..., max_num_seqs: _Optional[int] = ...) -> None: ...
 
 class PeerRead(_message.Message):
     __slots__ = ("address", "num_bytes", "seconds")

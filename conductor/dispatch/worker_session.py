@@ -268,6 +268,7 @@ def _load(load: pb.Load) -> WorkerLoad:
         decode,
         tuple(MeasuredRead(r.address, r.num_bytes, r.seconds) for r in load.reads) if load.reads else (),
         load.prefill_pairs_waiting,
+        load.max_num_seqs,
     )
 
 

@@ -200,6 +200,7 @@ class WorkerLoad(Struct, frozen=True):
     ``reads`` are those since its last report. ``peer_bytes_per_s`` is 0 where it cannot load KV from other workers;
     ``prefill`` and ``decode`` are what it has fitted to its steps, None until it has. ``prefill_pairs_waiting`` is what
     ``prefill_tokens_waiting`` cost in attention: the sum of n^2 - p^2 for n tokens of which p are computed.
+    ``max_num_seqs`` is the number of its seats, requests in one step at most; 0 if unknown.
     """
 
     num_running: int = 0
@@ -215,6 +216,7 @@ class WorkerLoad(Struct, frozen=True):
     decode: DecodeProfile | None = None
     reads: tuple[MeasuredRead, ...] = ()
     prefill_pairs_waiting: int = 0
+    max_num_seqs: int = 0
 
 
 class KvChange(Struct, frozen=True):

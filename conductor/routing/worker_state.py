@@ -163,6 +163,7 @@ class LoadTracker:
         view.decode_step_s, view.decode_profile = load.decode_step_s, load.decode or self.known.decode
         if not view.decode_step_s and view.decode_profile is None:
             view.decode_step_s, view.decode_profile = typical.decode_step_s, typical.decode
+        view.max_num_seqs = load.max_num_seqs
         view.active_blocks = max(0, load.blocks_total - self._blocks_free)
         view.context_tokens = view.active_blocks * self.block_tokens
         view.coming_requests = len(self._reserved)

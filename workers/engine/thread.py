@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class EngineLoad(Struct, frozen=True):
-    """How busy the engine is: requests, blocks, tokens that wait to be computed, measured speeds."""
+    """How busy the engine is: requests and its seats for them (0 if unknown), blocks, tokens to compute, speeds."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -56,6 +56,7 @@ class EngineLoad(Struct, frozen=True):
     reads: tuple[PeerReadTotal, ...] = ()
     pending_pairs: int = 0
     num_added: int = 0
+    max_num_seqs: int = 0
 
 
 class StepReport(Struct, frozen=True):
@@ -257,6 +258,7 @@ class EngineThread:
             reads=reads,
             pending_pairs=pending_pairs,
             num_added=scheduler.num_added,
+            max_num_seqs=scheduler.config.max_num_seqs,
         )
 
 

@@ -249,6 +249,7 @@ def load_message(load: EngineLoad, reads: Iterable[PeerReadTotal] = ()) -> sessi
         decode_step_s=load.speeds.decode_step_s,
         store_bytes_per_s=load.speeds.store_bytes_per_s,
         peer_bytes_per_s=load.speeds.peer_bytes_per_s,
+        max_num_seqs=load.max_num_seqs,
     )
     for read in reads:
         message.reads.add(address=read.address, num_bytes=read.num_bytes, seconds=read.seconds)

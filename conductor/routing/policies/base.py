@@ -28,14 +28,14 @@ ASSUMED_STORE_BYTES_PER_S = 1e9
 ASSUMED_DECODE_STEP_S = 0.02
 #: A sequence more in a batch slows its step by this share (attention and sampling; weights are read once anyway).
 STEP_SHARE_OF_A_SEQUENCE = 1 / 16
+#: And it adds at least as much as this many tokens of a prefill (measured: 4 on a CPU, 6 with an 8B model on a GPU).
+PREFILL_TOKENS_OF_A_SEQUENCE = 4
 #: Coming tokens over which a decode choice is judged, or the answer's if that is shorter.
 JUDGED_TOKENS = 64
 #: And by at least this share where what it costs was measured: equals are still told apart by their batches.
 LEAST_SHARE_OF_A_SEQUENCE = 1 / 64
 #: What one ``random()`` takes from its generator: two words of 32 bits (tested, as nothing promises it).
 _DRAW_BITS = 64
-#: What a sequence in the batch adds to JUDGED_TOKENS steps, as a share of one.
-_BATCH_SHARE = JUDGED_TOKENS * STEP_SHARE_OF_A_SEQUENCE
 #: Profiles are made once for each speed: workers measure a new one every few seconds, and are looked at all the time.
 _profile_of_speed = functools.lru_cache(maxsize=4096)(PrefillProfile.of_speed)
 
@@ -52,11 +52,14 @@ class WorkerView:
     ``peer_bytes_per_s`` is 0 where workers cannot fetch from each other; ``send_wait_s`` and ``receive_wait_s`` are
     how long its NIC is taken, or, below 0, has been idle. ``coming_requests`` of the ``num_requests`` are still
     prefilled elsewhere and will decode here; blocks are kept for them. ``context_tokens`` are attended to by requests
-    under way (0 while unknown).
+    under way (0 while unknown). ``max_num_seqs`` is the number of seats, requests in one step at most (0 if unknown).
 
     Made from these: ``match_blocks``, the leading blocks that a request sent here now will find when its turn comes;
     ``wait_s``, the estimated time until a new request's prefill would begin; ``cost``, the profile or what is assumed;
-    ``batch_s``, the seconds that present sequences add to a new request's decoding over JUDGED_TOKENS.
+    ``batch_s``, the seconds that present sequences add to a new request's decoding over JUDGED_TOKENS; ``seat_s``, the
+    wait for a seat in seconds for each token of a mean answer. (Of M seats one becomes free every answer / M; who is
+    the k-th to wait waits k times that. Example: 34 requests in 32 seats, steps of 20 ms, answers of 256 tokens: the
+    next is the third to wait, 3 / 32 * 0.02 * 256 = 0.48 s.)
     """
 
     id: InstanceId
@@ -82,10 +85,12 @@ class WorkerView:
     place: Place = Place()
     coming_requests: int = 0
     context_tokens: int = 0
+    max_num_seqs: int = 0
     match_blocks: int = field(init=False)
     wait_s: float = field(init=False)
     cost: PrefillProfile = field(init=False)
     batch_s: float = field(init=False)
+    seat_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.found(self.hit_blocks, self.coming_blocks)
@@ -107,9 +112,12 @@ class WorkerView:
         self.cost = profile or _profile_of_speed(speed)
         step_s = self.decode_step_s or ASSUMED_DECODE_STEP_S
         if self.decode_profile is None:
-            self.batch_s = _BATCH_SHARE * step_s * self.num_requests
+            sequence_s = max(STEP_SHARE_OF_A_SEQUENCE * step_s, PREFILL_TOKENS_OF_A_SEQUENCE * self.cost.token_s)
+            self.batch_s = JUDGED_TOKENS * sequence_s * self.num_requests
         else:
             self.batch_s = JUDGED_TOKENS * self._measured_batch_s(step_s, self.decode_profile)
+        seats = self.max_num_seqs
+        self.seat_s = step_s * (self.num_requests + 1 - seats) / seats if 0 < seats <= self.num_requests else 0.0
 
     def _measured_batch_s(self, step_s: float, decode: DecodeProfile) -> float:
         """Seconds that the present sequences add to a step."""
@@ -151,6 +159,11 @@ class RequestView(Struct, frozen=True):
         expected, most = self.expected_output, self.most_output
         tokens = min(expected, most) if expected and most else expected or most
         return min(1.0, tokens / JUDGED_TOKENS) if tokens else 1.0
+
+    @property
+    def answer_tokens(self) -> float:
+        """Tokens of a mean answer, for which a seat is taken; JUDGED_TOKENS while nothing is known."""
+        return self.expected_output or JUDGED_TOKENS
 
     @property
     def num_blocks(self) -> int:

@@ -1,9 +1,10 @@
 """The choice of the decode worker, which all policies share that look at KV at all; and both phases in one decision.
 
-The cost is moving the KV that a worker lacks, as far as that outlasts the prefill (`cost.hand_over_s`), plus what every
-running sequence adds to the steps of this answer (as far as its length is known), plus a fine where its free blocks do
-not suffice. The worker that prefills moves nothing. A worker that prefills too pays for the copy in its cache besides:
-the room is some other prefix's, which will have to be computed when it is asked for again.
+The cost is moving the KV that a worker lacks, as far as that outlasts the prefill (`cost.hand_over_s`), plus what
+every running sequence adds to the steps of this answer (as far as its length is known), plus the wait for a seat
+where none is free, plus a fine where its free blocks do not suffice. The worker that prefills moves nothing. A worker
+that prefills too pays for the copy in its cache besides: the room is some other prefix's, which will have to be
+computed when it is asked for again.
 """
 
 from __future__ import annotations
@@ -76,11 +77,11 @@ def moving(request: RequestView, prefill: WorkerView, fetch: PeerFetch | None = 
 
 def decode_costs(request: RequestView, able: Sequence[WorkerView], prefill: InstanceId | None) -> list[float]:
     """The cost of each of ``able``; ``prefill`` names the one that will have the KV, if any of them."""
-    num_blocks, judged = request.num_blocks, request.judged_share
+    num_blocks, judged, answer_tokens = request.num_blocks, request.judged_share, request.answer_tokens
     costs = []
     for worker in able:
         needed = num_blocks - worker.hit_blocks
-        cost_s = judged * worker.batch_s
+        cost_s = judged * worker.batch_s + answer_tokens * worker.seat_s
         if needed > 0:
             if worker.id != prefill:
                 cost_s += _move_s(request, needed, _move_bytes_per_s(request, worker))
@@ -153,5 +154,6 @@ def _candidate(request: RequestView, worker: WorkerView, prefilled_here: bool, c
     batch_s = request.judged_share * worker.batch_s
     room_s = 0.0 if worker.blocks_free >= needed else NO_ROOM_FINE_S
     copy_s = _copy_s(request, worker) if missing else 0.0
-    terms = (("move_s", move_s), ("copy_s", copy_s), ("batch_s", batch_s), ("no_room_s", room_s))
+    seat_s = request.answer_tokens * worker.seat_s
+    terms = (("move_s", move_s), ("copy_s", copy_s), ("batch_s", batch_s), ("seat_s", seat_s), ("no_room_s", room_s))
     return Candidate(worker.id, "decode", cost_s, terms)

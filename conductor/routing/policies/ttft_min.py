@@ -23,6 +23,11 @@ reuse, caches fill with copies, and near saturation all compute everything: with
 mean TTFT of 50 s so, of 17.7 s with 1, 8.6 s with 3, 3.6 s with 6 and 3.4 s with 12 (with fetches 2.70 s and 2.60 to
 2.64 s). Example: A is idle and would compute for 0.5 s, B has the prefix, 0.9 s of queue and 0.05 s of rest. Alone the
 request starts sooner at A, 0.5 s against 0.95; with 6 the scores are 3.5 and 1.25, and it waits for B.
+
+A worker that decodes too has a limited number of seats, and the sequences of a batch slow each other. So it is charged
+what its batch adds to the request's decoding and the request to the batch's, and the wait for a seat if none is free.
+This spreads a burst behind one cached prefix. Example: A holds the prefix and runs 20 sequences, each adding 1 ms to a
+step: 2 * 64 * 20 * 1 ms = 2.6 s. B is idle and can fetch the prefix, a copy charged 2.4 s: B it is.
 """
 
 from __future__ import annotations
@@ -52,17 +57,22 @@ from tanghulu.conductor.routing.policies.fetching import (
 )
 from tanghulu.types import InstanceId
 
+#: A batch slows a request that joins it, and the request slows each of the batch by as much as one of them slows it.
+BOTH_SIDES = 2
 #: The floor of computing is this much lower than it could be, so that rounding never hides an equal score.
 _SLACK = 1 - 1e-9
 
 
 class _Scores:
-    """Scores of one request's workers: ``best_start`` without its objects, with the charges for copy, load and room."""
+    """Scores of one request's workers: ``best_start`` without its objects, with the charges for copy, load, batch and
+    room.
+    """
 
     def __init__(self, request: RequestView, source: WorkerView | None, weight: float, load_weight: float) -> None:
         self._request, self._source, self._weight, self._load_weight = request, source, weight, load_weight
         self._num_blocks, self._in_store = request.num_blocks, request.store_hit_blocks
         self._most = source.hit_blocks if source is not None else 0
+        self._batch_weight, self._answer_tokens = BOTH_SIDES * request.judged_share, request.answer_tokens
 
     def of(self, worker: WorkerView) -> float:
         """The score of one worker."""
@@ -82,7 +92,7 @@ class _Scores:
                 least_s, charge_s = fetched_s, load_weight * store_s
         score = least_s + charge_s
         if worker.num_requests and worker.can_decode:
-            score += worker.decode_step_s
+            score += self._batch_weight * worker.batch_s + self._answer_tokens * worker.seat_s
         return score + NO_ROOM_FINE_S if worker.blocks_free < self._num_blocks - worker.hit_blocks else score
 
     def that_could_win(self, able: Ranked) -> list[float]:
@@ -164,7 +174,8 @@ class TtftMin:
             ("compute_s", start.compute_s),
             ("load_s", self._load_weight * start.compute_s),
             ("copy_s", self._copy_s(request, worker, start)),
-            ("step_s", worker.decode_step_s if worker.can_decode and worker.num_requests else 0.0),
+            ("batch_s", BOTH_SIDES * request.judged_share * worker.batch_s if worker.can_decode else 0.0),
+            ("seat_s", request.answer_tokens * worker.seat_s if worker.can_decode else 0.0),
             ("no_room_s", 0.0 if worker.blocks_free >= request.num_blocks - worker.hit_blocks else NO_ROOM_FINE_S),
             ("hit_blocks", float(start.hit_blocks)),
         )

@@ -44,9 +44,14 @@ def _ttft_by_the_book(request: RequestView, w: WorkerView, able: list[WorkerView
         rest_s = compute_s(request.store_hit_blocks)
         ways.append((max(wait_s, fetch_s) + rest_s, load * rest_s))
     ttft_s, charge_s = min(ways, key=lambda way: way[0])
-    step_s = w.decode_step_s if w.can_decode and w.num_requests else 0.0
+    decode_s = 0.0
+    if w.can_decode:
+        step_s, seats = w.decode_step_s or 0.02, w.max_num_seqs
+        sequence_s = max(step_s / 16, 4 / (w.prefill_tokens_per_s or 2000.0))
+        decode_s = 2 * 64 * sequence_s * w.num_requests  # no answer's length is known: judged over 64 tokens
+        decode_s += max(0, w.num_requests + 1 - seats) / seats * step_s * 64 if seats else 0.0
     room_s = 1000.0 if w.blocks_free < -(-request.num_tokens // request.block_tokens) - w.hit_blocks else 0.0
-    return ttft_s + charge_s + step_s + room_s
+    return ttft_s + charge_s + decode_s + room_s
 
 
 BUSY_WORKERS = st.lists(
@@ -61,6 +66,7 @@ BUSY_WORKERS = st.lists(
         blocks_total=st.just(1000),
         prefill_tokens_per_s=st.sampled_from([0.0, 1000.0, 50_000.0]),
         decode_step_s=st.sampled_from([0.0, 0.01]),
+        max_num_seqs=st.sampled_from([0, 2, 32]),
         store_bytes_per_s=st.sampled_from([0.0, 1e8, 1e10]),
         hit_blocks=st.sampled_from([0, 0, 5, 60]),
         coming_blocks=st.sampled_from([0, 0, 40, 100]),
@@ -93,7 +99,7 @@ def test_fast_scores_are_the_plain_formula_and_their_terms(workers, num_tokens, 
     for candidate in decision.candidates:
         terms = dict(candidate.terms)
         if candidate.phase == "prefill":
-            parts = terms["copy_s"] + terms["step_s"] + terms["no_room_s"] + terms["compute_s"] + terms["load_s"]
+            parts = sum(terms[name] for name in ("copy_s", "batch_s", "seat_s", "no_room_s", "compute_s", "load_s"))
             assert candidate.score == pytest.approx(parts + max(waits[candidate.worker], terms["fetch_s"]))
         else:
             assert candidate.score == pytest.approx(sum(terms.values()))

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from tanghulu.conductor.dispatch.router import with_both_phases
 from tanghulu.conductor.routing.expected_output import ExpectedBlocks
 from tanghulu.conductor.routing.policies.base import RequestView
@@ -81,3 +83,57 @@ def test_the_worker_whose_answers_will_fill_it_is_not_asked_to_decode():
             expected.begin(f"{name} {number}", tracker, 64, 256.0)
         views.append(tracker.view(InstanceId(name), Role.BOTH, 0))
     assert make_policy("ttft-min").choose(request, views).decode == "empty"
+
+
+def _burst(num_requests: int, known: WorkerLoad, cached_by: str) -> dict[str, int]:
+    """Route requests that arrive at once, before any worker reports again; the number that each of three gets."""
+    policy = make_policy("ttft-min")
+    request = RequestView(1235, 64, 1 << 18, most_output=40)
+    trackers = {name: LoadTracker() for name in "abc"}
+    for tracker in trackers.values():
+        tracker.report(known)
+    taken = dict.fromkeys(trackers, 0)
+    for number in range(num_requests):
+        hits = {name: 19 for name, count in taken.items() if count or name == cached_by}
+        shown = [t.view(InstanceId(name), Role.BOTH, hits.get(name, 0)) for name, t in trackers.items()]
+        decision = policy.choose(request, shown)
+        trackers[decision.decode].sent(str(number), 19, 20)
+        taken[decision.decode] += 1
+    return taken
+
+
+@pytest.mark.parametrize("decode_step_s", [0.0, 0.05])  # a worker that has not decoded yet does not know its steps
+def test_a_burst_behind_one_cached_prefix_is_spread(decode_step_s: float):
+    known = WorkerLoad(
+        blocks_total=4000,
+        blocks_free=4000,
+        prefill_tokens_per_s=500,
+        decode_step_s=decode_step_s,
+        peer_bytes_per_s=1e9,
+        max_num_seqs=32,
+    )
+    taken = _burst(36, known, "a")
+    assert max(taken.values()) < 32
+    assert min(taken.values()) > 0
+
+
+def test_a_full_batch_is_charged_the_wait_for_a_seat():
+    full = LoadTracker()
+    full.report(WorkerLoad(num_running=8, num_waiting=2, blocks_free=100, decode_step_s=0.02, max_num_seqs=8))
+    assert _view(full).seat_s == pytest.approx(3 / 8 * 0.02)  # the third to wait for one of 8 seats
+    for load in (WorkerLoad(num_running=7, max_num_seqs=8), WorkerLoad(num_running=9)):
+        full.report(load)
+        assert _view(full).seat_s == 0
+
+
+@pytest.mark.parametrize(("seats", "chosen"), [(8, "idle"), (0, "full")])
+def test_an_idle_worker_is_chosen_over_the_holder_of_the_prefix_if_that_has_no_seat(seats: int, chosen: str):
+    request = RequestView(960, 64, 1 << 18, expected_output=8000, most_output=1)
+    known = {"blocks_free": 100, "prefill_tokens_per_s": 1000.0, "decode_step_s": 0.001, "max_num_seqs": seats}
+    full, idle = LoadTracker(), LoadTracker()
+    full.report(WorkerLoad(num_running=8, num_waiting=8, **known))
+    idle.report(WorkerLoad(prefill_tokens_waiting=30, **known))
+    views = [full.view(InstanceId("full"), Role.BOTH, 15), idle.view(InstanceId("idle"), Role.BOTH, 0)]
+    policy = make_policy("ttft-min")
+    assert policy.choose(request, views).prefill == chosen
+    assert policy.choose_decode(request, views) == chosen

@@ -13,6 +13,7 @@ import pytest
 from tanghulu.conductor.routing.requests import KvChange
 from tanghulu.engines.vllm_worker import engine as module
 from tanghulu.engines.vllm_worker.engine import VllmEngine, VllmSurface
+from tanghulu.engines.vllm_worker.load_book import LoadBook
 from tanghulu.engines.vllm_worker.requests import VllmRequest
 from tanghulu.errors import Conflict, DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.types import BlockHash, RequestId
@@ -74,7 +75,8 @@ class _Scene:
         self.refusals: list[TanghuluError] = []
         self.added: list[int] = []
         surface = VllmSurface(self.llm, lambda request: request.sampling, _DeadError, (_RefusedError,))
-        self.engine = VllmEngine(surface, 10, 4, self.reports.append, self.failures.append, max_requests, self._store)
+        reports = self.reports.append, self.failures.append
+        self.engine = VllmEngine(surface, LoadBook(10, 2), 4, *reports, max_requests, self._store)
 
     async def _store(self, hashes: Sequence[BlockHash]) -> bool:
         self.waited.append(hashes)

@@ -76,7 +76,7 @@ class VllmEngine:
     def __init__(
         self,
         surface: VllmSurface,
-        num_blocks: int,
+        book: LoadBook,
         block_tokens: int,
         on_report: Callable[[StepReport], None],
         on_failure: Callable[[BaseException], None],
@@ -91,7 +91,7 @@ class VllmEngine:
         self._block_tokens = block_tokens
         self._loop = asyncio.get_running_loop()
         self._mirror = CachedNames()
-        self._book = LoadBook(num_blocks)
+        self._book = book
         self._tasks: dict[RequestId, asyncio.Task[None]] = {}
         self._beating: asyncio.Task[None] | None = None
         self._outputs: list[RequestOutput] = []

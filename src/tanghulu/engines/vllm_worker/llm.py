@@ -28,6 +28,7 @@ class VllmFacts:
     block_tokens: int
     block_bytes: int
     num_blocks: int
+    max_num_seqs: int  # in one step
     num_ranks: int  # each of which has a part of every block
     dtype: str
     context_length: int
@@ -94,6 +95,7 @@ class LoadedVllm:
             block_tokens=first["block_tokens"],
             block_bytes=first["block_bytes"],
             num_blocks=first["num_blocks"],
+            max_num_seqs=self._llm.vllm_config.scheduler_config.max_num_seqs,
             num_ranks=len(found),
             dtype=str(model.dtype).removeprefix("torch."),
             context_length=model.max_model_len,

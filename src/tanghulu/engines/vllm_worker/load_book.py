@@ -14,10 +14,13 @@ from tanghulu.workers.engine.thread import EngineLoad
 
 
 class LoadBook:
-    """Requests from their submission to their end, and the latest figures of a cache of ``num_blocks``."""
+    """Requests from their submission to their end, and the latest figures of a cache of ``num_blocks``.
 
-    def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
+    ``max_num_seqs`` is the number of requests that vLLM runs in one step at most.
+    """
+
+    def __init__(self, num_blocks: int, max_num_seqs: int) -> None:
+        self._num_blocks, self._max_num_seqs = num_blocks, max_num_seqs
         self._waiting: dict[RequestId, int] = {}  # tokens to be computed, of those without a token yet
         self._started: set[RequestId] = set()
         self._speed = SpeedMeter(reads_peers=False)
@@ -71,6 +74,7 @@ class LoadBook:
             pending_tokens=sum(self._waiting.values()),
             speeds=self._speed.speeds,
             num_added=self.num_added,
+            max_num_seqs=self._max_num_seqs,
         )
 
     def check(self) -> None:

@@ -20,6 +20,7 @@ from tanghulu.conductor.routing_service.vllm_follower import VllmFollower
 from tanghulu.engines.vllm_worker.config import VllmWorkerConfig
 from tanghulu.engines.vllm_worker.engine import VllmEngine
 from tanghulu.engines.vllm_worker.llm import LoadedVllm, StatsRelay, VllmFacts
+from tanghulu.engines.vllm_worker.load_book import LoadBook
 from tanghulu.engines.vllm_worker.requests import VllmRequestFactory
 from tanghulu.engines.vllm_worker.stored_prompts import StoredPrompts
 from tanghulu.errors import NodeUnavailable
@@ -89,7 +90,13 @@ class VllmWorkerServer:
             stack.push_async_callback(stored.close)
             more["stored"] = stored.wait
         self._engine = VllmEngine(
-            surface, facts.num_blocks, facts.block_tokens, self._report, self._failed, MAX_REQUESTS, **more
+            surface,
+            LoadBook(facts.num_blocks, facts.max_num_seqs),
+            facts.block_tokens,
+            self._report,
+            self._failed,
+            MAX_REQUESTS,
+            **more,
         )
         stack.push_async_callback(self._engine.close)
         relay.listen = self._engine.on_stats
