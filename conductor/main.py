@@ -206,8 +206,15 @@ class Conductor:
         self._port = HttpPort(config)
         tokens = None if config.tokens is None else TokensFile(config.tokens)
         self.peers = group.PeerGroup(
-            conductor_id, self.dispatcher.own, self.dispatcher.peers, config.credentials, self._told_to_end, tokens
+            conductor_id,
+            self.dispatcher.own,
+            self.dispatcher.peers,
+            config.credentials,
+            self._told_to_end,
+            self.service.abort_here,
+            tokens,
         )
+        self.service.abort_at_peers = self.peers.abort
         self.inference = InferencePort(self.service, self.metrics, config, self._port.keys)
         self.dashboard = Dashboard(self.dispatcher, self.metrics, Masters.of(config.master).showing(config.credentials))
         self.address = Address("", 0)

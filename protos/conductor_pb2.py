@@ -25,19 +25,23 @@ _sym_db = _symbol_database.Default()
 from tanghulu.protos import common_pb2 as tanghulu_dot_protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftanghulu/protos/conductor.proto\x12\x0btanghulu.v1\x1a\x1ctanghulu/protos/common.proto\"<\n\nPeerFollow\x12\x14\n\x0c\x63onductor_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\"\x9b\x01\n\tPeerBegun\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x16\n\x0eprefill_tokens\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x03(\x0c\x12\x15\n\rdecode_worker\x18\x06 \x01(\t\x12\x11\n\tprefilled\x18\x07 \x01(\x08\"e\n\x08PeerNews\x12\x10\n\x08snapshot\x18\x01 \x01(\x08\x12%\n\x05\x62\x65gun\x18\x02 \x03(\x0b\x32\x16.tanghulu.v1.PeerBegun\x12\x11\n\tprefilled\x18\x03 \x03(\t\x12\r\n\x05\x66reed\x18\x04 \x03(\t2\x84\x01\n\rConductorPeer\x12:\n\x06\x46ollow\x12\x17.tanghulu.v1.PeerFollow\x1a\x15.tanghulu.v1.PeerNews0\x01\x12\x37\n\x05\x44rain\x12\x17.tanghulu.v1.EndRequest\x1a\x15.tanghulu.v1.EndReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftanghulu/protos/conductor.proto\x12\x0btanghulu.v1\x1a\x1ctanghulu/protos/common.proto\"C\n\tPeerAbort\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x0e\n\x06\x63lient\x18\x02 \x01(\tB\r\n\x0b_request_id\"\"\n\x0bPeerAborted\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\r\"<\n\nPeerFollow\x12\x14\n\x0c\x63onductor_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\"\x9b\x01\n\tPeerBegun\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x16\n\x0eprefill_tokens\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x03(\x0c\x12\x15\n\rdecode_worker\x18\x06 \x01(\t\x12\x11\n\tprefilled\x18\x07 \x01(\x08\"e\n\x08PeerNews\x12\x10\n\x08snapshot\x18\x01 \x01(\x08\x12%\n\x05\x62\x65gun\x18\x02 \x03(\x0b\x32\x16.tanghulu.v1.PeerBegun\x12\x11\n\tprefilled\x18\x03 \x03(\t\x12\r\n\x05\x66reed\x18\x04 \x03(\t2\xbf\x01\n\rConductorPeer\x12:\n\x06\x46ollow\x12\x17.tanghulu.v1.PeerFollow\x1a\x15.tanghulu.v1.PeerNews0\x01\x12\x37\n\x05\x44rain\x12\x17.tanghulu.v1.EndRequest\x1a\x15.tanghulu.v1.EndReply\x12\x39\n\x05\x41\x62ort\x12\x16.tanghulu.v1.PeerAbort\x1a\x18.tanghulu.v1.PeerAbortedb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tanghulu.protos.conductor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PEERFOLLOW']._serialized_start=78
-  _globals['_PEERFOLLOW']._serialized_end=138
-  _globals['_PEERBEGUN']._serialized_start=141
-  _globals['_PEERBEGUN']._serialized_end=296
-  _globals['_PEERNEWS']._serialized_start=298
-  _globals['_PEERNEWS']._serialized_end=399
-  _globals['_CONDUCTORPEER']._serialized_start=402
-  _globals['_CONDUCTORPEER']._serialized_end=534
+  _globals['_PEERABORT']._serialized_start=78
+  _globals['_PEERABORT']._serialized_end=145
+  _globals['_PEERABORTED']._serialized_start=147
+  _globals['_PEERABORTED']._serialized_end=181
+  _globals['_PEERFOLLOW']._serialized_start=183
+  _globals['_PEERFOLLOW']._serialized_end=243
+  _globals['_PEERBEGUN']._serialized_start=246
+  _globals['_PEERBEGUN']._serialized_end=401
+  _globals['_PEERNEWS']._serialized_start=403
+  _globals['_PEERNEWS']._serialized_end=504
+  _globals['_CONDUCTORPEER']._serialized_start=507
+  _globals['_CONDUCTORPEER']._serialized_end=698
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class PeerAbort(_message.Message):
+    __slots__ = ("request_id", "client")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    client: str
+    def __init__(self, request_id: _Optional[str] = ..., client: _Optional[str] = ...) -> None: ...
+
+class PeerAborted(_message.Message):
+    __slots__ = ("num_aborted",)
+    NUM_ABORTED_FIELD_NUMBER: _ClassVar[int]
+    num_aborted: int
+    def __init__(self, num_aborted: _Optional[int] = ...) -> None: ...
+
 class PeerFollow(_message.Message):
     __slots__ = ("conductor_id", "protocol_version")
     CONDUCTOR_ID_FIELD_NUMBER: _ClassVar[int]

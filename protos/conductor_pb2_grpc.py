@@ -45,6 +45,11 @@ class ConductorPeerStub:
                 request_serializer=tanghulu_dot_protos_dot_common__pb2.EndRequest.SerializeToString,
                 response_deserializer=tanghulu_dot_protos_dot_common__pb2.EndReply.FromString,
                 _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/tanghulu.v1.ConductorPeer/Abort',
+                request_serializer=tanghulu_dot_protos_dot_conductor__pb2.PeerAbort.SerializeToString,
+                response_deserializer=tanghulu_dot_protos_dot_conductor__pb2.PeerAborted.FromString,
+                _registered_method=True)
 
 
 class ConductorPeerServicer:
@@ -64,6 +69,13 @@ class ConductorPeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Abort(self, request, context):
+        """A client's order to end a request, or all of its requests, came in at another conductor.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ConductorPeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +88,11 @@ def add_ConductorPeerServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=tanghulu_dot_protos_dot_common__pb2.EndRequest.FromString,
                     response_serializer=tanghulu_dot_protos_dot_common__pb2.EndReply.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=tanghulu_dot_protos_dot_conductor__pb2.PeerAbort.FromString,
+                    response_serializer=tanghulu_dot_protos_dot_conductor__pb2.PeerAborted.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +149,33 @@ class ConductorPeer:
             '/tanghulu.v1.ConductorPeer/Drain',
             tanghulu_dot_protos_dot_common__pb2.EndRequest.SerializeToString,
             tanghulu_dot_protos_dot_common__pb2.EndReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tanghulu.v1.ConductorPeer/Abort',
+            tanghulu_dot_protos_dot_conductor__pb2.PeerAbort.SerializeToString,
+            tanghulu_dot_protos_dot_conductor__pb2.PeerAborted.FromString,
             options,
             channel_credentials,
             insecure,

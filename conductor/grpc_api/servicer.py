@@ -125,9 +125,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """End requests by their id, or all."""
 
         async def abort(caller: _Caller) -> pb.AbortReply:
-            if message.all:
-                return pb.AbortReply(num_aborted=self._service.abort_all(caller.key))
-            return pb.AbortReply(num_aborted=int(self._service.abort(message.request_id, caller.key)))
+            request_id = None if message.all else message.request_id
+            return pb.AbortReply(num_aborted=await self._service.abort(request_id, caller.key))
 
         return await self._answered("Abort", context, abort)
 

@@ -47,10 +47,10 @@ def router(service: Service) -> APIRouter:
 
     @api.post("/abort_request")
     async def abort_request(request: Request) -> dict[str, Any]:
-        """End a request by its rid (or by the id of an OpenAI answer)."""
+        """End a request by its rid (or by the id of an OpenAI answer), whichever conductor has it."""
         async with reading(request, service, AbortBody) as body:
             key = request.scope.get("state", {}).get("api_key")
-            return {"aborted": service.abort_all(key) if body.abort_all else int(service.abort(body.rid, key))}
+            return {"aborted": await service.abort(None if body.abort_all else body.rid, key)}
 
     @api.get("/flush_cache")
     @api.post("/flush_cache")

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -53,6 +53,7 @@ class Service:
     accounts: KeyAccounts = field(default_factory=KeyAccounts)
     calls: dict[str, GenerationCall] = field(default_factory=dict)
     stopping: bool = False
+    abort_at_peers: Callable[[str | None, str], Awaitable[int]] | None = None
     _retry_after: RetryAfter = field(default_factory=lambda: RetryAfter(time.monotonic()))
 
     async def find_model(self, name: str | None) -> ServedModel:
@@ -108,27 +109,34 @@ class Service:
         """Seconds after which who is refused now should come back: when those that wait have been taken up."""
         return self._retry_after.seconds(self.dispatcher.num_waiting, time.monotonic())
 
-    def abort(self, call_id: str, key: ApiKey | None = None) -> bool:
-        """End a call, or the one of its sequences that has the name, on demand; False if there is none of that id.
+    async def abort(self, call_id: str | None, key: ApiKey | None = None) -> int:
+        """End a call, or the one of its sequences that has the name (None: all), at whichever conductor it is.
 
-        A ``key`` that is no administrator's ends its own calls only; others' are not there for it.
+        Returns how many were ended. A ``key`` that is no administrator's ends its own calls only; others' do not exist
+        for it.
         """
+        client = "" if key is None or key.may(KeyRight.ADMIN) else key.client
+        ended = self.abort_here(call_id, client)
+        if (ended and call_id is not None) or self.abort_at_peers is None:
+            return ended
+        return ended + await self.abort_at_peers(call_id, client)
+
+    def abort_here(self, call_id: str | None, client: str) -> int:
+        """As ``abort``, of this conductor's calls, if they are ``client``'s ("": anybody's)."""
+        if call_id is None:
+            calls = {call for call in self.calls.values() if client in ("", call.client)}
+            for call in calls:
+                call.abort()
+            return len(calls)
         ids = (call_id, f"chatcmpl-{call_id}", f"cmpl-{call_id}")  # the client's own has a prefix in the last two
         name = next((each for each in ids if each in self.calls), "")
         call = self.calls.get(name)
-        if call is None or not _may_end(key, call):
-            return False
+        if call is None or client not in ("", call.client):
+            return 0
         for generation in call.generations:
             if name in (call.id, generation.name):
                 generation.abort()
-        return True
-
-    def abort_all(self, key: ApiKey | None = None) -> int:
-        """End all calls on demand, of a ``key`` that is no administrator's its own; returns how many."""
-        calls = {call for call in self.calls.values() if _may_end(key, call)}
-        for call in calls:
-            call.abort()
-        return len(calls)
+        return 1
 
     async def probe(self, deadline_s: float) -> list[dict[str, Any]]:
         """Each worker with the seconds that it took for one token, or why there was none."""
@@ -150,10 +158,6 @@ class Service:
             + (f": {w.last_error}" * bool(w.last_error))
             for w in registry.workers.values()
         ]
-
-
-def _may_end(key: ApiKey | None, call: GenerationCall) -> bool:
-    return key is None or key.may(KeyRight.ADMIN) or call.client == key.client
 
 
 async def _probed(worker: RegisteredWorker, deadline_s: float) -> dict[str, Any]:

@@ -54,9 +54,10 @@ class PeerGroup:
         heard: PeerRequests,
         credentials: Credentials,
         end: Callable[[], EndReply],
+        abort: wire.AbortHere,
         tokens: TokensFile | None = None,
     ) -> None:
-        self._end = end
+        self._end, self._abort = end, abort
         self._tokens = tokens
         self._conductor_id, self._own, self._heard, self._credentials = conductor_id, own, heard, credentials
         interceptors = () if tokens is None else (GrpcAuthorizer(tokens, wire.RULES),)
@@ -71,9 +72,9 @@ class PeerGroup:
 
     async def start(self, host: str, port: int, reachable_host: str) -> None:
         """Tell peers on ``port`` (0 picks one) of ``host``. Raises ConfigError if it is taken."""
-        conductor_pb2_grpc.add_ConductorPeerServicer_to_server(
-            wire.PeerServicer(self._own, None if self._tokens else self._credentials.token, self._end), self._server
-        )
+        token = None if self._tokens else self._credentials.token
+        servicer = wire.PeerServicer(self._own, token, self._end, self._abort)
+        conductor_pb2_grpc.add_ConductorPeerServicer_to_server(servicer, self._server)
         tls = self._credentials.tls_between
         listening = listen(self._server, Address(host, port), tls or None, mutual=bool(tls.ca), flag="--peer-port")
         self.address = Address(reachable_host, listening.port)
@@ -90,6 +91,22 @@ class PeerGroup:
             self._put(event.instance)
         elif event.instance is not None and event.kind is EventKind.DELETE:
             self._gone(event.instance.id)
+
+    async def abort(self, request_id: str | None, client: str) -> int:
+        """Have all peers end a request (None: all) of ``client`` ("": anybody); returns how many were ended.
+
+        A peer that does not answer is passed over: its requests end with it, or go on if it is merely slow.
+        """
+        ended = await asyncio.gather(*(self._abort_at(peer, request_id, client) for peer in self._peers.values()))
+        return sum(ended)
+
+    async def _abort_at(self, peer: _Peer, request_id: str | None, client: str) -> int:
+        address = Address.parse(peer.instance.attributes[ATTRIBUTE])
+        try:
+            return await wire.abort(address, request_id, client, self._credentials)
+        except TanghuluError as error:
+            _log.warning("peer.not_aborted", peer=peer.instance.id, code=error.code, error=error.message)
+            return 0
 
     async def close(self) -> None:
         tasks = [peer.task for peer in self._peers.values() if peer.task is not None]

@@ -32,19 +32,23 @@ MAX_BEGUN = 256
 _PING_MS, _SILENCE_MS = 1000, 3000
 
 #: What a caller's token has to allow, where the conductor was started with --tokens.
-RULES = {f"/tanghulu.v1.ConductorPeer/{name}": Rule(name, Right.JOIN) for name in ("Follow", "Drain")}
+RULES = {f"/tanghulu.v1.ConductorPeer/{name}": Rule(name, Right.JOIN) for name in ("Follow", "Drain", "Abort")}
+#: The time that a peer has to end a request, in seconds.
+ABORT_DEADLINE_S = 2.0
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+#: Ends the request of that id (None: all) if it is the client's ("": anybody's), and returns how many it ended.
+AbortHere = Callable[[str | None, str], int]
 
 
 class PeerServicer(conductor_pb2_grpc.ConductorPeerServicer):
-    """Tells every follower what this conductor's requests do, and takes the order to end (``end`` carries it out).
+    """Reports to every follower what this conductor's requests do, and takes orders: ``end`` and ``abort`` obey them.
 
     Callers show ``token``; None: something in front has let them in.
     """
 
-    def __init__(self, own: OwnRequests, token: str | None, end: Callable[[], EndReply]) -> None:
-        self._own, self._token, self._end = own, token, end
+    def __init__(self, own: OwnRequests, token: str | None, end: Callable[[], EndReply], abort: AbortHere) -> None:
+        self._own, self._token, self._end, self._abort = own, token, end, abort
 
     async def Follow(self, request: pb.PeerFollow, context: Context) -> AsyncIterator[pb.PeerNews]:
         """Stream all that is under way, then changes."""
@@ -77,6 +81,16 @@ class PeerServicer(conductor_pb2_grpc.ConductorPeerServicer):
             raise
         return self._end()
 
+    async def Abort(self, request: pb.PeerAbort, context: Context) -> pb.PeerAborted:
+        """End requests of this conductor that a client has aborted at another."""
+        try:
+            self._authorize(context)
+        except TanghuluError as error:
+            await grpc_edge.abort(context, error)
+            raise
+        request_id = request.request_id if request.HasField("request_id") else None
+        return pb.PeerAborted(num_aborted=self._abort(request_id, request.client))
+
     def _admit(self, request: pb.PeerFollow, context: Context) -> None:
         self._authorize(context)
         if request.protocol_version != PROTOCOL_VERSION:
@@ -105,6 +119,19 @@ async def follow(address: Address, conductor_id: str, credentials: Credentials) 
             stub: Any = conductor_pb2_grpc.ConductorPeerStub(channel)
             async for message in stub.Follow(hello, metadata=credentials.metadata):
                 yield _read(message)
+    finally:
+        await channel.close()
+
+
+async def abort(address: Address, request_id: str | None, client: str, credentials: Credentials) -> int:
+    """Have the conductor at ``address`` end a request, or all, of a client; returns how many. Raises a typed error."""
+    channel = grpc_edge.channel(address, _PING_MS, _SILENCE_MS, credentials.tls_between)
+    try:
+        async with grpc_edge.typed_errors(f"conductor {address}"):
+            stub: Any = conductor_pb2_grpc.ConductorPeerStub(channel)
+            order = pb.PeerAbort(request_id=request_id, client=client)
+            reply = await stub.Abort(order, metadata=credentials.metadata, timeout=ABORT_DEADLINE_S)
+            return int(reply.num_aborted)
     finally:
         await channel.close()
 

@@ -174,6 +174,27 @@ async def test_each_counts_the_others_requests_and_forgets_who_is_gone(tmp_path:
         await worker.stop()
 
 
+async def test_a_request_is_aborted_at_whichever_conductor_it_is(tmp_path: Path):
+    memory = MemoryRegistry()
+    async with MemoryDiscovery(memory) as here, MemoryDiscovery(memory) as there:
+        worker = FakeWorker("w", Role.BOTH, tmp_path)
+        worker.hold()
+        await worker.start(here)
+        async with conductor(here, "one") as (one, http), conductor(there, "two") as (two, other):
+            await until(lambda: two.dispatcher.registry.models and one.dispatcher.registry.models)
+            await until(lambda: one.peers.num_peers == two.peers.num_peers == 1)
+            for order in ({"rid": "mine"}, {"abort_all": True}):
+                asked = asyncio.create_task(other.post("/v1/completions", json={**BODY, "request_id": "mine"}))
+                await until(lambda: two.service.calls)
+                assert await one.peers.abort("mine", "somebody else") == 0
+                assert (await http.post("/abort_request", json={"rid": "no such"})).json() == {"aborted": 0}
+                assert (await http.post("/abort_request", json=order)).json() == {"aborted": 1}
+                assert (await asked).json()["choices"][0]["finish_reason"] == "abort"
+            await two.peers.close()
+            assert (await http.post("/abort_request", json={"rid": "mine"})).json() == {"aborted": 0}
+        await worker.stop()
+
+
 async def test_a_stream_that_breaks_is_asked_for_again_and_heals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Every stream ends behind its first message: each message is a snapshot then, and it comes out right."""
     streams = 0
@@ -233,4 +254,6 @@ async def test_only_who_shows_the_clusters_token_is_told(tmp_path: Path):
             for token in ("", "guess"):
                 with pytest.raises(Unauthorized):
                     await anext(wire.follow(two.peers.address, "three", Credentials("", token)))
+                with pytest.raises(Unauthorized):
+                    await wire.abort(two.peers.address, None, "", Credentials("", token))
             two.dispatcher.own.freed("r")
