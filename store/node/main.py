@@ -94,7 +94,7 @@ class NodeConfig(TransferOptions, MasterOptions, PortOptions, ProcessConfig):
     port: int = option(7410, "port to listen on; 0 picks one")
     memory: int = option(1 << 30, "size of the memory segment", size=True)
     max_value: int = option(0, "largest value that is taken; 0: what fits into the memory", size=True)
-    eviction: str = option("lru", "who goes first when room is needed", choices=tuple(POLICIES))
+    eviction: str = option("reuse", "policy that orders chunks for eviction", choices=tuple(POLICIES))
     high_watermark: float = option(
         0.0, "fraction of memory above which chunks are evicted ahead of need; 0: 0.95 with an SSD tier, else never"
     )

@@ -86,7 +86,7 @@ class UpConfig:
     nodes: int = option(1, "store nodes", least=0)
     node_memory: int = option(1 << 30, "memory of each store node", size=True)
     node_ssd: int = option(0, "SSD tier of each store node, a file of this size in --state-dir; 0: none", size=True)
-    eviction: str = option("lru", "eviction policy of the store nodes", choices=tuple(POLICIES))
+    eviction: str = option("reuse", "eviction policy of the store nodes", choices=tuple(POLICIES))
     policy: str = option("ttft-min", "routing policy of the conductor")
     tool_call_parser: str = option(AUTO, "form of the model's tool calls", choices=TOOL_CALL_PARSERS)
     reasoning_parser: str = option(AUTO, "form of the model's reasoning", choices=REASONING_PARSERS)

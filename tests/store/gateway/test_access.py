@@ -84,7 +84,7 @@ def test_what_a_token_does_not_allow(gateway: Gateway, cluster: Secured) -> None
             reader.post(f"/v1/nodes/{node}/undrain"),
         ):
             assert error_of(refused) == (403, "forbidden"), refused.url
-        assert reader.get("/v1/policy").json() == {node: "lru"}
+        assert reader.get("/v1/policy").json() == {node: "reuse"}
         assert writer.delete("/v1/chunks/guarded").status_code == 200
 
 

@@ -49,7 +49,7 @@ def test_every_example_does_what_it_says(said: dict[str, bytes]) -> None:
     assert json.loads(answer("/v1/stat"))["num_nodes"] == 1
     assert json.loads(answer("/v1/check")) == {"num_chunks": 2, "findings": [], "left": []}
     assert sum(row["num_chunks"] for row in json.loads(answer("/v1/evict")).values()) == 1
-    assert set(json.loads(answer("/v1/policy")).values()) == {"lru"}
+    assert set(json.loads(answer("/v1/policy")).values()) == {"reuse"}
     assert answer("/v1/events").count(b"event: ") >= 2
     assert json.loads(answer("-X DELETE '/v1/chunks?prefix"))["missing"] == []
 

@@ -59,7 +59,7 @@ def test_a_switch_keeps_every_chunk_and_the_order(after: str) -> None:
 def test_a_client_switches_a_running_node() -> None:
     with Cluster(1, "16MiB") as cluster, tanghulu.connect(cluster.address) as client:
         (node,) = (view.id for view in client.nodes())
-        assert client.eviction_policy(node) == "lru"
+        assert client.eviction_policy(node) == "reuse"
         for i in range(10):
             client.put(f"k{i}", bytes(1 << 20))
         for name in (*POLICIES, "reuse"):
