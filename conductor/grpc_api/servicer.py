@@ -28,14 +28,14 @@ from tanghulu.conductor.inference.preprocess import ParsedRequest, parse_chat, p
 from tanghulu.conductor.inference.schema import ChatBody, CompletionBody
 from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.metrics import ConductorMetrics
-from tanghulu.conductor.stories.origin import Origin, Trace, request_id_of, sender_of, trace_of
+from tanghulu.conductor.stories.origin import Origin, Trace, sender_of, trace_of
 from tanghulu.conductor.text.preparing import INLINE_BYTES, in_thread
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, TanghuluError
 from tanghulu.protos import inference_pb2 as pb
 from tanghulu.protos import inference_pb2_grpc
 from tanghulu.rpc import grpc_edge
 from tanghulu.web.errors import log_failure
-from tanghulu.web.server import READ_STALL_S
+from tanghulu.web.server import READ_STALL_S, request_id_of
 
 _log = structlog.get_logger(__name__)
 

@@ -18,7 +18,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tanghulu.auth.key_limits import RATE_HEADERS
-from tanghulu.conductor.stories.origin import Trace, request_id_of, trace_of
+from tanghulu.conductor.stories.origin import Trace, trace_of
+from tanghulu.web.server import request_id_of
 
 _log = structlog.get_logger(__name__)
 

@@ -96,7 +96,7 @@ def _whole_reply(
 def _logprobs_of(generation: Generation, body: CompletionBody) -> shape.CompletionLogprobs:
     """What shows the log probabilities of a text, and those of its prompt where that is shown."""
     if not body.echo:
-        return shape.CompletionLogprobs(generation.model)
+        return shape.CompletionLogprobs(generation.model, body.skip_special_tokens)
     return EchoedLogprobs(generation, body.logprobs or 0, body.skip_special_tokens)
 
 
@@ -112,7 +112,7 @@ def _parsed_answer(service: Service, call: GenerationCall, parsed: ParsedRequest
     choices = [Choice(parsed.new_parser(), parsed.most_calls) for _ in call.generations]
     if not body.stream:
         return _whole_reply(service, call, lambda: whole_answer(call, choices, shown), body)
-    writer = shape.ChunkWriter(call, True, body.include_usage)
+    writer = shape.ChunkWriter(call, True, body.include_usage, body.continuous_usage)
     return EventStream(call, service.forget, ParsedStream(call, writer, choices, shown))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from json.encoder import encode_basestring
 from typing import Any
 
@@ -146,6 +147,11 @@ def model_entry(model: ServedModel, created: int) -> dict[str, Any]:
     }
 
 
+def token_text(model: ServedModel, token: int) -> str:
+    """The text of a token alone, U+FFFD where it is not whole characters."""
+    return model.detokenizers.token_bytes(token).decode(errors="replace")
+
+
 def chat_logprobs(model: ServedModel, logprobs: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
     """``logprobs`` of a chat's choice."""
 
@@ -164,19 +170,38 @@ def chat_logprobs(model: ServedModel, logprobs: Sequence[TokenLogprobs], num_top
 class CompletionLogprobs:
     """``logprobs`` of a text completion's choice; remembers how far the text has come, for ``text_offset``."""
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, skip_special_tokens: bool) -> None:
         self._model = model
+        self._new_detokenizer = partial(model.detokenizers.new, skip_special_tokens=skip_special_tokens)
+        self._detokenizer = self._new_detokenizer()
         self._offset = 0
 
     def of(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """The log probabilities of the next tokens."""
         out: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for one in logprobs:
-            texts = [self._model.detokenizers.token_bytes(t).decode(errors="replace") for t in one.token_ids]
-            if texts:
-                out["tokens"].append(texts[0])
+            if one.token_ids:
+                out["tokens"].append(token_text(self._model, one.token_ids[0]))
                 out["token_logprobs"].append(one.logprobs[0])
-                out["top_logprobs"].append(dict(zip(texts[1:], one.logprobs[1:], strict=True)))
-                out["text_offset"].append(self._offset)
-                self._offset += len(texts[0])
+                drawn, *top = zip(one.token_ids, one.logprobs, strict=True)
+                out["top_logprobs"].append(self._top([*top, drawn]))
+                out["text_offset"] += self._offsets(one.token_ids[:1])
         return out
+
+    def _top(self, ranked: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Log probabilities by the tokens' text; of several tokens with one text, the first."""
+        top: dict[str, float] = {}
+        for token, logprob in ranked:
+            top.setdefault(token_text(self._model, token), logprob)
+        return top
+
+    def _offsets(self, tokens: Sequence[int]) -> list[int]:
+        """The positions in the text, in characters, at which ``tokens`` begin.
+
+        A token that ends within a character, or that the text leaves out, adds nothing to it.
+        """
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(self._detokenizer.feed((token,)))
+        return offsets

@@ -10,24 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tanghulu.conductor.http.openai_format import CompletionLogprobs
+from tanghulu.conductor.http.openai_format import CompletionLogprobs, token_text
 from tanghulu.conductor.inference.generation import Generation, GenerationCall
-from tanghulu.conductor.inference.prompt_scores import ScoredToken, scored_tokens
+from tanghulu.conductor.inference.prompt_scores import scored_tokens
 from tanghulu.conductor.routing.requests import TokenLogprobs
-from tanghulu.conductor.text.served_model import ServedModel
-
-
-def _text_of(model: ServedModel, token: int) -> str:
-    return model.detokenizers.token_bytes(token).decode(errors="replace")
 
 
 class EchoedLogprobs(CompletionLogprobs):
     """``logprobs`` of a choice that shows its prompt: what is asked for first begins with those of the prompt."""
 
     def __init__(self, generation: Generation, num_top: int, skip_special_tokens: bool) -> None:
-        super().__init__(generation.model)
+        super().__init__(generation.model, skip_special_tokens)
         self._num_top = num_top
-        self._detokenizer = generation.model.detokenizers.new(skip_special_tokens=skip_special_tokens)
         self._unshown: Generation | None = generation
 
     def of(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -42,21 +36,12 @@ class EchoedLogprobs(CompletionLogprobs):
         tops: list[dict[str, float] | None] = [None] * len(tokens)
         for one in scored_tokens(tokens, generation.prompt_scores):
             values[one.position] = one.logprob
-            tops[one.position] = self._top(one)
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(self._detokenizer.feed((token,)))
+            tops[one.position] = self._top([*one.top[: self._num_top], (one.token, one.logprob)])
+        offsets = self._offsets(tokens)
         self._offset += len(self._detokenizer.flush())
-        texts = [_text_of(self._model, token) for token in tokens]
+        self._detokenizer = self._new_detokenizer()  # the answer is a text of its own
+        texts = [token_text(self._model, token) for token in tokens]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
-
-    def _top(self, one: ScoredToken) -> dict[str, float]:
-        """The most likely tokens by their text, and the prompt's own; of several of one text the likeliest."""
-        top: dict[str, float] = {}
-        for token, logprob in [*one.top[: self._num_top], (one.token, one.logprob)]:
-            top.setdefault(_text_of(self._model, token), logprob)
-        return top
 
 
 def vllm_prompt_logprobs(generation: Generation, num_top: int) -> list[dict[str, Any] | None]:
@@ -67,7 +52,7 @@ def vllm_prompt_logprobs(generation: Generation, num_top: int) -> list[dict[str,
         ranked = [(one.token, one.logprob, one.rank)]
         ranked += [(token, logprob, rank) for rank, (token, logprob) in enumerate(one.top[:num_top], 1)]
         shown[one.position] = {
-            str(token): {"logprob": logprob, "rank": rank, "decoded_token": _text_of(model, token)}
+            str(token): {"logprob": logprob, "rank": rank, "decoded_token": token_text(model, token)}
             for token, logprob, rank in reversed(ranked)
         }
     return shown
@@ -93,7 +78,7 @@ def sglang_input_logprobs(generation: Generation, with_text: bool) -> dict[str, 
     prompt = generation.request.prompt.tolist()
 
     def entry(logprob: float | None, token: int) -> list[Any]:
-        return [logprob, token, _text_of(model, token) if with_text else None]
+        return [logprob, token, token_text(model, token) if with_text else None]
 
     scoring = generation.request.scoring
     if scoring is None:

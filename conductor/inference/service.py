@@ -124,17 +124,17 @@ class Service:
     def abort_here(self, call_id: str | None, client: str) -> int:
         """As ``abort``, of this conductor's calls, if they are ``client``'s ("": anybody's)."""
         if call_id is None:
-            calls = {call for call in self.calls.values() if client in ("", call.client)}
-            for call in calls:
+            ending = {call for call in self.calls.values() if client in ("", call.client)}
+            for call in ending:
                 call.abort()
-            return len(calls)
+            return len(ending)
         ids = (call_id, f"chatcmpl-{call_id}", f"cmpl-{call_id}")  # the client's own has a prefix in the last two
         name = next((each for each in ids if each in self.calls), "")
-        call = self.calls.get(name)
-        if call is None or client not in ("", call.client):
+        found = self.calls.get(name)
+        if found is None or client not in ("", found.client):
             return 0
-        for generation in call.generations:
-            if name in (call.id, generation.name):
+        for generation in found.generations:
+            if name in (found.id, generation.name):
                 generation.abort()
         return 1
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-import uuid
 from collections.abc import Sequence
 from typing import Final
 
@@ -18,7 +17,6 @@ from msgspec import Struct, structs
 
 SAMPLED: Final = 1
 _FORM: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:=+/@\-]{1,128}")
 _NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
 
 
@@ -51,11 +49,6 @@ class Origin(Struct, frozen=True):
     def beside(self) -> Origin:
         """The origin of a further sequence of the same request, with a span id of its own."""
         return structs.replace(self, trace=structs.replace(self.trace, span_id=new_span_id()))
-
-
-def request_id_of(given: Sequence[str]) -> str:
-    """The client's id for the request, the first that may stand in a header and a log; else a new one."""
-    return next((each for each in given if _REQUEST_ID.fullmatch(each)), "") or uuid.uuid4().hex
 
 
 def sender_of(authorization: str, host: str) -> str:

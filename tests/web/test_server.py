@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -80,5 +81,19 @@ async def test_connections_have_a_bound() -> None:
             opened.append(writer)
             writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             assert (await reader.readline()).split()[1] == status
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert json.loads(body)["error"]["code"] == "too_many_connections"
+        assert {b"retry-after: 1", b"connection: close", b"content-type: application/json"} <= {*head.split(b"\r\n")}
+        assert b"\r\nx-request-id: " in head
         for writer in opened:
             writer.close()
+
+
+async def test_what_is_not_http_gets_an_error_in_the_usual_shape() -> None:
+    async with served(Endless()) as (host, port):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"hello there\r\n\r\n")
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+        assert json.loads(body)["error"]["code"] == "invalid_request"
+        writer.close()

@@ -6,7 +6,8 @@ The only place that knows HTTP statuses of errors.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -16,7 +17,8 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Scope
+from starlette.routing import Match
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tanghulu.errors import InvalidRequest, TanghuluError
 
@@ -35,6 +37,7 @@ _STATUS = {
     "RESPONSE_NOT_FOUND": 404,
     "BODY_TOO_SLOW": REQUEST_TIMEOUT,
     "CONFLICT": 409,
+    "TOO_MANY_CONNECTIONS": 503,
     "LENGTH_REQUIRED": 411,
     "BODY_TOO_LARGE": 413,
     "WRONG_CONTENT_TYPE": 415,
@@ -66,6 +69,7 @@ _COME_BACK = (429, 503)
 #: Refusals that say something about the load, and not only about one request.
 _NOTED = (REQUEST_TIMEOUT, 413, 429)
 _CHALLENGE = {401: "Bearer"}
+_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 #: Parts of a fault's path that name one of several kinds which a value may have, and no field.
 _KIND = re.compile(r"[\[(-]|^(str|int|float|bool|[A-Z]\w*)$")
 #: The rest of a body that stopped coming would be taken for the next request.
@@ -117,6 +121,13 @@ class BodiesFull(TanghuluError):
     retryable = True
 
 
+class TooManyConnections(TanghuluError):
+    """The process has as many connections as it may have."""
+
+    code = "TOO_MANY_CONNECTIONS"
+    retryable = True
+
+
 class LengthRequired(InvalidRequest):
     """A body comes without its length."""
 
@@ -165,8 +176,10 @@ def _body(status: int, message: str, code: str, param: str | None = None) -> dic
     return {"error": {"message": message, "type": kind, "code": code, "param": param}}
 
 
-def _answer(status: int, body: dict[str, Any], retry_after_s: int = 1) -> JSONResponse:
-    said = {"www-authenticate": _CHALLENGE.get(status), "connection": _CONNECTION.get(status)}
+def _answer(
+    status: int, body: dict[str, Any], retry_after_s: int = 1, headers: Mapping[str, str] = MappingProxyType({})
+) -> JSONResponse:
+    said = {"www-authenticate": _CHALLENGE.get(status), "connection": _CONNECTION.get(status), **headers}
     if status in _COME_BACK:
         said["retry-after"] = str(retry_after_s)
     return JSONResponse(body, status, headers={name: value for name, value in said.items() if value})
@@ -197,13 +210,40 @@ def _not_found(method: str, path: str) -> str:
     return f"{method} {path}: Not Found"
 
 
+def _methods_of(app: FastAPI, scope: Scope) -> set[str]:
+    """The methods that the routes of ``app`` serve at the path of ``scope``; HEAD wherever GET is served."""
+    found = {method for method in _METHODS if _serves(app, {**scope, "method": method})}
+    return found | {"HEAD"} if "GET" in found else found
+
+
+def _serves(app: FastAPI, scope: Scope) -> bool:
+    return any(route.matches(scope)[0] is Match.FULL for route in app.routes)
+
+
+class _HeadAsGet:
+    """Middleware that serves HEAD by the route for GET unless it has one of its own; the server drops the body."""
+
+    def __init__(self, app: ASGIApp, served: FastAPI) -> None:
+        self._app, self._served = app, served
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("method") != "HEAD" or _serves(self._served, scope):
+            await self._app(scope, receive, send)
+            return
+        as_get = {**scope, "method": "GET"}  # the server must see HEAD still
+        try:
+            await self._app(as_get, receive, send)
+        finally:
+            scope.update({name: as_get[name] for name in ("route", "endpoint") if name in as_get})
+
+
 def install(
     app: FastAPI,
     process: str,
     retry_after_s: Callable[[], int] = _once_a_second,
     not_found: Callable[[str, str], str] = _not_found,
 ) -> None:
-    """Answer every error of ``app`` in one shape, and log it.
+    """Answer every error of ``app`` in one shape, and log it; serve HEAD where GET is served.
 
     ``process`` names the process whose log has a bug's trace; ``retry_after_s`` says when who is refused now should
     come back; ``not_found`` says of a method and a path what there is instead.
@@ -222,9 +262,13 @@ def install(
         assert isinstance(error, HTTPException)
         codes = {400: "invalid_request", 404: "not_found", 405: "method_not_allowed"}
         what = f"{request.method} {request.url.path}: {error.detail}"
+        headers = {name.lower(): value for name, value in (error.headers or {}).items()}
         if error.status_code == 404:
             what = not_found(request.method, request.url.path)
-        return _answer(error.status_code, _body(error.status_code, what, codes.get(error.status_code, "http_error")))
+        if error.status_code == 405:
+            headers["allow"] = ", ".join(sorted(_methods_of(app, request.scope)))
+        body = _body(error.status_code, what, codes.get(error.status_code, "http_error"))
+        return _answer(error.status_code, body, headers=headers)
 
     async def gone(_: Request, error: Exception) -> JSONResponse:
         return _answer(499, _body(499, "the client hung up while it sent its body", "client_closed_request"))
@@ -233,6 +277,7 @@ def install(
         _log.error("http.bug", path=request.url.path, exc_info=error)
         return _answer(500, _body(500, f"internal error of {process}; its log has the trace", "internal"))
 
+    app.add_middleware(_HeadAsGet, served=app)
     app.add_exception_handler(TanghuluError, typed)
     app.add_exception_handler(RequestValidationError, bad)
     app.add_exception_handler(HTTPException, http)

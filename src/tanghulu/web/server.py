@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import ssl
-from collections.abc import Callable, Iterator
-from typing import ClassVar, cast
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, cast
 
 import structlog
 import uvicorn
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from tanghulu.auth.tls import REFRESH_S, ServerTls
-from tanghulu.errors import ConfigError
+from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.runtime.accepting import accept_no_more
 from tanghulu.types import Address
+from tanghulu.web.errors import TooManyConnections, answer_to
 
 _log = structlog.get_logger(__name__)
 _BACKLOG = 2048
@@ -27,6 +30,14 @@ _KEEP_ALIVE_S = 75
 MAX_HEADLESS = 256
 #: A client that leaves what it was sent unread for so long is hung up on; what is unread is bounded meanwhile.
 READ_STALL_S = 30.0
+
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:=+/@\-]{1,128}")
+
+
+def request_id_of(given: Sequence[str]) -> str:
+    """The client's id for the request, the first that may stand in a header and a log; else a new one."""
+    return next((each for each in given if _REQUEST_ID.fullmatch(each)), "") or uuid.uuid4().hex
 
 
 def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
@@ -65,6 +76,14 @@ async def follow_files(tls: ServerTls) -> None:
             _log.error("tls.not_reloaded", error=error.message)
 
 
+async def _too_many_connections(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request on a connection beyond the bound, and hang up."""
+    response = answer_to(TooManyConnections("this process has all the connections it may have; try again in a moment"))
+    given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"]
+    response.headers.update({"connection": "close", "x-request-id": request_id_of(given)})
+    await response(scope, receive, send)
+
+
 class _Connection(HttpToolsProtocol):
     """uvicorn's; none stays that does not end a request's header in ``header_s``, or reads nothing for ``stall_s``.
 
@@ -94,6 +113,19 @@ class _Connection(HttpToolsProtocol):
             self._wait()
         else:
             self._wait_no_more()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Run ``app``, or, where uvicorn means to refuse by itself, answer in the shape of all other errors."""
+        served: Any = app if app is self.app else _too_many_connections
+        super()._start_asgi_task(cycle, served)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP, in the shape of all other errors, and hang up."""
+        response = answer_to(InvalidRequest(msg))
+        response.headers["connection"] = "close"
+        head = b"".join(b"%s: %s\r\n" % header for header in response.raw_headers)
+        self.transport.write(b"HTTP/1.1 400 Bad Request\r\n" + head + b"\r\n" + response.body)
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

@@ -137,3 +137,27 @@ class TestRoutesThatAreNotHere:
         error = response.json()["error"]
         assert (error["code"], error["type"]) == ("not_found", "invalid_request_error")
         assert hint in error["message"]
+
+
+class TestMethods:
+    @pytest.mark.parametrize("path", ["/live", "/ready", "/health", "/metrics", "/v1/models", "/v1/models/tiny"])
+    async def test_head_is_served_where_get_is(self, cluster, path):
+        await cluster.add()
+        got, head = await cluster.http.get(path), await cluster.http.head(path)
+        assert (got.status_code, head.status_code, head.content) == (200, 200, b"")
+        assert head.headers["content-type"] == got.headers["content-type"]
+        assert (await cluster.http.head("/live/no")).status_code == 404
+
+    @pytest.mark.parametrize(
+        ("method", "path", "allowed"),
+        [
+            ("GET", "/v1/chat/completions", "POST"),
+            ("HEAD", "/v1/completions", "POST"),
+            ("OPTIONS", "/generate", "POST"),
+            ("DELETE", "/flush_cache", "GET, HEAD, POST"),
+            ("POST", "/live", "GET, HEAD"),
+        ],
+    )
+    async def test_a_405_says_what_is_allowed(self, cluster, method, path, allowed):
+        answer = await cluster.http.request(method, path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, allowed)

@@ -172,7 +172,7 @@ class TestCompletions:
         assert logprobs["tokens"] == ["H", "e", "ll", "o"]
         assert logprobs["token_logprobs"] == [-0.5] * 4
         assert logprobs["text_offset"] == [0, 1, 2, 4]
-        assert [len(top) for top in logprobs["top_logprobs"]] == [2] * 4
+        assert [list(top) for top in logprobs["top_logprobs"]] == [["!", '"', token] for token in logprobs["tokens"]]
         messages = [{"role": "user", "content": "x"}]
         chat = {"messages": messages, "max_tokens": 2, "logprobs": True, "top_logprobs": 1}
         _, body = await _post(cluster, "/v1/chat/completions", **chat)

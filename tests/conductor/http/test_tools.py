@@ -136,6 +136,16 @@ class TestAuto:
             answer = await client.chat.completions.create(model="tiny", messages=ASK, tools=[TOOL])
             assert len(answer.choices[0].message.tool_calls) == 20
 
+    async def test_each_chunk_has_the_usage_so_far_where_that_is_wanted(self, tmp_path):
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        async with _served(tmp_path, f"Hm. {CALL}") as (client, _):
+            stream = await client.chat.completions.create(
+                model="tiny", messages=ASK, tools=[TOOL], stream=True, stream_options=options
+            )
+            counts = [chunk.usage.completion_tokens async for chunk in stream]
+            assert counts == sorted(counts)
+            assert counts[-1] > counts[0]
+
     async def test_the_client_s_own_accumulation(self, tmp_path):
         async with _served(tmp_path, CALL) as (client, _):
             async with client.chat.completions.stream(model="tiny", messages=ASK, tools=[TOOL]) as stream:
