@@ -22,8 +22,8 @@ from starlette.types import Receive, Scope, Send
 
 from tanghulu.conductor.http import fields
 from tanghulu.conductor.http.envelope import CLIENT_CLOSED_REQUEST
-from tanghulu.conductor.inference.json_marks import check_marks
 from tanghulu.conductor.inference.generation import GenerationCall, TextDelta
+from tanghulu.conductor.inference.json_marks import check_marks
 from tanghulu.conductor.inference.schema import Body, RoutedBody
 from tanghulu.conductor.inference.service import Service, UnknownFields
 from tanghulu.conductor.stories.origin import Origin, sender_of

@@ -24,9 +24,7 @@ BRACKET_MARKS: Final = 4
 _PIECE_BYTES: Final = 256 << 10
 
 
-def check_marks(
-    body: bytes | memoryview, most_string_bytes: float = math.inf, most_marks: int = MAX_MARKS
-) -> int:
+def check_marks(body: bytes | memoryview, most_string_bytes: float = math.inf, most_marks: int = MAX_MARKS) -> int:
     """The marks of a body, at most. Raises BadField for too many, and ContextLengthExceeded for too long a string."""
     starts = range(0, len(body), _PIECE_BYTES)
     marks = sum(_marks_of(bytes(body[start : start + _PIECE_BYTES])) for start in starts)

@@ -242,13 +242,13 @@ async def _tokenised(
         raise BadField("the list of prompts is empty", "prompt")
     if isinstance(prompts[0], int):
         return [await made_ready(is_large, _checked, model, prompts)]
-    in_loop = sum(map(len, prompts)) <= INLINE_CHARACTERS  # type: ignore[arg-type]
+    in_loop = sum(map(len, prompts)) <= INLINE_CHARACTERS
     ready: list[Tokens] = []
     for prompt in prompts:
         if isinstance(prompt, str):
             ready.append(await model.encode(prompt, add_special_tokens, in_loop=in_loop))
         else:
-            ready.append(await made_ready(is_large, _checked, model, prompt))  # type: ignore[arg-type]
+            ready.append(await made_ready(is_large, _checked, model, prompt))
     return ready
 
 

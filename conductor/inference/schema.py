@@ -22,8 +22,9 @@ from tanghulu.conductor.routing.requests import Timeouts
 from tanghulu.conductor.stories.origin import Origin
 from tanghulu.conductor.text.stop_regex import MAX_PATTERN_CHARACTERS
 from tanghulu.conductor.text.stop_strings import MAX_GENERATE_STOP_STRINGS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
-from tanghulu.conductor.tools.schemas import check_depth
+from tanghulu.conductor.tools.schemas import check_depth, grammar_of
 from tanghulu.types import InstanceId
+from tanghulu.web.errors import BadField
 
 MAX_CHOICES = 16
 MAX_SEQUENCES = 128
@@ -187,14 +188,21 @@ class SamplingFields(Body):
         """The grammars that are asked for: the name of the field -> (json_schema or regex, its text)."""
         found = {}
         if self.json_schema is not None:
-            found["json_schema"] = ("json_schema", self.json_schema)
+            found["json_schema"] = ("json_schema", _json_text("json_schema", self.json_schema))
         if self.regex is not None:
             found["regex"] = ("regex", self.regex)
         return found
 
 
-def _json_text(schema: JsonText) -> str:
-    return schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
+def _json_text(name: str, schema: JsonText, strict: bool = False) -> str:
+    """The text of the grammar of ``schema``, which the field ``name`` has. Raises BadField."""
+    try:
+        given = msgspec.json.decode(schema, type=dict[str, Any] | bool) if isinstance(schema, str) else schema
+        if not isinstance(schema, str) and len(msgspec.json.encode(schema)) > MAX_GRAMMAR_CHARS:
+            raise BadField(f"{name} has more than {MAX_GRAMMAR_CHARS} characters", name.partition(".")[0])
+        return grammar_of(given, strict)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadField(f"{name} is no JSON schema: {error}", name.partition(".")[0]) from None
 
 
 def _one_of(texts: list[str]) -> str:
@@ -218,6 +226,7 @@ class JsonSchema(Body):
     """``json_schema`` of a response format."""
 
     name: Name = ""
+    strict: bool | None = None
     schema_: dict[str, Any] | bool = Field(default_factory=dict, alias="schema")
 
 
@@ -237,7 +246,7 @@ class ResponseFormat(Body):
     def schema_text(self) -> str | None:
         """The JSON schema that the text must keep to; None for free text."""
         if self.type == "json_schema" and self.json_schema is not None:
-            return _json_text(self.json_schema.schema_)
+            return _json_text("response_format", self.json_schema.schema_, bool(self.json_schema.strict))
         return ANY_OBJECT if self.type == "json_object" else None
 
 
@@ -375,9 +384,10 @@ class OpenAIBody(RoutedBody, SamplingFields):
         found: dict[str, tuple[str, str]] = {}
         format_text = self.response_format.schema_text if self.response_format is not None else None
         structured = self.structured_outputs or StructuredOutputs()
-        for name, schema in (("response_format", format_text), ("guided_json", self.guided_json)):
-            if schema is not None:
-                found[name] = ("json_schema", _json_text(schema))
+        if format_text is not None:
+            found["response_format"] = ("json_schema", format_text)
+        if self.guided_json is not None:
+            found["guided_json"] = ("json_schema", _json_text("guided_json", self.guided_json))
         for name, choice in (("guided_choice", self.guided_choice), ("structured_outputs.choice", structured.choice)):
             if choice is not None:
                 found[name] = ("regex", _one_of(choice))
@@ -385,7 +395,7 @@ class OpenAIBody(RoutedBody, SamplingFields):
             if regex is not None:
                 found[name] = ("regex", regex)
         if structured.json_ is not None:
-            found["structured_outputs.json"] = ("json_schema", _json_text(structured.json_))
+            found["structured_outputs.json"] = ("json_schema", _json_text("structured_outputs.json", structured.json_))
         if structured.json_object:
             found["structured_outputs.json_object"] = ("json_schema", ANY_OBJECT)
         return found | super().grammars()

@@ -79,6 +79,7 @@ class FormatOfText(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["text", "json_object", "json_schema"]
     name: str = ""
+    strict: bool | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
@@ -151,7 +152,8 @@ class ResponsesBody(RoutedBody):
         form = self.text.format if self.text is not None else None
         if form is None or form.type != "json_schema":
             return {"type": form.type} if form is not None else None
-        return {"type": "json_schema", "json_schema": {"name": form.name, "schema": form.schema_ or {}}}
+        schema = {"name": form.name, "strict": form.strict, "schema": form.schema_ or {}}
+        return {"type": "json_schema", "json_schema": schema}
 
 
 def _choice_for_chat(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:

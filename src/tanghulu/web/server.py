@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import ssl
 from collections.abc import Callable, Iterator
@@ -12,12 +13,13 @@ from typing import ClassVar, cast
 import structlog
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tanghulu.auth.tls import REFRESH_S, ServerTls
 from tanghulu.errors import ConfigError
 from tanghulu.runtime.accepting import accept_no_more
 from tanghulu.types import Address
+from tanghulu.web.errors import HeaderTooLarge, body_of, status_of
 
 _log = structlog.get_logger(__name__)
 _BACKLOG = 2048
@@ -25,6 +27,11 @@ _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
 #: Connections that have not come to the end of a header; the oldest goes when another comes.
 MAX_HEADLESS = 256
+#: A request's line and header, or the trailer of its body; each field counts as its text and _FIELD_BYTES.
+MAX_HEADER_BYTES = 64 << 10
+_FIELD_BYTES = 32
+#: Requests that wait on a connection for the answers before theirs.
+MAX_PIPELINED = 16
 #: A client that leaves what it was sent unread for so long is hung up on; what is unread is bounded meanwhile.
 READ_STALL_S = 30.0
 
@@ -80,6 +87,10 @@ class _Connection(HttpToolsProtocol):
     #: Whether the server is ending; then a connection without a request goes.
     is_ending: ClassVar[bool] = False
     _waiting: asyncio.TimerHandle | None = None
+    #: Of the header or trailer that is coming: its whole fields, and bytes that have not become a field or a body.
+    _header_bytes = 0
+    _loose_bytes = 0
+    _refusal: HeaderTooLarge | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
@@ -89,11 +100,59 @@ class _Connection(HttpToolsProtocol):
             self._wait()
 
     def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
+        self._loose_bytes += len(data)
         super().data_received(data)
+        if self._loose_bytes > MAX_HEADER_BYTES and self._refusal is None:
+            self._refusal = _too_large()
+            self.send_400_response("")
         if self.cycle is None or self.cycle.response_complete:
             self._wait()
         else:
             self._wait_no_more()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._header_bytes = self._loose_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + _FIELD_BYTES)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._header_bytes = self._loose_bytes = 0
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._refusal = HeaderTooLarge(f"{MAX_PIPELINED} requests already wait on this connection")
+            raise self._refusal
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._loose_bytes = 0
+        super().on_body(body)
+
+    def _count(self, num_bytes: int) -> None:
+        """Add to the header; what is raised here makes the parser give up, and ``send_400_response`` answers."""
+        self._header_bytes += num_bytes
+        if self._header_bytes > MAX_HEADER_BYTES:
+            self._refusal = _too_large()
+            raise self._refusal
+
+    def send_400_response(self, msg: str) -> None:
+        if self._refusal is None:
+            super().send_400_response(msg)
+        elif self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()  # an answer is on its way, or due first
+        else:
+            _log.info("http.header_too_large", client=self.client)
+            body = json.dumps(body_of(self._refusal)).encode()
+            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+            self.transport.write(STATUS_LINE[status_of(self._refusal)] + head + body)
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -140,6 +199,13 @@ class _Connection(HttpToolsProtocol):
             self._waiting.cancel()
             self._waiting = None
             self.headless.pop(self, None)
+
+
+def _too_large() -> HeaderTooLarge:
+    return HeaderTooLarge(
+        f"the request's line and header have more than {MAX_HEADER_BYTES} bytes, each field counted as its text and "
+        f"{_FIELD_BYTES}; send what is long in the body"
+    )
 
 
 class HttpServer(uvicorn.Server):

@@ -315,11 +315,11 @@ REFUSED = [
     (
         {
             "messages": [
-                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 7}}]},
             ]
         },
         "messages",
-        "no JSON object",
+        "valid",
     ),
 ]
 
