@@ -90,27 +90,25 @@ class _Wanted:
 async def parse_chat(body: ChatBody, model: ServedModel, parsers: ParserNames) -> ParsedRequest:
     """Make the sequences of a chat completion."""
     form = form_of(model.card.chat_template, parsers)
-    calls, messages, variables = await made_ready(body.is_large, _shown, body, model, form)
+    calls, schema, messages, variables = await made_ready(body.is_large, _shown, body, model, form)
     text = await model.render_chat(messages, variables)
     prompt = await model.encode(text, body.add_special_tokens, body.salt)
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     scoring = _scoring(body.prompt_logprobs)
     wanted = _Wanted(body, body.max_completion_tokens or body.max_tokens, num_logprobs, scoring)
     parsed = await _parsed(model, [_truncated(prompt, body, wanted.max_tokens, model)], [wanted], body)
-    return await made_ready(body.is_large, _with_calls, parsed, calls, form, is_open(text))
+    return await made_ready(body.is_large, _with_calls, parsed, calls, schema, form, is_open(text))
 
 
 def _shown(
     body: ChatBody, model: ServedModel, form: AnswerForm
-) -> tuple[WantedCalls, list[dict[str, Any]], dict[str, Any]]:
-    """The calls that a chat asks for, and its messages and variables for the template."""
+) -> tuple[WantedCalls, str | None, list[dict[str, Any]], dict[str, Any]]:
+    """The calls that a chat asks for, the schema that forces them, and its messages and variables for the template."""
     calls = WantedCalls.of(body)
+    schema = calls.schema()
     messages, tools = calls.shown(_for_template(body.messages, model), form)
-    return (
-        calls,
-        messages,
-        {**_template_variables(body), "tools": tools, "add_generation_prompt": body.add_generation_prompt},
-    )
+    variables = {**_template_variables(body), "tools": tools, "add_generation_prompt": body.add_generation_prompt}
+    return calls, schema, messages, variables
 
 
 def _for_template(messages: Sequence[Message], model: ServedModel) -> list[dict[str, Any]]:
@@ -133,10 +131,12 @@ def _with_grammar(parsed: ParsedRequest, json_schema: str | None = None, lark: s
     return replace(parsed, requests=requests)
 
 
-def _with_calls(parsed: ParsedRequest, calls: WantedCalls, form: AnswerForm, opened: bool) -> ParsedRequest:
+def _with_calls(
+    parsed: ParsedRequest, calls: WantedCalls, schema: str | None, form: AnswerForm, opened: bool
+) -> ParsedRequest:
     """``parsed`` with the grammar that forces ``calls`` or keeps them strict, and the parser that its answers need."""
     free = _is_free(parsed)
-    if (schema := calls.schema()) is not None:
+    if schema is not None:
         if not free:
             raise BadField("tool_choice asks for a grammar, and so does another field; give one", "tool_choice")
         parsed = _with_grammar(parsed, json_schema=schema)

@@ -123,8 +123,6 @@ async def test_a_header_beyond_its_bound_is_refused(pieces: list[bytes]) -> None
         # While it is still sending, the answer may be lost with the connection.
         is_refused = answer.startswith(b"HTTP/1.1 431") and b"header_too_large" in answer
         assert is_refused or (not answer and len(pieces) > 1)
-            answer.startswith(b"HTTP/1.1 431") and b"header_too_large" in answer
-        )
         fits = b"x-a: " + b"y" * (MAX_HEADER_BYTES - 1024) + b"\r\ncontent-length: 2\r\n\r\nhi"
         assert (await _sent(address, HEAD + fits)).endswith(b"\r\n\r\n2")
 
