@@ -5,14 +5,26 @@ A field of a message is called as in the body; what is called otherwise is trans
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from google.protobuf.message import Message as Protobuf
 from pydantic import ValidationError
 
-from tanghulu.conductor.inference.schema import Body, ChatBody, CompletionBody, OpenAIBody, TokenizeBody
+from tanghulu.conductor.inference.json_marks import MAX_CHAT_MARKS, MAX_MARKS, marks_of
+from tanghulu.conductor.inference.schema import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_SEQUENCES,
+    MAX_TOOLS,
+    Body,
+    ChatBody,
+    CompletionBody,
+    OpenAIBody,
+    TokenizeBody,
+)
+from tanghulu.conductor.text.preparing import INLINE_BYTES, made_ready
 from tanghulu.protos import inference_pb2 as pb
 from tanghulu.web.errors import BadField, from_validation
 
@@ -22,18 +34,29 @@ _PROMPT = "prompt"
 _PROMPTS = ("text", "texts", "input_ids", "input_id_lists", "chat")
 
 
-def body_of(message: pb.GenerateRequest) -> OpenAIBody:
-    """The body of a chat, or of a completion of texts or of token ids. Raises BadField."""
+async def body_of(message: pb.GenerateRequest | pb.TokenizeRequest) -> Body:
+    """The body that ``message`` is, made in a thread where it is long. Raises BadField."""
+    is_large = message.ByteSize() > INLINE_BYTES
+    make: Callable[[Any], Body] = _generate_body if isinstance(message, pb.GenerateRequest) else _tokenize_body
+    body = await made_ready(is_large, make, message)
+    if is_large:
+        body.set_large()
+    return body
+
+
+def _generate_body(message: pb.GenerateRequest) -> OpenAIBody:
+    """The body of a chat, or of a completion of texts or of token ids."""
     fields = _given(message, but=(*_PROMPTS, "sampling")) | _sampling(message)
     match message.WhichOneof("prompt"):
         case "text":
             prompt: Any = message.text
         case "input_ids":
-            prompt = list(message.input_ids.ids)
+            prompt = _listed(message.input_ids.ids, _PROMPT, MAX_MARKS)
         case "texts":
-            prompt = list(message.texts.texts)
+            prompt = _listed(message.texts.texts, _PROMPT, MAX_SEQUENCES)
         case "input_id_lists":
-            prompt = [list(each.ids) for each in message.input_id_lists.lists]
+            lists = _listed(message.input_id_lists.lists, _PROMPT, MAX_SEQUENCES)
+            prompt = [_listed(each.ids, _PROMPT, MAX_MARKS) for each in lists]
         case "chat":
             if message.echo:
                 raise BadField("echo is of texts and token ids alone; leave it out of a chat", "echo")
@@ -43,8 +66,8 @@ def body_of(message: pb.GenerateRequest) -> OpenAIBody:
     return _checked(CompletionBody, fields | {_PROMPT: prompt})
 
 
-def tokenize_body_of(message: pb.TokenizeRequest) -> TokenizeBody:
-    """The body of a text or a chat to be tokenised. Raises BadField."""
+def _tokenize_body(message: pb.TokenizeRequest) -> TokenizeBody:
+    """The body of a text or a chat to be tokenised."""
     fields = _given(message, but=("text", "chat"))
     match message.WhichOneof("prompt"):
         case "text":
@@ -64,15 +87,22 @@ def _checked(kind: type[B], fields: dict[str, Any]) -> B:
 def _given(message: Any, but: Iterable[str] = ()) -> dict[str, Any]:
     """The fields of ``message`` that are given, under their names."""
     left_out = set(but)
-    return {field.name: _plain(value) for field, value in message.ListFields() if field.name not in left_out}
+    return {f.name: _plain(value, f.name) for f, value in message.ListFields() if f.name not in left_out}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, name: str) -> Any:
     if isinstance(value, Protobuf):
         return _given(value)
     if isinstance(value, Mapping):
-        return {str(key): each for key, each in value.items()}
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+        return dict(zip(map(str, value), _listed(value.values(), name, MAX_MESSAGES), strict=True))
+    return _listed(value, name, MAX_MESSAGES) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+def _listed(values: Collection[Any], name: str, most: int) -> list[Any]:
+    """``values`` of the field ``name``. Raises BadField for more than ``most``, before any is looked at."""
+    if len(values) > most:
+        raise BadField(f"{name} has {len(values)} values; at most {most} are taken", name)
+    return list(values)
 
 
 def _sampling(message: pb.GenerateRequest) -> dict[str, Any]:
@@ -90,9 +120,15 @@ def _chat_names(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _chat(chat: pb.Chat) -> dict[str, Any]:
     fields = _given(chat, but=("messages", "tools", "tool_function", "chat_template_kwargs"))
-    fields["messages"] = [_message(each) for each in chat.messages]
-    if chat.tools:
-        fields["tools"] = [{"type": "function", "function": _function(each)} for each in chat.tools]
+    tools = _listed(chat.tools, "tools", MAX_TOOLS)
+    texts = [chat.chat_template_kwargs, *(tool.parameters for tool in tools)]
+    if sum(marks_of(text.encode()) for text in texts) > MAX_CHAT_MARKS:
+        raise BadField(f"tools and chat_template_kwargs have more than {MAX_CHAT_MARKS} JSON values", "tools")
+    if (num_calls := sum(len(each.tool_calls) for each in chat.messages)) > MAX_PARTS:
+        raise BadField(f"messages have {num_calls} calls; at most {MAX_PARTS} are taken", "messages")
+    fields["messages"] = [_message(each) for each in _listed(chat.messages, "messages", MAX_MESSAGES)]
+    if tools:
+        fields["tools"] = [{"type": "function", "function": _function(each)} for each in tools]
     if chat.tool_function:
         if chat.tool_choice:
             raise BadField("give one of tool_choice and tool_function", "tool_choice")

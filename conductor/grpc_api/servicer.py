@@ -23,13 +23,12 @@ from tanghulu.auth.api_keys import ApiKey, ApiKeysFile, KeyRight
 from tanghulu.auth.credentials import AUTHORIZATION, from_metadata
 from tanghulu.auth.key_limits import RateLimitExceeded
 from tanghulu.conductor.grpc_api.replies import ReplyWriter
-from tanghulu.conductor.grpc_api.requests import body_of, tokenize_body_of
-from tanghulu.conductor.inference.preprocess import ParsedRequest, parse_chat, parse_completion
-from tanghulu.conductor.inference.schema import ChatBody, CompletionBody
+from tanghulu.conductor.grpc_api.requests import body_of
+from tanghulu.conductor.inference.preprocess import ParsedRequest, parse_chat, parse_completion, tokenise
+from tanghulu.conductor.inference.schema import ChatBody, CompletionBody, RoutedBody, TokenizeBody
 from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.stories.origin import Origin, Trace, sender_of, trace_of
-from tanghulu.conductor.text.preparing import INLINE_BYTES, in_thread
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, TanghuluError
 from tanghulu.protos import inference_pb2 as pb
 from tanghulu.protos import inference_pb2_grpc
@@ -149,9 +148,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _parsed(self, message: pb.GenerateRequest, context: Context, caller: _Caller) -> ParsedRequest:
         """The sequences that ``message`` asks for; it has its place in the room for bodies meanwhile."""
-        num_bytes, service = message.ByteSize(), self._service
-        with service.bodies.holding(num_bytes):
-            body = body_of(message) if num_bytes <= INLINE_BYTES else await in_thread(body_of, message)
+        service = self._service
+        with service.bodies.holding(message.ByteSize()):
+            body = await body_of(message)
+            assert isinstance(body, RoutedBody)
             remaining_s = context.time_remaining()
             if remaining_s is not None:
                 if remaining_s <= 0:
@@ -168,15 +168,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _tokenize(self, message: pb.TokenizeRequest, caller: _Caller) -> pb.TokenizeReply:
         with self._service.bodies.holding(message.ByteSize()):
-            body = tokenize_body_of(message)
+            body = await body_of(message)
+            assert isinstance(body, TokenizeBody)
             model = await self._service.find_model(body.model)
             caller.model = model.card.model
-            special, text = body.add_special_tokens, body.prompt
-            if body.messages is not None:
-                special, messages = False, [each.for_template() for each in body.messages]
-                text = await model.render_chat(messages, {"add_generation_prompt": body.add_generation_prompt})
-            assert isinstance(text, str)
-            tokens = await model.encode(text, special)
+            (tokens,) = await tokenise(body, model)
         return pb.TokenizeReply(tokens=tokens.tolist(), max_model_len=model.card.context_length)
 
     async def _write(self, context: Context, reply: pb.GenerateReply) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -11,11 +13,13 @@ from starlette.responses import Response
 
 from tanghulu.conductor.dispatch.router import RoutedRequest
 from tanghulu.conductor.http.reply import dumps, note_sender, parse_large, reading
-from tanghulu.conductor.inference.preprocess import ParsedRequest, parse_chat, parse_completion
+from tanghulu.conductor.inference.preprocess import ParsedRequest, parse_chat, parse_completion, tokenise
 from tanghulu.conductor.inference.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.stories.book import MAX_KEPT
-from tanghulu.conductor.text.preparing import in_thread
+from tanghulu.conductor.text.preparing import in_thread, made_ready
+from tanghulu.conductor.text.served_model import ServedModel
+from tanghulu.hashing import Tokens
 from tanghulu.web.errors import BadField, RequestNotFound
 
 
@@ -41,32 +45,32 @@ def router(service: Service) -> APIRouter:
         return _explanation(parsed, found)
 
     @api.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, Any]:
+    async def tokenize(request: Request) -> Response:
         """Text, texts or a chat to token ids."""
         async with reading(request, service, TokenizeBody) as body:
             model = await service.find_model(body.model)
-            special, texts = body.add_special_tokens, body.prompt
-            if body.messages is not None:
-                special, messages = False, [message.for_template() for message in body.messages]
-                texts = await model.render_chat(messages, {"add_generation_prompt": body.add_generation_prompt})
-            if isinstance(texts, list):
-                tokens: Any = [(await model.encode(text, special)).tolist() for text in texts]
-                count: Any = [len(ids) for ids in tokens]
-            else:
-                tokens = (await model.encode(texts or "", special)).tolist()
-                count = len(tokens)
-        return {"count": count, "tokens": tokens, "max_model_len": model.card.context_length}
+            tokens = await tokenise(body, model)
+            shown = await made_ready(body.is_large, _tokenised, tokens, isinstance(body.prompt, list), model)
+        return Response(shown, media_type="application/json")
 
     @api.post("/detokenize")
-    async def detokenize(request: Request) -> dict[str, Any]:
+    async def detokenize(request: Request) -> Response:
         """Token ids to text, under vLLM's name and SGLang's."""
         async with reading(request, service, DetokenizeBody) as body:
             model = await service.find_model(body.model)
-            ids = model.checked_tokens(body.tokens).tolist()
-            text = await in_thread(model.decode, ids, body.skip_special_tokens)
-        return {"prompt": text, "text": text}
+            await made_ready(body.is_large, model.checked_tokens, body.tokens)
+            text = await in_thread(model.decode, body.tokens, body.skip_special_tokens)
+        return Response(dumps({"prompt": text, "text": text}), media_type="application/json")
 
     return api
+
+
+def _tokenised(texts: Sequence[Tokens], is_list: bool, model: ServedModel) -> bytes:
+    """The answer of /tokenize, as JSON: a million ids take an encoder for any value seconds."""
+    tokens: Any = [ids.tolist() for ids in texts]
+    count: Any = [len(ids) for ids in tokens]
+    shown = {"count": count, "tokens": tokens} if is_list else {"count": count[0], "tokens": tokens[0]}
+    return msgspec.json.encode({**shown, "max_model_len": model.card.context_length})
 
 
 def _add_health(api: APIRouter, service: Service) -> None:

@@ -20,6 +20,7 @@ from tanghulu.conductor.inference.preprocess import ParsedRequest, parse_chat, p
 from tanghulu.conductor.inference.schema import ChatBody, CompletionBody, OpenAIBody
 from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
+from tanghulu.conductor.text.preparing import in_thread
 from tanghulu.errors import TanghuluError
 
 #: The logprobs of a choice's next tokens, as the API shows them.
@@ -58,7 +59,8 @@ def router(service: Service) -> APIRouter:
             model = await service.find_model(body.model)
             parsed = await parse_completion(body, model)
         skip = body.skip_special_tokens
-        echoes = [model.decode(r.prompt.tolist(), skip) for r in parsed.requests] if body.echo else []
+        echoed = parsed.requests if body.echo else []
+        echoes = [await in_thread(model.decode, request.prompt.tolist(), skip) for request in echoed]
         call = service.start(f"cmpl-{body.call_id or uuid.uuid4().hex}", parsed)
         by_choice = [_logprobs_of(generation, body) for generation in call.generations]
         logprobs = (lambda i, values: by_choice[i].of(values)) if body.logprobs is not None else None

@@ -22,8 +22,8 @@ from starlette.types import Receive, Scope, Send
 
 from tanghulu.conductor.http import fields
 from tanghulu.conductor.http.envelope import CLIENT_CLOSED_REQUEST
-from tanghulu.conductor.http.json_marks import check_marks
 from tanghulu.conductor.inference.generation import GenerationCall, TextDelta
+from tanghulu.conductor.inference.json_marks import check_marks
 from tanghulu.conductor.inference.schema import Body, RoutedBody
 from tanghulu.conductor.inference.service import Service, UnknownFields
 from tanghulu.conductor.stories.origin import Origin, sender_of
@@ -95,8 +95,10 @@ async def parse_large(model: type[B], body: bytes | memoryview, most_string_byte
     """``body`` as ``model``, parsed in a thread where it is long. Raises BadField, ContextLengthExceeded."""
     if len(body) <= INLINE_BYTES:
         return parse_fields(model, body)
-    await in_thread(check_marks, body, most_string_bytes)
-    return await in_thread(parse_fields, model, body)
+    await in_thread(check_marks, body, most_string_bytes, model.max_marks)
+    parsed = await in_thread(parse_fields, model, body)
+    parsed.set_large()
+    return parsed
 
 
 def parse(model: type[M], body: bytes | memoryview) -> M:

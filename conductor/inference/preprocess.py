@@ -22,14 +22,17 @@ from tanghulu.conductor.inference.schema import (
     ChatBody,
     CompletionBody,
     GenerateBody,
+    Message,
     OpenAIBody,
     Prompts,
     RoutedBody,
     SamplingFields,
+    TokenizeBody,
 )
 from tanghulu.conductor.inference.tool_requests import WantedCalls
 from tanghulu.conductor.routing.overrides import NO_OVERRIDES
 from tanghulu.conductor.routing.requests import GenerationRequest, Sampling, StopRule, WantedPromptLogprobs
+from tanghulu.conductor.text.preparing import INLINE_CHARACTERS, made_ready
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.conductor.text.stop_regex import MAX_PATTERN_CHARACTERS, StopPattern
 from tanghulu.conductor.tools.choosing import AnswerForm, ParserNames, form_of
@@ -43,6 +46,12 @@ DEFAULT_COMPLETION_TOKENS = 16
 #: Variables of a template that chat_template_kwargs must not set.
 TEMPLATE_NAMES_TAKEN = frozenset(("messages", "tools", "self"))
 _SEED_MASK = (1 << 64) - 1
+#: The least top_p and repetition_penalty: as 32-bit floats smaller ones are 0, which stands for "not given".
+LEAST_SHARE = 1e-30
+MAX_ID_DIGITS = 10
+#: Different stop expressions of one body; and the work for a character of all its sequences.
+MAX_DIFFERENT_PATTERNS = 16
+MAX_PATTERN_MOVES = 16_384
 
 N = TypeVar("N", int, float)
 
@@ -81,19 +90,30 @@ class _Wanted:
 async def parse_chat(body: ChatBody, model: ServedModel, parsers: ParserNames) -> ParsedRequest:
     """Make the sequences of a chat completion."""
     form = form_of(model.card.chat_template, parsers)
-    calls = WantedCalls.of(body)
-    schema = calls.schema()
-    messages, tools = calls.shown([message.for_template() for message in body.messages], form)
-    variables = {**_template_variables(body), "tools": tools, "add_generation_prompt": body.add_generation_prompt}
+    calls, schema, messages, variables = await made_ready(body.is_large, _shown, body, model, form)
     text = await model.render_chat(messages, variables)
     prompt = await model.encode(text, body.add_special_tokens, body.salt)
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     scoring = _scoring(body.prompt_logprobs)
     wanted = _Wanted(body, body.max_completion_tokens or body.max_tokens, num_logprobs, scoring)
-    parsed = _parsed(model, [_truncated(prompt, body, wanted.max_tokens, model)], [wanted], body)
-    if schema is None and _is_free(parsed):
-        parsed = _with_grammar(parsed, lark=calls.strict_grammar(model, form))
-    return _with_calls(parsed, calls, schema, form, is_open(text))
+    parsed = await _parsed(model, [_truncated(prompt, body, wanted.max_tokens, model)], [wanted], body)
+    return await made_ready(body.is_large, _with_calls, parsed, calls, schema, form, is_open(text))
+
+
+def _shown(
+    body: ChatBody, model: ServedModel, form: AnswerForm
+) -> tuple[WantedCalls, str | None, list[dict[str, Any]], dict[str, Any]]:
+    """The calls that a chat asks for, the schema that forces them, and its messages and variables for the template."""
+    calls = WantedCalls.of(body)
+    schema = calls.schema()
+    messages, tools = calls.shown(_for_template(body.messages, model), form)
+    variables = {**_template_variables(body), "tools": tools, "add_generation_prompt": body.add_generation_prompt}
+    return calls, schema, messages, variables
+
+
+def _for_template(messages: Sequence[Message], model: ServedModel) -> list[dict[str, Any]]:
+    knows_developer = "developer" in model.card.chat_template
+    return [message.for_template(knows_developer) for message in messages]
 
 
 def _is_free(parsed: ParsedRequest) -> bool:
@@ -114,12 +134,14 @@ def _with_grammar(parsed: ParsedRequest, json_schema: str | None = None, lark: s
 def _with_calls(
     parsed: ParsedRequest, calls: WantedCalls, schema: str | None, form: AnswerForm, opened: bool
 ) -> ParsedRequest:
-    """``parsed`` with the ``schema`` that forces ``calls``, if any, and the parser that its answers need."""
+    """``parsed`` with the grammar that forces ``calls`` or keeps them strict, and the parser that its answers need."""
     free = _is_free(parsed)
     if schema is not None:
         if not free:
             raise BadField("tool_choice asks for a grammar, and so does another field; give one", "tool_choice")
         parsed = _with_grammar(parsed, json_schema=schema)
+    elif free:
+        parsed = _with_grammar(parsed, lark=calls.strict_grammar(parsed.model, form))
     new_parser = calls.new_parser(form, free, opened)
     markers = form.markers if new_parser is not None and not calls.forced else ()
     return replace(parsed, new_parser=new_parser, most_calls=calls.most, markers=markers)
@@ -136,12 +158,21 @@ def _template_variables(body: ChatBody) -> dict[str, Any]:
 
 async def parse_completion(body: CompletionBody, model: ServedModel) -> ParsedRequest:
     """Make the sequences of a text completion."""
-    prompts = await _tokenised(model, body.prompt, body.add_special_tokens)
+    prompts = await _tokenised(model, body.prompt, body.is_large, body.add_special_tokens)
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     scoring = _scoring(body.logprobs if body.echo else None, body.prompt_logprobs)
     wanted = _Wanted(body, max_tokens, body.logprobs, scoring)
     prompts = [_truncated(prompt, body, wanted.max_tokens, model) for prompt in prompts]
-    return _parsed(model, prompts, [wanted] * len(prompts), body)
+    return await _parsed(model, prompts, [wanted] * len(prompts), body)
+
+
+async def tokenise(body: TokenizeBody, model: ServedModel) -> list[Tokens]:
+    """The tokens of a text, of each of several, or of a chat."""
+    if body.messages is None:
+        return await _tokenised(model, body.prompt or "", body.is_large, body.add_special_tokens)
+    messages = await made_ready(body.is_large, _for_template, body.messages, model)
+    text = await model.render_chat(messages, {"add_generation_prompt": body.add_generation_prompt})
+    return [await model.encode(text, add_special_tokens=False)]
 
 
 def _scoring(*num_top: int | None) -> WantedPromptLogprobs | None:
@@ -152,20 +183,22 @@ def _scoring(*num_top: int | None) -> WantedPromptLogprobs | None:
 
 async def parse_generate(body: GenerateBody, model: ServedModel) -> ParsedRequest:
     """Make the sequences of SGLang's /generate."""
-    prompts = await _tokenised(model, body.prompts)
+    prompts = await _tokenised(model, body.prompts, body.is_large)
     wanted = []
+    known: dict[int, SamplingFields] = {}
     for number, prompt in enumerate(prompts):
         sampling = body.sampling_of(number)
         seed = sampling.sampling_seed if sampling.sampling_seed is not None else sampling.seed
         changed = {"min_tokens": sampling.min_new_tokens or sampling.min_tokens, "seed": seed}
-        fields, num_logprobs = sampling.model_copy(update=changed), _num_logprobs(body, number)
+        fields = known.setdefault(id(sampling), sampling.model_copy(update=changed))
+        num_logprobs = _num_logprobs(body, number)
         asked = _logprob_token_ids(body, number, model)
         start = body.logprob_start_len_of(number)
         # What stands at the start is shown without a log probability, as nothing in front of it is looked at.
         scores = num_logprobs is not None and 0 <= start < len(prompt)
         scoring = WantedPromptLogprobs(start + 1, num_logprobs or 0) if scores else None
         wanted.append(_Wanted(fields, sampling.max_new_tokens, num_logprobs, scoring, asked))
-    return _parsed(model, prompts, wanted, body)
+    return await _parsed(model, prompts, wanted, body)
 
 
 def _num_logprobs(body: GenerateBody, number: int) -> int | None:
@@ -200,20 +233,22 @@ def _truncated(prompt: Tokens, body: OpenAIBody, max_tokens: int | None, model: 
     return prompt[max(len(prompt) - keep, 0) :]
 
 
-async def _tokenised(model: ServedModel, prompts: Prompts, add_special_tokens: bool = True) -> list[Tokens]:
+async def _tokenised(
+    model: ServedModel, prompts: Prompts, is_large: bool, add_special_tokens: bool = True
+) -> list[Tokens]:
     if isinstance(prompts, str):
         return [await model.encode(prompts, add_special_tokens)]
     if not prompts:
         raise BadField("the list of prompts is empty", "prompt")
     if isinstance(prompts[0], int):
-        return [_checked(model, prompts)]
-    if len(prompts) > MAX_SEQUENCES:
-        raise BadField(f"{len(prompts)} prompts in one request; at most {MAX_SEQUENCES}", "prompt")
-    ready = []
+        return [await made_ready(is_large, _checked, model, prompts)]
+    in_loop = sum(map(len, prompts)) <= INLINE_CHARACTERS
+    ready: list[Tokens] = []
     for prompt in prompts:
-        assert not isinstance(prompt, int)
-        text = isinstance(prompt, str)
-        ready.append(await model.encode(prompt, add_special_tokens) if text else _checked(model, prompt))  # type: ignore[arg-type]
+        if isinstance(prompt, str):
+            ready.append(await model.encode(prompt, add_special_tokens, in_loop=in_loop))
+        else:
+            ready.append(await made_ready(is_large, _checked, model, prompt))
     return ready
 
 
@@ -224,7 +259,14 @@ def _checked(model: ServedModel, ids: Sequence[int]) -> Tokens:
     return model.checked_tokens(ids)
 
 
-def _parsed(
+async def _parsed(
+    model: ServedModel, prompts: Sequence[Tokens], wanted: Sequence[_Wanted], body: RoutedBody
+) -> ParsedRequest:
+    has_patterns = any(each.fields.stop_regex for each in wanted)
+    return await made_ready(body.is_large or has_patterns, _sequences, model, prompts, wanted, body)
+
+
+def _sequences(
     model: ServedModel, prompts: Sequence[Tokens], wanted: Sequence[_Wanted], body: RoutedBody
 ) -> ParsedRequest:
     num_choices = wanted[0].fields.n or 1
@@ -238,12 +280,15 @@ def _parsed(
         )
     session = body.prompt_cache_key or (body.session_id if isinstance(body, GenerateBody) else None) or ""
     routing = body.routing.overrides() if body.routing is not None else NO_OVERRIDES
+    made = _MadeOnce(model, num_choices)
     requests: list[GenerationRequest] = []
     rules: list[TextRules] = []
     for prompt, each in zip(prompts, wanted, strict=True):
-        rules += [_text_rules(each.fields, each.max_tokens == 0)] * num_choices
+        rules += [made.rules(each.fields, each.max_tokens == 0)] * num_choices
         stop = _stop_rule(model, each.fields, len(prompt), each.max_tokens)
-        drawn = _sampling(model, each)
+        drawn = structs.replace(
+            made.sampling(each.fields), num_logprobs=each.num_logprobs, logprob_token_ids=each.logprob_token_ids
+        )
         requests += [
             GenerationRequest(
                 RequestId(uuid.uuid4().hex),
@@ -266,21 +311,58 @@ def _parsed(
     return ParsedRequest(model, requests, rules, num_choices)
 
 
-def _sampling(model: ServedModel, wanted: _Wanted) -> Sampling:
-    """The sampling of a prompt's choices but for their seeds; what the client leaves open is the model's default."""
-    fields, defaults = wanted.fields, model.card.sampling_defaults
+class _MadeOnce:
+    """Sampling and text rules of one body, each made once for all prompts that share their fields."""
+
+    def __init__(self, model: ServedModel, num_choices: int) -> None:
+        self._model, self._num_choices = model, num_choices
+        self._samplings: dict[int, Sampling] = {}
+        self._rules: dict[tuple[int, bool], TextRules] = {}
+        self._patterns: dict[str, StopPattern] = {}
+        self._num_moves = 0
+
+    def sampling(self, fields: SamplingFields) -> Sampling:
+        """The sampling but for seeds and log probabilities."""
+        if id(fields) not in self._samplings:
+            self._samplings[id(fields)] = _sampling(self._model, fields)
+        return self._samplings[id(fields)]
+
+    def rules(self, fields: SamplingFields, hides_output: bool) -> TextRules:
+        """The text rules of a prompt's choices. Raises BadField where the expressions of all are too much."""
+        key = (id(fields), hides_output)
+        if key not in self._rules:
+            self._rules[key] = _text_rules(fields, hides_output, self._pattern)
+        rules = self._rules[key]
+        self._num_moves += self._num_choices * sum(pattern.num_moves for pattern in rules.stop_patterns)
+        if self._num_moves > MAX_PATTERN_MOVES:
+            raise BadField(
+                f"the stop_regex of all sequences together are too large: {MAX_PATTERN_MOVES} characters and moves "
+                "between them; use shorter expressions or fewer prompts",
+                "stop_regex",
+            )
+        return rules
+
+    def _pattern(self, source: str) -> StopPattern:
+        if source not in self._patterns:
+            if len(self._patterns) >= MAX_DIFFERENT_PATTERNS:
+                raise BadField(f"one request has at most {MAX_DIFFERENT_PATTERNS} different stop_regex", "stop_regex")
+            self._patterns[source] = StopPattern(source)
+        return self._patterns[source]
+
+
+def _sampling(model: ServedModel, fields: SamplingFields) -> Sampling:
+    """What ``fields`` ask of sampling; what the client leaves open is the model's default."""
+    defaults = model.card.sampling_defaults
     kind, grammar = _grammar(fields)
     return Sampling(
         temperature=_first(fields.temperature, defaults.temperature),
-        top_p=_first(fields.top_p, defaults.top_p),
+        top_p=max(_first(fields.top_p, defaults.top_p), LEAST_SHARE),
         top_k=max(_first(fields.top_k, defaults.top_k), 0),
         min_p=_first(fields.min_p, defaults.min_p),
-        repetition_penalty=_first(fields.repetition_penalty, defaults.repetition_penalty),
+        repetition_penalty=max(_first(fields.repetition_penalty, defaults.repetition_penalty), LEAST_SHARE),
         frequency_penalty=fields.frequency_penalty or 0.0,
         presence_penalty=fields.presence_penalty or 0.0,
         logit_bias=_logit_bias(model, fields.logit_bias or {}),
-        num_logprobs=wanted.num_logprobs,
-        logprob_token_ids=wanted.logprob_token_ids,
         json_schema=grammar if kind == "json_schema" else None,
         regex=grammar if kind == "regex" else None,
     )
@@ -310,8 +392,8 @@ def _seed(given: int | None, choice: int) -> int:
 def _logit_bias(model: ServedModel, given: dict[str, float]) -> dict[int, float]:
     bias = {}
     for token, value in given.items():
-        if not token.isdecimal() or int(token) >= model.card.vocab_size:
-            raise BadField(f"{token!r} is no token id below {model.card.vocab_size}", "logit_bias")
+        if not token.isdecimal() or len(token) > MAX_ID_DIGITS or int(token) >= model.card.vocab_size:
+            raise BadField(f"{token[:32]!r} is no token id below {model.card.vocab_size}", "logit_bias")
         if not -100 <= value <= 100:
             raise BadField(f"the bias {value} of token {token} is not within -100..100", "logit_bias")
         bias[int(token)] = value
@@ -323,9 +405,9 @@ def _stop_rule(model: ServedModel, fields: SamplingFields, num_prompt_tokens: in
     return StopRule(most, tuple(fields.stop_token_ids or ()), fields.ignore_eos, min(fields.min_tokens, most))
 
 
-def _text_rules(fields: SamplingFields, hides_output: bool) -> TextRules:
+def _text_rules(fields: SamplingFields, hides_output: bool, pattern: Callable[[str], StopPattern]) -> TextRules:
     strings = tuple(fields.stop or ())
-    patterns = tuple(map(StopPattern, fields.stop_regex or ()))
+    patterns = tuple(map(pattern, fields.stop_regex or ()))
     if patterns and sum(map(len, strings)) > MAX_PATTERN_CHARACTERS:
         raise BadField(f"beside stop_regex, stop may have {MAX_PATTERN_CHARACTERS} characters in all", "stop")
     if patterns:

@@ -7,21 +7,22 @@ Knows nothing of models or tokens.
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 from collections.abc import Callable
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+import msgspec
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from tanghulu.auth.api_keys import ApiKey
+from tanghulu.conductor.inference.json_marks import MAX_CHAT_MARKS, MAX_MARKS, marks_of
 from tanghulu.conductor.routing.overrides import WEIGHTS, RoutingOverrides
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.routing.requests import Timeouts
 from tanghulu.conductor.stories.origin import Origin
 from tanghulu.conductor.text.stop_regex import MAX_PATTERN_CHARACTERS
 from tanghulu.conductor.text.stop_strings import MAX_GENERATE_STOP_STRINGS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from tanghulu.conductor.tools.schemas import check_depth, grammar_of
 from tanghulu.types import InstanceId
 from tanghulu.web.errors import BadField
 
@@ -36,15 +37,46 @@ MAX_GRAMMAR_CHARS = 65_536
 MAX_STOP_PATTERNS = 4
 MAX_CHOICE_TEXTS = 256
 MAX_TOOLS = 128
+#: Calls, or parts of the content, of one message.
+MAX_PARTS = 16_384
+#: Who speaks in a message.
+ROLES = ("system", "developer", "user", "assistant", "tool")
+#: Values of bodies that clients send with a request for themselves, as ``metadata``.
+MAX_LABELS = 16
+MAX_NAME_CHARS = 1024
+MAX_CLIENT_CHARS = 65_536
 #: A longer name of a user travels as its hash.
 MAX_USER_CHARS = 64
 _UINT32 = (1 << 32) - 1
 
-_META = re.compile(r"[\\.+*?()|\[\]{}^$]")
+_ESCAPES = {ord(character): f"\\{character}" for character in r"\.+*?()|[]{}^$"}
 
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def at_most(count: int) -> BeforeValidator:
+    """Refuses a list or an object of more than ``count`` values before any of them is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > count:
+            raise ValueError(f"{len(value)} values; at most {count} are taken")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _fit_in_a_grammar(texts: list[str]) -> list[str]:
+    if (length := sum(map(len, texts)) + len(texts)) > MAX_GRAMMAR_CHARS:
+        raise ValueError(f"the texts have {length} characters together; at most {MAX_GRAMMAR_CHARS}")
+    return texts
+
+
+def _few_prompts(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MAX_SEQUENCES and not isinstance(value[0], int):
+        raise ValueError(f"{len(value)} prompts in one request; at most {MAX_SEQUENCES}")
+    return value
 
 
 #: One text stands for a list of it.
@@ -53,20 +85,25 @@ _ONE_OR_MORE = BeforeValidator(_as_list, json_schema_input_type=str | list[str])
 TokenId = Annotated[int, Field(ge=0, le=_UINT32)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
-Stop = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), _ONE_OR_MORE]
-GenerateStop = Annotated[list[StopString], Field(max_length=MAX_GENERATE_STOP_STRINGS), _ONE_OR_MORE]
+Stop = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), _ONE_OR_MORE]
+GenerateStop = Annotated[list[StopString], Field(max_length=MAX_GENERATE_STOP_STRINGS, fail_fast=True), _ONE_OR_MORE]
 StopExpression = Annotated[str, Field(min_length=1, max_length=MAX_PATTERN_CHARACTERS)]
-StopExpressions = Annotated[list[StopExpression], Field(max_length=MAX_STOP_PATTERNS), _ONE_OR_MORE]
-ChoiceTexts = Annotated[list[GrammarText], Field(min_length=1, max_length=MAX_CHOICE_TEXTS)]
+StopExpressions = Annotated[list[StopExpression], Field(max_length=MAX_STOP_PATTERNS, fail_fast=True), _ONE_OR_MORE]
+ChoiceTexts = Annotated[
+    list[GrammarText],
+    Field(min_length=1, max_length=MAX_CHOICE_TEXTS, fail_fast=True),
+    AfterValidator(_fit_in_a_grammar),
+]
+Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 NumTokens = Annotated[int, Field(ge=1, le=_UINT32)]
 NumTokensOrNone = Annotated[int, Field(ge=0, le=_UINT32)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-Texts = Annotated[list[str], Field(fail_fast=True)]
-TokenIdLists = Annotated[list[TokenIds], Field(fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_MARKS, fail_fast=True)]
+Texts = Annotated[list[str], Field(max_length=MAX_SEQUENCES, fail_fast=True)]
+TokenIdLists = Annotated[list[TokenIds], Field(max_length=MAX_SEQUENCES, fail_fast=True)]
 #: Fail fast: else a prompt of 100 000 ids would first be collected as 100 000 errors of a list of strings.
-Prompts = str | Texts | TokenIds | TokenIdLists
+Prompts = Annotated[str | Texts | TokenIds | TokenIdLists, BeforeValidator(_few_prompts)]
 
 
 class Api(Enum):
@@ -82,12 +119,18 @@ class Api(Enum):
 
 
 class Body(BaseModel):
-    """The base of all bodies. ``unknown`` are the names of the client's fields that mean nothing here."""
+    """The base of all bodies. ``unknown`` are the names of the client's fields that mean nothing here.
+
+    One that ``is_large`` is made ready in a thread, not in the event loop.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore")
     #: The table of `http.fields` that has the names of this body; None: there are no others than those below.
     api: ClassVar[Api | None] = None
+    #: Values that such a body may be made of; only lists of token ids need many.
+    max_marks: ClassVar[int] = MAX_CHAT_MARKS
     _unknown: tuple[str, ...] = PrivateAttr(())
+    _is_large: bool = PrivateAttr(False)
 
     @property
     def unknown(self) -> tuple[str, ...]:
@@ -95,6 +138,13 @@ class Body(BaseModel):
 
     def set_unknown(self, names: tuple[str, ...]) -> None:
         self._unknown = names
+
+    @property
+    def is_large(self) -> bool:
+        return self._is_large
+
+    def set_large(self) -> None:
+        self._is_large = True
 
 
 JsonText = GrammarText | dict[str, Any] | bool
@@ -121,9 +171,9 @@ class SamplingFields(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     seed: int | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS), at_most(MAX_LOGIT_BIAS)] | None = None
     stop: Stop | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0, le=_UINT32)] = 0
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -138,19 +188,26 @@ class SamplingFields(Body):
         """The grammars that are asked for: the name of the field -> (json_schema or regex, its text)."""
         found = {}
         if self.json_schema is not None:
-            found["json_schema"] = ("json_schema", self.json_schema)
+            found["json_schema"] = ("json_schema", _json_text("json_schema", self.json_schema))
         if self.regex is not None:
             found["regex"] = ("regex", self.regex)
         return found
 
 
-def _json_text(schema: JsonText) -> str:
-    return schema if isinstance(schema, str) else json.dumps(schema)
+def _json_text(name: str, schema: JsonText, strict: bool = False) -> str:
+    """The text of the grammar of ``schema``, which the field ``name`` has. Raises BadField."""
+    try:
+        given = msgspec.json.decode(schema, type=dict[str, Any] | bool) if isinstance(schema, str) else schema
+        if not isinstance(schema, str) and len(msgspec.json.encode(schema)) > MAX_GRAMMAR_CHARS:
+            raise BadField(f"{name} has more than {MAX_GRAMMAR_CHARS} characters", name.partition(".")[0])
+        return grammar_of(given, strict)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadField(f"{name} is no JSON schema: {error}", name.partition(".")[0]) from None
 
 
 def _one_of(texts: list[str]) -> str:
     """The expression that matches each of ``texts`` and nothing else."""
-    return "|".join(_META.sub(r"\\\g<0>", text) for text in texts)
+    return "|".join(text.translate(_ESCAPES) for text in texts)
 
 
 class StreamOptions(Body):
@@ -168,7 +225,8 @@ ANY_OBJECT = '{"type": "object"}'
 class JsonSchema(Body):
     """``json_schema`` of a response format."""
 
-    name: str = ""
+    name: Name = ""
+    strict: bool | None = None
     schema_: dict[str, Any] | bool = Field(default_factory=dict, alias="schema")
 
 
@@ -188,7 +246,7 @@ class ResponseFormat(Body):
     def schema_text(self) -> str | None:
         """The JSON schema that the text must keep to; None for free text."""
         if self.type == "json_schema" and self.json_schema is not None:
-            return json.dumps(self.json_schema.schema_)
+            return _json_text("response_format", self.json_schema.schema_, bool(self.json_schema.strict))
         return ANY_OBJECT if self.type == "json_object" else None
 
 
@@ -200,11 +258,11 @@ class RoutingFields(Body):
     """``routing``: what this request asks of routing for itself; unknown names are refused, since they do nothing."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
-    policy: str | None = None
+    policy: Name | None = None
     worker: Annotated[str, Field(max_length=256)] | None = None
     prefill_worker: Annotated[str, Field(max_length=256)] | None = None
     decode_worker: Annotated[str, Field(max_length=256)] | None = None
-    weights: dict[str, Weight] = Field(default_factory=dict)
+    weights: Annotated[dict[Name, Weight], at_most(MAX_LABELS)] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -225,13 +283,13 @@ class RoutingFields(Body):
 class RoutedBody(Body):
     """The fields that say which model serves a request, and how it is queued and routed."""
 
-    model: str | None = None
+    model: Name | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     extra_key: Annotated[str, Field(max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
     routing: RoutingFields | None = None
-    user: str | None = None
+    user: Annotated[str, Field(max_length=MAX_CLIENT_CHARS)] | None = None
     request_timeout: TimeoutSeconds | None = None
     first_token_timeout: TimeoutSeconds | None = None
     token_timeout: TimeoutSeconds | None = None
@@ -326,9 +384,10 @@ class OpenAIBody(RoutedBody, SamplingFields):
         found: dict[str, tuple[str, str]] = {}
         format_text = self.response_format.schema_text if self.response_format is not None else None
         structured = self.structured_outputs or StructuredOutputs()
-        for name, schema in (("response_format", format_text), ("guided_json", self.guided_json)):
-            if schema is not None:
-                found[name] = ("json_schema", _json_text(schema))
+        if format_text is not None:
+            found["response_format"] = ("json_schema", format_text)
+        if self.guided_json is not None:
+            found["guided_json"] = ("json_schema", _json_text("guided_json", self.guided_json))
         for name, choice in (("guided_choice", self.guided_choice), ("structured_outputs.choice", structured.choice)):
             if choice is not None:
                 found[name] = ("regex", _one_of(choice))
@@ -336,7 +395,7 @@ class OpenAIBody(RoutedBody, SamplingFields):
             if regex is not None:
                 found[name] = ("regex", regex)
         if structured.json_ is not None:
-            found["structured_outputs.json"] = ("json_schema", _json_text(structured.json_))
+            found["structured_outputs.json"] = ("json_schema", _json_text("structured_outputs.json", structured.json_))
         if structured.json_object:
             found["structured_outputs.json_object"] = ("json_schema", ANY_OBJECT)
         return found | super().grammars()
@@ -346,6 +405,7 @@ class CompletionBody(OpenAIBody):
     """POST /v1/completions."""
 
     api: ClassVar[Api | None] = Api.COMPLETIONS
+    max_marks: ClassVar[int] = MAX_MARKS
     prompt: Prompts
     echo: bool | None = False
     max_tokens: NumTokensOrNone | None = None
@@ -354,7 +414,7 @@ class CompletionBody(OpenAIBody):
 
 
 def _only_text(kind: Any) -> Any:
-    if kind != "text" and isinstance(kind, str):
+    if kind not in ("text", "refusal") and isinstance(kind, str):
         raise ValueError(f"parts of type {kind[:64]!r} are not supported: models here read text alone")
     return kind
 
@@ -362,8 +422,15 @@ def _only_text(kind: Any) -> Any:
 class TextPart(Body):
     """A part of a message's content; only text can be understood."""
 
-    type: Annotated[Literal["text"], BeforeValidator(_only_text)]
-    text: str
+    type: Annotated[Literal["text", "refusal"], BeforeValidator(_only_text)]
+    text: str = ""
+    refusal: str = ""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.type not in self.model_fields_set:
+            raise ValueError(f"a part of type {self.type} needs {self.type}")
+        return self
 
 
 class CalledFunction(BaseModel):
@@ -373,16 +440,29 @@ class CalledFunction(BaseModel):
     name: str
     arguments: str | dict[str, Any] | None = None
 
+    @property
+    def num_marks(self) -> int:
+        """The JSON values in the text of the arguments, as a body's are counted."""
+        return marks_of(self.arguments.encode()) if isinstance(self.arguments, str) else 0
+
     def for_template(self) -> dict[str, Any]:
-        """The function with its arguments as an object, as chat templates expect them."""
+        """The function with its arguments as an object, as chat templates expect them.
+
+        Text that is no JSON object, such as that of a call cut at ``max_tokens``, is shown under the name ``raw``.
+        """
         given = self.arguments
-        try:
-            arguments = given if isinstance(given, dict) else json.loads(given or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise BadField(f"the arguments of a call of {self.name} in messages are no JSON object", "messages")
+        arguments = given if isinstance(given, dict) else _object_of(given or "")
         return {"name": self.name, "arguments": arguments, **(self.model_extra or {})}
+
+
+def _object_of(text: str) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(text) if text.strip() else None
+    except (msgspec.DecodeError, RecursionError):
+        return {"raw": text}
+    if value is None:
+        return {}
+    return value if isinstance(value, dict) and check_depth(value) else {"raw": text}
 
 
 class ToolCall(BaseModel):
@@ -395,22 +475,57 @@ class ToolCall(BaseModel):
         return {"type": "function", **(self.model_extra or {}), "function": self.function.for_template()}
 
 
+def _known_role(role: Any) -> Any:
+    if role not in ROLES:
+        named = f"{role[:32]!r}" if isinstance(role, str) else "it"
+        hint = "; a result of a call has the role tool, and tool_call_id" if role == "function" else ""
+        raise ValueError(f"{named} is no role; there are {', '.join(ROLES)}{hint}")
+    return role
+
+
+def _no_function_call(value: Any) -> None:
+    if value is not None:
+        raise ValueError("the old name is not supported; use tool_calls")
+
+
 class Message(BaseModel):
     """One message. Further fields that have a value (name, tool_call_id…) go to the chat template as they are."""
 
     model_config = ConfigDict(strict=True, extra="allow")
-    role: str
-    content: str | list[TextPart] | None = None
-    tool_calls: list[ToolCall] | None = None
+    role: Annotated[str, BeforeValidator(_known_role, json_schema_input_type=Literal[ROLES])]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    refusal: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    function_call: Annotated[None, BeforeValidator(_no_function_call)] = None
 
-    def for_template(self) -> dict[str, Any]:
-        """The message with its parts joined to one text, and the arguments of its calls as objects."""
-        content = self.content
-        text = content if isinstance(content, str) or content is None else "".join(part.text for part in content)
+    def for_template(self, knows_developer: bool = False) -> dict[str, Any]:
+        """The message with its parts joined to one text, and the arguments of its calls as objects.
+
+        Content is null only beside calls. Unless the template ``knows_developer``, such a message is a system message.
+        """
+        role = "system" if self.role == "developer" and not knows_developer else self.role
         more = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text or part.refusal for part in content)
+        elif content is None:
+            content = self.refusal
         if self.tool_calls:
             more["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        return {"role": self.role, "content": text, **more}
+        elif content is None:
+            content = ""
+        return {"role": role, "content": content, **more}
+
+
+def _few_arguments(messages: list[Message]) -> list[Message]:
+    if sum(call.function.num_marks for each in messages for call in each.tool_calls or ()) > MAX_CHAT_MARKS:
+        raise ValueError(f"the arguments of calls have more than {MAX_CHAT_MARKS} values; leave out earlier turns")
+    return messages
+
+
+Messages = Annotated[
+    list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), AfterValidator(_few_arguments)
+]
 
 
 class FunctionDefinition(BaseModel):
@@ -448,16 +563,16 @@ class ChatBody(OpenAIBody):
     """POST /v1/chat/completions."""
 
     api: ClassVar[Api | None] = Api.CHAT
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_completion_tokens: NumTokens | None = None
     logprobs: bool | None = False
     top_logprobs: NumLogprobs | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
-    documents: list[dict[str, Any]] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -480,8 +595,8 @@ class SGLangSampling(SamplingFields):
 
 SamplingParams = SGLangSampling | Annotated[list[SGLangSampling], Field(max_length=MAX_SEQUENCES, fail_fast=True)]
 CallIds = CallId | Annotated[list[CallId], Field(max_length=MAX_SEQUENCES, fail_fast=True)]
-Flags = bool | Annotated[list[bool], Field(max_length=MAX_SEQUENCES)]
-Counts = int | Annotated[list[int], Field(max_length=MAX_SEQUENCES)]
+Flags = bool | Annotated[list[bool], Field(max_length=MAX_SEQUENCES, fail_fast=True)]
+Counts = int | Annotated[list[int], Field(max_length=MAX_SEQUENCES, fail_fast=True)]
 LogprobTokenIds = Annotated[list[TokenId], Field(max_length=MAX_LOGPROB_TOKEN_IDS, fail_fast=True)]
 LogprobTokenIdLists = Annotated[list[LogprobTokenIds], Field(max_length=MAX_SEQUENCES, fail_fast=True)]
 
@@ -490,8 +605,9 @@ class GenerateBody(RoutedBody):
     """POST /generate. A list in place of one value has an item for each prompt."""
 
     api: ClassVar[Api | None] = Api.GENERATE
-    text: str | Texts | None = None
-    input_ids: TokenIds | TokenIdLists | None = None
+    max_marks: ClassVar[int] = MAX_MARKS
+    text: Annotated[str | Texts | None, BeforeValidator(_few_prompts)] = None
+    input_ids: Annotated[TokenIds | TokenIdLists | None, BeforeValidator(_few_prompts)] = None
     sampling_params: SamplingParams = Field(default_factory=SGLangSampling)
     stream: bool = False
     stream_output: bool = False
@@ -562,16 +678,16 @@ _A_PROMPT_EACH = ("sampling_params", "rid", "return_logprob", "logprob_start_len
 class AbortBody(Body):
     """POST /abort_request."""
 
-    rid: str = ""
+    rid: Name = ""
     abort_all: bool = False
 
 
 class TokenizeBody(Body):
     """POST /tokenize: a text or a chat."""
 
-    model: str | None = None
-    prompt: str | Texts | None = None
-    messages: list[Message] | None = None
+    model: Name | None = None
+    prompt: Annotated[str | Texts | None, BeforeValidator(_few_prompts)] = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
@@ -585,6 +701,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
-    model: str | None = None
+    max_marks: ClassVar[int] = MAX_MARKS
+    model: Name | None = None
     tokens: TokenIds
     skip_special_tokens: bool = False

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from tanghulu.conductor.inference.schema import MAX_GRAMMAR_CHARS, ChatBody, FunctionDefinition, Tool
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.conductor.tools import prompting, schemas
@@ -63,17 +65,23 @@ class WantedCalls:
         """The JSON schema that the answer has to keep to; None where it is free. Raises BadField if it is too long."""
         if not self.forced:
             return None
-        parameters = {tool.function.name: tool.function.parameters for tool in self.tools}
+        tools = [tool.function for tool in self.tools if self.only in (None, tool.function.name)]
+        _check_length(sum(len(msgspec.json.encode(tool.parameters)) for tool in tools))
+        strict = any(tool.strict for tool in tools)
         if self.only is not None:
-            text = schemas.arguments_schema(parameters[self.only])
+            text = schemas.arguments_schema(tools[0].parameters, strict)
         else:
-            text = schemas.calls_schema(list(parameters.items()), self.most or schemas.MAX_FORCED_CALLS)
-        return _checked_length(text)
+            most = self.most or schemas.MAX_FORCED_CALLS
+            text = schemas.calls_schema([(tool.name, tool.parameters) for tool in tools], most, strict)
+        _check_length(len(text))
+        return text
 
     def strict_grammar(self, model: ServedModel, form: AnswerForm) -> str | None:
         """The grammar that holds calls of strict tools to their schemas; None where there are none. Raises BadField."""
         if self.forced or form.tool_calls == NONE or not any(tool.function.strict for tool in self.tools):
             return None
+        bound = [tool.function.parameters for tool in self.tools if tool.function.strict]
+        _check_length(sum(len(msgspec.json.encode(parameters)) for parameters in bound))
         tools = [
             StrictTool(tool.function.name, (tool.function.parameters or {}) if tool.function.strict else None)
             for tool in self.tools
@@ -86,7 +94,8 @@ class WantedCalls:
                 "cannot be held to a schema",
                 "tools",
             )
-        return _checked_length(text)
+        _check_length(len(text))
+        return text
 
     def new_parser(self, form: AnswerForm, free: bool, opened: bool) -> Callable[[], AnswerParser] | None:
         """What makes the parser of each choice; None where the answer is plain text.
@@ -108,14 +117,13 @@ class WantedCalls:
         return behind_reasoning
 
 
-def _checked_length(grammar: str) -> str:
-    if len(grammar) > MAX_GRAMMAR_CHARS:
+def _check_length(num_characters: int) -> None:
+    if num_characters > MAX_GRAMMAR_CHARS:
         raise BadField(
-            f"the schemas of tools take {len(grammar)} characters; what is strict or forced needs them as one grammar "
-            f"of at most {MAX_GRAMMAR_CHARS}",
+            f"the schemas of tools take {num_characters} characters; what is strict or forced needs them as one "
+            f"grammar of at most {MAX_GRAMMAR_CHARS}",
             "tools",
         )
-    return grammar
 
 
 def _choice_of(given: str | dict[str, Any] | None, names: Sequence[str]) -> tuple[str, str | None]:
@@ -128,7 +136,7 @@ def _choice_of(given: str | dict[str, Any] | None, names: Sequence[str]) -> tupl
         return "auto", None
     if isinstance(given, str):
         if given not in _CHOICES:
-            raise BadField(f"tool_choice {given!r} is none of {', '.join(_CHOICES)}", "tool_choice")
+            raise BadField(f"tool_choice {given[:64]!r} is none of {', '.join(_CHOICES)}", "tool_choice")
         return given, None
     function = given.get("function")
     name = function.get("name") if isinstance(function, dict) else None
@@ -138,7 +146,7 @@ def _choice_of(given: str | dict[str, Any] | None, names: Sequence[str]) -> tupl
             "tool_choice",
         )
     if name not in names:
-        raise BadField(f"tool_choice names the function {name!r}, which is not among tools", "tool_choice")
+        raise BadField(f"tool_choice names the function {name[:128]!r}, which is not among tools", "tool_choice")
     return "required", name
 
 

@@ -23,6 +23,11 @@ INLINE_CHARACTERS: Final = 2048
 _pool = ThreadPoolExecutor(NUM_THREADS, "tanghulu-preparing")
 
 
+async def made_ready(is_large: bool, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The result of ``function`` for a body: in the event loop, unless the body ``is_large``."""
+    return await in_thread(function, *args, **kwargs) if is_large else function(*args, **kwargs)
+
+
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The result of ``function``, which runs in one of the threads and must not touch what the loop changes."""
     return await asyncio.get_running_loop().run_in_executor(_pool, lambda: function(*args, **kwargs))

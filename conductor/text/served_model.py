@@ -18,7 +18,7 @@ from tanghulu.conductor.routing.requests import ModelCard
 from tanghulu.conductor.text.chat_template import ChatTemplate, TemplateTooCostly
 from tanghulu.conductor.text.detokenizer import DetokenizerFactory, is_byte_level
 from tanghulu.conductor.text.preparing import INLINE_BYTES, INLINE_CHARACTERS, in_thread
-from tanghulu.conductor.text.template_bounds import INLINE, size_of
+from tanghulu.conductor.text.template_bounds import INLINE, is_within
 from tanghulu.conductor.text.token_cache import TokenCache
 from tanghulu.errors import ContextLengthExceeded, InvalidRequest, ModelUnsupported
 from tanghulu.hashing import HASH_FUNCTIONS, Tokens, TokenSequence, as_tokens, root_hash
@@ -73,10 +73,13 @@ class ServedModel:
         if tokens != self.card.context_length:
             self.card = dataclasses.replace(self.card, context_length=tokens)
 
-    async def encode(self, text: str, add_special_tokens: bool, salt: bytes | None = None) -> Tokens:
+    async def encode(
+        self, text: str, add_special_tokens: bool, salt: bytes | None = None, *, in_loop: bool = True
+    ) -> Tokens:
         """Tokens of ``text``; with ``add_special_tokens`` as the model wants a bare text (its bos in front).
 
-        Without them and with a ``salt``, what requests of that salt begin with alike is remembered.
+        Without them and with a ``salt``, what requests of that salt begin with alike is remembered. A short text is
+        tokenised in the event loop unless that has been done for others of the same body: then not ``in_loop``.
 
         Raises ContextLengthExceeded for a text that is far too long for the context; most are not even tokenised.
         """
@@ -85,7 +88,7 @@ class ServedModel:
             return await self._encode_cached(self._cache, text, salt)
         if len(text) > COUNTED_FROM_CHARACTERS_PER_TOKEN * self.card.context_length:
             await self._check_count(text)
-        if len(text) <= INLINE_CHARACTERS:
+        if in_loop and len(text) <= INLINE_CHARACTERS:
             return self._encode(text, add_special_tokens)
         return await in_thread(self._encode, text, add_special_tokens)
 
@@ -128,7 +131,9 @@ class ServedModel:
         return as_tokens(ids)
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        # As for encoding: the call for many lets other threads have the interpreter.
+        text: str = self.tokenizer.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0]
+        return text
 
     def special_token(self, text: str) -> int | None:
         """The id of the special token that ``text`` is; None where it is none."""
@@ -142,7 +147,7 @@ class ServedModel:
         long for the context.
         """
         self._check_characters(sum(len(message.get("content") or "") for message in messages))
-        if not self._is_costly and size_of(messages) + size_of(variables) <= INLINE_BYTES:
+        if not self._is_costly and is_within((messages, variables), INLINE_BYTES):
             try:
                 return self.template.render(messages, variables, INLINE)
             except TemplateTooCostly:

@@ -16,8 +16,9 @@ from __future__ import annotations
 import re
 import re._constants as op  # type: ignore[import-not-found]  # the parser of re, without types
 import re._parser as parser  # type: ignore[import-not-found]
+import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -29,6 +30,8 @@ MAX_EDGES: Final = 2048
 #: Parts of an expression that are looked at, each as often as it is repeated.
 _MAX_PARTS: Final = 4096
 _MAX_REMEMBERED_CHARACTERS: Final = 512
+#: Warnings are switched off for the whole process while an expression is parsed.
+_parsing: Final = threading.Lock()
 _CATEGORIES: Final[dict[Any, Callable[[str], bool]]] = {
     op.CATEGORY_DIGIT: str.isdecimal,
     op.CATEGORY_SPACE: str.isspace,
@@ -57,7 +60,8 @@ class StopPattern:
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self._matches: list[Matches] = []
+        #: The places of each character or class of characters, however often it is repeated, and what is in it.
+        self._places: dict[Hashable, tuple[Matches, set[int]]] = {}
         self._follow: list[set[int]] = []
         self._num_edges = 0
         self._num_parts = 0
@@ -65,7 +69,7 @@ class StopPattern:
         if len(source) > MAX_PATTERN_CHARACTERS:
             raise self._refusal(f"has more than {MAX_PATTERN_CHARACTERS} characters")
         try:
-            with warnings.catch_warnings():
+            with _parsing, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of what a later Python will read otherwise
                 tree = parser.parse(source)
             whole = self._sequence(tree, tree.state.flags)
@@ -82,6 +86,11 @@ class StopPattern:
         pattern = cls(re.escape(text))
         pattern.source = text
         return pattern
+
+    @property
+    def num_moves(self) -> int:
+        """Places and moves between them: what a character may cost."""
+        return len(self._follow) + self._num_edges
 
     def step(self, alive: dict[int, int], character: str, at: int) -> dict[int, int]:
         """The places that are alive behind ``character``, each with where its earliest thread began."""
@@ -100,7 +109,7 @@ class StopPattern:
         return min((start for place, start in alive.items() if place in self._last), default=None)
 
     def _accepting(self, character: str) -> frozenset[int]:
-        found = frozenset(place for place, matches in enumerate(self._matches) if matches(character))
+        found = frozenset[int]().union(*(places for matches, places in self._places.values() if matches(character)))
         if len(self._by_character) < _MAX_REMEMBERED_CHARACTERS:
             self._by_character[character] = found
         return found
@@ -110,16 +119,15 @@ class StopPattern:
     def _refusal(self, why: str) -> InvalidRequest:
         return InvalidRequest(f"stop_regex: {self.source[:64]!r} {why}")
 
-    def _place(self, matches: Matches, flags: int) -> _Part:
-        if flags & re.IGNORECASE:
-            inner = matches
-
-            def matches(c: str) -> bool:
-                return inner(c) or inner(c.lower()) or inner(c.upper())
-
-        self._matches.append(matches)
+    def _place(self, key: Hashable, matches: Callable[[], Matches], flags: int) -> _Part:
+        """A place of what ``key`` names; ``matches`` makes its test, once."""
+        ignores_case = bool(flags & re.IGNORECASE)
+        key = (key, ignores_case)
+        if key not in self._places:
+            self._places[key] = (_in_any_case(matches()) if ignores_case else matches(), set())
         self._follow.append(set())
-        place = len(self._matches) - 1
+        place = len(self._follow) - 1
+        self._places[key][1].add(place)
         return _Part(False, {place}, {place})
 
     def _connect(self, last: Iterable[int], first: set[int]) -> None:
@@ -149,13 +157,14 @@ class StopPattern:
             raise self._refusal("is too large; use fewer alternatives and repetitions")
         kind, value = item
         if kind is op.LITERAL:
-            return self._place(chr(value).__eq__, flags)
+            return self._place(item, lambda: chr(value).__eq__, flags)
         if kind is op.NOT_LITERAL:
-            return self._place(chr(value).__ne__, flags)
+            return self._place(item, lambda: chr(value).__ne__, flags)
         if kind is op.ANY:
-            return self._place((lambda _: True) if flags & re.DOTALL else "\n".__ne__, flags)
+            dot_all = bool(flags & re.DOTALL)
+            return self._place((kind, dot_all), lambda: (lambda _: True) if dot_all else "\n".__ne__, flags)
         if kind is op.IN:
-            return self._place(self._class(value), flags)
+            return self._place((kind, id(value)), lambda: _class(value), flags)  # a repeated class is one list
         if kind is op.SUBPATTERN:
             _, added, removed, inner = value
             return self._sequence(inner, (flags | added) & ~removed)
@@ -189,21 +198,28 @@ class StopPattern:
             self._append(whole, copy)
         return whole
 
-    def _class(self, items: Iterable[tuple[Any, Any]]) -> Matches:
-        tests: list[Matches] = []
-        negated = False
-        for kind, value in items:
-            if kind is op.NEGATE:
-                negated = True
-            elif kind is op.LITERAL:
-                tests.append(chr(value).__eq__)
-            elif kind is op.RANGE:
-                tests.append(_within(*value))
-            elif value in _NOT_CATEGORIES:
-                tests.append(_negation(_CATEGORIES[_NOT_CATEGORIES[value]]))
-            else:
-                tests.append(_CATEGORIES[value])
-        return (lambda c: not any(test(c) for test in tests)) if negated else lambda c: any(test(c) for test in tests)
+
+def _in_any_case(matches: Matches) -> Matches:
+    return lambda c: matches(c) or matches(c.lower()) or matches(c.upper())
+
+
+def _class(items: Iterable[tuple[Any, Any]]) -> Matches:
+    """What a class in brackets matches: its single characters in a set, its ranges and categories one by one."""
+    characters: set[str] = set()
+    tests: list[Matches] = [characters.__contains__]
+    negated = False
+    for kind, value in items:
+        if kind is op.NEGATE:
+            negated = True
+        elif kind is op.LITERAL:
+            characters.add(chr(value))
+        elif kind is op.RANGE:
+            tests.append(_within(*value))
+        elif value in _NOT_CATEGORIES:
+            tests.append(_negation(_CATEGORIES[_NOT_CATEGORIES[value]]))
+        else:
+            tests.append(_CATEGORIES[value])
+    return (lambda c: not any(test(c) for test in tests)) if negated else lambda c: any(test(c) for test in tests)
 
 
 def _within(low: int, high: int) -> Matches:

@@ -123,6 +123,21 @@ def size_of(value: Any) -> int:
     return 0
 
 
+def is_within(value: Any, most: int) -> bool:
+    """Whether ``value`` has at most ``most`` characters and values together; looks at no more than that."""
+    left, waiting = most, [value]
+    while waiting:
+        each = waiting.pop()
+        left -= 1 + (len(each) if isinstance(each, str | list | tuple | Mapping) else 0)
+        if left < 0:
+            return False
+        if isinstance(each, Mapping):
+            waiting += [*each, *each.values()]
+        elif isinstance(each, list | tuple):
+            waiting += each
+    return True
+
+
 @jinja2.pass_context
 def _shown(_: Context, value: Any) -> Any:
     """Take the work of a piece of output."""

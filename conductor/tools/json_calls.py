@@ -84,13 +84,18 @@ class JsonCallParser:
     def finish(self) -> list[AnswerEvent]:
         if self._begun:
             self._call_ended(complete=False)
-        elif self._state != self._after:
+        elif self._state != self._after and not self._is_in_a_run:
             self._show(self._undecided + self._finder.flush())
         self._undecided = ""
         if not self._num_calls:
             self._events.append(ContentText(self._space.flush()))
         events, self._events = merged(self._events), []
         return events
+
+    @property
+    def _is_in_a_run(self) -> bool:
+        """Whether the head of a further call has begun behind a comma or another separator: it is no content."""
+        return self._num_calls > 0 and self._certain is None and self._state != self._content
 
     def _show(self, text: str) -> None:
         self._events.append(ContentText(self._space.feed(text)))

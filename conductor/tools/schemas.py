@@ -9,10 +9,11 @@ any through, and small models go on inventing arguments until their tokens run o
 
 from __future__ import annotations
 
-import copy
-import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
+
+import msgspec
 
 #: The most calls of one answer that a grammar lets through: a model at a loss would go on for ever.
 MAX_FORCED_CALLS: Final = 16
@@ -21,6 +22,8 @@ MAX_SCHEMA_DEPTH: Final = 64
 _NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 #: As models write JSON: a space behind a colon and a comma, and none where one might go on and on.
 _GUIDANCE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+#: What no grammar can look for in a pattern.
+_LOOKS_AROUND: Final = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")
 #: Values of these keys are data, not schemas.
 _DATA: Final = frozenset(("enum", "const", "default", "examples", "example"))
 #: The values of these keys are schemas by names of the client's own.
@@ -33,12 +36,30 @@ _COMBINING: Final = frozenset(("allOf", "if", "not", "dependentSchemas", "$dynam
 _BESIDE_PROPERTIES: Final = frozenset(("$ref", "anyOf", "oneOf"))
 
 
-def arguments_schema(parameters: Mapping[str, Any] | None) -> str:
+def grammar_of(schema: Mapping[str, Any] | bool, strict: bool, writing: Mapping[str, Any] | None = None) -> str:
+    """``schema`` as the text of a grammar, with ``writing``, llguidance's options for blanks.
+
+    What a grammar cannot hold (sets, ``not``, ``if``, formats that are unknown, patterns that look around) is left
+    out, unless it is to be ``strict``: then workers refuse it. ``oneOf`` is held as ``anyOf`` either way.
+    """
+    if isinstance(schema, bool):
+        return "true" if schema else "false"
+    own = _copy(schema)
+    for part in () if strict else _parts(own):
+        if isinstance(pattern := part.get("pattern"), str) and _LOOKS_AROUND.search(pattern):
+            del part["pattern"]
+    own["x-guidance"] = {**(writing or {}), "coerce_one_of": True, "lenient": not strict}
+    return msgspec.json.encode(own).decode()
+
+
+def arguments_schema(parameters: Mapping[str, Any] | None, strict: bool = False) -> str:
     """The schema of one function's arguments, none without ``parameters``, for an answer that is nothing else."""
-    return json.dumps({**_object_schema(parameters), "x-guidance": _GUIDANCE})
+    return grammar_of(_object_schema(parameters), strict, _GUIDANCE)
 
 
-def calls_schema(tools: Sequence[tuple[str, Mapping[str, Any] | None]], most: int = MAX_FORCED_CALLS) -> str:
+def calls_schema(
+    tools: Sequence[tuple[str, Mapping[str, Any] | None]], most: int = MAX_FORCED_CALLS, strict: bool = False
+) -> str:
     """The schema of a list of one to ``most`` calls of ``tools``, each a name and its parameters if it has any."""
     definitions, calls = {}, []
     for number, (name, parameters) in enumerate(tools):
@@ -53,16 +74,9 @@ def calls_schema(tools: Sequence[tuple[str, Mapping[str, Any] | None]], most: in
                 "additionalProperties": False,
             }
         )
-    return json.dumps(
-        {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": most,
-            "items": {"anyOf": calls} if len(calls) > 1 else calls[0],
-            "$defs": definitions,
-            "x-guidance": _GUIDANCE,
-        }
-    )
+    items = {"anyOf": calls} if len(calls) > 1 else calls[0]
+    listed = {"type": "array", "minItems": 1, "maxItems": most, "items": items, "$defs": definitions}
+    return grammar_of(listed, strict, _GUIDANCE)
 
 
 def check_depth(schema: Any, depth: int = 0) -> bool:
@@ -83,13 +97,18 @@ def _object_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """``schema`` with its objects closed; as it is where several schemas speak of one object."""
-    own = copy.deepcopy(dict(schema))
+    own = _copy(schema)
     parts = list(_parts(own))
     if any(_combines(part) for part in parts):
         return schema
     for part in parts:
         if "properties" in part and not _OPEN & part.keys():
             part["additionalProperties"] = False
+    return own
+
+
+def _copy(schema: Mapping[str, Any]) -> dict[str, Any]:
+    own: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(schema))
     return own
 
 

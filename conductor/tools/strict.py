@@ -108,4 +108,5 @@ def _either(tools: Sequence[StrictTool]) -> str:
 
 
 def _schema(tool: StrictTool) -> str:
-    return f"%json {arguments_schema(_ANY_OBJECT if tool.parameters is None else tool.parameters)}"
+    parameters = _ANY_OBJECT if tool.parameters is None else tool.parameters
+    return f"%json {arguments_schema(parameters, strict=True)}"

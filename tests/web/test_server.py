@@ -9,9 +9,10 @@ import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
 from structlog.testing import capture_logs
 
-from tanghulu.web.server import HttpServer, address_of, listen
+from tanghulu.web.server import MAX_HEADER_BYTES, MAX_PIPELINED, HttpServer, address_of, listen
 
 PIECE = bytes(64 << 10)
 #: What kernels may hold for one connection, in both their buffers, is less.
@@ -67,6 +68,104 @@ async def test_a_client_that_does_not_read_is_hung_up_on() -> None:
     assert app.num_sent < MANY_PIECES
     (line,) = [line for line in logs if line["event"] == "http.reader_too_slow"]
     assert line["path"] == "/slow"
+
+
+async def _echo(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    """Reads the body, and answers with its length."""
+    num_bytes, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        num_bytes += len(message.get("body", b""))
+        more = message.get("more_body", False)
+    body = str(num_bytes).encode()
+    head = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _sent(address: tuple[str, int], *pieces: bytes) -> bytes:
+    """What comes back until the connection closes, or until a whole answer is there."""
+    reader, writer = await asyncio.open_connection(*address)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(line for line in head.split(b"\r\n") if line.startswith(b"content-length"))
+        return head + await reader.readexactly(int(length.partition(b":")[2]))
+    except (ConnectionError, asyncio.IncompleteReadError):
+        return b""
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
+MANY = 256
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [b"x-a: " + b"y" * MAX_HEADER_BYTES + b"\r\n\r\n"],
+        [b"x-a: " + b"y" * (MAX_HEADER_BYTES // 2) + b"\r\nx-b: " + b"y" * (MAX_HEADER_BYTES // 2) + b"\r\n\r\n"],
+        [b"a:b\r\n" * (MAX_HEADER_BYTES // 32) + b"\r\n"],
+        [b"y" * MAX_HEADER_BYTES + b": z\r\n\r\n"],
+        [b"x-a: ", *[b"y" * 16_384] * MANY],
+    ],
+    ids=["one value", "two values", "many fields", "a name", "a value that does not end"],
+)
+async def test_a_header_beyond_its_bound_is_refused(pieces: list[bytes]) -> None:
+    async with served(_echo) as address:
+        answer = await _sent(address, HEAD + pieces[0], *pieces[1:])
+        # While it is still sending, the answer may be lost with the connection.
+        is_refused = answer.startswith(b"HTTP/1.1 431") and b"header_too_large" in answer
+        assert is_refused or (not answer and len(pieces) > 1)
+        fits = b"x-a: " + b"y" * (MAX_HEADER_BYTES - 1024) + b"\r\ncontent-length: 2\r\n\r\nhi"
+        assert (await _sent(address, HEAD + fits)).endswith(b"\r\n\r\n2")
+
+
+async def test_a_url_beyond_the_bound_is_refused() -> None:
+    async with served(_echo) as address:
+        answer = await _sent(address, b"GET /" + b"y" * MAX_HEADER_BYTES + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 431")
+
+
+@pytest.mark.parametrize("last", [b"x: " + b"y" * 16_384 + b"\r\n", b"y" * 16_384], ids=["fields", "one value"])
+async def test_a_trailer_beyond_its_bound_ends_the_connection(last: bytes) -> None:
+    begin = HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\nhi\r\n"
+    async with served(_echo) as address:
+        assert (await _sent(address, begin + b"0\r\nx-a: b\r\n\r\n")).endswith(b"\r\n\r\n2")
+        assert await _sent(address, begin + b"0\r\nx-a: ", *[last] * MANY) == b""
+        assert await _sent(address, begin + b"2;x=", *[last.replace(b"\r\n", b"")] * MANY) == b""
+
+
+async def test_a_long_body_is_no_header() -> None:
+    chunk = b"10000\r\n" + b"z" * 65_536 + b"\r\n"
+    async with served(_echo) as address:
+        begin = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+        assert (await _sent(address, begin, *[chunk] * 8, b"0\r\n\r\n")).endswith(str(8 * 65_536).encode())
+        plain = HEAD + b"content-length: 524288\r\n\r\n"
+        assert (await _sent(address, plain, *[b"z" * 65_536] * 8)).endswith(b"524288")
+
+
+async def test_requests_that_wait_on_one_connection_have_a_bound() -> None:
+    one = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+    async with served(_echo) as (host, port):
+        for count, is_served in ((MAX_PIPELINED, True), (1000, False)):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(one * count)
+            with contextlib.suppress(ConnectionError):
+                answers = [await reader.readuntil(b"\r\n\r\n0") for _ in range(count)] if is_served else []
+                assert len(answers) == (count if is_served else 0)
+                if not is_served:
+                    assert (await reader.read()).count(b"200 OK") < count
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
 
 
 async def test_connections_have_a_bound() -> None:

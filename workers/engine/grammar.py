@@ -27,6 +27,11 @@ _log = structlog.get_logger(__name__)
 MAX_GRAMMAR_CHARS = 65_536
 
 
+_NO_TEXT = "no text can go on under it; does it refer to nothing but itself?"
+#: llguidance's names for a state that nothing leads out of.
+_STUCK = frozenset(("NoExtension", "NoExtensionBias"))
+
+
 class GrammarKind(Enum):
     """What a grammar's text is."""
 
@@ -42,24 +47,40 @@ class Grammar:
         self._matcher = matcher
         self._vocab = vocab
         self._num_consumed = 0
-        self._left = False
+        #: Why the text can not, or did not, go on under the grammar; None while it can.
+        self.failure: str | None = None
         self._mask = np.zeros(-(-vocab // 32), dtype=np.int32)
 
     def allowed(self, generated: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
         """Whether each token may follow ``generated``, which begins with what was given last time: [vocab].
 
-        Where the text is complete only an end token may. All False if ``generated`` does not match the grammar.
+        Where the text is complete only an end token may. All False, and ``failure`` says why, if ``generated`` does not
+        match the grammar or nothing can follow it: the next token is then the request's last one.
         """
         fresh = generated[self._num_consumed :].tolist()
         self._num_consumed = len(generated)
-        if fresh and not self._left and not self._matcher.consume_tokens(fresh):
-            _log.warning("grammar.left", num_tokens=len(generated))  # the text was not made under it
-            self._left = True
-        if self._left:
+        if fresh and self.failure is None and not self._matcher.consume_tokens(fresh):
+            self._fail("the text left it")  # it was not made under it
+        if self.failure is None:
+            self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+            if self._matcher.is_error():  # and then the mask lets the end token through
+                self._fail(_reason(self._matcher))
+        if self.failure is not None:
             return np.zeros(self._vocab, dtype=np.bool_)
-        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        bits = np.unpackbits(self._mask.view(np.uint8), count=self._vocab, bitorder="little")
-        return bits.view(np.bool_)
+        bits = np.unpackbits(self._mask.view(np.uint8), count=self._vocab, bitorder="little").view(np.bool_)
+        if not bits.any():
+            self._fail(_NO_TEXT)
+        return bits
+
+    def _fail(self, why: str) -> None:
+        _log.warning("grammar.failed", num_tokens=self._num_consumed, reason=why)
+        self.failure = why
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """The first line of what llguidance says; a dump of its parser's state follows."""
+    first = matcher.get_error().partition("\n")[0]
+    return _NO_TEXT if first in _STUCK else first
 
 
 class GrammarCompiler:
@@ -93,7 +114,11 @@ class GrammarCompiler:
             raise InvalidRequest(f"the {kind.value} cannot be used: {error}") from error
         if matcher.is_error():
             raise InvalidRequest(f"the {kind.value} cannot be used: {matcher.get_error()}")
-        return Grammar(matcher, self._vocab)
+        grammar = Grammar(matcher, self._vocab)
+        grammar.allowed(np.empty(0, np.uint32))  # some faults show in the first mask only
+        if grammar.failure is not None:
+            raise InvalidRequest(f"the {kind.value} cannot be used: {grammar.failure}")
+        return grammar
 
     def _opened(self) -> LLTokenizer:
         if self._tokenizer is None:

@@ -78,6 +78,7 @@ class EngineFinishReason(Enum):
     LENGTH = "length"
     HANDED_OVER = "handed_over"
     ABORTED = "aborted"
+    GRAMMAR_FAILED = "grammar_failed"
 
 
 class SamplingParams(Struct, frozen=True):
@@ -278,6 +279,8 @@ class EngineRequest:
         last, num_tokens = self.sequence.last, len(self.sequence)
         num_generated = num_tokens - self.num_prompt_tokens
         if self.grammar is not None:
+            if self.grammar.failure is not None:
+                return EngineFinishReason.GRAMMAR_FAILED
             ended = last in stop.eos_ids | stop.stop_token_ids
         else:
             ended = last in self.ending_ids and num_generated > stop.min_tokens

@@ -47,7 +47,12 @@ _FINISH = {
     EngineFinishReason.LENGTH: session_pb2.FINISH_LENGTH,
     EngineFinishReason.HANDED_OVER: session_pb2.FINISH_HANDED_OVER,
     EngineFinishReason.ABORTED: session_pb2.FINISH_ABORTED,
+    EngineFinishReason.GRAMMAR_FAILED: session_pb2.FINISH_ERROR,
 }
+_GRAMMAR_FAILED = InvalidRequest(
+    "the grammar that the request asks for cannot be kept: no text can go on under it where this one stands; "
+    "does its schema refer to nothing but itself?"
+)
 
 
 class RequestFactory:
@@ -183,6 +188,8 @@ def add_output(message: session_pb2.RequestOutput, output: RequestOutput, source
         message.finish = _FINISH[output.finish_reason]
         if output.finish_reason is EngineFinishReason.STOP:
             message.stop_token = output.tokens[-1]
+        elif output.finish_reason is EngineFinishReason.GRAMMAR_FAILED:
+            message.error.CopyFrom(status_of(_GRAMMAR_FAILED))
     if source is not None:
         message.source.CopyFrom(source)
 

@@ -10,13 +10,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tanghulu.conductor.inference.schema import (
+    MAX_LABELS,
     MAX_LOGPROBS,
     MAX_MESSAGES,
+    MAX_PARTS,
     MAX_TOOLS,
     Api,
     ChatBody,
+    Name,
     NumTokens,
     RoutedBody,
+    at_most,
 )
 from tanghulu.web.errors import BadField
 
@@ -41,18 +45,21 @@ class InputPart(BaseModel):
         raise BadField(f"parts of type {self.type[:64]!r} are not supported: models here read text alone", "input")
 
 
+InputParts = Annotated[list[InputPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
 class InputItem(BaseModel):
     """One item of ``input``: a message, a call of a function, its output, or a chain of thought."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     type: str = "message"
     role: str | None = None
-    content: str | list[InputPart] | None = None
+    content: str | InputParts | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[InputPart] | None = None
-    summary: list[InputPart] | None = None
+    output: str | InputParts | None = None
+    summary: InputParts | None = None
 
 
 class FunctionTool(BaseModel):
@@ -79,6 +86,7 @@ class FormatOfText(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["text", "json_object", "json_schema"]
     name: str = ""
+    strict: bool | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
@@ -100,21 +108,21 @@ class ResponsesBody(RoutedBody):
     """POST /v1/responses."""
 
     api: ClassVar[Api | None] = Api.RESPONSES
-    input: str | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: NumTokens | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    include: Annotated[list[str], Field(max_length=16)] | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    include: Annotated[list[Name], Field(max_length=MAX_LABELS, fail_fast=True)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     store: bool = True
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[Name, Name], Field(max_length=MAX_LABELS), at_most(MAX_LABELS)] | None = None
     stream: bool | None = False
 
     @model_validator(mode="after")
@@ -145,13 +153,16 @@ class ResponsesBody(RoutedBody):
         routed = self.model_dump(include=set(RoutedBody.model_fields), exclude_none=True)
         chat = ChatBody.model_validate(routed | {name: value for name, value in given.items() if value is not None})
         chat.came_from(self._sender)
+        if self.is_large or self.previous_response_id is not None:
+            chat.set_large()
         return chat
 
     def _format_for_chat(self) -> dict[str, Any] | None:
         form = self.text.format if self.text is not None else None
         if form is None or form.type != "json_schema":
             return {"type": form.type} if form is not None else None
-        return {"type": "json_schema", "json_schema": {"name": form.name, "schema": form.schema_ or {}}}
+        schema = {"name": form.name, "strict": form.strict, "schema": form.schema_ or {}}
+        return {"type": "json_schema", "json_schema": schema}
 
 
 def _choice_for_chat(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
@@ -171,8 +182,7 @@ def messages_of(given: str | list[InputItem]) -> list[dict[str, Any]]:
     for item in given:
         match item.type:
             case "message":
-                role = "system" if item.role == "developer" else item.role or "user"
-                messages.append({"role": role, "content": _text(item.content)})
+                _add_message(messages, item)
             case "function_call":
                 _add_call(messages, item)
             case "function_call_output":
@@ -186,6 +196,15 @@ def messages_of(given: str | list[InputItem]) -> list[dict[str, Any]]:
             messages[-1]["reasoning_content"] = reasoning
         reasoning = ""
     return messages
+
+
+def _add_message(messages: list[dict[str, Any]], item: InputItem) -> None:
+    """A message; what an assistant says behind its calls belongs to the message that has them."""
+    role, text = item.role or "user", _text(item.content)
+    if role == "assistant" and messages and "tool_calls" in messages[-1]:
+        messages[-1]["content"] = (messages[-1]["content"] or "") + text
+    else:
+        messages.append({"role": role, "content": text})
 
 
 def _add_call(messages: list[dict[str, Any]], item: InputItem) -> None:
@@ -206,6 +225,6 @@ def with_instructions(instructions: str | None, messages: list[dict[str, Any]]) 
     """``messages`` behind the instructions, joined with a system message that is there already."""
     if not instructions:
         return messages
-    if messages and messages[0]["role"] == "system":
+    if messages and messages[0]["role"] in ("system", "developer"):
         return [{"role": "system", "content": f"{instructions}\n\n{messages[0]['content']}"}, *messages[1:]]
     return [{"role": "system", "content": instructions}, *messages]

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tanghulu.conductor.http.reply import dumps
+import msgspec
 
 #: Of all responses that are kept, as JSON.
 MAX_KEPT_BYTES: Final = 64 << 20
@@ -37,7 +37,7 @@ class KeptResponses:
 
     def add(self, kept: KeptResponse) -> None:
         """Keep a response; one that alone is too large is not kept."""
-        size = len(dumps([kept.response, kept.messages]).encode("utf-8", "surrogatepass"))
+        size = len(msgspec.json.encode([kept.response, kept.messages]))
         if size > self._max_bytes:
             return
         self._kept[kept.response["id"]] = (kept, size)

@@ -17,6 +17,7 @@ from tanghulu.conductor.http.responses.kept import KeptResponse, KeptResponses
 from tanghulu.conductor.inference.preprocess import parse_chat
 from tanghulu.conductor.inference.schema import ChatBody
 from tanghulu.conductor.inference.service import Service
+from tanghulu.conductor.text.preparing import made_ready
 from tanghulu.web.errors import BadField, ResponseNotFound, from_validation
 
 
@@ -31,8 +32,8 @@ def router(service: Service) -> APIRouter:
         owner = _owner(request)
         async with reading(request, service, ResponsesBody) as body:
             model = await service.find_model(body.model)
-            conversation = [*_earlier(kept, body, owner), *messages_of(body.input)]
-            chat = _chat(body, with_instructions(body.instructions, conversation))
+            is_large, earlier = body.is_large or body.previous_response_id is not None, _earlier(kept, body, owner)
+            conversation, chat = await made_ready(is_large, _chat, body, earlier)
             note_sender(chat, request)
             parsed = await parse_chat(chat, model, service.parsers)
         call = service.start(f"resp_{uuid.uuid4().hex}", parsed)
@@ -85,9 +86,11 @@ def _earlier(kept: KeptResponses, body: ResponsesBody, owner: str) -> list[dict[
 _NAMES = {"messages": "input", "response_format": "text", "reasoning_effort": "reasoning"}
 
 
-def _chat(body: ResponsesBody, messages: list[dict[str, Any]]) -> ChatBody:
+def _chat(body: ResponsesBody, earlier: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], ChatBody]:
+    """The conversation with what ``body`` adds to it, and the chat that it is."""
+    conversation = [*earlier, *messages_of(body.input)]
     try:
-        return body.chat(messages)
+        return conversation, body.chat(with_instructions(body.instructions, conversation))
     except ValidationError as error:
         fault = from_validation(error)
         raise BadField(fault.message, _NAMES.get(fault.param or "", fault.param)) from None

@@ -42,6 +42,7 @@ _STATUS = {
     "BODY_TOO_LARGE": 413,
     "WRONG_CONTENT_TYPE": 415,
     "RANGE_NOT_SATISFIABLE": 416,
+    "HEADER_TOO_LARGE": 431,
     "REQUEST_KILLS_WORKERS": 422,
     "OVERLOADED": 429,
     "RATE_LIMIT_EXCEEDED": 429,
@@ -100,6 +101,12 @@ class BodyTooLarge(TanghuluError):
     """The body is longer than is read here."""
 
     code = "BODY_TOO_LARGE"
+
+
+class HeaderTooLarge(TanghuluError):
+    """The header of a request, or the trailer of its body, is longer than is read here."""
+
+    code = "HEADER_TOO_LARGE"
 
 
 class WrongContentType(TanghuluError):

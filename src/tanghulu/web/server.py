@@ -14,13 +14,13 @@ from typing import Any, ClassVar, cast
 import structlog
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from tanghulu.auth.tls import REFRESH_S, ServerTls
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.runtime.accepting import accept_no_more
 from tanghulu.types import Address
-from tanghulu.web.errors import TooManyConnections, answer_to
+from tanghulu.web.errors import HeaderTooLarge, TooManyConnections, answer_to, status_of
 
 _log = structlog.get_logger(__name__)
 _BACKLOG = 2048
@@ -28,6 +28,11 @@ _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
 #: Connections that have not come to the end of a header; the oldest goes when another comes.
 MAX_HEADLESS = 256
+#: A request's line and header, or the trailer of its body; each field counts as its text and _FIELD_BYTES.
+MAX_HEADER_BYTES = 64 << 10
+_FIELD_BYTES = 32
+#: Requests that wait on a connection for the answers before theirs.
+MAX_PIPELINED = 16
 #: A client that leaves what it was sent unread for so long is hung up on; what is unread is bounded meanwhile.
 READ_STALL_S = 30.0
 
@@ -99,6 +104,10 @@ class _Connection(HttpToolsProtocol):
     #: Whether the server is ending; then a connection without a request goes.
     is_ending: ClassVar[bool] = False
     _waiting: asyncio.TimerHandle | None = None
+    #: Of the header or trailer that is coming: its whole fields, and bytes that have not become a field or a body.
+    _header_bytes = 0
+    _loose_bytes = 0
+    _refusal: HeaderTooLarge | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
@@ -108,7 +117,13 @@ class _Connection(HttpToolsProtocol):
             self._wait()
 
     def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
+        self._loose_bytes += len(data)
         super().data_received(data)
+        if self._loose_bytes > MAX_HEADER_BYTES and self._refusal is None:
+            self._refusal = _too_large()
+            self.send_400_response("")
         if self.cycle is None or self.cycle.response_complete:
             self._wait()
         else:
@@ -119,12 +134,48 @@ class _Connection(HttpToolsProtocol):
         served: Any = app if app is self.app else _too_many_connections
         super()._start_asgi_task(cycle, served)
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._header_bytes = self._loose_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + _FIELD_BYTES)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._header_bytes = self._loose_bytes = 0
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._refusal = HeaderTooLarge(f"{MAX_PIPELINED} requests already wait on this connection")
+            raise self._refusal
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._loose_bytes = 0
+        super().on_body(body)
+
+    def _count(self, num_bytes: int) -> None:
+        """Add to the header; what is raised here makes the parser give up, and ``send_400_response`` answers."""
+        self._header_bytes += num_bytes
+        if self._header_bytes > MAX_HEADER_BYTES:
+            self._refusal = _too_large()
+            raise self._refusal
+
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP, in the shape of all other errors, and hang up."""
-        response = answer_to(InvalidRequest(msg))
+        """Answer what is not HTTP, or not read here, in the shape of all other errors, and hang up."""
+        if self._refusal is not None and self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()  # an answer is on its way, or due first
+            return
+        if self._refusal is not None:
+            _log.info("http.header_too_large", client=self.client)
+        error = self._refusal or InvalidRequest(msg)
+        response = answer_to(error)
         response.headers["connection"] = "close"
         head = b"".join(b"%s: %s\r\n" % header for header in response.raw_headers)
-        self.transport.write(b"HTTP/1.1 400 Bad Request\r\n" + head + b"\r\n" + response.body)
+        self.transport.write(STATUS_LINE[status_of(error)] + head + b"\r\n" + bytes(response.body))
         self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -172,6 +223,13 @@ class _Connection(HttpToolsProtocol):
             self._waiting.cancel()
             self._waiting = None
             self.headless.pop(self, None)
+
+
+def _too_large() -> HeaderTooLarge:
+    return HeaderTooLarge(
+        f"the request's line and header have more than {MAX_HEADER_BYTES} bytes, each field counted as its text and "
+        f"{_FIELD_BYTES}; send what is long in the body"
+    )
 
 
 class HttpServer(uvicorn.Server):

@@ -11,8 +11,8 @@ import pytest
 
 import tanghulu.web.bodies as web_bodies
 from tanghulu.conductor.http import reply
-from tanghulu.conductor.http.json_marks import BRACKET_MARKS, JsonMarks
 from tanghulu.conductor.http.reply import dumps, parse_fields
+from tanghulu.conductor.inference.json_marks import BRACKET_MARKS, JsonMarks
 from tanghulu.conductor.inference.schema import CompletionBody
 from tanghulu.conductor.inference.service import MAX_JSON_BYTES_PER_TOKEN
 from tanghulu.conductor.text import preparing, served_model

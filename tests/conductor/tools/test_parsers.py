@@ -141,6 +141,14 @@ def test_each_form(form: str, text: str, content: str, calls: list) -> None:
     assert begun == ended == list(range(len(calls)))
 
 
+def test_a_list_of_calls_cut_anywhere_has_no_content_beside_its_calls() -> None:
+    text = '[{"name": "f", "arguments": {"a": "}, {"}}, {"name": "f", "arguments": {}}]'
+    for end in range(text.index("}}"), len(text) + 1):
+        for form, opening in (("forced", ""), ("mistral", "[TOOL_CALLS] ")):
+            events = _parse(form, [opening + text[:end]])
+            assert not [event for event in events if isinstance(event, ContentText) and event.text], text[:end]
+
+
 def test_reasoning_is_parted_from_the_answer() -> None:
     text = '<think>\nWhat\n now? </think>\n\n<tool_call>{"name": "f"}</tool_call>'
     events = _parse("think", [text])

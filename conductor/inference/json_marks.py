@@ -16,28 +16,41 @@ from tanghulu.web.errors import BadField
 
 #: Commas of a body, with each bracket as BRACKET_MARKS of them: a prompt of a million token ids passes.
 MAX_MARKS: Final = 1 << 20
+#: The same of a body that has no list of token ids; with what the arguments of calls have inside of their texts.
+MAX_CHAT_MARKS: Final = 1 << 17
 #: What an object or array costs a parser, in numbers.
 BRACKET_MARKS: Final = 4
 #: The interpreter is free for others between two pieces.
 _PIECE_BYTES: Final = 256 << 10
 
 
-def check_marks(body: bytes | memoryview, most_string_bytes: float = math.inf) -> None:
-    """Refuse a body of too many values, or with too long a string. Raises BadField, ContextLengthExceeded."""
+def check_marks(body: bytes | memoryview, most_string_bytes: float = math.inf, most_marks: int = MAX_MARKS) -> int:
+    """The marks of a body, at most. Raises BadField for too many, and ContextLengthExceeded for too long a string."""
     starts = range(0, len(body), _PIECE_BYTES)
     marks = sum(_marks_of(bytes(body[start : start + _PIECE_BYTES])) for start in starts)
-    if marks <= MAX_MARKS and len(body) <= most_string_bytes:
-        return
+    if marks <= most_marks and len(body) <= most_string_bytes:
+        return marks
     counted = JsonMarks()
     for start in starts:
         counted.feed(bytes(body[start : start + _PIECE_BYTES]))
-        if counted.num_marks > MAX_MARKS:
-            raise BadField(f"the body has more than {MAX_MARKS} values; send a long prompt as a text")
+        if counted.num_marks > most_marks:
+            raise BadField(f"the body has more than {most_marks} values; send a long prompt as a text")
         if counted.longest_string > most_string_bytes:
             raise ContextLengthExceeded(
                 f"a string of the body has more than {most_string_bytes} bytes, which fits no context that is served "
                 "here; shorten it"
             )
+    return counted.num_marks
+
+
+def marks_of(text: bytes) -> int:
+    """The marks of a whole JSON text."""
+    if (marks := _marks_of(text)) <= BRACKET_MARKS:
+        return marks
+    counted = JsonMarks()
+    for start in range(0, len(text), _PIECE_BYTES):
+        counted.feed(text[start : start + _PIECE_BYTES])
+    return counted.num_marks
 
 
 class JsonMarks:
