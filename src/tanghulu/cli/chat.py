@@ -28,8 +28,8 @@ class ChatConfig(HttpClientOptions):
     model: str = option("", "the model to talk to; default: the first that is served")
     system: str = option("", "system prompt")
     message: str = option("", "send this one message, print the answer and end")
-    max_tokens: int = option(512, "longest answer in tokens")
-    temperature: float = option(0.7, "0 always takes the most likely token")
+    max_tokens: int = option(512, "longest answer in tokens", least=1)
+    temperature: float = option(0.7, "0 always takes the most likely token", most=2)
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):

@@ -20,6 +20,7 @@ from tanghulu.auth.api_keys import ApiKey, ApiKeysFile, KeyRight, new_key
 from tanghulu.auth.tenants import hash_of, validate_tenant
 from tanghulu.cli.printing import print_json
 from tanghulu.errors import ConfigError, InvalidRequest
+from tanghulu.runtime.config import MOST, FiniteRange
 
 _HEAD = re.compile(r"^\s*\[\[keys\]\]\s*(#.*)?$")
 _ANY_HEAD = re.compile(r"^\s*\[")
@@ -43,16 +44,12 @@ def COMMAND() -> None:
     type=click.Choice([right.value for right in KeyRight]),
     help="what it allows; may be said several times [default: inference]",
 )
-@click.option("--requests-per-s", type=click.FloatRange(min=0), default=0.0, help="0: no limit")
+@click.option("--requests-per-s", type=FiniteRange(0, MOST), default=0.0, help="0: no limit")
+@click.option("--tokens-per-minute", type=FiniteRange(0, MOST), default=0.0, help="of prompts and answers; 0: no limit")
 @click.option(
-    "--tokens-per-minute", type=click.FloatRange(min=0), default=0.0, help="of prompts and answers; 0: no limit"
+    "--max-in-flight", type=click.IntRange(0, 10**9), default=0, help="requests under way at one time; 0: no limit"
 )
-@click.option(
-    "--max-in-flight", type=click.IntRange(min=0), default=0, help="requests under way at one time; 0: no limit"
-)
-@click.option(
-    "--weight", type=click.FloatRange(min=0, min_open=True), default=1.0, help="turns for each of another key's"
-)
+@click.option("--weight", type=FiniteRange(0, 1e6, min_open=True), default=1.0, help="turns for each of another key's")
 @_JSON
 def create(file: Path, name: str, tenant: str, rights: tuple[str, ...], as_json: bool, **numbers: float) -> None:
     """Add a key called NAME to FILE, which is made if it is not there, and print the key. It cannot be shown again."""
