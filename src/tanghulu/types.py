@@ -113,6 +113,29 @@ def check_host(host: str) -> str:
     return host
 
 
+def parse_url(text: str, *, path: bool = False) -> str:
+    """The URL of an HTTP server, without a slash at its end; a path may follow only where ``path`` allows one.
+
+    Raises InvalidRequest that says what is wrong.
+    """
+    scheme, separator, rest = text.partition("://")
+    shown = f"url {text[:200]!r}"
+    if not separator or scheme.lower() not in ("http", "https"):
+        raise InvalidRequest(f"{shown} must begin with http:// or https://")
+    where, _, below = rest.rstrip("/").partition("/")
+    if re.search(r"[?#@\s]", rest) or (below and not path):
+        raise InvalidRequest(f"{shown} must name a host and a port alone: no path, no query, no user")
+    is_bare = where.endswith("]") or ":" not in where
+    try:
+        if not where:
+            raise InvalidRequest("it names no host")
+        address = Address.parse(f"{where}:80" if is_bare else where)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{shown}: {error.message}") from None
+    base = f"{scheme.lower()}://{str(address).removesuffix(':80') if is_bare else address}"
+    return f"{base}/{below}" if below else base
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches what listens on ``host``."""
     if host == "localhost":

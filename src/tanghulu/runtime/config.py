@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import os
 import re
@@ -176,17 +177,18 @@ def configuration_file() -> Path | None:
     return context.find_root().params.get("config") if context is not None else None
 
 
-def read_toml(path: Path, what: str = "configuration") -> dict[str, Any]:
-    """The contents of a TOML file, which is UTF-8 in every locale. Raises ConfigError that says why it is none."""
+def read_table(path: Path, what: str = "configuration", *, is_json: bool = False) -> Any:
+    """The contents of a TOML or JSON file, UTF-8 in every locale. Raises ConfigError that says what is wrong."""
     try:
-        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+        text = path.read_bytes().decode("utf-8-sig")
+        return json.loads(text) if is_json else tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {what} {path}: {error}") from error
 
 
 def table_in(path: Path, name: str) -> dict[str, Any]:
     """The table ``name`` of a TOML file that ``load_toml`` has taken, as it stands there."""
-    table: dict[str, Any] = read_toml(path).get(name, {})
+    table: dict[str, Any] = read_table(path).get(name, {})
     return table
 
 
@@ -225,7 +227,7 @@ def load_toml(path: Path, commands: Mapping[str, click.Command]) -> dict[str, An
 
     Raises ConfigError for a file that cannot be read and for a key that no command, or not that one, has.
     """
-    data = read_toml(path)
+    data = read_table(path)
     known = dict(_leaves((), commands))
     everywhere: set[str] = set().union(*known.values())
     defaults: dict[str, Any] = {}
