@@ -29,7 +29,7 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class VllmFollower:
-    """Hands the changes of ``source`` to ``apply`` in order; where some are missing or unreadable, a clearing instead."""
+    """Hands the changes of ``source`` to ``apply`` in order; for missing or unreadable ones, a clearing."""
 
     def __init__(self, source: EventSource, apply: Callable[[KvChange], None]) -> None:
         try:
@@ -46,13 +46,13 @@ class VllmFollower:
         self._rare_log = RareLog(_log, worker=source.worker)
 
     async def run(self) -> None:
-        """Follow until cancelled. A failure of any kind clears the worker's blocks and subscribes again after a pause."""
+        """Follow until cancelled. Any failure clears the worker's blocks; a new subscription follows after a pause."""
         backoff = Backoff(_RETRY_S, _RETRY_MOST_S)
         try:
             while True:
                 try:
                     await self._follow()
-                except Exception as error:  # whatever one publisher sends, the others are served
+                except Exception as error:  # noqa: BLE001 - whatever one publisher sends, the others are served
                     self._rare_log.warning("vllm.follower_failed", error=repr(error))
                     self._lose()
                 await asyncio.sleep(backoff.pause_s())
