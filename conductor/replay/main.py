@@ -20,11 +20,12 @@ from tanghulu.conductor.replay.model import LatencyModel
 from tanghulu.conductor.replay.plot import check_plot, write_plot
 from tanghulu.conductor.replay.report import ReplayReport, make_report, table
 from tanghulu.conductor.replay.simulation import ClusterConfig, Simulation
-from tanghulu.conductor.replay.trace import BLOCK_TOKENS, TraceRequest, read_trace
+from tanghulu.conductor.replay.trace import TraceRequest, read_trace
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES, PolicyOptions, make_policy
 from tanghulu.errors import ConfigError
 from tanghulu.runtime.config import check_bounds, command, option
 from tanghulu.runtime.master_options import HttpClientOptions
+from tanghulu.types import parse_url
 
 #: Columns that the table needs; where the output is no terminal there are as many as one likes.
 _LEAST_WIDTH = 124
@@ -115,8 +116,8 @@ class ReplayConfig(HttpClientOptions):
             if name not in POLICY_NAMES:
                 raise ConfigError(f"--policy {name!r} is unknown; there is {', '.join(POLICY_NAMES)}")
         check_bounds(self)
-        if self.scale > BLOCK_TOKENS:
-            raise ConfigError(f"--scale is {self.scale}; a block of {BLOCK_TOKENS} tokens cannot be divided further")
+        if self.live:
+            parse_url(self.live, path=True)
         self._refuse_pointless()
 
     def _refuse_pointless(self) -> None:
