@@ -76,7 +76,9 @@ class ConductorConfig(MasterOptions, HttpOptions, ProcessConfig):
     event_shards: int = option(
         DEFAULT_SHARDS,
         "queues over which workers' KV events are shared out, so that none waits for another's snapshot",
-        least=1, most=1024)
+        least=1,
+        most=1024,
+    )
     snapshot_every: float = option(
         0.0,
         "seconds between snapshots of each worker's cache, which put right what its events left wrong; 0: never",

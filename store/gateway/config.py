@@ -21,10 +21,14 @@ class GatewayConfig(MasterOptions, ProcessConfig):
     require_token: bool = option(False, "refuse requests without a token, instead of using the gateway's own")
     insecure: bool = option(False, "listen on other than loopback even in plain, or open to everybody")
     deadline_s: float = option(10.0, "what one call of the store may take", above=0)
-    request_s: float = option(300.0, "what one request may take that is many calls: checks, removals by pattern", above=0)
+    request_s: float = option(
+        300.0, "what one request may take that is many calls: checks, removals by pattern", above=0
+    )
     stall_s: float = option(30.0, "hang up on a client that neither sends nor takes anything for this long", above=0)
     max_value: int = option(4 << 30, "longest value that is taken; the nodes' memory bounds it too", size=True, least=1)
-    max_in_flight_bytes: int = option(8 << 30, "values that are under way at one time, all together", size=True, least=1)
+    max_in_flight_bytes: int = option(
+        8 << 30, "values that are under way at one time, all together", size=True, least=1
+    )
     max_requests: int = option(256, "requests under way at one time", least=1)
     max_streams: int = option(64, "followers of /v1/events at one time", least=1)
     max_connections: int = option(1024, "connections that are let in", least=1)

@@ -21,7 +21,7 @@ from tanghulu.masters import Masters
 from tanghulu.runtime.config import PREFIX, FiniteRange
 from tanghulu.runtime.master_options import TLS_CA_HELP, HttpClientOptions
 from tanghulu.store.client import Client, connect
-from tanghulu.types import format_size, parse_size
+from tanghulu.types import format_size, parse_size, parse_url
 
 _TIMEOUT = httpx.Timeout(600, connect=10, pool=None)
 
@@ -100,7 +100,7 @@ def http(url: str, requests: int, api_key: str, tls_ca: str, as_json: bool, **lo
 async def measure_http(url: str, load: StreamLoad, client: HttpClientOptions) -> HttpFigures:
     """Run ``load`` against the conductor at ``url``. Raises NodeUnavailable if no model answers there."""
     async with httpx.AsyncClient(
-        base_url=url,
+        base_url=parse_url(url, path=True),
         timeout=_TIMEOUT,
         limits=httpx.Limits(max_connections=load.concurrency),
         trust_env=False,

@@ -15,6 +15,7 @@ from rich.console import Console
 from tanghulu.errors import ConfigError, NodeUnavailable, TanghuluError, error_from_code
 from tanghulu.runtime.config import command, option
 from tanghulu.runtime.master_options import HttpClientOptions
+from tanghulu.types import parse_url
 from tanghulu.web.event_stream import EventReader
 
 _HELP = "/new starts afresh, /system TEXT sets the system prompt, /quit or Ctrl-D ends"
@@ -34,11 +35,12 @@ class ChatConfig(HttpClientOptions):
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"--url {self.url} names no scheme; say --url http://{self.url}")
+        parse_url(self.url, path=True)
 
     @property
     def base_url(self) -> str:
         """The address without the /v1 at its end, with which clients of OpenAI's API write it."""
-        return self.url.rstrip("/").removesuffix("/v1")
+        return parse_url(self.url, path=True).removesuffix("/v1")
 
 
 class Conversation:
