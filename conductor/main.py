@@ -77,6 +77,7 @@ class ConductorConfig(MasterOptions, HttpOptions, ProcessConfig):
         DEFAULT_SHARDS,
         "queues over which workers' KV events are shared out, so that none waits for another's snapshot",
         least=1,
+        most=1024,
     )
     snapshot_every: float = option(
         0.0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from tanghulu.web.authorizer import Need, RouteRights
+from tanghulu.web.targets import rest
 
 _PROBES: Final = dict.fromkeys(("/live", "/ready"), Need.NOTHING)
 
@@ -61,8 +62,15 @@ POOL_ROUTER: Final = RouteRights(
         **_ROUTERS_OWN,
         "/v1/chat/completions": Need.INFERENCE,
         "/v1/completions": Need.INFERENCE,
+        "/v1/responses": Need.INFERENCE,
+        "/v1/responses/{response_id}": Need.INFERENCE,
         "/generate": Need.INFERENCE,
         "/v1/models": Need.ANY_KEY,
+        "/v1/models/{name:path}": Need.ANY_KEY,
+        "/model_info": Need.ANY_KEY,
+        "/get_model_info": Need.ANY_KEY,
+        "/server_info": Need.ANY_KEY,
+        "/get_server_info": Need.ANY_KEY,
         "/tokenize": Need.INFERENCE,
         "/detokenize": Need.INFERENCE,
         "/abort_request": Need.INFERENCE,
@@ -76,7 +84,7 @@ ROUTING_SERVICE: Final = RouteRights(
     {
         **_ROUTERS_OWN,
         "/workers": Need.ADMIN,
-        "/workers/{worker}": Need.ADMIN,
+        "/workers/" + rest("worker"): Need.ADMIN,
         "/report_load": Need.ADMIN,
         "/publish_events": Need.ADMIN,
         "/dump_events": Need.ADMIN,

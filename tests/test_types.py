@@ -23,7 +23,7 @@ def test_sizes(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "1.2.3", "-4", "4 parsecs", "1KiBi"])
+@pytest.mark.parametrize("text", ["", "MiB", "1.2.3", "-4", "4 parsecs", "1KiBi", "9" * 400])
 def test_bad_sizes_name_themselves(text):
     with pytest.raises(InvalidRequest, match="size"):
         parse_size(text)
@@ -38,9 +38,17 @@ def test_addresses_round_trip(text):
     assert str(Address.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["7400", ":7400", "host:", "host:port", "host:70000"])
+@pytest.mark.parametrize("text", ["7400", ":7400", "host:", "host:port", "host:\u00b2", "host:-1"])
 def test_bad_addresses(text):
     with pytest.raises(InvalidRequest, match="host:port"):
+        Address.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["h:70000", "[::1:1", "::1]:1", "a..b:1", "x" * 64 + ":1", "me@h:1", "h/p:1", "h p:1", "h:1;h:2"]
+)
+def test_hosts_and_ports_that_cannot_be(text):
+    with pytest.raises(InvalidRequest, match=r"is no (host|port)"):
         Address.parse(text)
 
 

@@ -50,12 +50,12 @@ class WorkerConfig(TransferOptions, MasterOptions, PortOptions, ProcessConfig):
     max_num_seqs: int = option(32, "requests in one step at most", least=1)
     max_num_waiting: int = option(1024, "requests that may queue; more are refused", least=1)
     eviction: str = option(DEFAULT_EVICTION, "which cached blocks make room first", choices=tuple(POLICIES))
-    threads: int = option(0, "threads of the model at most; 0: one a core that the process may use")
+    threads: int = option(0, "threads of the model at most; 0: one a core that the process may use", most=4096)
     lora: str = option("", "name=DIR: serve the model with this LoRA adapter (PEFT's format) as MODEL:name")
     speculative: str = option(
         "", "ngram:K: propose up to K tokens from where the last ones stood before; the same text in fewer steps"
     )
-    tp: int = option(1, "tensor-parallel ranks that share out the heads; a process each, on this host")
+    tp: int = option(1, "tensor-parallel ranks that share out the heads; a process each, on this host", most=1024)
     store: bool = option(True, "load prefixes from the store and keep new blocks there")
     store_policy: str = option(
         "all",

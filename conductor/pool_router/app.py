@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tanghulu.conductor.http.reply import read_body
 from tanghulu.conductor.pool_router.demand import demand_of, parse_body
 from tanghulu.conductor.pool_router.forward import Forwarder
 from tanghulu.conductor.pool_router.streamed import Streamed
+from tanghulu.conductor.stories.origin import request_id_of
+from tanghulu.errors import InvalidRequest
 from tanghulu.version import __version__
 from tanghulu.web import errors
 
-GENERATING = ("/v1/chat/completions", "/v1/completions", "/generate")
-_ANY = (("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/detokenize"))
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/generate")
+_ABOUT = ("/v1/models", "/v1/models/{name:path}", "/model_info", "/get_model_info", "/server_info", "/get_server_info")
+_ANY = (*(("GET", path) for path in _ABOUT), ("POST", "/tokenize"), ("POST", "/detokenize"))
+_HEADER: Final = b"x-request-id"
+
+
+class RequestIds:
+    """``app`` with an X-Request-Id in each answer: the client's, or one made here, which conductors get, too."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = [value.decode("latin-1") for name, value in scope["headers"] if name == _HEADER]
+        request_id = request_id_of(given)
+        others = [(name, value) for name, value in scope["headers"] if name != _HEADER]
+        state = {**scope.get("state", {}), "x_request_id": request_id}
+        named = {**scope, "headers": [*others, (_HEADER, request_id.encode())], "state": state}
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [pair for pair in message.get("headers", ()) if pair[0].lower() != _HEADER]
+                message = {**message, "headers": [*headers, (_HEADER, request_id.encode())]}
+            await send(message)
+
+        await self._app(named, receive, send_named)
 
 
 def make_app(forwarder: Forwarder, registry: CollectorRegistry, max_body_bytes: int) -> FastAPI:
@@ -27,19 +57,34 @@ def make_app(forwarder: Forwarder, registry: CollectorRegistry, max_body_bytes: 
 
     async def generate(request: Request) -> Response:
         body = await read_body(request, max_body_bytes)
-        return Streamed(forwarder.generate(request.url.path, body, dict(request.headers)), forwarder.end)
+        return Streamed(forwarder.generate(_target(request), body, dict(request.headers)), forwarder.end)
 
     async def anywhere(request: Request) -> Response:
         body = await read_body(request, max_body_bytes)
-        answering = forwarder.anywhere(request.method, request.url.path, body, dict(request.headers))
+        answering = forwarder.anywhere(request.method, _target(request), body, dict(request.headers))
+        return Streamed(answering, forwarder.end)
+
+    async def kept(request: Request) -> Response:
+        target, response_id = _target(request), request.path_params["response_id"]
+        answering = forwarder.where_kept(response_id, request.method, target, b"", dict(request.headers))
         return Streamed(answering, forwarder.end)
 
     for path in GENERATING:
         app.add_api_route(path, generate, methods=["POST"], response_model=None)
     for method, path in _ANY:
         app.add_api_route(path, anywhere, methods=[method], response_model=None)
+    app.add_api_route("/v1/responses/{response_id}", kept, methods=["GET", "DELETE"], response_model=None)
     _add_admin(app, forwarder, registry, max_body_bytes)
     return app
+
+
+def _target(request: Request) -> str:
+    """The path and query of a request as the client has sent them."""
+    raw: bytes = request.scope["raw_path"]
+    if {b".", b".."}.intersection(raw.split(b"/")):  # which httpx would resolve: another route, with other rights
+        raise InvalidRequest("a path has no segments . and ..")
+    query: bytes = request.scope["query_string"]
+    return (raw + (b"?" + query if query else b"")).decode("latin-1")
 
 
 def _add_admin(app: FastAPI, forwarder: Forwarder, registry: CollectorRegistry, max_body_bytes: int) -> None:
@@ -92,4 +137,5 @@ def _add_admin(app: FastAPI, forwarder: Forwarder, registry: CollectorRegistry, 
         """End a request wherever it is."""
         body = await read_body(request, max_body_bytes)
         answers = await forwarder.everywhere("POST", "/abort_request", body, dict(request.headers))
-        return {"aborted": sum(answer.get("aborted", 0) for _, status, answer in answers if status == 200)}
+        counts = [answer.get("aborted", 0) for _, _, answer in answers if isinstance(answer, dict)]
+        return {"aborted": sum(counts)}

@@ -1,7 +1,7 @@
 """The demand of a request's body on the pools: its length in tokens, estimated without a tokenizer.
 
 Pure. Token ids are counted; texts are estimated by their characters, since the router serves several models and has no
-tokenizer. Targets stand in ``"slo": {"ttft_s": 1.0, "tbt_s": 0.05}`` of the body; a conductor ignores that field.
+tokenizer. Targets stand in ``"slo": {"ttft_s": 1.0, "tbt_s": 0.05}`` of the body; conductors do not get that field.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from typing import Any
 from tanghulu.conductor.pool_router.grid import Demand
 from tanghulu.errors import InvalidRequest
 
-_LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
+_PROMPTS = ("messages", "prompt", "input", "input_ids", "text")
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens")
+#: The most tokens and seconds that are told apart.
+_MOST = 1 << 32
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
     """The body as an object. Raises InvalidRequest."""
     try:
         data = json.loads(body)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, nested too deep, a number that is too long
         raise InvalidRequest(f"the body is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise InvalidRequest("the body is not a JSON object")
@@ -29,18 +32,22 @@ def parse_body(body: bytes) -> dict[str, Any]:
 
 def demand_of(data: Mapping[str, Any], characters_per_token: float) -> Demand:
     """The demand of a completion, a chat or a /generate body. Raises InvalidRequest for malformed targets."""
-    prompt = data.get("messages", data.get("prompt", data.get("input_ids", data.get("text"))))
-    tokens = _tokens(prompt, characters_per_token)
-    slo = data.get("slo", {})
+    tokens = _tokens(data.get(_prompt_field(data)), characters_per_token)
+    slo = data.get("slo")
+    if slo is None:
+        slo = {}
     if not isinstance(slo, dict):
-        raise InvalidRequest(f"slo is {slo!r}, not an object with ttft_s and tbt_s")
+        raise InvalidRequest(f"slo is {slo!r:.80}, not an object with ttft_s and tbt_s")
     return Demand(tokens, tokens + _most_new(data), _target(slo, "ttft_s"), _target(slo, "tbt_s"))
 
 
 def prefill_only(data: Mapping[str, Any]) -> dict[str, Any]:
     """The request for one token only: it leaves the prompt's KV in the store, and its answer is not used."""
     once = {key: value for key, value in data.items() if key not in ("stream", "stream_options", "n", "slo", "rid")}
-    if "text" in data or "input_ids" in data:
+    field = _prompt_field(data)
+    if field == "input":
+        return {**once, "max_output_tokens": 1, "store": False}
+    if field in ("input_ids", "text"):
         sampling = data.get("sampling_params")
         sampling = {key: value for key, value in sampling.items() if key != "n"} if isinstance(sampling, dict) else {}
         return {**once, "sampling_params": {**sampling, "max_new_tokens": 1}}
@@ -48,8 +55,13 @@ def prefill_only(data: Mapping[str, Any]) -> dict[str, Any]:
     return {**once, "max_tokens": 1}
 
 
-def _tokens(prompt: Any, characters_per_token: float) -> int:
-    """Tokens of the longest of several prompts, which are served one by one."""
+def _prompt_field(data: Mapping[str, Any]) -> str:
+    """The name of the field that has the prompt; "" if none has."""
+    return next((name for name in _PROMPTS if data.get(name) is not None), "")
+
+
+def _tokens(prompt: Any, characters_per_token: float, *, several: bool = True) -> int:
+    """Tokens of the longest of ``several`` prompts, which are served one by one."""
     if isinstance(prompt, str):
         return round(len(prompt) / characters_per_token)
     if not isinstance(prompt, list) or not prompt:
@@ -58,7 +70,9 @@ def _tokens(prompt: Any, characters_per_token: float) -> int:
         return len(prompt)
     if isinstance(prompt[0], dict):
         return round(sum(_characters(message) for message in prompt) / characters_per_token)
-    return max(_tokens(each, characters_per_token) for each in prompt)
+    if not several:
+        raise InvalidRequest("the prompt is neither a text, nor token ids, nor a list of these")
+    return max(_tokens(each, characters_per_token, several=False) for each in prompt)
 
 
 def _characters(message: Any) -> int:
@@ -76,7 +90,7 @@ def _most_new(data: Mapping[str, Any]) -> int:
         for name in _LIMITS:
             value = fields.get(name)
             if isinstance(value, int) and value > 0:
-                return value
+                return min(value, _MOST)
     return 0
 
 
@@ -84,6 +98,6 @@ def _target(slo: Mapping[str, Any], name: str) -> float | None:
     value = slo.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise InvalidRequest(f"slo.{name} is {value!r}, not a number of seconds above 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MOST:
+        raise InvalidRequest(f"slo.{name} is {value!r:.80}, not a number of seconds above 0")
     return float(value)

@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import structlog
@@ -26,6 +27,7 @@ from tanghulu.conductor.pool_router.metrics import PoolMetrics
 from tanghulu.conductor.pool_router.relaying import (
     CONNECT_TIMEOUT_S,
     TRY_ELSEWHERE,
+    UNREACHABLE,
     RelayClient,
     reason,
     request_headers,
@@ -33,6 +35,7 @@ from tanghulu.conductor.pool_router.relaying import (
 from tanghulu.conductor.pool_router.streamed import PoolAnswer
 from tanghulu.errors import NodeUnavailable
 from tanghulu.runtime.clock import Clock
+from tanghulu.web.errors import ResponseNotFound
 
 _log = structlog.get_logger(__name__)
 #: How long every conductor may take for a question to all.
@@ -52,9 +55,16 @@ class Forwarder:
         await self._client.close()
 
     async def generate(self, path: str, body: bytes, headers: Mapping[str, str]) -> PoolAnswer:
-        """Forward a generation by the grid. Raises InvalidRequest, or NodeUnavailable if no pool can be reached."""
+        """Forward a generation by the grid. Raises InvalidRequest, or NodeUnavailable if no pool can be reached.
+
+        One that goes on from an earlier response goes to the conductor that keeps it.
+        """
         data = parse_body(body)
+        if isinstance(earlier := data.get("previous_response_id"), str):
+            return await self.where_kept(earlier, "POST", path, body, headers)
         prefill, decode = self.pools.choose(demand_of(data, self.pools.characters_per_token))
+        if "slo" in data:  # a field of this router, which conductors do not know
+            body = json.dumps({name: value for name, value in data.items() if name != "slo"}).encode()
         prefilled = prefill
         if prefill != decode:
             first = await self._send(prefill, "POST", path, json.dumps(prefill_only(data)).encode(), headers)
@@ -70,25 +80,57 @@ class Forwarder:
         return replace(answer, more={"x-tanghulu-prefill-pool": prefilled, "x-tanghulu-pool": answer.pool})
 
     async def anywhere(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> PoolAnswer:
-        """Forward a request that any pool can answer. Raises NodeUnavailable if none can be reached."""
+        """Forward a request that any pool can answer, to the next one after a 404.
+
+        Raises NodeUnavailable if none can be reached.
+        """
+        missing = None
         for name in self.pools.pools:
             answer = await self._send(name, method, path, body, headers)
-            if answer is not None:
-                return replace(answer, more={"x-tanghulu-pool": answer.pool})
-        raise NodeUnavailable("no conductor of any pool can be reached")
+            if answer is None:
+                continue
+            answer = replace(answer, more={"x-tanghulu-pool": answer.pool})
+            if answer.response.status_code != 404:
+                return answer
+            missing = replace(answer, content=await self._finish(answer))
+        if missing is None:
+            raise NodeUnavailable("no conductor of any pool can be reached")
+        return missing
+
+    async def where_kept(
+        self, response_id: str, method: str, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> PoolAnswer:
+        """Forward a request to the conductor that keeps a response. Raises InvalidRequest if none does."""
+        where = f"/v1/responses/{quote(response_id, safe='')}"
+        for pool, member, status, _ in await self._everywhere("GET", where, b"", headers):
+            if status != 200:
+                continue
+            response = await self._try(member, method, path, body, headers)
+            if response is not None:
+                pieces = self._client.pieces(response)
+                return PoolAnswer(pool, member, response, pieces, more={"x-tanghulu-pool": pool})
+        raise ResponseNotFound(
+            f"response {response_id[:64]!r} is kept by no conductor that answers; send the whole conversation as input"
+        )
 
     async def everywhere(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> list[tuple[str, int, Any]]:
         """(pool, status, JSON) of every conductor that answers."""
-        now_s, shown = self._clock.now_s(), request_headers(headers or {})
+        found = await self._everywhere(method, path, body, headers or {})
+        return [(pool, status, answer) for pool, _, status, answer in found]
 
-        async def ask(pool: str, member: Member) -> tuple[str, int, Any]:
+    async def _everywhere(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> list[tuple[str, Member, int, Any]]:
+        now_s, shown = self._clock.now_s(), request_headers(headers)
+
+        async def ask(pool: str, member: Member) -> tuple[str, Member, int, Any]:
             try:
                 response = await self._client.ask(method, member.url + path, body, shown, ASK_S)
-                return pool, response.status_code, response.json()
-            except (httpx.HTTPError, json.JSONDecodeError):
-                return pool, 503, None
+                return pool, member, response.status_code, response.json()
+            except (*UNREACHABLE, ValueError, RecursionError):
+                return pool, member, 503, None
 
         asked = [ask(name, each) for name, members in self.members.items() for each in members.in_order(now_s)]
         return await asyncio.gather(*asked)
@@ -130,7 +172,7 @@ class Forwarder:
         member.open_requests += 1
         try:
             response = await self._client.send(request)
-        except httpx.HTTPError as error:
+        except UNREACHABLE as error:
             member.open_requests -= 1
             member.failed(self._clock.now_s())
             _log.warning("pool.conductor_failed", url=member.url, error=reason(error))

@@ -32,16 +32,18 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import json
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tanghulu.errors import ConfigError
+from tanghulu.errors import ConfigError, InvalidRequest
+from tanghulu.runtime.config import read_table
+from tanghulu.types import parse_url
 
 DEFAULT_CHARACTERS_PER_TOKEN = 4.0
+#: The most of a number in the file; a target of 1e9 s is none.
+_MOST = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +108,7 @@ class PoolMap:
 
 def read_pools(path: Path) -> PoolMap:
     """The pool map in ``path``. Raises ConfigError that says what is wrong and where."""
-    try:
-        text = path.read_text()
-        data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"cannot read pools {path}: {error}") from error
+    data = read_table(path, "pools", is_json=path.suffix == ".json")
     try:
         return parse_pools(data)
     except ConfigError as error:
@@ -134,14 +132,16 @@ def _pools(rows: Any) -> dict[str, Pool]:
     pools: dict[str, Pool] = {}
     for row in rows:
         _keys(row, "a pool", {"name"}, {"urls", "fallback"})
-        pool = Pool(row["name"], _names(row, "urls"), _names(row, "fallback"))
-        if not isinstance(pool.name, str) or not pool.name:
-            raise ConfigError(f"the pool name {pool.name!r} is not a text")
+        name = row["name"]
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"the pool name {name!r} is not a text")
+        try:
+            urls = tuple(parse_url(url) for url in _names(row, "urls"))
+        except InvalidRequest as error:
+            raise ConfigError(f"pool {name!r}: {error.message}") from None
+        pool = Pool(name, urls, _names(row, "fallback"))
         if pool.name in pools:
             raise ConfigError(f"there are two pools {pool.name!r}")
-        for url in pool.urls:
-            if not url.startswith(("http://", "https://")):
-                raise ConfigError(f"pool {pool.name!r}: {url!r} is no http:// or https:// address")
         pools[pool.name] = pool
     for pool in pools.values():
         _known(pool.fallback, pools, f"the fallback of pool {pool.name!r}")
@@ -189,9 +189,9 @@ def _names(row: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 def _known(names: Sequence[Any], pools: Mapping[str, Pool], where: str) -> None:
     for name in names:
-        if name not in pools:
+        if not isinstance(name, str) or name not in pools:
             raise ConfigError(f"{where} names {name!r}, which is no pool; there is {', '.join(pools)}")
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST

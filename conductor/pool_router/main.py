@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor import route_rights
 from tanghulu.conductor.inference.service import DEFAULT_BODY_BYTES
-from tanghulu.conductor.pool_router.app import make_app
+from tanghulu.conductor.pool_router.app import RequestIds, make_app
 from tanghulu.conductor.pool_router.forward import Forwarder
 from tanghulu.conductor.pool_router.grid import PoolMap, read_pools
 from tanghulu.conductor.pool_router.metrics import PoolMetrics
@@ -76,7 +76,8 @@ class GlobalRouter:
         listener = listen(config.host, config.port)
         self.address = Address(config.reachable_host, address_of(listener).port)
         app = make_app(self.forwarder, self._registry, config.max_body_size)
-        server = self._port.server(self._port.authorized(app, route_rights.POOL_ROUTER), config.grace_s)
+        authorized = self._port.authorized(app, route_rights.POOL_ROUTER)
+        server = self._port.server(RequestIds(authorized), config.grace_s)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         pools = self.forwarder.pools.pools if discovery is not None else ()
         try:
@@ -95,7 +96,8 @@ class GlobalRouter:
         """Take an event of Discovery on the conductors of ``pool``."""
         instance, members = event.instance, self.forwarder.members[pool]
         if instance is not None and event.kind is EventKind.PUT:
-            members.add(instance.id, f"{instance.attributes.get('scheme', 'http')}://{instance.address}")
+            scheme = "https" if instance.attributes.get("scheme") == "https" else "http"
+            members.add(instance.id, f"{scheme}://{instance.address}")
         elif instance is not None and event.kind is EventKind.DELETE:
             members.remove(instance.id)
 

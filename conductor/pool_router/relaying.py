@@ -28,6 +28,8 @@ T = TypeVar("T")
 CONNECT_TIMEOUT_S = 2.0
 #: How long a server may answer nothing at all, by default.
 SILENCE_S = 10.0
+#: Errors of requests to a server that cannot be reached, or whose address is none.
+UNREACHABLE = (httpx.HTTPError, httpx.InvalidURL)
 #: A server that answers with one of these has not begun: the request may go to another.
 TRY_ELSEWHERE = (429, 502, 503)
 #: Headers of one hop, which the next one makes itself.
@@ -107,7 +109,7 @@ class RelayClient:
         try:
             async with asyncio.timeout(deadline_s):
                 await self._http.get(url, headers=headers, extensions=more)
-        except (httpx.HTTPError, TimeoutError):
+        except (*UNREACHABLE, TimeoutError):
             return False
         return True
 

@@ -20,11 +20,12 @@ from tanghulu.conductor.replay.model import LatencyModel
 from tanghulu.conductor.replay.plot import check_plot, write_plot
 from tanghulu.conductor.replay.report import ReplayReport, make_report, table
 from tanghulu.conductor.replay.simulation import ClusterConfig, Simulation
-from tanghulu.conductor.replay.trace import BLOCK_TOKENS, TraceRequest, read_trace
+from tanghulu.conductor.replay.trace import TraceRequest, read_trace
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES, PolicyOptions, make_policy
 from tanghulu.errors import ConfigError
 from tanghulu.runtime.config import check_bounds, command, option
 from tanghulu.runtime.master_options import HttpClientOptions
+from tanghulu.types import parse_url
 
 #: Columns that the table needs; where the output is no terminal there are as many as one likes.
 _LEAST_WIDTH = 124
@@ -56,14 +57,14 @@ class ReplayConfig(HttpClientOptions):
     traces: tuple[Path, ...] = ()
     policy: str = option("", "policies to compare, separated by commas; default: ttft-min, live the conductor's own")
     live: str = option("", "send the trace to the running conductor at this URL instead of simulating one")
-    scale: int = option(1, "live: divide the lengths of prompts and answers by this, 1 to 512", least=1)
-    connections: int = option(256, "live: most requests under way at a time", least=1)
-    prefill: int = option(8, "prefill workers", least=1)
-    decode: int = option(8, "decode workers", least=1)
+    scale: int = option(1, "live: divide the lengths of prompts and answers by this, 1 to 512", least=1, most=512)
+    connections: int = option(256, "live: most requests under way at a time", least=1, most=65536)
+    prefill: int = option(8, "prefill workers", least=1, most=4096)
+    decode: int = option(8, "decode workers", least=1, most=4096)
     speedup: float = option(1.6, "how many times as fast the requests arrive", above=0)
     blocks: int = option(5859, "512-token blocks in the cache of one prefill worker", least=1)
     warmup: str = option("0.5", "share of the time span, or a trace, that is replayed first without being counted")
-    noise: float = option(0.0, "sigma of the lognormal factor between expected and real prefill time", least=0)
+    noise: float = option(0.0, "sigma of the lognormal factor between expected and real prefill time", least=0, most=10)
     seed: int = option(0, "seed of everything that is drawn")
     limit: int = option(0, "replay only this many requests; 0: all", least=0)
     fetch: bool = option(True, "workers can fetch prefixes from each other")
@@ -94,18 +95,18 @@ class ReplayConfig(HttpClientOptions):
     beta: float = option(0.5, "linear: weight of the free share of the queue")
     gamma: float = option(0.05, "linear: weight of nearness")
     patience_s: float = option(2.0, "session affinity: how much longer a session's worker may keep it waiting")
-    layers: int = option(80, "model: layers", least=1)
-    dim: int = option(8192, "model: width", least=1)
-    gqa: int = option(8, "model: query heads for each key-value head", least=1)
-    gflops: float = option(8 * 312e12, "worker: peak FLOP/s", above=0)
-    mfu: float = option(0.5, "worker: share of the peak that prefill reaches", above=0)
-    t0: float = option(0.02, "worker: fixed part of a prefill, in seconds", least=0)
-    h2d: float = option(128e9, "worker: loading KV to the GPU, in bytes/s", above=0)
-    nic: float = option(70e9, "worker: network, in bytes/s", above=0)
-    c: float = option(0.020, "worker: fixed part of a decode step, in seconds", above=0)
-    d: float = option(1e-4, "worker: what a sequence adds to a decode step, in seconds", least=0)
-    e: float = option(2.9e-8, "worker: what a token of context adds to a decode step, in seconds", least=0)
-    kv_tokens: float = option(1.4e6, "worker: most tokens of context that decode holds", above=0)
+    layers: int = option(80, "model: layers", least=1, most=10_000)
+    dim: int = option(8192, "model: width", least=1, most=1 << 20)
+    gqa: int = option(8, "model: query heads for each key-value head", least=1, most=10_000)
+    gflops: float = option(8 * 312e12, "worker: peak FLOP/s", above=0, most=1e21)
+    mfu: float = option(0.5, "worker: share of the peak that prefill reaches", above=0, most=1)
+    t0: float = option(0.02, "worker: fixed part of a prefill, in seconds", least=0, most=3600)
+    h2d: float = option(128e9, "worker: loading KV to the GPU, in bytes/s", above=0, most=1e18)
+    nic: float = option(70e9, "worker: network, in bytes/s", above=0, most=1e18)
+    c: float = option(0.020, "worker: fixed part of a decode step, in seconds", above=0, most=3600)
+    d: float = option(1e-4, "worker: what a sequence adds to a decode step, in seconds", least=0, most=3600)
+    e: float = option(2.9e-8, "worker: what a token of context adds to a decode step, in seconds", least=0, most=3600)
+    kv_tokens: float = option(1.4e6, "worker: most tokens of context that decode holds", above=0, most=1e12)
     max_batch: int = option(512, "worker: most sequences in a decode step", least=1)
     plot: str = option("", "draw the policies side by side into this file: PNG or HTML by its suffix (extra 'plot')")
     json: bool = option(False, "print one JSON object a line instead of a table")
@@ -115,8 +116,8 @@ class ReplayConfig(HttpClientOptions):
             if name not in POLICY_NAMES:
                 raise ConfigError(f"--policy {name!r} is unknown; there is {', '.join(POLICY_NAMES)}")
         check_bounds(self)
-        if self.scale > BLOCK_TOKENS:
-            raise ConfigError(f"--scale is {self.scale}; a block of {BLOCK_TOKENS} tokens cannot be divided further")
+        if self.live:
+            parse_url(self.live, path=True)
         self._refuse_pointless()
 
     def _refuse_pointless(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from tanghulu.errors import InvalidRequest
 
 #: Tokens of a trace's block.
 BLOCK_TOKENS = 512
+#: The most of each number of a request: milliseconds (30 years), and tokens.
+_MOST = {"timestamp": 1e12, "input_length": 1e8, "output_length": 1e8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +77,16 @@ def _request(row: dict[str, Any], first_ms: float, speedup: float, counted: bool
 def _rows(path: Path) -> Sequence[dict[str, Any]]:
     try:
         return list(_parsed(path))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise InvalidRequest(f"cannot read trace {path}: {error}") from error
 
 
 def _parsed(path: Path) -> Iterator[dict[str, Any]]:
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open("rt") as lines:
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number that is too long
                 raise InvalidRequest(f"{path}:{number} is not JSON: {error}") from error
             yield _checked(row, f"{path}:{number}")
 
@@ -91,11 +94,12 @@ def _parsed(path: Path) -> Iterator[dict[str, Any]]:
 def _checked(row: Any, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise InvalidRequest(f"{where} is not an object")
-    for name in ("timestamp", "input_length", "output_length"):
+    for name, most in _MOST.items():
         value = row.get(name)
-        if not isinstance(value, int | float) or value < 0:
-            raise InvalidRequest(f"{where}: {name!r} is {value!r}, not a number of at least 0")
-    if not isinstance(row.get("hash_ids"), list):
-        raise InvalidRequest(f"{where}: 'hash_ids' is missing")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most:
+            raise InvalidRequest(f"{where}: {name!r} is {value!r:.80}, not a number from 0 to {most:g}")
+    ids = row.get("hash_ids")
+    if not isinstance(ids, list) or not all(isinstance(each, int) for each in ids):
+        raise InvalidRequest(f"{where}: 'hash_ids' is {ids!r:.80}, not a list of whole numbers")
     row["input_length"] = max(1, row["input_length"])
     return row

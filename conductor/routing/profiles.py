@@ -11,8 +11,6 @@ is read too (``[smollm2.prefill]``). cost.py says what the constants mean.
 from __future__ import annotations
 
 import dataclasses
-import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any, TypeVar
 
 from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile
 from tanghulu.errors import ConfigError
+from tanghulu.runtime.config import read_table
 
 ANY_MODEL = "*"
 P = TypeVar("P", PrefillProfile, DecodeProfile)
@@ -54,11 +53,7 @@ def read_profiles(path: Path | None) -> ProfileFile:
     """The file at ``path``, or an empty one; raises ConfigError that says what is wrong where."""
     if path is None:
         return NO_FILE
-    try:
-        text = path.read_text()
-        told = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the profiles in {path}: {error}") from error
+    told = read_table(path, "the profiles in", is_json=path.suffix != ".toml")
     return ProfileFile({model: _profiles(f"{path}: {model}", each) for model, each in _table(str(path), told).items()})
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from tanghulu.conductor.pool_router.demand import parse_body
-from tanghulu.conductor.pool_router.relaying import TRY_ELSEWHERE, RelayClient, answer_headers, reason
+from tanghulu.conductor.pool_router.relaying import TRY_ELSEWHERE, UNREACHABLE, RelayClient, answer_headers, reason
 from tanghulu.conductor.routing.overrides import RoutingOverrides
 from tanghulu.conductor.routing_service import types
 from tanghulu.conductor.routing_service.service import RoutableWorker, RoutingQuery, RoutingService
@@ -73,7 +73,7 @@ class Generator:
                 response = await self._send(target, parsed.body)
             except BaseException as error:  # a client that hung up, too: its load is taken back; raised on
                 self._service.free(parsed.request_id)
-                if not isinstance(error, httpx.HTTPError | NodeUnavailable):
+                if not isinstance(error, (*UNREACHABLE, NodeUnavailable)):
                     raise
                 tried[target.id] = reason(error)
                 continue

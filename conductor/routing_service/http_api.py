@@ -23,6 +23,7 @@ from tanghulu.runtime.clock import Clock
 from tanghulu.types import BlockHash, InstanceId
 from tanghulu.version import __version__
 from tanghulu.web import errors
+from tanghulu.web.targets import check_path, rest
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -176,9 +177,10 @@ def _add_workers(app: FastAPI, service: RoutingService, max_body_bytes: int) -> 
         service.put_worker(InstanceId(body.worker), types.role_of(body.role), types.place_of(body.place), body.url)
         return {}
 
-    @app.delete("/workers/{worker}")
-    async def remove_worker(worker: str) -> dict[str, Any]:
+    @app.delete("/workers/" + rest("worker"))
+    async def remove_worker(worker: str, request: Request) -> dict[str, Any]:
         """It is gone."""
+        check_path(request)
         service.remove_worker(InstanceId(worker))
         return {}
 

@@ -126,7 +126,7 @@ class RoutingService:
         workers' networks, Overloaded beyond MAX_WORKERS.
         """
         if url:
-            self.networks.check_url(url)
+            url = self.networks.checked_url(url)
         if not (role.prefills or role.decodes):
             raise InvalidRequest(f"worker {worker!r} has role {role.value!r}; it must be prefill, decode or worker")
         known = self._targets.get(worker)

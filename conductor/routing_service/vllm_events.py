@@ -28,7 +28,7 @@ from typing import Any
 
 from tanghulu.conductor.routing.requests import KvChange
 from tanghulu.errors import ConfigError, InvalidRequest
-from tanghulu.types import BlockHash, InstanceId
+from tanghulu.types import Address, BlockHash, InstanceId
 
 GPU = ("GPU", None)
 #: Kinds of groups that keep all blocks of a prefix (``kv_cache_spec_kind``); None: a publisher that tells no kinds.
@@ -54,6 +54,12 @@ def parse_sources(text: str) -> tuple[EventSource, ...]:
         events, _, replay = addresses.partition("|")
         if not worker or "://" not in events or (replay and "://" not in replay):
             raise ConfigError(f"event source {part!r} is not of the form worker=tcp://host:port[|tcp://host:port]")
+        for each in (events, replay):
+            if each.startswith("tcp://"):
+                try:
+                    Address.parse(each.removeprefix("tcp://"))
+                except InvalidRequest as error:
+                    raise ConfigError(f"event source {part!r}: {error.message}") from None
         sources.append(EventSource(InstanceId(worker), events, replay))
     return tuple(sources)
 

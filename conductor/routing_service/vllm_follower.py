@@ -15,15 +15,21 @@ import structlog
 from tanghulu.conductor.routing.requests import KvChange
 from tanghulu.conductor.routing_service.vllm_events import EventDecoder, EventSource, Numbers
 from tanghulu.errors import ConfigError, InvalidRequest
+from tanghulu.runtime.backoff import Backoff
 from tanghulu.runtime.extras import install_command
+from tanghulu.runtime.telemetry import RareLog
 
 _log = structlog.get_logger(__name__)
 REPLAY_TIMEOUT_S = 5.0
+#: Messages and bytes of one replay; of a longer one the blocks are cleared instead.
+MAX_REPLAYED, MAX_REPLAYED_BYTES = 1 << 16, 256 << 20
+#: Pauses before a subscription that failed is made again, at first and at most.
+_RETRY_S, _RETRY_MOST_S = 0.1, 10.0
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class VllmFollower:
-    """Hands the changes of ``source`` to ``apply``, in order and without gaps that are not told as cleared."""
+    """Hands the changes of ``source`` to ``apply`` in order; for missing or unreadable ones, a clearing."""
 
     def __init__(self, source: EventSource, apply: Callable[[KvChange], None]) -> None:
         try:
@@ -37,9 +43,23 @@ class VllmFollower:
         self._context: Any = zmq.asyncio.Context()
         self._subscribe, self._dealer = zmq.SUB, zmq.DEALER
         self._numbers, self._decoder = Numbers(), EventDecoder()
+        self._rare_log = RareLog(_log, worker=source.worker)
 
     async def run(self) -> None:
-        """Follow until cancelled; what cannot be read is logged and left out."""
+        """Follow until cancelled. Any failure clears the worker's blocks; a new subscription follows after a pause."""
+        backoff = Backoff(_RETRY_S, _RETRY_MOST_S)
+        try:
+            while True:
+                try:
+                    await self._follow()
+                except Exception as error:  # noqa: BLE001 - whatever one publisher sends, the others are served
+                    self._rare_log.warning("vllm.follower_failed", error=repr(error))
+                    self._lose()
+                await asyncio.sleep(backoff.pause_s())
+        finally:
+            self._context.destroy(0)
+
+    async def _follow(self) -> None:
         socket = self._context.socket(self._subscribe)
         try:
             socket.subscribe(b"")
@@ -48,11 +68,15 @@ class VllmFollower:
                 await self._take(await socket.recv_multipart())
         finally:
             socket.close(0)
-            self._context.destroy(0)
+
+    def _lose(self) -> None:
+        """Take nothing for known any more about the worker's cache."""
+        self._numbers, self._decoder = Numbers(), EventDecoder()
+        self._apply(KvChange(cleared=True))
 
     async def _take(self, frames: list[bytes]) -> None:
-        if len(frames) != 3:
-            _log.warning("vllm.not_an_event", worker=self._source.worker, frames=len(frames))
+        if len(frames) != 3 or len(frames[1]) != len(_END):
+            self._rare_log.warning("vllm.not_an_event", frames=[len(frame) for frame in frames[:4]])
             return
         number, numbers = int.from_bytes(frames[1], "big"), self._numbers
         if numbers.restarted(number):
@@ -64,14 +88,16 @@ class VllmFollower:
 
     def _read(self, number: int, payload: bytes) -> None:
         try:
-            for change in self._decoder.decode(self._unpack(payload)):
-                self._apply(change)
-        except (InvalidRequest, ValueError) as error:
-            _log.warning("vllm.not_an_event", worker=self._source.worker, error=str(error))
+            changes = self._decoder.decode(self._unpack(payload))
+        except (InvalidRequest, ValueError, RecursionError, MemoryError) as error:
+            self._rare_log.warning("vllm.not_an_event", error=str(error))
+            changes = [KvChange(cleared=True)]
+        for change in changes:
+            self._apply(change)
         self._numbers.took(number)
 
     async def _catch_up(self, first: int, number: int) -> None:
-        """Read what is missing in front of ``number``, or as much of its end as can be had: then the rest is lost."""
+        """Read the messages missing before ``number``, or the end of them that can be had: the rest is lost."""
         missed: dict[int, bytes] = {}
         if self._source.replay:
             with contextlib.suppress(TimeoutError):
@@ -81,21 +107,32 @@ class VllmFollower:
         while begin - 1 in missed:
             begin -= 1
         if begin > first:
-            _log.warning("vllm.events_lost", worker=self._source.worker, first=first, last=begin - 1)
+            self._rare_log.warning("vllm.events_lost", first=first, last=begin - 1)
             self._apply(KvChange(cleared=True))
         for each in range(begin, number):
             self._read(each, missed[each])
 
     async def _replay(self, first: int, number: int) -> dict[int, bytes]:
+        """The messages from ``first`` to before ``number`` that the publisher still has; none if its answer is odd."""
         socket = self._context.socket(self._dealer)
         missed: dict[int, bytes] = {}
+        num_bytes = 0
         try:
             socket.connect(self._source.replay)
             await socket.send_multipart((b"", first.to_bytes(8, "big")))
-            while (frames := await socket.recv_multipart())[-2] != _END:
+            while True:
+                frames = await socket.recv_multipart()
+                if len(frames) < 2:
+                    self._rare_log.warning("vllm.not_a_replay", frames=len(frames))
+                    return {}
+                if frames[-2] == _END:
+                    return missed
                 each = int.from_bytes(frames[-2], "big")
                 if first <= each < number:
                     missed[each] = frames[-1]
+                    num_bytes += len(frames[-1])
+                if len(missed) > MAX_REPLAYED or num_bytes > MAX_REPLAYED_BYTES:
+                    self._rare_log.warning("vllm.replay_too_long", messages=len(missed), num_bytes=num_bytes)
+                    return {}
         finally:
             socket.close(0)
-        return missed

@@ -15,6 +15,7 @@ import socket
 import httpx
 
 from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable
+from tanghulu.types import parse_url
 
 #: This machine, and the addresses that are private to an organisation (RFC 1918, RFC 4193).
 PRIVATE = "127.0.0.0/8,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16,::1/128,fc00::/7"
@@ -30,19 +31,13 @@ class WorkerNetworks:
         except ValueError as error:
             raise ConfigError(f"--worker-networks: {error}") from None
 
-    def check_url(self, url: str) -> None:
-        """Raise InvalidRequest unless ``url`` is ``http://host:port``, and an address in one of the networks."""
-        try:
-            read = httpx.URL(url)
-        except httpx.InvalidURL as error:
-            raise InvalidRequest(f"url {url!r} cannot be read: {error}") from None
-        if read.scheme not in ("http", "https") or not read.host:
-            raise InvalidRequest(f"url {url!r} must begin with http:// or https:// and name a host")
-        if read.userinfo or read.query or read.fragment or read.path != "/" or "?" in url or "#" in url:
-            raise InvalidRequest(f"url {url!r} must have a host and a port alone: no path, no query, no user")
-        address = _address(read.host)
+    def checked_url(self, url: str) -> str:
+        """``url`` without a slash at its end. Raises InvalidRequest unless its host is a name, or in the networks."""
+        read = parse_url(url)
+        address = _address(httpx.URL(read).host)
         if address is not None and not self._holds(address):
             raise InvalidRequest(f"url {url!r} leads out of the workers' networks, {self._text} (--worker-networks)")
+        return read
 
     async def addresses_of(self, host: str) -> list[str]:
         """The addresses of ``host`` in these networks. Raises NodeUnavailable if it has none there."""
@@ -51,7 +46,7 @@ class WorkerNetworks:
         else:
             try:
                 infos = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            except OSError as error:
+            except (OSError, UnicodeError) as error:
                 raise NodeUnavailable(f"no address is known of {host}: {error}") from error
             found = [str(info[4][0]) for info in infos]
         inside = [each for each in found if (address := _address(each)) is not None and self._holds(address)]

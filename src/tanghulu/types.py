@@ -84,12 +84,56 @@ class Address:
     def parse(cls, text: str) -> Address:
         """Read ``host:port``; raises InvalidRequest with the text that was wrong."""
         host, separator, port = text.rpartition(":")
-        if not separator or not host or not port.isdigit() or int(port) > 65535:
-            raise InvalidRequest(f"address {text!r} is not of the form host:port")
-        return cls(host.strip("[]"), int(port))
+        if not separator or not host or not re.fullmatch("[0-9]{1,5}", port):
+            raise InvalidRequest(f"address {text[:200]!r} is not of the form host:port")
+        if int(port) > 65535:
+            raise InvalidRequest(f"address {text[:200]!r}: {port} is no port; the highest is 65535")
+        if host.startswith("[") and host.endswith("]") and ":" in host:
+            host = host[1:-1]
+        return cls(check_host(host), int(port))
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def check_host(host: str) -> str:
+    """``host``, which is an IP address or can be a name. Raises InvalidRequest that says why it can be neither."""
+    try:
+        ipaddress.ip_address(host)
+        return host
+    except ValueError:
+        pass
+    odd = re.search(r"[^\w.-]", host)
+    if odd:
+        raise InvalidRequest(f"{host[:200]!r} is no host: {odd[0]!r} stands in neither a name nor an address of IPv4")
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise InvalidRequest(f"{host[:200]!r} is no host: each part of a name has 1 to 63 characters") from None
+    return host
+
+
+def parse_url(text: str, *, path: bool = False) -> str:
+    """The URL of an HTTP server, without a slash at its end; a path may follow only where ``path`` allows one.
+
+    Raises InvalidRequest that says what is wrong.
+    """
+    scheme, separator, rest = text.partition("://")
+    shown = f"url {text[:200]!r}"
+    if not separator or scheme.lower() not in ("http", "https"):
+        raise InvalidRequest(f"{shown} must begin with http:// or https://")
+    where, _, below = rest.rstrip("/").partition("/")
+    if re.search(r"[?#@\s]", rest) or (below and not path):
+        raise InvalidRequest(f"{shown} must name a host and a port alone: no path, no query, no user")
+    is_bare = where.endswith("]") or ":" not in where
+    try:
+        if not where:
+            raise InvalidRequest("it names no host")
+        address = Address.parse(f"{where}:80" if is_bare else where)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{shown}: {error.message}") from None
+    base = f"{scheme.lower()}://{str(address).removesuffix(':80') if is_bare else address}"
+    return f"{base}/{below}" if below else base
 
 
 def is_loopback(host: str) -> bool:
@@ -103,6 +147,8 @@ def is_loopback(host: str) -> bool:
 
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+#: The largest size that can be asked for.
+MAX_SIZE_BYTES = 1 << 60
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -115,7 +161,10 @@ def parse_size(text: str | int) -> int:
         raise InvalidRequest(f"size {text!r} is not a number with a unit such as 512MiB or 2GB")
     number, prefix, binary = match.groups()
     base = 1024 if binary else 1000
-    return int(float(number) * base ** _POWERS[prefix.lower()])
+    size_bytes = float(number) * base ** _POWERS[prefix.lower()]
+    if size_bytes > MAX_SIZE_BYTES:
+        raise InvalidRequest(f"size {text[:80]!r} is beyond {format_size(MAX_SIZE_BYTES)}")
+    return int(size_bytes)
 
 
 def format_size(size_bytes: float) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tanghulu.auth.tls import HTTP1, ServerTls
 from tanghulu.errors import ConfigError
-from tanghulu.runtime.config import option
+from tanghulu.runtime.config import check_bounds, option
 from tanghulu.runtime.master_options import MasterOptions
 from tanghulu.runtime.process import ProcessConfig
 from tanghulu.types import is_loopback
@@ -20,27 +20,24 @@ class GatewayConfig(MasterOptions, ProcessConfig):
     tls_mutual: bool = option(False, "let in only clients with a certificate that --tls-ca has signed")
     require_token: bool = option(False, "refuse requests without a token, instead of using the gateway's own")
     insecure: bool = option(False, "listen on other than loopback even in plain, or open to everybody")
-    deadline_s: float = option(10.0, "what one call of the store may take")
-    request_s: float = option(300.0, "what one request may take that is many calls: checks, removals by pattern")
-    stall_s: float = option(30.0, "hang up on a client that neither sends nor takes anything for this long")
-    max_value: int = option(4 << 30, "longest value that is taken; the nodes' memory bounds it too", size=True)
-    max_in_flight_bytes: int = option(8 << 30, "values that are under way at one time, all together", size=True)
-    max_requests: int = option(256, "requests under way at one time")
-    max_streams: int = option(64, "followers of /v1/events at one time")
-    max_connections: int = option(1024, "connections that are let in")
-    max_clients: int = option(64, "tokens that are kept connected at one time")
-    idle_s: float = option(300.0, "forget a token that was not used for this long")
-    grace_s: float = option(5.0, "what open requests have left when the process ends")
+    deadline_s: float = option(10.0, "what one call of the store may take", above=0)
+    request_s: float = option(
+        300.0, "what one request may take that is many calls: checks, removals by pattern", above=0
+    )
+    stall_s: float = option(30.0, "hang up on a client that neither sends nor takes anything for this long", above=0)
+    max_value: int = option(4 << 30, "longest value that is taken; the nodes' memory bounds it too", size=True, least=1)
+    max_in_flight_bytes: int = option(
+        8 << 30, "values that are under way at one time, all together", size=True, least=1
+    )
+    max_requests: int = option(256, "requests under way at one time", least=1)
+    max_streams: int = option(64, "followers of /v1/events at one time", least=1)
+    max_connections: int = option(1024, "connections that are let in", least=1)
+    max_clients: int = option(64, "tokens that are kept connected at one time", least=2)
+    idle_s: float = option(300.0, "forget a token that was not used for this long", above=0)
+    grace_s: float = option(5.0, "what open requests have left when the process ends", above=0)
 
     def __post_init__(self) -> None:
-        for name in ("deadline_s", "request_s", "stall_s", "idle_s", "grace_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be above 0")
-        for name in ("max_value", "max_in_flight_bytes", "max_requests", "max_streams", "max_connections"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
-        if self.max_clients < 2:
-            raise ConfigError(f"--max-clients is {self.max_clients}; it must be at least 2")
+        check_bounds(self)
         if not self.insecure and not is_loopback(self.host):
             self._refuse_open_port()
 

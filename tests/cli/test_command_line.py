@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 
+import click
 import pytest
 
+from tanghulu.cli.main import _all_commands, root
 from tanghulu.cli.up import without_options
+from tanghulu.errors import ConfigError
 
 
 def _run(*arguments, **variables):
@@ -102,3 +105,50 @@ def test_help_names_every_command_without_importing_them():
         "doctor",
     ):
         assert f"  {name} " in done.stdout
+
+
+def _numeric_options():
+    for name, command in _all_commands().items():
+        for each in command.commands.values() if isinstance(command, click.Group) else [command]:
+            for option in each.params:
+                yield f"{name} {each.name} --{option.name}", option
+
+
+def test_every_number_of_a_command_line_has_bounds():
+    """Those of configurations have them by ``check_bounds``; the others by click's types."""
+    plain, ranges = (type(click.INT), type(click.FLOAT)), (click.IntRange, click.FloatRange)
+    for name, option in _numeric_options():
+        if isinstance(option.type, ranges):
+            assert None not in (option.type.min, option.type.max), name
+        else:
+            assert option.envvar or not isinstance(option.type, plain), name
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("master", "--port", "70000"),
+        ("node", "--metrics-port", "70000"),
+        ("conductor", "--grpc-port", "112999"),
+        ("store", "serve", "--port", "-1"),
+        ("router", "--grpc-port", "65536"),
+        ("up", "--port", "99999"),
+        ("up", "--store-http-port", "99999"),
+        ("up", "--master-port", "65530"),
+        ("up", "--nodes", "25"),
+        ("up", "--nodes", "1000000"),
+        ("up", "--host", "a..b"),
+    ],
+)
+def test_a_port_that_cannot_be_is_refused(words):
+    with pytest.raises(ConfigError, match=words[-2]):
+        root.main(args=words, standalone_mode=False)
+
+
+def test_up_gives_a_refusal_s_reason_at_once(tmp_path):
+    command = [sys.executable, "-m", "tanghulu", "up", "--engine", "mock", "--model", "mock", "--node-memory", "0"]
+    command += ["--port", "0", "--master-port", "0", "--state-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "node-0: --memory 0 is less than one page" in done.stderr
+    assert "restarted" not in done.stderr

@@ -52,3 +52,37 @@ def test_what_cannot_be_is_said_and_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="TOML files only"):
         run("create", tmp_path / "keys.json", "a")
     assert file.read_text() == before
+
+
+def test_the_file_behind_a_link_is_changed_and_the_link_stays(tmp_path: Path) -> None:
+    real, link = tmp_path / "elsewhere" / "real.toml", tmp_path / "link.toml"
+    run("create", real, "first")
+    link.symlink_to(Path("elsewhere", "real.toml"))
+    run("create", link, "second")
+    assert list(ApiKeysFile(real).table.keys) == ["first", "second"]
+    run("revoke", link, "first")
+    assert (list(ApiKeysFile(real).table.keys), link.is_symlink()) == (["second"], True)
+    assert not list(tmp_path.glob(".link*"))
+
+
+def test_errors_name_the_file_that_was_given(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    run("create", file, "a")
+    for name in ("a", "b\n"):
+        with pytest.raises(ConfigError) as caught:
+            run("create", file, name)
+        assert str(file) in caught.value.message
+        assert "--api-keys" not in caught.value.message
+        assert ".new" not in caught.value.message
+    assert [path.name for path in tmp_path.glob("*.new*")] == []
+    file.write_bytes(b"# f\xfcr alle\n")
+    with pytest.raises(ConfigError, match=r"keys\.toml"):
+        run("create", file, "b")
+
+
+def test_json_has_the_weight_that_counts(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    run("create", file, "a")
+    [row] = json.loads(run("list", file, "--json").output)
+    assert row["weight"] == 1.0
+    assert run("list", file).output == "a: inference\n"

@@ -69,6 +69,12 @@ def test_a_refused_configuration_is_not_tried_again(plan):
     assert end == EndAll("master: bad --port")
 
 
+def test_a_child_that_exits_as_a_refusal_before_it_was_ready_ends_all(plan):
+    plan.tick(0.0)
+    [end] = plan.exited("master", 2, 1.0, "Invalid value for '--port'")
+    assert end == EndAll("master: Invalid value for '--port'")
+
+
 @pytest.mark.parametrize("name", ["master", "worker"])
 def test_what_was_ready_with_its_configuration_is_started_again_when_it_refuses_it(name):
     plan = ready_cluster()

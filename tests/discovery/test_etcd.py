@@ -51,3 +51,36 @@ async def test_a_stream_that_ended_before_a_write_is_an_etcd_that_is_away():
         assert client.peer == "etcd at two:1"
     finally:
         await client.close()
+
+
+class _FailingPuts(EtcdClient):
+    """An etcd client whose next ``fails`` puts fail; ``lose`` ends all leases, as one that ran out."""
+
+    fails = 0
+
+    async def put(self, key: bytes, value: bytes, lease: int) -> None:
+        if self.fails:
+            self.fails -= 1
+            raise MasterUnavailable("etcd did not answer in time")
+        await super().put(key, value, lease)
+
+
+async def test_a_key_whose_put_failed_is_put_at_the_next_renewal():
+    async with etcd_here() as address, EtcdDiscovery(address) as discovery:
+        await discovery.client.close()
+        discovery.client = client = _FailingPuts((address,))
+        registration = await discovery.register(_instance("one"), 0.3)
+        client.fails = 2
+        async with asyncio.timeout(30), aclosing(discovery.watch()) as events:
+            await client.revoke(registration._lease)
+            async for event in events:
+                if event.kind is EventKind.PUT and not client.fails:
+                    break
+        client.fails = 1
+        moved = Instance(InstanceId("one"), Role.NODE, Address("elsewhere", 1))
+        with pytest.raises(MasterUnavailable):
+            await registration.update(moved)
+        async with asyncio.timeout(30), aclosing(discovery.watch()) as events:
+            async for event in events:
+                if event.instance == moved:
+                    break

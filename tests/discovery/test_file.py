@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tanghulu.discovery import file
 from tanghulu.discovery.base import EventKind
 from tanghulu.discovery.file import LITTER_S, FileDiscovery, _Reader, decode, encode
 from tanghulu.errors import InvalidRequest, MasterUnavailable
@@ -25,7 +26,7 @@ def test_what_is_no_instance(data: bytes) -> None:
         decode(data)
 
 
-async def test_what_killed_writers_leave_is_passed_over_and_swept(tmp_path: Path) -> None:
+def test_what_killed_writers_leave_is_passed_over_and_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     space = tmp_path / "default"
     space.mkdir()
     (space / "broken.json").write_bytes(b'{"id": "half')
@@ -33,10 +34,29 @@ async def test_what_killed_writers_leave_is_passed_over_and_swept(tmp_path: Path
     for name in ("old.json.2.tmp", "dead.json"):
         (space / name).write_bytes(encode(instance("dead"), 3.0))
         os.utime(space / name, (time.time() - LITTER_S - 1,) * 2)
-    stream = FileDiscovery(tmp_path).watch()
-    assert (await anext(stream)).kind is EventKind.SYNCED
-    await stream.aclose()
+    now_s = time.monotonic()
+    monkeypatch.setattr(file.time, "monotonic", lambda: now_s)
+    reader = _Reader(space)
+    assert reader.scan() == []
+    now_s += LITTER_S
+    os.utime(space / "broken.json")
+    assert reader.scan() == []
+    now_s += 1
+    (space / "young.json.1.tmp").write_bytes(b"")
+    os.utime(space / "young.json.1.tmp", (1, 1))
+    reader.scan()
     assert {path.name for path in space.iterdir()} == {"broken.json", "young.json.1.tmp"}
+
+
+async def test_a_host_whose_clock_is_ahead_sees_the_living_and_deletes_nothing(tmp_path: Path) -> None:
+    async with FileDiscovery(tmp_path) as discovery:
+        await discovery.register(instance(), ttl_s=30)
+        path, reader = tmp_path / "default" / "n1.json", _Reader(tmp_path / "default")
+        behind_s = time.time() - LITTER_S - 300
+        for step in range(3):
+            os.utime(path, (behind_s + step, behind_s + step))
+            assert reader.scan() == ([instance()] if step else [])
+        assert path.exists()
 
 
 async def test_a_file_that_was_taken_for_litter_comes_back(tmp_path: Path) -> None:

@@ -158,7 +158,10 @@ class Bounded:
     connections: int = option(2, "at a time", least=1)
     grace_s: float = option(0.0, "at the end", least=0)
     speed_up: float = option(1.0, "times as fast", above=0)
-    free: int = option(-1, "anything")
+    free: int = option(-1, "anything", least=-1)
+    port: int = option(0, "port")
+    memory: int = option(0, "memory", size=True)
+    host: str = option("", "host")
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -171,6 +174,13 @@ class Bounded:
         ({"grace_s": -0.5}, "--grace-s is -0.5; it cannot be negative"),
         ({"speed_up": 0.0}, "--speed-up is 0.0; it must be above 0"),
         ({"speed_up": float("nan")}, "--speed-up is nan; it must be above 0"),
+        ({"grace_s": float("nan")}, "--grace-s is nan; it cannot be negative"),
+        ({"speed_up": float("inf")}, "--speed-up is inf; it must be at most 1000000000"),
+        ({"port": 65536}, "--port is 65536; it must be at most 65535"),
+        ({"port": -1}, "--port is -1; it cannot be negative"),
+        ({"memory": 1 << 51}, f"--memory is {1 << 51}; it must be at most 1024.0 TiB"),
+        ({"host": "a..b"}, "--host: 'a..b' is no host: each part of a name has 1 to 63 characters"),
+        ({"host": "a b"}, "--host: 'a b' is no host: ' ' stands in neither a name nor an address of IPv4"),
     ],
 )
 def test_a_number_outside_the_bounds_of_its_option_names_its_flag(values, message):

@@ -156,7 +156,7 @@ def from_json(text: str) -> Topology:
         for each in devices:
             if each.address:
                 ipaddress.ip_interface(each.address)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"the topology file cannot be used: {type(error).__name__}: {error}") from error
     _refuse_nonsense(devices, matrix, set(read) - {"devices", "matrix", "transports", "gpu_memory"})
     nodes = sorted({max(0, each.numa_node) for each in devices}) or [0]

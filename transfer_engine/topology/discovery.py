@@ -36,9 +36,9 @@ def load(path: str | None) -> Topology:
     if not path:
         return discover()
     try:
-        return from_json(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"topology file {path}: {error.strerror}") from error
+        return from_json(Path(path).read_bytes().decode("utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read topology file {path}: {error}") from error
 
 
 def _device(folder: Path) -> NetworkDevice:

@@ -146,8 +146,8 @@ class ApiKeyTable:
 class ApiKeysFile(PrivateFile[ApiKeyTable]):
     """The table of a file of keys, as it was when last looked at and well-formed. Raises ConfigError."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, "--api-keys", _parse)
+    def __init__(self, path: Path, called: str = "") -> None:
+        super().__init__(path, called or f"--api-keys {path}", _parse)
 
 
 def _parse(content: dict[str, Any]) -> ApiKeyTable:

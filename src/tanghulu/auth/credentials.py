@@ -74,7 +74,7 @@ def read_token(text: str) -> str:
         return text
     path = Path(text[1:])
     try:
-        return path.read_text().strip()
+        return path.read_bytes().decode("utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the token in {path}: {error}") from error
 

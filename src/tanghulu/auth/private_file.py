@@ -28,11 +28,11 @@ _MAX_BYTES = 16 << 20
 class PrivateFile(Generic[T]):
     """What ``parse`` makes of the file at ``path``, as it was when last looked at and well-formed.
 
-    ``flag`` names the file in errors. Raises ConfigError, also for a mode that others can read.
+    ``called`` names the file in errors, such as "--tokens FILE". Raises ConfigError, also if others can read the file.
     """
 
-    def __init__(self, path: Path, flag: str, parse: Callable[[dict[str, Any]], T]) -> None:
-        self._path, self._flag, self._parse = path, flag, parse
+    def __init__(self, path: Path, called: str, parse: Callable[[dict[str, Any]], T]) -> None:
+        self._path, self._called, self._parse = path, called, parse
         self._stamp, data = self._read()
         self.table = self._parsed(data)
 
@@ -60,18 +60,18 @@ class PrivateFile(Generic[T]):
                     raise ConfigError(f"{self._path} can be read by others (mode {mode:04o}): chmod 600")
                 return (status.st_ino, status.st_mtime_ns, status.st_size), file.read(_MAX_BYTES)
         except OSError as error:
-            raise ConfigError(f"cannot read {self._flag} {self._path}: {error.strerror}") from error
+            raise ConfigError(f"cannot read {self._called}: {error.strerror}") from error
 
     def _parsed(self, data: bytes) -> T:
         try:
-            text = data.decode()
+            text = data.decode("utf-8-sig")
             content = json.loads(text) if self._path.suffix == ".json" else tomllib.loads(text)
-        except ValueError as error:  # of all three
-            raise ConfigError(f"cannot read {self._flag} {self._path}: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"cannot read {self._called}: {error}") from error
         try:
             return self._parse(content)
         except (ConfigError, InvalidRequest) as error:
-            raise ConfigError(f"{self._flag} {self._path}: {error.message}") from None
+            raise ConfigError(f"{self._called}: {error.message}") from None
 
 
 def table_of(value: Any, what: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class TokensFile(PrivateFile[TokenTable]):
     """The table of a tokens file, as it was when last looked at and well-formed. Raises ConfigError."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, "--tokens", _parse)
+        super().__init__(path, f"--tokens {path}", _parse)
 
 
 def load(path: Path) -> TokenTable:

@@ -18,10 +18,10 @@ import numpy as np
 from tanghulu.cli.printing import print_json, print_table, store_options
 from tanghulu.conductor.replay.live import SeenAnswer, find_target
 from tanghulu.masters import Masters
-from tanghulu.runtime.config import PREFIX
+from tanghulu.runtime.config import PREFIX, FiniteRange
 from tanghulu.runtime.master_options import TLS_CA_HELP, HttpClientOptions
 from tanghulu.store.client import Client, connect
-from tanghulu.types import format_size, parse_size
+from tanghulu.types import format_size, parse_size, parse_url
 
 _TIMEOUT = httpx.Timeout(600, connect=10, pool=None)
 
@@ -78,10 +78,10 @@ def prompts(load: StreamLoad, vocabulary: Sequence[int], run: int) -> list[list[
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="the conductor")
 @click.option("--requests", type=click.IntRange(1, 1_000_000), default=64, show_default=True, help="how many in all")
 @click.option("--concurrency", type=click.IntRange(1, 4096), default=8, show_default=True, help="streams at a time")
-@click.option("--prompt-tokens", type=click.IntRange(1), default=256, show_default=True)
-@click.option("--output-tokens", type=click.IntRange(2), default=32, show_default=True)
-@click.option("--shared", type=click.FloatRange(0, 1), default=0.9, show_default=True, help="part that prompts share")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--prompt-tokens", type=click.IntRange(1, 1_000_000), default=256, show_default=True)
+@click.option("--output-tokens", type=click.IntRange(2, 1_000_000), default=32, show_default=True)
+@click.option("--shared", type=FiniteRange(0, 1), default=0.9, show_default=True, help="part that prompts share")
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
 @click.option("--api-key", default="", envvar=PREFIX + "API_KEY", help="what to show to a conductor with --api-keys")
 @click.option("--tls-ca", default="", envvar=PREFIX + "TLS_CA", metavar="FILE", help=TLS_CA_HELP)
 @click.option("--json", "as_json", is_flag=True, help="print JSON for programs")
@@ -100,7 +100,7 @@ def http(url: str, requests: int, api_key: str, tls_ca: str, as_json: bool, **lo
 async def measure_http(url: str, load: StreamLoad, client: HttpClientOptions) -> HttpFigures:
     """Run ``load`` against the conductor at ``url``. Raises NodeUnavailable if no model answers there."""
     async with httpx.AsyncClient(
-        base_url=url,
+        base_url=parse_url(url, path=True),
         timeout=_TIMEOUT,
         limits=httpx.Limits(max_connections=load.concurrency),
         trust_env=False,
@@ -184,7 +184,7 @@ class StoreFigures:
 
 @COMMAND.command("store")
 @click.option("--size", "sizes", multiple=True, default=("4KiB", "64KiB", "1MiB", "16MiB"), show_default=True)
-@click.option("--seconds", type=click.FloatRange(0.01), default=1.0, show_default=True, help="for each figure")
+@click.option("--seconds", type=FiniteRange(0.01, 3600), default=1.0, show_default=True, help="for each figure")
 @store_options
 def store(sizes: Sequence[str], seconds: float, master: Masters, as_json: bool) -> None:
     """Put, find, get and remove chunks of some sizes, one call after the other."""

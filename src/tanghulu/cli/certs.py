@@ -168,7 +168,7 @@ def COMMAND() -> None:
 @COMMAND.command("init", short_help="Make an authority and a certificate for each role.")
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("certs"))
 @click.option("--host", "hosts", multiple=True, help="a name or an address that the certificates hold for; repeatable")
-@click.option("--days", type=click.IntRange(min=1), default=365, show_default=True, help="how long they are valid")
+@click.option("--days", type=click.IntRange(1, 36_500), default=365, show_default=True, help="how long they are valid")
 def init(folder: Path, hosts: tuple[str, ...], days: int) -> None:
     """Make an authority and certificates for all roles in FOLDER; what is there already stays."""
     named = tuple(dict.fromkeys((*hosts, "localhost", "127.0.0.1")))

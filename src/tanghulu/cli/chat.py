@@ -15,6 +15,7 @@ from rich.console import Console
 from tanghulu.errors import ConfigError, NodeUnavailable, TanghuluError, error_from_code
 from tanghulu.runtime.config import command, option
 from tanghulu.runtime.master_options import HttpClientOptions
+from tanghulu.types import parse_url
 from tanghulu.web.event_stream import EventReader
 
 _HELP = "/new starts afresh, /system TEXT sets the system prompt, /quit or Ctrl-D ends"
@@ -28,17 +29,18 @@ class ChatConfig(HttpClientOptions):
     model: str = option("", "the model to talk to; default: the first that is served")
     system: str = option("", "system prompt")
     message: str = option("", "send this one message, print the answer and end")
-    max_tokens: int = option(512, "longest answer in tokens")
-    temperature: float = option(0.7, "0 always takes the most likely token")
+    max_tokens: int = option(512, "longest answer in tokens", least=1)
+    temperature: float = option(0.7, "0 always takes the most likely token", most=2)
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"--url {self.url} names no scheme; say --url http://{self.url}")
+        parse_url(self.url, path=True)
 
     @property
     def base_url(self) -> str:
         """The address without the /v1 at its end, with which clients of OpenAI's API write it."""
-        return self.url.rstrip("/").removesuffix("/v1")
+        return parse_url(self.url, path=True).removesuffix("/v1")
 
 
 class Conversation:

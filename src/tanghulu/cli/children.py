@@ -68,7 +68,7 @@ class ChildProcess:
         with contextlib.suppress(ValueError, AttributeError):
             said = json.loads(line)
             return str(said.get("error") or said.get("event") or line)
-        return line
+        return line.removeprefix("Error: ").removeprefix("tanghulu: ")
 
     def _open_log(self) -> BinaryIO:
         """The log file; where it cannot be had any more, as when its directory was removed, none."""

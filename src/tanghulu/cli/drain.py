@@ -12,7 +12,7 @@ from tanghulu.cli.printing import counted, print_json, store_options
 from tanghulu.conductor.peers.group import ATTRIBUTE as PEERS
 from tanghulu.discovery.base import EventKind, Instance
 from tanghulu.discovery.open import HELP, open_discovery
-from tanghulu.errors import InvalidRequest
+from tanghulu.errors import InvalidRequest, MasterUnavailable
 from tanghulu.masters import Masters
 from tanghulu.protos import conductor_pb2_grpc, session_pb2_grpc
 from tanghulu.protos.common_pb2 import EndReply, EndRequest
@@ -66,12 +66,15 @@ async def _find(wanted: str, discovery: str, namespace: str, master: Masters) ->
 
 async def _instances(discovery: str, namespace: str, master: Masters) -> Sequence[Instance]:
     there = list[Instance]()
-    async with asyncio.timeout(_DEADLINE_S), open_discovery(discovery, master) as source:
-        async for event in source.watch(*_ROLES, namespace=namespace):
-            if event.kind is EventKind.SYNCED:
-                break
-            if event.instance is not None:
-                there.append(event.instance)
+    try:
+        async with asyncio.timeout(_DEADLINE_S), open_discovery(discovery, master) as source:
+            async for event in source.watch(*_ROLES, namespace=namespace):
+                if event.kind is EventKind.SYNCED:
+                    break
+                if event.instance is not None:
+                    there.append(event.instance)
+    except TimeoutError:
+        raise MasterUnavailable(f"{discovery} did not say within {_DEADLINE_S:g} s which instances there are") from None
     return there
 
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -20,6 +21,7 @@ from tanghulu.auth.api_keys import ApiKey, ApiKeysFile, KeyRight, new_key
 from tanghulu.auth.tenants import hash_of, validate_tenant
 from tanghulu.cli.printing import print_json
 from tanghulu.errors import ConfigError, InvalidRequest
+from tanghulu.runtime.config import MOST, FiniteRange
 
 _HEAD = re.compile(r"^\s*\[\[keys\]\]\s*(#.*)?$")
 _ANY_HEAD = re.compile(r"^\s*\[")
@@ -43,16 +45,12 @@ def COMMAND() -> None:
     type=click.Choice([right.value for right in KeyRight]),
     help="what it allows; may be said several times [default: inference]",
 )
-@click.option("--requests-per-s", type=click.FloatRange(min=0), default=0.0, help="0: no limit")
+@click.option("--requests-per-s", type=FiniteRange(0, MOST), default=0.0, help="0: no limit")
+@click.option("--tokens-per-minute", type=FiniteRange(0, MOST), default=0.0, help="of prompts and answers; 0: no limit")
 @click.option(
-    "--tokens-per-minute", type=click.FloatRange(min=0), default=0.0, help="of prompts and answers; 0: no limit"
+    "--max-in-flight", type=click.IntRange(0, 10**9), default=0, help="requests under way at one time; 0: no limit"
 )
-@click.option(
-    "--max-in-flight", type=click.IntRange(min=0), default=0, help="requests under way at one time; 0: no limit"
-)
-@click.option(
-    "--weight", type=click.FloatRange(min=0, min_open=True), default=1.0, help="turns for each of another key's"
-)
+@click.option("--weight", type=FiniteRange(0, 1e6, min_open=True), default=1.0, help="turns for each of another key's")
 @_JSON
 def create(file: Path, name: str, tenant: str, rights: tuple[str, ...], as_json: bool, **numbers: float) -> None:
     """Add a key called NAME to FILE, which is made if it is not there, and print the key. It cannot be shown again."""
@@ -83,13 +81,15 @@ def add(file: Path, name: str, key: str, rights: tuple[str, ...], tenant: str = 
 @_JSON
 def show(file: Path, as_json: bool) -> None:
     """List the keys of FILE: names, tenants, rights and limits. The keys themselves stand nowhere."""
-    keys = ApiKeysFile(file).table.keys.values()
+    keys = ApiKeysFile(file, called=str(file)).table.keys.values()
     if as_json:
         print_json([_row(key) for key in keys])
         return
     for key in keys:
-        row, rights = _row(key), ", ".join(sorted(right.value for right in key.rights))
-        said = [f"{field}={value}" for field, value in row.items() if field not in ("name", "rights") and value]
+        usual = [("name", key.name), ("weight", 1.0)]
+        row = _row(key)
+        rights = ", ".join(row.pop("rights"))
+        said = [f"{field}={value}" for field, value in row.items() if value and (field, value) not in usual]
         click.echo(f"{key.name}: {rights}{'  ' if said else ''}{' '.join(said)}")
 
 
@@ -98,7 +98,7 @@ def show(file: Path, as_json: bool) -> None:
 @click.argument("name")
 def revoke(file: Path, name: str) -> None:
     """Remove the key called NAME from FILE. Answers under way end as they would have; further requests get 401."""
-    if name not in ApiKeysFile(file).table.keys:
+    if name not in ApiKeysFile(file, called=str(file)).table.keys:
         raise InvalidRequest(f"{file} has no key {name!r}")
     if file.suffix == ".json":
         raise ConfigError(f"{file}: keys are removed from TOML files only; take its entry out by hand")
@@ -108,7 +108,7 @@ def revoke(file: Path, name: str) -> None:
     click.echo(f"{name} is revoked")
 
 
-def _row(key: ApiKey) -> dict[str, object]:
+def _row(key: ApiKey) -> dict[str, Any]:
     expires = key.expires_unix_s
     return {
         "name": key.name,
@@ -117,7 +117,7 @@ def _row(key: ApiKey) -> dict[str, object]:
         "requests_per_s": key.limits.requests_per_s,
         "tokens_per_minute": key.limits.tokens_per_minute,
         "max_in_flight": key.limits.max_in_flight,
-        "weight": key.weight if key.weight != 1.0 else 0,
+        "weight": key.weight,
         "shared_prefixes": key.shared_prefixes,
         "expires": "" if expires is None else datetime.fromtimestamp(expires, UTC).isoformat(),
     }
@@ -137,18 +137,24 @@ def _place_of(lines: list[str], name: str) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _changing(file: Path) -> Iterator[list[str]]:
-    """The lines of ``file``, which takes the place of the old one if it is well-formed after the block."""
+    """The lines of ``file``, or of the one that it links to, replaced after the block if they are well-formed."""
+    file = Path(os.path.realpath(file))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.with_name(f".{file.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            lines = file.read_text().splitlines() if file.exists() else []
+            lines = file.read_bytes().decode("utf-8-sig").splitlines() if file.exists() else []
             yield lines
             scratch = file.with_name(f".{file.stem}.new{file.suffix}")
             scratch.unlink(missing_ok=True)
-            with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-                out.write("\n".join(lines) + "\n")
-            ApiKeysFile(scratch)
-            scratch.replace(file)
+            with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+                out.write(("\n".join(lines) + "\n").encode())
+            try:
+                ApiKeysFile(scratch, called=str(file))
+                scratch.replace(file)
+            finally:
+                scratch.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot change {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot change {file}: {error}") from error

@@ -20,7 +20,7 @@ from tanghulu.discovery.masters import MasterFinder
 from tanghulu.discovery.open import HELP, open_discovery
 from tanghulu.errors import MasterUnavailable, TanghuluError
 from tanghulu.masters import Masters
-from tanghulu.runtime.config import PREFIX
+from tanghulu.runtime.config import PREFIX, FiniteRange
 from tanghulu.runtime.scraping import scrape, summed
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.client import aio
@@ -201,7 +201,7 @@ def _span(seconds: float) -> str:
 @click.option("--discovery", default="master", show_default=True, envvar=PREFIX + "DISCOVERY", help=HELP)
 @click.option("--namespace", default="default", show_default=True, envvar=PREFIX + "NAMESPACE", help="whose processes")
 @click.option("--watch", is_flag=True, help="look again until Ctrl-C")
-@click.option("--interval-s", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="between two looks")
+@click.option("--interval-s", type=FiniteRange(0.1, 86_400), default=2.0, show_default=True, help="between two looks")
 @store_options
 def COMMAND(discovery: str, namespace: str, watch: bool, interval_s: float, master: Masters, as_json: bool) -> None:
     """Show every process of the cluster: its health, load, hit ratio and where its metrics are.

@@ -14,7 +14,7 @@ from tanghulu.cli import store_admin, store_check, store_top
 from tanghulu.cli.printing import counted, print_json, print_table, store_options
 from tanghulu.errors import InvalidRequest
 from tanghulu.masters import Masters
-from tanghulu.runtime.config import command
+from tanghulu.runtime.config import MOST, FiniteRange, command
 from tanghulu.runtime.process import run
 from tanghulu.store.admin import orders, rows
 from tanghulu.store.admin.orders import RemovalOutcome
@@ -38,7 +38,7 @@ def COMMAND() -> None:
 @click.argument("prefix", default="")
 @click.option(
     "--limit",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, 10**9),
     default=_DEFAULT_LIMIT,
     show_default=True,
     help="at most this many keys; 0: all",
@@ -145,9 +145,9 @@ def _state(node: NodeView) -> str:
 @COMMAND.command(short_help="Put a file under a key.")
 @click.argument("key")
 @click.argument("file", type=click.File("rb"))
-@click.option("--replicas", type=click.IntRange(min=1), default=1, show_default=True, help="nodes that shall hold it")
+@click.option("--replicas", type=click.IntRange(1, 1000), default=1, show_default=True, help="nodes that shall hold it")
 @click.option("--pin", type=click.Choice(["none", "soft", "hard"]), default="none", help="how it stands to eviction")
-@click.option("--ttl-s", type=float, help="seconds after which it may go")
+@click.option("--ttl-s", type=FiniteRange(0, MOST, min_open=True), help="seconds after which it may go")
 @store_options
 def put(key: str, file: Any, replicas: int, pin: str, ttl_s: float | None, master: Masters, as_json: bool) -> None:
     """Put the contents of FILE (- for standard input) under KEY."""

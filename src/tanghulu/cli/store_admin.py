@@ -13,6 +13,7 @@ from tanghulu.auth.tenants import Right, hash_of, new_token, validate_tenant
 from tanghulu.cli.printing import counted, print_json, print_table, store_options
 from tanghulu.errors import InvalidRequest
 from tanghulu.masters import Masters
+from tanghulu.runtime.config import MOST, FiniteRange
 from tanghulu.store.admin import orders, rows
 from tanghulu.store.admin.rows import Beginning, Row, plain
 from tanghulu.store.admin.steps import perform
@@ -25,7 +26,7 @@ from tanghulu.types import format_size, parse_size
 @click.command(short_help="Move a node's chunks away, to stop it.")
 @click.argument("node")
 @click.option("--wait/--no-wait", default=True, help="wait until the node may be stopped")
-@click.option("--timeout-s", type=click.FloatRange(min=0), help="give up waiting after so long; the drain goes on")
+@click.option("--timeout-s", type=FiniteRange(0, MOST), help="give up waiting after so long; the drain goes on")
 @store_options
 def drain(node: str, wait: bool, timeout_s: float | None, master: Masters, as_json: bool) -> None:
     """Move the chunks of NODE to other nodes, so that it can be stopped and nothing is lost.
@@ -101,10 +102,10 @@ def evict(keys: tuple[str, ...], num_bytes: int, node_id: str, master: Masters, 
 
 @click.command(short_help="Have keys copied ahead of demand.")
 @click.argument("keys", nargs=-1, required=True)
-@click.option("--holders", type=click.IntRange(min=1), default=2, show_default=True, help="nodes that shall hold each")
+@click.option("--holders", type=click.IntRange(1, 1000), default=2, show_default=True, help="nodes that hold each")
 @click.option(
     "--for-s",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(0, MOST),
     default=60.0,
     show_default=True,
     help="seconds for which they are wanted; copies that nobody reads go afterwards",
@@ -123,7 +124,7 @@ def replicate(keys: tuple[str, ...], holders: int, for_s: float, master: Masters
 @click.command(short_help="Follow what is stored and removed.")
 @click.argument("prefix", default="")
 @click.option("--snapshot/--no-snapshot", default=True, help="begin with what there is already")
-@click.option("--count", type=click.IntRange(min=1), help="end after this many lines")
+@click.option("--count", type=click.IntRange(1, 10**9), help="end after this many lines")
 @store_options
 def watch(prefix: str, snapshot: bool, count: int | None, master: Masters, as_json: bool) -> None:
     """Follow what is stored and removed, and nodes that go, one line each (--json: an object each), until Ctrl-C.

@@ -18,6 +18,7 @@ from tanghulu.auth.credentials import Credentials
 from tanghulu.auth.tls import client_context
 from tanghulu.cli.printing import print_json, store_options, wide_console
 from tanghulu.masters import Masters
+from tanghulu.runtime.config import FiniteRange
 from tanghulu.runtime.scraping import metrics_url
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.client import Client, connect
@@ -123,9 +124,9 @@ class _View:
 
 
 @click.command("top", short_help="Show live what the nodes hold and do.")
-@click.option("--interval-s", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="between two looks")
+@click.option("--interval-s", type=FiniteRange(0.1, 86_400), default=2.0, show_default=True, help="between two looks")
 @click.option(
-    "--count", type=click.IntRange(min=1), help="end after this many looks; default on a terminal: Ctrl-C, else 1"
+    "--count", type=click.IntRange(1, 10**9), help="end after this many looks; default on a terminal: Ctrl-C, else 1"
 )
 @store_options
 def COMMAND(interval_s: float, count: int | None, master: Masters, as_json: bool) -> None:

@@ -27,6 +27,8 @@ MAX_BACKOFF_S = 30.0
 #: Looks at silent children in ``hung_s``.
 LOOKS = 4
 STABLE_S = 60.0
+#: Exit codes of a process that refuses its command line or its configuration.
+REFUSALS = (2, 7)
 
 
 class ChildState(Enum):
@@ -167,9 +169,11 @@ class Supervision:
         child.been_ready = True
         self.been_ready = self.been_ready or self.all_ready
 
-    def exited(self, name: str, code: int, now_s: float) -> list[EndAll]:
+    def exited(self, name: str, code: int, now_s: float, last_words: str = "") -> list[EndAll]:
         """Plan the restart of a child whose process ended unasked, or the cluster's end."""
         child = self.children[name]
+        if code in REFUSALS and not child.been_ready:
+            return self.refused(name, last_words or f"exited with {code}")
         if child.state is ChildState.READY and now_s - child.ready_since_s >= STABLE_S:
             child.num_restarts = 0
         child.alive_s = None

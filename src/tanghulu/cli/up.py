@@ -28,10 +28,10 @@ from tanghulu.cli.progress import Board, welcome
 from tanghulu.cli.secure import SecureFiles, prepare
 from tanghulu.cli.supervision import LOOKS, EndAll, Supervision
 from tanghulu.conductor.tools.choosing import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
-from tanghulu.errors import ConfigError, TanghuluError
+from tanghulu.errors import ConfigError, TanghuluError, error_from_code
 from tanghulu.eviction import POLICIES
 from tanghulu.runtime import extras
-from tanghulu.runtime.config import check_bounds, command, configuration_file, option, table_in
+from tanghulu.runtime.config import MOST_PORT, check_bounds, command, configuration_file, option, table_in
 from tanghulu.runtime.machine_memory import refuse_too_much
 from tanghulu.runtime.process import own_address
 from tanghulu.runtime.tasks import cancelled
@@ -47,6 +47,7 @@ _STOP_ORDER = (("conductor",), ("prefill", "decode", "worker", "vllm-worker", "g
 _VITAL = ("master", "conductor")
 _MASTER_TO_NODES = 10  # 7400 -> 7410
 _MASTER_TO_WORKERS = 30  # 7400 -> 7430
+_MOST_OF_A_ROLE = 1000
 _TO_METRICS = 100  # 7400 -> 7500, 7410 -> 7510; the conductor's metrics stand on its HTTP port, too
 #: What `up` alone decides for its parts; in their tables these keys would contradict it.
 _DECIDED_HERE = frozenset({"host", "port", "metrics_port", "master", "run_dir", "status_fd"})
@@ -63,7 +64,7 @@ class UpConfig:
         "torch computes, or vllm where it is installed; mock takes as long as a model would",
         choices=("torch", "vllm", "mock"),
     )
-    mock_speedup: float = option(1.0, "the mock engine runs this many times faster than its timing")
+    mock_speedup: float = option(1.0, "the mock engine runs this many times faster than its timing", above=0)
     dtype: str = option("auto", "type of the weights", choices=("auto", "float32", "bfloat16", "float16"))
     kv_dtype: str = option(
         "auto",
@@ -77,13 +78,18 @@ class UpConfig:
     speculative: str = option(
         "", "ngram:K: propose up to K tokens from where the last ones stood before; the same text in fewer steps"
     )
-    prefill: int = option(1, "prefill workers", least=0)
-    decode: int = option(1, "decode workers", least=0)
+    prefill: int = option(1, "prefill workers", least=0, most=_MOST_OF_A_ROLE)
+    decode: int = option(1, "decode workers", least=0, most=_MOST_OF_A_ROLE)
     workers: int = option(
-        1, "workers that do both phases; started with --prefill 0 --decode 0, or --engine vllm", least=1
+        1,
+        "workers that do both phases; started with --prefill 0 --decode 0, or --engine vllm",
+        least=1,
+        most=_MOST_OF_A_ROLE,
     )
-    conductors: int = option(1, "conductors, which share the ports of the HTTP API and of gRPC", least=1)
-    nodes: int = option(1, "store nodes", least=0)
+    conductors: int = option(
+        1, "conductors, which share the ports of the HTTP API and of gRPC", least=1, most=_MOST_OF_A_ROLE
+    )
+    nodes: int = option(1, "store nodes", least=0, most=_MOST_OF_A_ROLE)
     node_memory: int = option(1 << 30, "memory of each store node", size=True)
     node_ssd: int = option(0, "SSD tier of each store node, a file of this size in --state-dir; 0: none", size=True)
     eviction: str = option("reuse", "eviction policy of the store nodes", choices=tuple(POLICIES))
@@ -112,6 +118,7 @@ class UpConfig:
         check_bounds(self)
         if bool(self.prefill) != bool(self.decode):
             raise ConfigError("--prefill and --decode come together: each needs the other; both 0 start --workers")
+        self._check_derived_ports()
         if self.conductors > 1 and not (self.port and self.grpc_port):
             raise ConfigError(
                 "--conductors share a port that is known before they start: --port and --grpc-port above 0"
@@ -126,6 +133,27 @@ class UpConfig:
             raise ConfigError(
                 f"--store-http-port with --host {self.host} would open the store to everybody: run "
                 "`tanghulu store serve` by itself, with --tls-cert and --require-token"
+            )
+
+    def _check_derived_ports(self) -> None:
+        """Raise ConfigError if the ports that follow --master-port are too high, or meet."""
+        base = self.master_port
+        if not base:
+            return
+        num_workers = self.workers if self.engine == "vllm" else self.prefill + self.decode or self.workers
+        used = [base, *range(base + _MASTER_TO_NODES, base + _MASTER_TO_NODES + self.nodes)]
+        used += range(base + _MASTER_TO_WORKERS, base + _MASTER_TO_WORKERS + num_workers)
+        used += [port + _TO_METRICS for port in used]
+        if max(used) > MOST_PORT:
+            most = base + MOST_PORT - max(used)
+            raise ConfigError(
+                f"--master-port {base}: the ports of the other processes follow it, up to {max(used)}, and the highest "
+                f"port is {MOST_PORT}; choose one up to {most}, or 0, which picks all"
+            )
+        if len(set(used)) < len(used):
+            raise ConfigError(
+                f"the ports that follow --master-port {base} do not suffice for --nodes {self.nodes} and "
+                f"{num_workers} workers; --master-port 0 picks all"
             )
 
 
@@ -246,21 +274,21 @@ class Cluster:
             return
         match message["event"]:
             case "ready":
+                if name == "master" and len(self._children) == 1:
+                    self._add_others(message["address"])  # first: the master alone is not all
                 self._plan.ready(name, now_s)
                 self._write_cluster()
-                if name == "master" and len(self._children) == 1:
-                    self._add_others(message["address"])
-            case "failed" if message["code"] == ConfigError.code or message["code"] == "MODEL_UNSUPPORTED":
+            case "failed" if _is_refusal(message["code"]):
                 outcome = self._plan.refused(name, self._own_words(name, message["message"]))
             case "exited":
-                outcome = self._plan.exited(name, message["code"], now_s)
                 last_words = self._children[name].last_words()
+                outcome = self._plan.exited(name, message["code"], now_s, last_words)
             case "alive":
                 self._plan.alive(name, now_s)
                 return
         self._board.show(name, message)
         for end in outcome:
-            said = f'; it said last: "{last_words}"' if last_words else ""
+            said = f'; it said last: "{last_words}"' if last_words and last_words not in end.because else ""
             self._failure = f"{end.because}{said}; see {self._children[name].log_path}"
             self._end()
         self._wake.set()
@@ -369,6 +397,11 @@ def _tables_of_parts(file: Path | None) -> dict[str, dict[str, Any]]:
         for key in sorted(table.keys() & _DECIDED_HERE):
             raise ConfigError(f"{file}: [{role}] {key} is decided by `tanghulu up` for all its processes; take it out")
     return tables
+
+
+def _is_refusal(code: str) -> bool:
+    """Whether a child that failed with an error of this code would fail so again."""
+    return code != TanghuluError.code and not error_from_code(code, "").retryable
 
 
 def _names(host: str) -> tuple[str, ...]:

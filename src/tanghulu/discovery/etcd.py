@@ -20,7 +20,7 @@ from tanghulu.discovery.base import DEFAULT_TTL_S, Instance, InstanceEvent
 from tanghulu.discovery.etcd_client import EtcdClient
 from tanghulu.discovery.instance_wire import instance_from_proto, instance_to_proto
 from tanghulu.discovery.mirror import InstanceMirror
-from tanghulu.errors import InvalidRequest, MasterUnavailable
+from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.protos import common_pb2, etcd_pb2
 from tanghulu.types import Address, Role
 
@@ -35,7 +35,9 @@ class EtcdRegistration:
         self._discovery = discovery
         self._instance = instance
         self._ttl_s = ttl_s
+        #: Under which ``instance`` was last written; 0 while that is due.
         self._lease = 0
+        self._writing = asyncio.Lock()
         self._renewing: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -44,24 +46,32 @@ class EtcdRegistration:
         self._renewing = asyncio.create_task(self._renew())
 
     async def _enter(self) -> None:
-        self._lease = await self._discovery.client.grant(self._ttl_s)
-        await self._discovery.put(self._instance, self._lease)
+        async with self._writing:
+            await self._write(await self._discovery.client.grant(self._ttl_s))
+
+    async def _write(self, lease: int) -> None:
+        """Put the key. Until that has succeeded, it is due, and each renewal enters anew."""
+        self._lease = 0
+        await self._discovery.put(self._instance, lease)
+        self._lease = lease
 
     async def _renew(self) -> None:
-        """Keep the lease alive; take a new one when etcd says that it is gone."""
+        """Keep the lease alive; enter under a new one when it is gone, or the last write has failed."""
         while True:
             await asyncio.sleep(self._ttl_s / 3)
             try:
-                if not await self._discovery.client.keep_alive(self._lease):
+                if not (self._lease and await self._discovery.client.keep_alive(self._lease)):
                     await self._enter()
-            except MasterUnavailable as error:
-                _log.warning("discovery.etcd_unavailable", error=error.message)
+            except TanghuluError as error:
+                _log.warning("discovery.lease_not_renewed", instance=self._instance.id, error=error.message)
 
     async def update(self, instance: Instance) -> None:
-        """Replace the registered contents (same id)."""
+        """Replace the registered contents (same id). What cannot be written now is written at the next renewal."""
         assert instance.id == self._instance.id, "an update keeps the id"
-        self._instance = instance
-        await self._discovery.put(instance, self._lease)
+        async with self._writing:
+            self._instance = instance
+            if self._lease:
+                await self._write(self._lease)
 
     async def close(self) -> None:
         """Unregister now; an etcd that is away lets the lease run out."""
@@ -69,7 +79,7 @@ class EtcdRegistration:
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.gather(self._renewing, return_exceptions=True)
-            with contextlib.suppress(MasterUnavailable):
+            with contextlib.suppress(TanghuluError):
                 await self._discovery.client.revoke(self._lease)
 
 
@@ -120,7 +130,7 @@ class EtcdDiscovery:
                 async with aclosing(self._follow(self._range_key(namespace), mirror, frozenset(roles))) as events:
                     async for event in events:
                         yield event
-            except MasterUnavailable as error:
+            except TanghuluError as error:
                 _log.warning("discovery.etcd_unavailable", error=error.message)
             await asyncio.sleep(_RETRY_S)
 

@@ -4,9 +4,9 @@
 
 Files appear by rename, so a reader never sees half of one, and a writer that is killed leaves at most a ``.tmp``.
 Writers touch their file every third of the lease. A reader believes a file for ``ttl_s`` after it has seen its
-mtime move, by its own monotonic clock; the wall clock decides only about a file seen for the first time. So clocks of
-hosts that share the directory may differ: then a crashed process may be seen for one lease, a living one is missed
-for a third of one. Files that nobody has touched for long are deleted by any process that sees them.
+mtime move, by its own monotonic clock; the wall clock decides only whether a file seen for the first time is alive. So
+clocks of hosts that share the directory may differ: then a crashed process may be seen for one lease, a living one is
+missed for a third of one. A reader deletes files that have not moved for ``LITTER_S`` by its monotonic clock.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tanghulu.types import Address, InstanceId, Place, Role
 
 _log = structlog.get_logger(__name__)
 POLL_S = 0.1
-#: Untouched for this long, in wall time, a file is litter.
+#: A file that a reader has seen unchanged for this long is litter.
 LITTER_S = 600.0
 
 
@@ -116,7 +116,8 @@ class FileRegistration:
 class _Sighting:
     mtime_ns: int
     inode: int
-    moved_s: float  # when this reader saw the mtime move, by its own clock
+    seen_s: float  # when this reader first saw the file as it is, by its own clock
+    moved_s: float  # when it was written, as far as this reader knows
     instance: Instance | None
     ttl_s: float
 
@@ -140,23 +141,22 @@ class _Reader:
         return [instance for instance in alive if instance is not None]
 
     def _see(self, name: str, stat: os.stat_result, now_s: float) -> None:
-        seen = self._sightings.get(name)
+        seen, path = self._sightings.get(name), self._directory / name
         if seen is not None and (seen.mtime_ns, seen.inode) == (stat.st_mtime_ns, stat.st_ino):
+            if now_s - seen.seen_s > LITTER_S:
+                _unlink(path)
             return
         age_s = max(time.time() - stat.st_mtime, 0.0) if seen is None else 0.0
-        path = self._directory / name
-        if age_s > LITTER_S:
-            _unlink(path)
-            return
         # Inode numbers come back, so a moved mtime may mean other contents: read again.
         instance, ttl_s = None, 0.0
         try:
-            instance, ttl_s = decode(path.read_bytes())
+            if not name.endswith(".tmp"):
+                instance, ttl_s = decode(path.read_bytes())
         except FileNotFoundError:
             return
         except (InvalidRequest, OSError) as error:
             _log.warning("discovery.unreadable_file", path=str(path), error=str(error))
-        self._sightings[name] = _Sighting(stat.st_mtime_ns, stat.st_ino, now_s - age_s, instance, ttl_s)
+        self._sightings[name] = _Sighting(stat.st_mtime_ns, stat.st_ino, now_s, now_s - age_s, instance, ttl_s)
 
 
 class FileDiscovery:
@@ -211,16 +211,14 @@ class FileDiscovery:
 
 
 def _stats(directory: Path) -> dict[str, os.stat_result]:
-    """The files in ``directory`` now; litter of killed writers is deleted on the way."""
+    """The files in ``directory`` now, those of writers under way or killed included."""
     found: dict[str, os.stat_result] = {}
     with contextlib.suppress(FileNotFoundError):  # nobody has registered yet
         with os.scandir(directory) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):  # it went away meanwhile
-                    if entry.name.endswith(".json"):
+                    if entry.name.endswith((".json", ".tmp")):
                         found[entry.name] = entry.stat()
-                    elif entry.name.endswith(".tmp") and time.time() - entry.stat().st_mtime > LITTER_S:
-                        os.unlink(entry.path)
     return found
 
 

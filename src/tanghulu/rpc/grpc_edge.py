@@ -42,12 +42,17 @@ _STATUS = {
     "DEADLINE_EXCEEDED": grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 _CODE_KEY = "tanghulu-error"
+#: Of a status's details. gRPC's clients drop all trailing metadata beyond 8 KiB, and each byte that is no ASCII counts 3.
+MOST_DETAILS_BYTES = 2048
+_CUT = " ... "
 #: The largest message, of any process.
 MESSAGE_BYTES = 64 << 20
 _PING_MS = 10_000
 #: The least time between pings that a server allows.
 _MIN_PING_MS = 900
 
+#: The least time between two looks at a peer's name; gRPC's own is 30 s.
+_RESOLVE_MS = 500
 #: A client says what it speaks in this time, and one without a call is disconnected after that; it connects again by
 #: itself when it has one.
 _HANDSHAKE_MS, _IDLE_MS = 10_000, 60_000
@@ -85,6 +90,7 @@ def channel(
         ("grpc.keepalive_time_ms", ping_ms),  # a peer whose host died says nothing
         ("grpc.keepalive_timeout_ms", silence_ms),
         ("grpc.http2.ping_timeout_ms", silence_ms),  # which newer versions go by
+        ("grpc.dns_min_time_between_resolutions_ms", _RESOLVE_MS),  # a name may lead elsewhere behind a lost peer
         ("grpc.http2.max_pings_without_data", 0),  # 0: no limit; a stream that only listens sends no data
     ]
     if tls:
@@ -140,6 +146,15 @@ def listen(server: grpc.aio.Server, where: Address, tls: TlsFiles | None, *, mut
     return Address(where.host, int(port))
 
 
+def shortened(message: str, most_bytes: int = MOST_DETAILS_BYTES) -> str:
+    """``message``, cut in its middle if it is longer: what it quotes is long then, and both its ends say something."""
+    data = message.encode("utf-8", "replace")
+    if len(data) <= most_bytes:
+        return data.decode()
+    half = (most_bytes - len(_CUT)) // 2
+    return data[:half].decode("utf-8", "ignore") + _CUT + data[-half:].decode("utf-8", "ignore")
+
+
 def status_of(error: TanghuluError) -> grpc.StatusCode:
     """The gRPC status of a typed error."""
     return _STATUS.get(error.code, grpc.StatusCode.INTERNAL)
@@ -149,7 +164,7 @@ async def abort(
     context: grpc.aio.ServicerContext[Any, Any], error: TanghuluError, more: tuple[tuple[str, str], ...] = ()
 ) -> None:
     """End a server call with the status of ``error``; its code travels in the trailing metadata, beside ``more``."""
-    await context.abort(status_of(error), error.message, trailing_metadata=((_CODE_KEY, error.code), *more))
+    await context.abort(status_of(error), shortened(error.message), trailing_metadata=((_CODE_KEY, error.code), *more))
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> TanghuluError:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
+import math
 import os
 import re
 import tomllib
@@ -19,13 +21,15 @@ from typing import Any, TypeVar, get_type_hints
 
 import click
 
-from tanghulu.errors import ConfigError, TanghuluError
+from tanghulu.errors import ConfigError, InvalidRequest, TanghuluError
 from tanghulu.masters import Masters
-from tanghulu.types import Address, Place, format_size, parse_size
+from tanghulu.types import Address, Place, check_host, format_size, parse_size
 
 C = TypeVar("C")
 PREFIX = "TANGHULU_"
 _OPTION = "tanghulu.option"
+#: The most of an option that has no bound of its own: of a count or of seconds, of a size, of a port.
+MOST, MOST_BYTES, MOST_PORT = 1e9, 1 << 50, 65535
 #: What Kubernetes sets in every container for a Service that is called ``tanghulu`` or ``tanghulu-...``.
 _SERVICE_VARIABLE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _SERVICE_VALUE = re.compile(r"(tcp|udp|sctp)://")
@@ -38,29 +42,66 @@ def option(
     size: bool = False,
     choices: tuple[str, ...] = (),
     metavar: str = "",
-    least: float | None = None,
+    least: float = 0,
     above: float | None = None,
+    most: float = MOST,
 ) -> Any:
     """A dataclass field with its help text. ``size`` reads ``64MiB``; ``choices`` bounds a string.
 
-    A number must be at least ``least`` and more than ``above``, as far as these are given: see ``check_bounds``.
+    A number must be from ``least`` to ``most`` and more than ``above``: see ``check_bounds``. A size is at most
+    ``MOST_BYTES``, a port at most ``MOST_PORT``; fields called ``host`` or ``..._host`` are names or addresses.
     """
+    bounds = {"least": least, "above": above, "most": MOST_BYTES if size and most == MOST else most}
     shown = {"help": help, "size": size, "choices": choices, "metavar": metavar}
-    return dataclasses.field(default=default, metadata={_OPTION: {**shown, "least": least, "above": above}})
+    return dataclasses.field(default=default, metadata={_OPTION: {**shown, **bounds}})
 
 
 def check_bounds(config: Any) -> None:
-    """Raise ConfigError that names the flag if a number of ``config`` is outside the bounds of its option."""
-    for field in dataclasses.fields(config):
-        bounds, value = field.metadata.get(_OPTION, {}), getattr(config, field.name)
-        least, above = bounds.get("least"), bounds.get("above")
+    """Raise ConfigError that names the flag if a number or host of ``config`` is outside the bounds of its option."""
+    _check_values(type(config), vars(config))
+
+
+def _check_values(config_class: type[Any], values: Mapping[str, Any]) -> None:
+    for field in dataclasses.fields(config_class):
+        bounds, value = field.metadata.get(_OPTION), values.get(field.name)
+        if bounds is None:
+            continue
         rule = ""
-        if least is not None and not value >= least:
-            rule = f"must be at least {least:g}" if least else "cannot be negative"
-        elif above is not None and not value > above:
-            rule = f"must be above {above:g}"
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            rule = _broken_rule(field.name, bounds, value)
+        elif isinstance(value, str) and value and _is_called(field.name, "host"):
+            try:
+                check_host(value)
+            except InvalidRequest as error:
+                raise ConfigError(f"--{field.name.replace('_', '-')}: {error.message}") from None
         if rule:
             raise ConfigError(f"--{field.name.replace('_', '-')} is {value}; it {rule}")
+
+
+def _broken_rule(name: str, bounds: Mapping[str, Any], value: float) -> str:
+    least, above = bounds["least"], bounds["above"]
+    most = MOST_PORT if _is_called(name, "port") else bounds["most"]
+    if above is not None and not value > above:
+        return f"must be above {above:g}"
+    if not value >= least:
+        return f"must be at least {least:g}" if least else "cannot be negative"
+    if not value <= most:
+        return f"must be at most {format_size(most) if bounds['size'] else format(most, '.15g')}"
+    return ""
+
+
+def _is_called(name: str, kind: str) -> bool:
+    return name == kind or name.endswith(f"_{kind}")
+
+
+class FiniteRange(click.FloatRange):
+    """A click type of numbers within bounds; unlike click's, it refuses NaN."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if number is not None and not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
 
 
 class _Typed(click.ParamType[Any]):
@@ -123,6 +164,7 @@ def command(name: str, config_class: type[C], run: Callable[[C], None], help: st
     """The CLI command that fills ``config_class`` and calls ``run`` with it."""
 
     def callback(**values: Any) -> None:
+        _check_values(config_class, values)
         run(config_class(**values))
 
     epilog = f"Each option is also a key, with underscores, in the table [{name}] of the file that --config names."
@@ -135,9 +177,18 @@ def configuration_file() -> Path | None:
     return context.find_root().params.get("config") if context is not None else None
 
 
+def read_table(path: Path, what: str = "configuration", *, is_json: bool = False) -> Any:
+    """The contents of a TOML or JSON file, UTF-8 in every locale. Raises ConfigError that says what is wrong."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        return json.loads(text) if is_json else tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot read {what} {path}: {error}") from error
+
+
 def table_in(path: Path, name: str) -> dict[str, Any]:
     """The table ``name`` of a TOML file that ``load_toml`` has taken, as it stands there."""
-    table: dict[str, Any] = tomllib.loads(path.read_text()).get(name, {})
+    table: dict[str, Any] = read_table(path).get(name, {})
     return table
 
 
@@ -176,10 +227,7 @@ def load_toml(path: Path, commands: Mapping[str, click.Command]) -> dict[str, An
 
     Raises ConfigError for a file that cannot be read and for a key that no command, or not that one, has.
     """
-    try:
-        data = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot read configuration {path}: {error}") from error
+    data = read_table(path)
     known = dict(_leaves((), commands))
     everywhere: set[str] = set().union(*known.values())
     defaults: dict[str, Any] = {}

@@ -61,7 +61,7 @@ class ProcessConfig:
     namespace: str = option("default", "instances see each other within one namespace")
     run_dir: Path | None = option(None, "directory for Unix sockets; default: a private temporary one")
     log_level: str = option("info", "least level that is logged", choices=LOG_LEVELS)
-    status_fd: int = option(-1, "file descriptor of the supervisor's status stream")
+    status_fd: int = option(-1, "file descriptor of the supervisor's status stream", least=-1)
 
     @property
     def reachable_host(self) -> str:

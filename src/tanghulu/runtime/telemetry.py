@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from typing import TextIO, cast
+import time
+from typing import Any, Final, TextIO, cast
 
 import structlog
 from prometheus_client import CollectorRegistry, Info, disable_created_metrics
@@ -20,6 +21,8 @@ from prometheus_client.process_collector import ProcessCollector
 
 from tanghulu.version import __version__
 
+#: Seconds between two lines of the same event in a ``RareLog``.
+RARE_S: Final = 30.0
 LOG_LEVELS = ("debug", "info", "warning", "error")
 #: Else each counter and histogram comes with a second line that says when it began, and nobody asks for it.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -56,6 +59,28 @@ def configure_log(component: str, level: str = "info") -> None:
     )
     structlog.contextvars.bind_contextvars(component=component)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+
+
+class RareLog:
+    """Logs warnings that a peer can cause as often as it likes: each event once in ``every_s``.
+
+    A line after an interval in which lines were left out has their number as ``omitted``.
+    """
+
+    def __init__(self, log: Any, every_s: float = RARE_S, **values: Any) -> None:
+        self._log, self._every_s, self._values = log, every_s, values
+        self._last_s: dict[str, float] = {}
+        self._omitted: dict[str, int] = {}
+
+    def warning(self, event: str, **values: Any) -> None:
+        """Log ``event`` unless it was logged less than ``every_s`` ago."""
+        now_s = time.monotonic()
+        if now_s - self._last_s.get(event, -self._every_s) < self._every_s:
+            self._omitted[event] = self._omitted.get(event, 0) + 1
+            return
+        self._last_s[event] = now_s
+        omitted = self._omitted.pop(event, 0)
+        self._log.warning(event, **self._values, **values, **({"omitted": omitted} if omitted else {}))
 
 
 def new_registry() -> CollectorRegistry:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tanghulu.conductor.pool_router.demand import demand_of, prefill_only
+from tanghulu.conductor.pool_router.demand import demand_of, parse_body, prefill_only
 from tanghulu.conductor.pool_router.grid import Demand, parse_pools, read_pools
 from tanghulu.conductor.pool_router.main import GlobalRouter, GlobalRouterConfig
 from tanghulu.conductor.pool_router.members import Members
@@ -88,6 +88,14 @@ class TestGrid:
             ({"pool": [{"name": "short"}, {"name": "short"}]}, "two pools 'short'"),
             ({"pool": [{"name": "short", "fallback": ["x"]}]}, "'x', which is no pool"),
             ({"pool": [{"name": "short", "urls": ["ftp://x"]}]}, "ftp://x"),
+            ({"pool": [{"name": "short", "urls": ["http://[::1"]}]}, "is no host"),
+            ({"pool": [{"name": "short", "urls": ["http://h:99999"]}]}, "highest is 65535"),
+            ({"pool": [{"name": "short", "urls": ["http://h:1/v1"]}]}, "no path"),
+            ({"pool": [{"name": "short", "urls": ["http://me@h:1"]}]}, "no user"),
+            ({"pool": [{"name": "short", "urls": ["http://a..b"]}]}, "1 to 63 characters"),
+            ({"pool": [{"name": "short", "urls": ["http://"]}]}, "names no host"),
+            ({"pool": [{"name": ["short"]}]}, "not a text"),
+            ({"pool": [{"name": "short", "fallback": ["x"]}, {"name": "long"}]}, "no pool"),
             ({"pool": [{"name": "short", "url": "http://x"}]}, "unknown key 'url'"),
             ({"prefill": {"ttft_s": [1.0], "prompt_tokens": [1]}}, "no 'pools'"),
             ({"prefill": {"ttft_s": [2.0, 1.0], "prompt_tokens": [1], "pools": [["long"], ["long"]]}}, "ascend"),
@@ -95,6 +103,9 @@ class TestGrid:
             ({"decode": {"tbt_s": [1.0], "context_tokens": [1], "pools": [["huge"]]}}, "'huge', which is no pool"),
             ({"decode": {"tbt_s": ["fast"], "context_tokens": [1], "pools": [["long"]]}}, "not a list of numbers"),
             ({"characters_per_token": 0}, "characters_per_token"),
+            ({"characters_per_token": float("nan")}, "characters_per_token"),
+            ({"decode": {"tbt_s": [10**400], "context_tokens": [1], "pools": [["long"]]}}, "not a list of numbers"),
+            ({"decode": {"tbt_s": [1.0], "context_tokens": [1], "pools": [[["long"]]]}}, "no pool"),
             ({"colour": "red"}, "unknown key 'colour'"),
         ],
     )
@@ -102,9 +113,16 @@ class TestGrid:
         with pytest.raises(ConfigError, match=text):
             parse_pools(changed(**tables))
 
+    def test_a_slash_at_the_end_of_a_url_is_no_path(self):
+        urls = ["http://h:1/", "HTTPS://h", "http://[::1]:2/"]
+        read = parse_pools(changed(pool=[{"name": "short", "urls": urls}, {"name": "long"}]))
+        assert read.pools["short"].urls == ("http://h:1", "https://h", "http://[::1]:2")
+
     def test_a_file_that_cannot_be_read(self, tmp_path):
         (tmp_path / "p.toml").write_text("pool = ")
-        for path in (tmp_path / "p.toml", tmp_path / "none.json"):
+        (tmp_path / "latin.toml").write_bytes(b"# f\xfcr alle\n")
+        (tmp_path / "deep.json").write_text("[" * 100_000)
+        for path in (tmp_path / name for name in ("p.toml", "none.json", "latin.toml", "deep.json")):
             with pytest.raises(ConfigError, match=path.name):
                 read_pools(path)
         with pytest.raises(ConfigError, match="--pools"):
@@ -125,6 +143,8 @@ class TestDemand:
             ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 40}]}]}, (10, 10)),
             ({"text": "x" * 8, "sampling_params": {"max_new_tokens": 5}}, (2, 7)),
             ({"input_ids": [[1], [1, 2, 3]]}, (3, 3)),
+            ({"input": "x" * 40, "text": {"format": {}}, "max_output_tokens": 3}, (10, 13)),
+            ({"prompt": None, "text": "x" * 8, "max_tokens": 10**400}, (2, 2 + (1 << 32))),
             ({}, (0, 0)),
         ],
     )
@@ -134,11 +154,26 @@ class TestDemand:
 
     def test_targets(self):
         assert demand_of({"slo": {"ttft_s": 1, "tbt_s": 0.05}}, 4.0) == Demand(0, 0, 1.0, 0.05)
-        for slo in (3, {"ttft_s": "soon"}, {"tbt_s": 0}, {"tbt_s": True}):
+        assert demand_of({"slo": None}, 4.0) == Demand(0, 0)
+        for slo in (3, [], {"ttft_s": "soon"}, {"tbt_s": 0}, {"tbt_s": True}, {"tbt_s": 10**400}):
             with pytest.raises(InvalidRequest, match="slo"):
                 demand_of({"slo": slo}, 4.0)
 
+    @pytest.mark.parametrize(
+        "body", [b"[" * 200_000, b'{"max_tokens": ' + b"1" * 5000 + b"}", b"\xff", b"[]", b'{"prompt": [[[1]]]}']
+    )
+    def test_what_is_no_request(self, body):
+        with pytest.raises(InvalidRequest):
+            demand_of(parse_body(body), 4.0)
+
     def test_for_one_token(self):
+        response = {"input": "x", "text": {"format": {"type": "text"}}, "stream": True}
+        assert prefill_only(response) == {
+            "input": "x",
+            "text": response["text"],
+            "max_output_tokens": 1,
+            "store": False,
+        }
         chat = {"messages": [], "stream": True, "n": 3, "max_completion_tokens": 9, "temperature": 0.5}
         assert prefill_only(chat) == {"messages": [], "temperature": 0.5, "max_tokens": 1}
         body = {"text": "x", "stream": True, "sampling_params": {"n": 2, "top_k": 3}}
@@ -219,6 +254,46 @@ async def test_a_request_goes_to_its_pool_and_streams_back(tmp_path):
         assert (await pools.http.get("/ready")).json() == {"ready": True, "missing": []}
         seen = (await pools.http.post("/route", json={**BODY, "slo": {"ttft_s": 0.5}})).json()
         assert (seen["prefill"], seen["prompt_tokens"], seen["context_tokens"]) == ("short", 6, 26)
+
+
+async def test_the_targets_of_a_request_stay_at_the_router(tmp_path):
+    async with running_pools(tmp_path, []) as pools:
+        for prompt in (BODY["prompt"], "p" * 60):
+            answer = await pools.http.post("/v1/completions", json={**BODY, "prompt": prompt, "slo": {"tbt_s": 0.5}})
+            assert (answer.status_code, answer.headers.get("warning")) == (200, None)
+        answer = await pools.http.post("/v1/completions", json={**BODY, "slo": None})
+        assert (answer.status_code, answer.headers.get("warning")) == (200, None)
+
+
+async def test_what_conductors_answer_about_themselves_and_their_responses(tmp_path):
+    async with running_pools(tmp_path, []) as pools:
+        http = pools.http
+        for path in ("/v1/models/tiny", "/model_info", "/server_info", "/get_model_info", "/get_server_info"):
+            assert (await http.get(path)).json() == (await pools.short.http.get(path)).json(), path
+        assert (await http.get("/v1/models/nobody")).json()["error"]["code"] == "model_not_found"
+        long = {"model": "tiny", "input": "p" * 60, "max_output_tokens": 40}
+        first = (await http.post("/v1/responses", json=long)).json()
+        assert (await pools.long.http.get(f"/v1/responses/{first['id']}")).json() == first
+        assert (await http.get(f"/v1/responses/{first['id']}")).json() == first
+        then = {"model": "tiny", "input": "on", "max_output_tokens": 1, "previous_response_id": first["id"]}
+        answer = await http.post("/v1/responses", json=then)
+        assert (answer.status_code, answer.headers["x-tanghulu-pool"]) == (200, "long")
+        assert (await http.delete(f"/v1/responses/{first['id']}")).json()["deleted"]
+        for answer in (await http.get(f"/v1/responses/{first['id']}"), await http.post("/v1/responses", json=then)):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
+
+
+async def test_every_answer_has_the_id_of_its_request(tmp_path):
+    async with running_pools(tmp_path, []) as pools:
+        for path, body in (
+            ("/nowhere", b""),
+            ("/v1/completions", b"["),
+            ("/v1/completions", json.dumps(BODY).encode()),
+        ):
+            answer = await pools.http.post(path, content=body, headers={"x-request-id": "mine"})
+            assert answer.headers.get_list("x-request-id") == ["mine"]
+            assert (await pools.http.post(path, content=body)).headers["x-request-id"]
+        assert (await pools.http.get("/v1/models/../metrics")).status_code in (400, 404)
 
 
 async def test_another_pool_prefills_for_the_one_that_decodes(tmp_path):

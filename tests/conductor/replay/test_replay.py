@@ -39,6 +39,9 @@ def request(arrival_s: float, num_tokens: int, output_tokens: int = 1, blocks: t
     return TraceRequest(arrival_s, num_tokens, output_tokens, blocks, "", True)
 
 
+_LINE = b'{"timestamp": 1, "input_length": %s, "output_length": %s, "hash_ids": %s}'
+
+
 class TestModel:
     """The constants of the module's docstring."""
 
@@ -252,11 +255,26 @@ class TestTrace:
 
     @pytest.mark.parametrize(
         "line",
-        ["{", "[]", '{"timestamp": 1}', '{"timestamp": 1, "input_length": -1, "output_length": 1, "hash_ids": []}'],
+        [
+            b"{",
+            b"[]",
+            b"\xff",
+            b"[" * 100_000,
+            b'{"timestamp": 1}',
+            _LINE % (b"-1", b"1", b"[]"),
+            _LINE % (b"9" * 5000, b"1", b"[]"),
+            _LINE % (b"9" * 400, b"1", b"[]"),
+            _LINE % (b"NaN", b"1", b"[]"),
+            _LINE % (b"true", b"1", b"[]"),
+            _LINE % (b"1", b"Infinity", b"[]"),
+            _LINE % (b"1", b"1e300", b"[]"),
+            _LINE % (b"1", b"1", b"[[1]]"),
+            _LINE % (b"1", b"1", b"null"),
+        ],
     )
     def test_a_bad_line_is_named(self, tmp_path, line):
         path = tmp_path / "bad.jsonl"
-        path.write_text(line + "\n")
+        path.write_bytes(line + b"\n")
         with pytest.raises(InvalidRequest, match=r"bad\.jsonl:1"):
             read_trace(path, 1.0, "0")
 

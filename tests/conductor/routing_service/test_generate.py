@@ -202,8 +202,8 @@ async def test_a_worker_may_be_named_by_a_name(scene: Scene):
         ("http://127.0.0.1:30000/latest/meta-data?x=", "no path"),
         ("http://127.0.0.1:30000/?", "no path"),
         ("http://user@127.0.0.1:30000", "no user"),
-        ("http://127.0.0.1:x", "cannot be read"),
-        ("http://", "name a host"),
+        ("http://127.0.0.1:x", "host:port"),
+        ("http://", "names no host"),
     ],
 )
 async def test_a_url_that_is_no_workers_is_refused_at_both_edges(scene: Scene, url: str, text: str):
@@ -231,9 +231,13 @@ async def test_a_name_that_leads_out_of_the_networks_gets_no_request(scene: Scen
 def test_networks_are_named():
     named = WorkerNetworks("10.1.0.0/16, 2001:db8::/32")
     for url in ("http://10.1.2.3:30000", "https://[2001:db8::1]:30000/", "http://a.name"):
-        named.check_url(url)
+        named.checked_url(url)
     for url in ("http://10.2.0.1", "http://127.0.0.1", "http://[::1]"):
         with pytest.raises(InvalidRequest, match="worker-networks"):
-            named.check_url(url)
+            named.checked_url(url)
+    assert named.checked_url("https://[2001:db8::1]:30000/") == "https://[2001:db8::1]:30000"
+    for url in ("http://a..b:1", f"http://{'a' * 64}.example", "http://a:99999", "http://a/b", "http://[::1", "a:1"):
+        with pytest.raises(InvalidRequest, match=r"^url"):
+            named.checked_url(url)
     with pytest.raises(ConfigError, match="--worker-networks"):
         RouterConfig(worker_networks="10.0.0.1/8")

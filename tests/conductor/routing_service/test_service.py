@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from urllib.parse import quote
 
 import grpc.aio
 import httpx
@@ -280,6 +281,11 @@ async def test_a_requests_life_over_http(served):
     dump = (await served.http.get("/dump_events")).json()
     assert dump == [{"worker": "q", "stored": hashes}]
     assert (await served.http.delete("/workers/q")).status_code == 200
+    for name in ("rack 1/10.0.0.1:30000", "/", "a\nb", "\u00fc"):
+        assert (await served.http.put("/workers", json={"worker": name})).status_code == 200
+        assert (await served.http.delete("/workers/" + quote(name, safe=""))).status_code == 200
+        assert name not in [row["worker"] for row in (await served.http.get("/workers")).json()]
+    assert (await served.http.delete("/workers/%FF")).status_code == 400
     assert (await served.http.get("/health")).json() == {"status": "ok", "workers": 2, "requests": 1}
     await served.post("/publish_events", worker="p", stored=[1, 2**64 - 1])
     assert await served.post("/overlaps", block_hashes=[1, 2**64 - 1]) == {"p": 2}

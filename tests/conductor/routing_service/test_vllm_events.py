@@ -98,7 +98,7 @@ def test_sources():
         EventSource(InstanceId("a"), "tcp://h:1", "tcp://h:2"),
         EventSource(InstanceId("b"), "ipc://x"),
     )
-    for wrong in ("a", "a=h:1", "=tcp://h:1", "a=tcp://h:1|h:2"):
+    for wrong in ("a", "a=h:1", "=tcp://h:1", "a=tcp://h:1|h:2", "worker=tcp://h:70000", "worker=tcp://h:1|tcp://h"):
         with pytest.raises(ConfigError, match="worker=tcp"):
             RouterConfig(vllm_events=wrong)
 
@@ -150,9 +150,48 @@ async def test_following_a_publisher():
             await publisher.tell(0, ["BlockStored", [6], None, [], 2, None])
             assert await heard.get() == KvChange(cleared=True)  # the publisher began anew
             assert await heard.get() == KvChange(stored=(number(6),))
-            await publisher.pub.send_multipart((b"kv", number(1), b"\xc1"))
-            await publisher.tell(2, ["AllBlocksCleared"])
+            for at, unreadable in enumerate((b"\xc1", b"\x91" * 100_000), 1):
+                await publisher.pub.send_multipart((b"kv", number(at), unreadable))
+                assert await heard.get() == KvChange(cleared=True)  # whatever it said is lost
+            for frames in ((b"kv", b"", b""), (b"kv", b"\xff" * 9, b"\x90"), (b"kv",)):
+                await publisher.pub.send_multipart(frames)
+            await publisher.tell(3, ["BlockStored", [7], None, [], 2, None])
+            assert await heard.get() == KvChange(stored=(number(7),))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        publisher.context.destroy(0)
+
+
+async def test_whatever_fails_clears_the_worker_and_is_tried_again():
+    """A replay port that answers nonsense, an index that refuses a change: the follower goes on."""
+    zmq = pytest.importorskip("zmq")
+    pytest.importorskip("zmq.asyncio")
+    publisher, heard = Publisher(zmq, pytest.importorskip("msgspec.msgpack").encode), asyncio.Queue()
+
+    def apply(change: KvChange) -> None:
+        heard.put_nowait(change)
+        if change.stored == (number(13),):
+            raise KeyError("a fault of the index")
+
+    async def answer_nonsense() -> None:
+        client, *_ = await publisher.router.recv_multipart()
+        await publisher.router.send_multipart((client, b""))
+
+    tasks = [asyncio.create_task(VllmFollower(publisher.source, apply).run()), asyncio.create_task(answer_nonsense())]
+    try:
+        async with asyncio.timeout(30):
+            await publisher.pub.recv()
+            await publisher.tell(5, ["BlockStored", [5], None, [], 2, None])  # 0 to 4 are asked for
             assert await heard.get() == KvChange(cleared=True)
+            assert await heard.get() == KvChange(stored=(number(5),))
+            await publisher.tell(6, ["BlockStored", [13], None, [], 2, None])
+            assert [await heard.get(), await heard.get()] == [KvChange(stored=(number(13),)), KvChange(cleared=True)]
+            assert await publisher.pub.recv() == b"\x00"  # the subscription is withdrawn
+            await publisher.pub.recv()  # and comes again
+            await publisher.tell(0, ["BlockStored", [1], None, [], 2, None])
+            assert await heard.get() == KvChange(stored=(number(1),))
     finally:
         for task in tasks:
             task.cancel()

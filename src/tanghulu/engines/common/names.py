@@ -52,7 +52,7 @@ def facts_of_model(model: str, revision: str | None) -> dict[str, Any]:
     if not model:
         return {}
     path = Path(model, "config.json")
-    config = json.loads(path.read_text()) if path.is_file() else {}
+    config = json.loads(path.read_bytes()) if path.is_file() else {}
     known = {name: value for name, value in config.items() if name not in _NOT_OF_THE_MODEL}
     return {"weights": digest_of_weights(model, revision), "config": known}
 
