@@ -217,12 +217,14 @@ class KnownRange(_message.Message):
     def __init__(self, number: _Optional[int] = ..., known_slots: _Optional[int] = ..., wanted: _Optional[bool] = ...) -> None: ...
 
 class LocateRequest(_message.Message):
-    __slots__ = ("keys", "count_only")
+    __slots__ = ("keys", "count_only", "removing")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     COUNT_ONLY_FIELD_NUMBER: _ClassVar[int]
+    REMOVING_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[str]
     count_only: bool
-    def __init__(self, keys: _Optional[_Iterable[str]] = ..., count_only: _Optional[bool] = ...) -> None: ...
+    removing: bool
+    def __init__(self, keys: _Optional[_Iterable[str]] = ..., count_only: _Optional[bool] = ..., removing: _Optional[bool] = ...) -> None: ...
 
 class Location(_message.Message):
     __slots__ = ("nodes", "version", "size_bytes", "num_warm")

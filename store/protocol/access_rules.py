@@ -61,7 +61,9 @@ def _to_switch(request: store_pb2.EvictionRequest) -> Right:
 
 
 def to_locate(request: Any) -> Right | None:
-    """Who only writes has to find what it removes."""
+    """Who only writes has to find what it removes, who only reads removes nothing."""
+    if getattr(request, "removing", False):
+        return Right.WRITE
     return Right.READ if request.count_only else None
 
 

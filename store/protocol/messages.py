@@ -222,10 +222,14 @@ class Done(FastMessage, frozen=True):
 
 
 class LocateRequest(FastMessage, frozen=True):
-    """``count_only``: it only matters whether somebody holds the key."""
+    """``count_only``: it only matters whether somebody holds the key.
+
+    ``removing``: the caller removes what it finds, so no node becomes a holder of the versions found any more.
+    """
 
     keys: Sequence[str]
     count_only: bool
+    removing: bool = False
 
 
 class Location(FastMessage, frozen=True):

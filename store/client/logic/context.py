@@ -366,13 +366,16 @@ def take_nodes(context: Context, reply: messages.AnyReply) -> list[NodeView]:
 
 
 def locate(
-    context: Context, deadline: Deadline, keys: Sequence[str], *, waits: bool = True
+    context: Context, deadline: Deadline, keys: Sequence[str], *, waits: bool = True, removing: bool = False
 ) -> Logic[tuple[list[tuple[PeerId, ...]], bool]]:
-    """(holders of each key as the master knows them, nearest first; whether it does not know all yet)."""
+    """(holders of each key as the master knows them, nearest first; whether it does not know all yet).
+
+    ``removing``: see LocateRequest.
+    """
     holders: list[tuple[tuple[PeerId, ...], int]] = []
     incomplete = False
     for start in range(0, len(keys), KEYS_PER_LOCATE):
-        call = messages.locate(keys[start : start + KEYS_PER_LOCATE])
+        call = messages.locate(keys[start : start + KEYS_PER_LOCATE], removing=removing)
         reply = yield from ask_owners(context, deadline, call, waits=waits)
         found, not_ready = messages.locations(reply)
         holders += found

@@ -162,7 +162,7 @@ class SplitCall:
 
 
 def _part_of_locate(request: LocateRequest, positions: Sequence[int]) -> LocateRequest:
-    return LocateRequest([request.keys[position] for position in positions], request.count_only)
+    return LocateRequest([request.keys[position] for position in positions], request.count_only, request.removing)
 
 
 def _join_locations(request: LocateRequest, answers: Sequence[Answer]) -> LocateReply:

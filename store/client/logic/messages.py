@@ -207,9 +207,9 @@ def chunk_info(key: str, nodes: tuple[str, ...], reply: AnyReply) -> ChunkInfo |
 # --- master
 
 
-def locate(keys: Sequence[str], *, count_only: bool = False) -> AnyCall:
+def locate(keys: Sequence[str], *, count_only: bool = False, removing: bool = False) -> AnyCall:
     """Ask for the holders of these keys."""
-    return methods.LOCATE.call(m.LocateRequest(keys, count_only))
+    return methods.LOCATE.call(m.LocateRequest(keys, count_only, removing))
 
 
 def locations(reply: AnyReply) -> tuple[list[tuple[_PeerIds, int]], bool]:

@@ -180,9 +180,11 @@ def _remove_once(
 ) -> Logic[dict[int, NodeUnavailable]]:
     """Drop those of ``keys`` whose indexes are ``wanted``; returns those of which a holder could not be reached.
 
-    ``removed`` takes what the other holders say.
+    ``removed`` takes the answers of the other holders. The holders named are all there will be: the master admits no
+    copy of a version from the moment at which it is located to be removed, so a copy that is under way comes to nothing.
     """
-    holders, incomplete = yield from common.locate(context, deadline, [keys[index] for index in wanted])
+    wanted_keys = [keys[index] for index in wanted]
+    holders, incomplete = yield from common.locate(context, deadline, wanted_keys, removing=True)
     if incomplete:
         yield from common.refresh_nodes(context)
     by_node: dict[PeerId, list[int]] = {}

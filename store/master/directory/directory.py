@@ -10,7 +10,8 @@ Rules of what a registered node announces of a key:
 - of two versions the older one stays: a put that no master has confirmed is not decided (the node asks again) as long
   as its key may have a chunk that has yet to be reported; what a predecessor has confirmed counts at once;
 - a removal names the version: one that is told twice does not touch what was put meanwhile;
-- a deleted version leaves a tombstone: a node that was cut off and comes back with it gets accepted=False;
+- a deleted version leaves a tombstone, and so does one that a client is about to remove: a node that was cut off and
+  comes back with it, or has copied it meanwhile, gets accepted=False;
 - what a client has committed (see pending_commits) counts as announced till its node speaks; others ask again till
   then. The node retracts that version only, and only while its commit is pending.
 """
@@ -90,11 +91,15 @@ class Directory:
                 if other != node_id and self.table.remove(other, key, version):
                     stale.append(StaleHolder(other, key, version))
         if version is not None:
-            self._tombstones[key] = version
-            self._tombstones.move_to_end(key)
-            if len(self._tombstones) > MAX_TOMBSTONES:
-                self._tombstones.popitem(last=False)
+            self.entomb(key, version)
         return stale
+
+    def entomb(self, key: str, version: int) -> None:
+        """Leave a tombstone of ``version``: a node that holds it stays a holder until it announces, no other becomes one."""
+        self._tombstones[key] = version
+        self._tombstones.move_to_end(key)
+        if len(self._tombstones) > MAX_TOMBSTONES:
+            self._tombstones.popitem(last=False)
 
     def _is_buried(self, node_id: str, key: str, version: int, changes: dict[str, bool]) -> bool:
         if self._tombstones.get(key) != version:

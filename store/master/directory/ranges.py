@@ -378,6 +378,14 @@ class RangeDirectories:
         tables = self._tables
         return [tables[number].find(key) for number, key in zip(ranges_of(keys), keys, strict=True)]
 
+    def locate_to_remove(self, keys: Sequence[str]) -> list[FoundChunk | None]:
+        """As ``locate``; from now on no other node becomes a holder of the versions found."""
+        found = self.locate(keys)
+        for key, chunk in zip(keys, found, strict=True):
+            if chunk is not None:
+                self._of(key).entomb(key, chunk.version)
+        return found
+
     def holds(self, keys: Sequence[str]) -> bytes:
         """For each key 1 if a live node holds it, else 0. A 0 is a "not found" unless ``is_incomplete``."""
         tables, numbered = self._tables, zip(ranges_of(keys), keys, strict=True)

@@ -159,9 +159,11 @@ class CopyOrders:
             del self._told[order]
         return bool(ordered)
 
-    def done(self, key: str, target: str) -> Copy | None:
-        """Close the order that ``target`` fulfilled by announcing ``key``; returns it."""
-        return self._close(key, target, "done")
+    def done(self, key: str, target: str) -> Copy:
+        """Close the order, one of ``targets_of``, that ``target`` fulfilled by announcing ``key``; returns it."""
+        copy = self._close(key, target, "done")
+        assert copy is not None, f"{key!r} was not on its way to {target}"
+        return copy
 
     def failed(self, key: str, target: str) -> None:
         """Close the order of ``target``, which could not get ``key``."""

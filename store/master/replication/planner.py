@@ -135,9 +135,8 @@ class CopyPlanner:
         self._drop_removed()
         if self.orders.active:
             for entry in announcement.added:
-                copy = self.orders.done(entry.key, node_id)
-                if copy is not None:
-                    self._copied(copy, now_s)
+                if node_id in self.orders.targets_of(entry.key) and self._holds(node_id, entry.key, entry.version):
+                    self._copied(self.orders.done(entry.key, node_id), now_s)
             for key in announcement.failed_copies:
                 self.orders.failed(key, node_id)
                 if len(self._failed) < MAX_FAILED:
@@ -147,6 +146,10 @@ class CopyPlanner:
             drain.quiet_since_s = (drain.quiet_since_s or now_s) if announcement.quiet else None
         self.hot_keys.add(announcement.hot, now_s)
         return self.orders.take(node_id, now_s)
+
+    def _holds(self, node_id: str, key: str, version: int) -> bool:
+        found = self._directory.find(key)
+        return found is not None and found.version == version and node_id in found.node_ids
 
     def _drop_removed(self) -> None:
         """Order the stale holders of removed chunks to drop them."""

@@ -234,10 +234,11 @@ class DirectoryCalls:
         self._count(len(keys), held.count(0))
         return held
 
-    def holders(self, keys: Sequence[str]) -> list[FoundChunk | None]:
-        """Who holds these keys."""
+    def holders(self, keys: Sequence[str], *, removing: bool) -> list[FoundChunk | None]:
+        """Who holds these keys; ``removing``: see LocateRequest."""
         wire.check_count(len(keys))
-        found = self._master.directory.locate(keys)
+        directory = self._master.directory
+        found = directory.locate_to_remove(keys) if removing else directory.locate(keys)
         self._count(len(keys), found.count(None))
         return found
 
@@ -255,7 +256,7 @@ class DirectoryCalls:
         if request.count_only:
             held = self.holds(request.keys)
             return pb.LocateReply(found=held, incomplete=self._master.directory.is_incomplete(request.keys, held))
-        found = self.holders(request.keys)
+        found = self.holders(request.keys, removing=request.removing)
         return wire.locate_to_wire(found, incomplete=self._master.directory.is_incomplete(request.keys, found))
 
     def _locate(
@@ -269,7 +270,7 @@ class DirectoryCalls:
             held = self.holds(request.keys)
             incomplete = self._master.directory.is_incomplete(request.keys, held)
             return LocateReply(incomplete, (), held, *self._server.signature)
-        found = self.holders(request.keys)
+        found = self.holders(request.keys, removing=request.removing)
         incomplete = self._master.directory.is_incomplete(request.keys, found)
         locations = [None if each is None else Location(*each) for each in found]
         return LocateReply(incomplete, locations, b"", *self._server.signature)

@@ -58,7 +58,7 @@ class Copier:
 
     async def run(self) -> None:
         """Work off the orders until cancelled."""
-        self._driver = AsyncioDriver(self._settings)
+        self._driver = self._open()
         workers = [asyncio.create_task(self._work(self._driver)) for _ in range(MAX_AT_ONCE)]
         try:
             await asyncio.gather(*workers)
@@ -69,6 +69,9 @@ class Copier:
             driver, self._driver = self._driver, None
             with contextlib.suppress(TanghuluError):
                 await driver.close()
+
+    def _open(self) -> AsyncioDriver:
+        return AsyncioDriver(self._settings)
 
     async def _work(self, driver: AsyncioDriver) -> None:
         while True:

@@ -248,7 +248,7 @@ class NodeChunks:
         holding = self.current_anywhere(key)
         if holding is not None and holding.version == version and (removed or holding.pin is not Pin.HARD):
             self.drop_both(key)
-            self._reports.remove(holding)
+            self._reports.remove(holding, deleted=removed)
 
     def drop_corrupt(self, chunk: Chunk) -> None:
         """Drop a chunk whose bytes are not what its checksums say; a copy below stays."""

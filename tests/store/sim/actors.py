@@ -13,7 +13,7 @@ import contextlib
 import functools
 import mmap
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -33,6 +33,8 @@ from tanghulu.store.master.core import Master
 from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.rpc.directory_service import DirectoryCalls
 from tanghulu.store.master.server import MasterServer
+from tanghulu.store.client.drivers.asynchronous import AsyncioDriver
+from tanghulu.store.node.replication.copier import Copier
 from tanghulu.store.node.reporting.copy_wire import Orders
 from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.rpc.metrics import TrafficCounters
@@ -57,7 +59,7 @@ from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.types import Address, InstanceId, LeaseId, Place, Role
-from tests.virtual.loop import HOST, Network, Pipe, on_host
+from tests.virtual.loop import HOST, PID, Network, Pipe, on_host
 
 MASTER = Address("master", 1)
 LEASE_MS = 3000
@@ -151,6 +153,28 @@ class SimMaster(SimProcess):
         self.core.check()
 
 
+class _SimCopier(Copier):
+    """A node's client for copies, over the world's network."""
+
+    def __init__(self, node: SimNode, masters: Masters) -> None:
+        super().__init__(masters, node.puts, node.reporter.copy_failed)
+        self._node = node
+
+    def _open(self) -> AsyncioDriver:
+        PID.set(next(self._node._world._pids))
+        settings = Settings(master=self._settings.master, transport="tcp", client_id=self._node.id, host_id=self._node.host)
+        driver: Any = AsyncioDriver(settings)
+        driver._engine.close()
+        driver._engine = SimEngine(self._node._world, self._node.host, "")
+        opened: AsyncioDriver = driver
+        return opened
+
+    def killed(self) -> None:
+        """The process is gone, and warns nobody."""
+        if self._driver is not None:
+            self._driver._closed = True
+
+
 class SimNode(SimProcess):
     """A store node with ``capacity_bytes`` of memory."""
 
@@ -197,6 +221,8 @@ class SimNode(SimProcess):
             self._ordered,
         )
         self.puts = PutService(self.state, view, self.reporter)
+        self.copier = _SimCopier(self, Masters.parse(world.masters_named))
+        self.copies = world.plan.moves
         self.sessions = _SimSessions(self.state, self._changed)
         service = FastService()
         descriptor = SegmentDescriptor("store", len(self.memory), self.host, generation, ())
@@ -209,7 +235,7 @@ class SimNode(SimProcess):
             _at_once(self.tier.recover())
             self.promoter.bring_up_pinned()
         network.listen(str(self.address), functools.partial(Server, service))
-        for coroutine in (self._stay_registered(), self.reporter.run(self.id)):
+        for coroutine in (self._stay_registered(), self.reporter.run(self.id), self.copier.run()):
             self.spawn(coroutine)
         network.loop.call_later(TICK_S, self._tick)
 
@@ -219,6 +245,7 @@ class SimNode(SimProcess):
             self.promoter.room_changed()
 
     def kill(self, *, silently: bool = False) -> None:
+        self.copier.killed()
         super().kill(silently=silently)
         self.close_disk()
 
@@ -233,19 +260,31 @@ class SimNode(SimProcess):
         self._register_now.set()
 
     def _ordered(self, orders: Orders) -> None:
-        for copy in orders.copies:
-            self.reporter.copy_failed(copy.key)
+        self.state.drain_buffers()
+        if self.copies:
+            self.copier.order(orders)
+        else:
+            for copy in orders.copies:
+                self.reporter.copy_failed(copy.key)
         for key, version, removed in orders.drops:
             self.state.chunks.let_go(key, version, removed=removed)
 
+    def drain(self, draining: bool) -> None:
+        """Take no new chunks, or take them again, and have the master know."""
+        self.state.drain(draining)
+        self._changed()
+        self._register_now.set()
+
     async def _stay_registered(self) -> None:
-        lease_id, instance = 0, self._instance()
+        lease_id, instance, told = 0, self._instance(), dict[str, str]()
         if not self.state.chunks.all_keys():
             instance.attributes[HOLDS_NOTHING] = "true"
         while True:
-            lease_id = await self._world.registered(instance, lease_id)
-            instance = instance.again()
+            draining = {"draining": "true"} if self.state.draining else {}
             self._register_now.clear()
+            now = replace(instance, attributes=instance.attributes | draining)
+            lease_id = await self._world.registered(now, 0 if draining != told else lease_id)
+            instance, told = instance.again(), draining
             try:
                 async with asyncio.timeout(REGISTER_TTL_S / 3):
                     await self._register_now.wait()

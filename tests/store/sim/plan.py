@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 FAULTS = ("crash", "cut", "cut", "isolate", "slow", "tear", "tear", "master", "kill", "kill", "mend")
+#: Disturbances after which chunks move from node to node, and nothing is lost.
+MOVES = ("join", "drain")
 MASTER_FAULTS = ("stop", "freeze", "hold", "etcd away", "etcd cut", "fall", "leave", "master cut")
 SIZES = (10, 100, 3000, 70_000, 120_000)
 
@@ -36,6 +38,7 @@ class Plan:
     doubled: float = 0.0  # how many of the removals are made twice at the same time
     pins: float = 0.0  # how many of the puts are pinned, softly or hard
     cuts_frames: bool = False  # a torn connection brings a part of what was on its way
+    moves: bool = False  # nodes make the copies that masters order, join and drain; many keys are removed at once
 
     def value(self, rng: Random, key: str) -> bytes:
         """One that names its key."""
@@ -47,6 +50,11 @@ class Plan:
     def calm(self) -> bool:
         """Whether nothing fails, nothing is removed, and everything fits: then what was put is there, and stays."""
         return not self.faults and not self.removals
+
+    @property
+    def orderly(self) -> bool:
+        """Whether nothing fails: chunks may move, and make room for others."""
+        return not set(self.faults) - set(MOVES) and not self.master_faults
 
     @classmethod
     def of(cls, rng: Random, num_nodes: int = 0) -> Plan:
@@ -61,6 +69,26 @@ class Plan:
             node_bytes=(256 << 10) if small else (4 << 20),
             fault_every_s=rng.choice((0.3, 1.0, 3.0)),
             sizes=SIZES if small or rng.random() < 0.7 else (100, 1_200_000),
+        )
+
+    @classmethod
+    def moving(cls, rng: Random, *, shared: bool) -> Plan:
+        """A drawn plan of a store whose chunks move while they are removed; in some of these lives nothing fails."""
+        plan = cls.shared(rng) if shared else cls.of(rng)
+        quiet = rng.random() < 0.5
+        faults = MOVES if quiet else tuple(rng.choice((*MOVES, *plan.faults)) for _ in range(6))
+        return replace(
+            plan,
+            num_nodes=rng.choice((1, 2, 2, 3)),
+            num_keys=rng.choice((40, 150, 400)),
+            node_bytes=rng.choice((512 << 10, 2 << 20)),
+            fault_every_s=rng.choice((1.0, 3.0)),
+            faults=faults,
+            master_faults=0.0 if quiet else plan.master_faults,
+            sizes=rng.choice(((3000, 10_000), (10, 3000, 20_000), (20_000, 70_000))),
+            removals=rng.choice((1.0, 3.0)),
+            batch=rng.choice((0, 5)),
+            moves=True,
         )
 
     @classmethod
@@ -99,6 +127,8 @@ class KeyLife:
     removes_open: int = 0
     removes_land_s: float = 0.0  # until then one that failed may still be on its way
     removed_s: float | None = None  # of the last remove that returned
+    gone_s: float | None = None  # of one beside which, and after which, nobody put it
+    puts_begun: int = 0
     put_since_remove: bool = False  # or at the same time
     puts_open: int = 0
     read: bytes | None = None  # first
@@ -109,7 +139,8 @@ class KeyLife:
         One that fails may still be on its way, and land after a remove.
         """
         self.values.add(value)
-        self.put_since_remove = True
+        self.put_since_remove, self.gone_s = True, None
+        self.puts_begun += 1
         begun, alone = self.removes_begun, not self.removes_open and self.removes_land_s < now_s()
         self.puts_open += 1
 
@@ -121,15 +152,21 @@ class KeyLife:
         return ended
 
     @contextlib.contextmanager
-    def removing(self, now_s: Callable[[], float], lingers_s: float) -> Iterator[None]:
-        """A remove is under way; one that fails may still land for ``lingers_s``."""
+    def removing(self, now_s: Callable[[], float], lingers_s: float) -> Iterator[Callable[[], None]]:
+        """A remove is under way; call what it gives when it has returned. Else it may still land for ``lingers_s``."""
         self.removes_begun += 1
         self.removes_open += 1
         self.acked_s, self.put_since_remove = None, self.puts_open > 0
-        lands_s = now_s() + lingers_s
-        try:
-            yield
+        lands_s, begun, alone = now_s() + lingers_s, self.puts_begun, not self.puts_open
+
+        def ended() -> None:
+            nonlocal lands_s
             lands_s = now_s()
+            if alone and self.puts_begun == begun:
+                self.gone_s = lands_s
+
+        try:
+            yield ended
         finally:
             self.removes_open -= 1
             self.removes_land_s = max(self.removes_land_s, lands_s)

@@ -6,6 +6,8 @@ One seed is one life: sizes, traffic, crashes, cut and slow links, torn connecti
 * a value that is read is one that was put under its key, whole; nothing but typed errors comes out, in time;
 * in a calm life, where nothing fails and everything fits, that holds without exception, and a key keeps its value;
   where nothing fails, whoever removes what was put has removed it;
+* what was removed, and not put since, is nowhere, though chunks move from node to node meanwhile: at once where nothing
+  fails, else at the end;
 * no key is called missing while a node that is let in holds it (`DeniedChunks` has the rule);
 * in every node free + used == capacity and no two chunks overlap (`NodeState.check`), master and sessions are sound;
 * when all links are whole again, directory and nodes agree within ``CONVERGE_S``, and what was removed stays so;
@@ -45,6 +47,8 @@ _SLACK_S = 0.5
 #: Nodes whose invariants are asserted beside the master's, every so often; all of them at the end.
 _CHECKED_NODES = 2
 _CHECK_EVERY_S = 0.15
+#: Nodes that may join.
+_MOST_JOIN = 3
 #: Steps of the world between two collections of garbage.
 _GARBAGE_EVERY = 20
 #: Where files cost no disk.
@@ -214,6 +218,15 @@ class World:
         alive = [node for node in self.nodes.values() if node.alive]
         for node in self.rng.sample(alive, min(num_nodes, len(alive))):
             node.check()
+        if self.plan.orderly:
+            self._check_removed()
+
+    def _check_removed(self) -> None:
+        """Assert that no node has a key that was removed and not put since."""
+        for node in [node for node in self.nodes.values() if node.alive]:
+            for key in node.keys:
+                life = self.keys[key]
+                assert life.gone_s is None, f"{key} was removed at {life.gone_s:.3f}, and {node.host} has it"
 
     # --- faults
 
@@ -243,6 +256,12 @@ class World:
                 self._kill_client(self.rng.choice(list(self._clients)))
             case "mend":
                 self._mend()
+            case "join" if len(self.nodes) < self.plan.num_nodes + _MOST_JOIN:
+                self._start_node(len(self.nodes))
+            case "drain" if self.nodes[host].alive:
+                node = self.nodes[host]
+                node.drain(True)
+                self.loop.call_later(self.rng.uniform(1, 5), node.drain, False)
 
     def _crash(self, host: str) -> None:
         node = self.nodes[host]
@@ -339,8 +358,10 @@ class World:
         task.cancel()
 
     async def _operation(self, client: AsyncClient, rng: Random) -> None:
-        weights = (4, 6, 1, 1, self.plan.removals, self.plan.waits)
-        kind = rng.choices(("put", "get", "get_many", "exists", "remove", "wait"), weights)[0]
+        many = self.plan.removals / 20 if self.plan.moves else 0
+        weights = (4, 6, 1, 1, self.plan.removals, self.plan.waits, many, many)
+        kinds = ("put", "get", "get_many", "exists", "remove", "wait", "remove_many", "remove_matching")
+        kind = rng.choices(kinds, weights)[0]
         key = f"key-{rng.randrange(self.plan.num_keys)}"
         began_s = self.loop.time()
         try:
@@ -410,13 +431,47 @@ class World:
             raise error
 
     async def _remove_once(self, client: AsyncClient, key: str) -> None:
+        with self._removing(key) as ended:
+            ended(await client.remove(key, deadline_s=DEADLINE_S))
+
+    async def _remove_many(self, client: AsyncClient, rng: Random, key: str) -> None:
+        keys = rng.sample(sorted(self.keys), rng.randint(0, len(self.keys)))
+        with contextlib.ExitStack() as stack:
+            removing = [stack.enter_context(self._removing(each)) for each in keys]
+            outcomes = await client.remove_many(keys, deadline_s=DEADLINE_S)
+            for ended, outcome in zip(removing, outcomes, strict=True):
+                if not isinstance(outcome, TanghuluError):
+                    ended(outcome)
+
+    async def _remove_matching(self, client: AsyncClient, rng: Random, key: str) -> None:
+        prefix = key[: rng.choice((4, 5, 6))]
+        with contextlib.ExitStack() as stack:
+            keys = [each for each in self.keys if each.startswith(prefix)]
+            removing = [stack.enter_context(self._removing(each)) for each in keys]
+            await client.remove_matching(f"^{prefix}", deadline_s=DEADLINE_S)
+            for ended in removing:
+                ended(None)
+
+    @contextlib.contextmanager
+    def _removing(self, key: str) -> Iterator[Callable[[bool | None], None]]:
+        """A remove of ``key``; call what it gives with its answer, None if it gave none for this key alone."""
         life = self.keys.setdefault(key, KeyLife())
         is_there, before = life.acked_s is not None and not life.removes_open, life.removes_begun
-        with life.removing(self.loop.time, DEADLINE_S + CONVERGE_S):
-            if await client.remove(key, deadline_s=DEADLINE_S):
-                life.removed_s = self.loop.time()
-            elif is_there and not self.plan.faults:
-                assert life.removes_begun > before + 1, f"{key} was put, and nobody but this client removes it"
+        with life.removing(self.loop.time, DEADLINE_S + CONVERGE_S) as ended:
+
+            def answered(removed: bool | None) -> None:
+                ended()
+                if removed:
+                    life.removed_s = self.loop.time()
+                elif removed is False and is_there and self.plan.orderly and not self._makes_room:
+                    assert life.removes_begun > before + 1, f"{key} was put, and nobody but this client removes it"
+
+            yield answered
+
+    @property
+    def _makes_room(self) -> bool:
+        """Whether any node has let chunks go for others."""
+        return any(node.state.counters.evictions for node in self.nodes.values())
 
     # --- what must hold
 
@@ -451,6 +506,8 @@ class World:
     async def _settle(self) -> None:
         """Heal everything, wait, and compare the directory with the nodes, and reads with both."""
         self._mend()
+        for node in self.nodes.values():
+            node.copies = False
         self._restart_masters()
         for host in self.nodes:
             self._restart_node(int(host.partition("-")[2]))
@@ -458,6 +515,8 @@ class World:
         self._raise()
         self.check()
         self.counts["put in buffers"] = sum(node.state.buffers.num_taken for node in self.nodes.values())
+        self.counts["copied"] = sum(node.copier.num_copied for node in self.nodes.values())
+        self.counts["copies failed"] = sum(node.copier.num_failed for node in self.nodes.values())
         self.counts["retracted"] = sum(each.core.directory.num_retracted for each in self.masters)
         self.counts["bytes streamed"] = sum(node.traffic.bytes_written["stream"] for node in self.nodes.values())
         for host, node in self.nodes.items():
@@ -489,8 +548,7 @@ class World:
                 except ChunkNotFound:
                     assert not holders, f"{key} is on {[h.host for h in holders]} and was not found"
                 # Of several puts, an older one may come back with a node that the master had taken for dead.
-                gone = life.removed_s is not None and not life.put_since_remove and len(life.values) == 1
-                if gone and life.removed_s is not None and life.removed_s > self.restarted_master_s:
-                    assert not holders, f"{key} was removed at {life.removed_s:.2f} and is back"
+                if life.gone_s is not None and len(life.values) == 1:
+                    assert not holders, f"{key} was removed at {life.gone_s:.2f} and is back"
         finally:
             await client.close()
