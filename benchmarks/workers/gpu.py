@@ -47,7 +47,8 @@ from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
 from tanghulu.workers.kv.peer_reader import ExportPart
 from tanghulu.workers.kv.staging import NUM_RINGS, DeviceBlocks, StagedPort
 from tanghulu.workers.metrics import WorkerMetrics
-from tanghulu.workers.weights.model_config import ModelConfig, config_from_hf
+from tanghulu.workers.weights.hf_config import config_from_hf
+from tanghulu.workers.weights.model_config import ModelConfig
 from tanghulu.workers.weights.source import ModelSource
 
 SHARED = 0.9
@@ -100,7 +101,7 @@ class RandomWeights:
         self._hidden, self._device, self._dtype = hidden, device, dtype
 
     def has(self, name: str) -> bool:
-        return not name.startswith("rope")
+        return "rotary" not in name
 
     def tensor(self, name: str) -> torch.Tensor:
         kind = name.split(".")[-2]
@@ -109,6 +110,9 @@ class RandomWeights:
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         made = torch.empty(self._shapes[kind], dtype=self._dtype, device=self._device)
         return made.normal_(0, 0.02, generator=generator)
+
+    def untaken(self) -> tuple[str, ...]:
+        return ()
 
     def close(self) -> None:
         pass

@@ -198,6 +198,9 @@ def _inflate(card: ModelCard) -> str:
 
 def _load(card: ModelCard, tokenizer_json: str) -> Tokenizer:
     try:
-        return Tokenizer.from_str(tokenizer_json)
+        tokenizer = Tokenizer.from_str(tokenizer_json)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
     except Exception as error:  # the Rust library raises Exception itself; it is typed here
         raise ModelUnsupported(f"the tokenizer of {card.model} cannot be read: {error}") from error

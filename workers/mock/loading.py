@@ -22,8 +22,9 @@ from tanghulu.workers.loading.loaded_model import LoadedModel
 from tanghulu.workers.mock.holding import HoldingRunner
 from tanghulu.workers.mock.runner import MockRunner
 from tanghulu.workers.mock.timing import TIMINGS
-from tanghulu.workers.weights.model_config import config_from_hf
-from tanghulu.workers.weights.source import ModelSource, read_json, resolve_model
+from tanghulu.workers.weights.fields import read_json
+from tanghulu.workers.weights.hf_config import config_from_hf
+from tanghulu.workers.weights.source import ModelSource, resolve_model
 from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets, load_tokenizer_assets
 
 if TYPE_CHECKING:

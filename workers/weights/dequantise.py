@@ -21,11 +21,13 @@ _Bytes = npt.NDArray[np.uint8]
 
 
 def num_stored_bytes(ggml_type: int, shape: tuple[int, ...], name: str) -> int:
-    """Bytes that a tensor of ``shape`` takes in the file; raises ModelUnsupported for an unknown type."""
+    """Bytes that a tensor of ``shape`` takes in the file; raises ModelUnsupported if it cannot be stored so."""
     try:
         block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(ggml_type)]
     except (ValueError, KeyError):
         raise ModelUnsupported(f"tensor {name!r} has the unknown GGUF type {ggml_type}") from None
+    if prod(shape) == 0 or shape[-1] % block:
+        raise ModelUnsupported(f"tensor {name!r} has the shape {shape}; its rows must be blocks of {block} numbers")
     return prod(shape) // block * size
 
 

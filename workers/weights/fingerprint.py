@@ -9,14 +9,12 @@ from pathlib import Path
 import xxhash
 
 from tanghulu.types import Fingerprint
-from tanghulu.workers.weights.model_config import ModelConfig
 from tanghulu.workers.weights.source import ModelSource
 
 _READ_BYTES = 16 << 20
 _LAYOUT = "blocks,layers,kv,tokens,heads,dim/1"
-#: What some models have, and their KV follows from.
-_OF_SOME = ("experts", "sliding", "activation", "embedding_scale", "norm_offset", "query_scale", "sandwich_norms")
-_DEFAULTS = {field.name: field.default for field in fields(ModelConfig)}
+#: Numbers of a model that its KV does not follow from, the weights being the same.
+_NOT_IN_KV = frozenset({"architecture", "vocab", "max_context", "tie_embeddings", "bos_id", "eos_ids"})
 
 
 def fingerprint(
@@ -40,21 +38,15 @@ def fingerprint(
     digest = xxhash.xxh3_128()
     for path in (*source.weight_files, *(source.adapter.files if source.adapter is not None else ())):
         _update_from_file(digest, path)
-    layout = {
+    layout: dict[str, object] = {
         "layout": _LAYOUT,
         "dtype": dtype,
         "block_tokens": block_tokens,
         "tp_size": tp_size,
-        "layers": config.num_layers,
-        "kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": asdict(config.rope_scaling),
-        "rms_eps": config.rms_eps,
     }
+    layout |= {field.name: getattr(config, field.name) for field in fields(config) if field.name not in _NOT_IN_KV}
     if weights_dtype not in ("", dtype):
         layout["weights_dtype"] = weights_dtype
-    layout |= {name: value for name in _OF_SOME if (value := getattr(config, name)) != _DEFAULTS[name]}
     digest.update(json.dumps(layout, sort_keys=True, default=_as_json).encode() + arithmetic)
     return Fingerprint(digest.digest())
 

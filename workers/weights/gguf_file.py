@@ -24,15 +24,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tanghulu.errors import ModelUnsupported
+from tanghulu.workers.weights.fields import Fields
 
 if TYPE_CHECKING:
     import torch
 
+#: The divisors of rotary frequencies that GGUF files may have; Hugging Face's have no such tensor.
+FREQUENCY_FACTORS = "model.rotary_emb.frequency_factors"
 _TOP_LEVEL = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
-    "rope_freqs.weight": "rope_freqs.weight",
+    FREQUENCY_FACTORS: "rope_freqs.weight",
 }
 _IN_LAYER = {
     "self_attn.q_proj": "attn_q",
@@ -71,6 +74,7 @@ class GgufFile:
             head = read_gguf_head(view, str(path))
         self.metadata: dict[str, Any] = head.metadata
         self._places, self._data_start = head.tensors, head.data_start
+        self._taken: set[str] = set()
 
     def tensor_names(self) -> Iterable[str]:
         return self._places.keys()
@@ -84,6 +88,7 @@ class GgufFile:
         own = _gguf_name(name)
         if own not in self._places:
             raise ModelUnsupported(f"{self._path} has no tensor {own!r} (for {name!r})")
+        self._taken.add(own)
         place = self._places[own]
         start = self._data_start + place.offset
         length = num_stored_bytes(place.ggml_type, place.shape, own)
@@ -101,8 +106,13 @@ class GgufFile:
         if match[1] == "k":
             heads = self.metadata.get("llama.attention.head_count_kv", heads)
         rows = tensor.shape[0]
+        if rows % (2 * heads):  # the wrong shape, which whoever takes it will say
+            return tensor
         pairs = tensor.view(heads, rows // heads // 2, 2, -1)
         return pairs.transpose(1, 2).reshape(tensor.shape)
+
+    def untaken(self) -> Iterable[str]:
+        return self._places.keys() - self._taken
 
     def close(self) -> None:
         self._map.close()
@@ -137,12 +147,12 @@ class GgufHead:
 def read_gguf_head(data: bytes | memoryview, name: str) -> GgufHead:
     """Parse the head of the GGUF file ``data`` (mapped or read); ``name`` is for messages.
 
-    Raises ModelUnsupported if it is no GGUF file of a known version or ends too early.
+    Raises ModelUnsupported if it is no GGUF file of a known version, ends too early or has a name twice.
     """
     reader = _Reader(data)
     try:
         return _read_head(reader, name)
-    except (struct.error, UnicodeDecodeError, KeyError) as error:
+    except (struct.error, UnicodeDecodeError, KeyError, RecursionError, MemoryError) as error:
         raise ModelUnsupported(f"{name} is damaged near byte {reader.at}: {error}") from error
 
 
@@ -153,14 +163,20 @@ def _read_head(reader: _Reader, name: str) -> GgufHead:
     if version not in _VERSIONS:
         raise ModelUnsupported(f"{name} is GGUF version {version}; this worker reads {_VERSIONS}, little-endian")
     num_tensors, num_pairs = reader.take("QQ")
-    metadata = {}
+    metadata: dict[str, Any] = {}
     for _ in range(num_pairs):
         key = reader.string()
+        if key in metadata:
+            raise ModelUnsupported(f"{name} has the key {key!r} twice")
         metadata[key] = reader.value(reader.take("I")[0])
-    places = [reader.tensor_place() for _ in range(num_tensors)]
-    alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
-    data_start = -(-reader.at // alignment) * alignment
-    return GgufHead(metadata, {place.name: place for place in places}, data_start)
+    places: dict[str, TensorPlace] = {}
+    for _ in range(num_tensors):
+        place = reader.tensor_place()
+        if place.name in places:
+            raise ModelUnsupported(f"{name} has the tensor {place.name!r} twice")
+        places[place.name] = place
+    alignment = Fields(metadata, name).integer("general.alignment", _DEFAULT_ALIGNMENT)
+    return GgufHead(metadata, places, -(-reader.at // alignment) * alignment)
 
 
 class _Reader:

@@ -2,20 +2,20 @@
 
 A worker with an adapter is a worker of a model of its own, called ``base:name``, at the base's speed. Its fingerprint
 is its own too, so that none of its KV is taken for the base's. Method: https://arxiv.org/abs/2106.09685; format: PEFT's
-``adapter_config.json`` and ``adapter_model.safetensors``. What would change the results and is not computed (DoRA,
-biases, whole modules beside the adapter, embeddings) is refused by its name.
+``adapter_config.json`` and ``adapter_model.safetensors``. A key of ``adapter_config.json`` that is neither read here
+nor known to be without effect is refused by its name, and so is a tensor that has no place in the model.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from tanghulu.errors import ConfigError, ModelUnsupported
+from tanghulu.workers.weights.fields import Fields, names_in, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -25,29 +25,30 @@ if TYPE_CHECKING:
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OPTION = re.compile(r"([A-Za-z0-9][\w.-]{0,63})=(.+)")
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-#: What an adapter may have beside A and B, and the values that mean that it has not.
-_REFUSED: dict[str, tuple[object, ...]] = {
-    "bias": (None, "none"),
-    "use_dora": (None, False),
-    "modules_to_save": (None, []),
-    "alpha_pattern": (None, {}),
-    "rank_pattern": (None, {}),
-    "fan_in_fan_out": (None, False),
-    "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
-    "layer_replication": (None, []),
-    "lora_bias": (None, False),
-    "use_qalora": (None, False),
-}
+#: Ways to fill an adapter before training that leave the base's weights as they are; the others (PiSSA, OLoRA, CorDA,
+#: LoftQ, LoRA-GA) take the first factors out of them, which PEFT does again when it loads the adapter.
+_BASE_UNCHANGED: Final = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
+#: Keys of PEFT's LoraConfig without a part in what a loaded adapter computes.
+_HARMLESS: Final = names_in(
+    """
+    auto_mapping base_model_name_or_path eva_config inference_mode lora_dropout megatron_core peft_version
+    qalora_group_size revision runtime_config task_type
+    """
+)
 
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
-    """An adapter that was found: its name, its folder, and the factor of B @ A."""
+    """An adapter that was found: its name, its folder, the factor of B @ A, and the modules that it targets.
+
+    ``targets`` are names' ends, or one pattern of whole names, as PEFT has them; None for all.
+    """
 
     name: str
     folder: Path
+    rank: int
     scale: float
+    targets: tuple[str, ...] | re.Pattern[str] | None
 
     @classmethod
     def of(cls, option: str) -> LoraAdapter | None:
@@ -61,11 +62,11 @@ class LoraAdapter:
         if named is None:
             raise ConfigError(f"--lora is {option!r}; it must be name=DIR, the name of letters, digits, '.', '_', '-'")
         folder = Path(named[2]).expanduser()
-        try:
-            config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ModelUnsupported(f"cannot read the adapter {folder / _CONFIG}: {error}") from error
-        return cls(named[1], folder, _scale(config))
+        config = Fields(read_json(folder / _CONFIG), f"the adapter's {_CONFIG}")
+        rank, scale = _rank_and_scale(config)
+        targets = _targets(config)
+        config.refuse_others(_HARMLESS)
+        return cls(named[1], folder, rank, scale, targets)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -81,35 +82,55 @@ class LoraAdapter:
 
         opened = SafetensorsDir([self.folder / _WEIGHTS])
         try:
-            return _MergedWeights(base, _pairs(opened, base), self.scale)
+            return _MergedWeights(base, self._pairs(opened, base), self.scale)
         finally:
             opened.close()
 
+    def _pairs(self, opened: Any, base: WeightSource) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """The tensors A [rank, columns] and B [rows, rank] of each weight of ``base`` that the adapter changes."""
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for name in opened.tensor_names():
+            match = _TENSOR.fullmatch(name)
+            if match is None or not base.has(f"{match[1]}.weight") or not self._changes(match[1]):
+                raise ModelUnsupported(f"the adapter's tensor {name!r} has no place in the base model")
+            tensor = opened.tensor(name).float()
+            if tensor.ndim != 2 or tensor.shape[0 if match[2] == "A" else 1] != self.rank:
+                shape = tuple(tensor.shape)
+                raise ModelUnsupported(f"the adapter's tensor {name!r} is {shape}; the rank is {self.rank}")
+            found.setdefault(f"{match[1]}.weight", {})[match[2]] = tensor
+        incomplete = [name for name, pair in found.items() if len(pair) != 2]
+        if incomplete or not found:
+            raise ModelUnsupported(f"the adapter lacks A or B of {', '.join(incomplete) or 'every weight'}")
+        return {name: (pair["A"], pair["B"]) for name, pair in found.items()}
 
-def _scale(config: Mapping[str, Any]) -> float:
-    if config.get("peft_type") != "LORA":
-        raise ModelUnsupported(f"the adapter is {config.get('peft_type')!r}; this worker runs LORA")
-    for name, harmless in _REFUSED.items():
-        if config.get(name) not in harmless:
-            raise ModelUnsupported(f"the adapter has {name} {config[name]!r}, which this worker does not compute")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise ModelUnsupported(f"the adapter has rank {rank!r} and lora_alpha {alpha!r}")
-    return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
+    def _changes(self, module: str) -> bool:
+        """Whether PEFT would give ``module`` factors."""
+        if isinstance(self.targets, tuple):
+            return any(module == target or module.endswith(f".{target}") for target in self.targets)
+        return self.targets is None or self.targets.fullmatch(module) is not None
 
 
-def _pairs(opened: Any, base: WeightSource) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """The tensors A and B of each weight of ``base`` that the adapter changes."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
-    for name in opened.tensor_names():
-        match = _TENSOR.fullmatch(name)
-        if match is None or not base.has(f"{match[1]}.weight"):
-            raise ModelUnsupported(f"the adapter's tensor {name!r} has no place in the base model")
-        found.setdefault(f"{match[1]}.weight", {})[match[2]] = opened.tensor(name).float()
-    incomplete = [name for name, pair in found.items() if len(pair) != 2]
-    if incomplete or not found:
-        raise ModelUnsupported(f"the adapter lacks A or B of {', '.join(incomplete) or 'every weight'}")
-    return {name: (pair["A"], pair["B"]) for name, pair in found.items()}
+def _rank_and_scale(config: Fields) -> tuple[int, float]:
+    if (kind := config.text("peft_type")) != "LORA":
+        raise ModelUnsupported(f"the adapter is {kind!r}; this worker runs LORA")
+    config.only("bias", None, "none")
+    config.only("init_lora_weights", *_BASE_UNCHANGED)
+    rank, alpha = config.integer("r"), config.number("lora_alpha")
+    return rank, alpha / (rank**0.5 if config.flag("use_rslora") else rank)
+
+
+def _targets(config: Fields) -> tuple[str, ...] | re.Pattern[str] | None:
+    """The modules that PEFT would give factors to: it passes over those of others in the file."""
+    if "target_modules" not in config:
+        config.only("target_modules", None)
+        return None
+    if not config.is_text("target_modules"):
+        return tuple(config.items("target_modules", str))
+    pattern = config.text("target_modules")
+    try:
+        return None if pattern == "all-linear" else re.compile(pattern)
+    except re.error as error:
+        raise config.unusable("target_modules", f"it must be a list of names or a pattern: {error}") from error
 
 
 class _MergedWeights:
@@ -120,8 +141,13 @@ class _MergedWeights:
     ) -> None:
         self._base, self._pairs, self._scale = base, pairs, scale
 
+        self._taken: set[str] = set()
+
     def has(self, name: str) -> bool:
         return self._base.has(name)
+
+    def untaken(self) -> Iterable[str]:
+        return {*self._base.untaken(), *(f"{name} (of the adapter)" for name in self._pairs.keys() - self._taken)}
 
     def tensor(self, name: str) -> torch.Tensor:
         weight = self._base.tensor(name)
@@ -131,6 +157,7 @@ class _MergedWeights:
             raise ModelUnsupported(
                 f"tensor {name!r} is {weight.dtype}: an adapter is not merged into quantised weights"
             )
+        self._taken.add(name)
         down, up = self._pairs[name]
         if (len(up), down.shape[1]) != tuple(weight.shape) or up.shape[1] != len(down):
             raise ModelUnsupported(

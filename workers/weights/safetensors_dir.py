@@ -18,14 +18,24 @@ class SafetensorsDir:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._stack = ExitStack()
-        self._file_of: dict[str, Any] = {}
-        for path in files:
-            try:
-                opened = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            except (OSError, SafetensorError) as error:
-                self._stack.close()
-                raise ModelUnsupported(f"cannot read {path}: {error}") from error
-            self._file_of.update(dict.fromkeys(opened.keys(), opened))
+        self._file_of: dict[str, tuple[Path, Any]] = {}
+        self._taken: set[str] = set()
+        try:
+            for path in files:
+                self._open(path)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _open(self, path: Path) -> None:
+        try:
+            opened = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+        except (OSError, SafetensorError) as error:
+            raise ModelUnsupported(f"cannot read {path}: {error}") from error
+        for name in list(opened.keys()):
+            if name in self._file_of:
+                raise ModelUnsupported(f"tensor {name!r} is in {self._file_of[name][0]} and in {path}; remove one")
+            self._file_of[name] = path, opened
 
     def tensor_names(self) -> Iterable[str]:
         return self._file_of.keys()
@@ -36,8 +46,16 @@ class SafetensorsDir:
     def tensor(self, name: str) -> torch.Tensor:
         if name not in self._file_of:
             raise ModelUnsupported(f"the checkpoint has no tensor {name!r}")
-        tensor: torch.Tensor = self._file_of[name].get_tensor(name)
+        path, opened = self._file_of[name]
+        self._taken.add(name)
+        try:
+            tensor: torch.Tensor = opened.get_tensor(name)
+        except SafetensorError as error:
+            raise ModelUnsupported(f"cannot read tensor {name!r} of {path}: {error}") from error
         return tensor
+
+    def untaken(self) -> Iterable[str]:
+        return self._file_of.keys() - self._taken
 
     def close(self) -> None:
         self._file_of.clear()

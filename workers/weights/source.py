@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from tanghulu.errors import ModelUnsupported
+from tanghulu.workers.weights.fields import Fields, read_json
+from tanghulu.workers.weights.gguf_config import config_from_gguf
 from tanghulu.workers.weights.gguf_file import GgufFile
+from tanghulu.workers.weights.hf_config import config_from_hf
 from tanghulu.workers.weights.lora import LoraAdapter
-from tanghulu.workers.weights.model_config import ModelConfig, config_from_gguf, config_from_hf
+from tanghulu.workers.weights.model_config import ModelConfig
 from tanghulu.workers.weights.weight_source import WeightSource
 
 SMOLLM2 = "smollm2"
@@ -113,24 +114,15 @@ def _from_directory(path: Path) -> ModelSource:
     raise ModelUnsupported(f"directory {path} holds no safetensors and {len(ggufs)} .gguf files; one is needed")
 
 
-def _listed(path: Path, weights: Iterable[Path]) -> list[Path]:
-    """The files that the index names, if there is one: a directory may hold a second copy of the weights."""
-    index = path / "model.safetensors.index.json"
+def _listed(path: Path, weights: Sequence[Path]) -> Sequence[Path]:
+    """The files to read: model.safetensors, else what the index names, as transformers does; else all there are."""
+    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if single in weights:
+        return [single]
     if not index.exists():
-        return list(weights)
-    names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        return weights
+    names = Fields(read_json(index), str(index)).names_of_values("weight_map")
     missing = [name for name in names if not (path / name).is_file()]
     if missing or not names:
         raise ModelUnsupported(f"{index} names {len(names)} weight files; missing: {', '.join(missing) or 'all'}")
     return [path / name for name in names]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``; raises ModelUnsupported that names the file if there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelUnsupported(f"cannot read {path}: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelUnsupported(f"{path} holds no JSON object")
-    return value

@@ -1,22 +1,23 @@
 """The data that a conductor needs to turn text into tokens and back, as it is sent to conductors.
 
-Owns the reading of tokenizers from checkpoints: ``tokenizer.json`` and its config beside safetensors, or the
+Owns the reading of tokenizers from checkpoints: ``tokenizer.json`` and the files beside it (`hf_tokenizer`), or the
 vocabulary inside GGUF metadata (`gguf_tokenizer`). Encodes nothing itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tanghulu.errors import ModelUnsupported
+from tanghulu.workers.weights.fields import Fields, read_json
 from tanghulu.workers.weights.generation_defaults import GenerationDefaults, defaults_from_gguf, defaults_from_hf
 from tanghulu.workers.weights.gguf_file import GgufFile
 from tanghulu.workers.weights.gguf_tokenizer import build_gguf_tokenizer
-from tanghulu.workers.weights.source import ModelSource, read_json
+from tanghulu.workers.weights.hf_tokenizer import SpecialTokens, read_tokenizer
+from tanghulu.workers.weights.source import ModelSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +47,22 @@ def load_tokenizer_assets(source: ModelSource) -> TokenizerAssets:
     if source.gguf_path is not None:
         return _from_gguf(source, source.gguf_path)
     assert source.config_dir is not None
-    return assets_of_folder(source.config_dir, source.config.bos_id, source.config.eos_ids)
+    config = source.config
+    return assets_of_folder(source.config_dir, config.bos_id, config.eos_ids, vocab=config.vocab)
 
 
 def _from_gguf(source: ModelSource, path: Path) -> TokenizerAssets:
     with contextlib.closing(GgufFile(path)) as file:
         metadata = file.metadata
     tokenizer, add_bos = build_gguf_tokenizer(metadata)
-    tokens = metadata["tokenizer.ggml.tokens"]
+    fields = Fields(metadata, "GGUF metadata")
+    tokens = fields.items("tokenizer.ggml.tokens", str)
+    bos, eos = (min(fields.ids(f"tokenizer.ggml.{name}_token_id"), default=None) for name in ("bos", "eos"))
     return TokenizerAssets(
         tokenizer_json=tokenizer.to_str().encode(),
-        chat_template=metadata.get("tokenizer.chat_template"),
-        bos_token=_token_at(tokens, metadata.get("tokenizer.ggml.bos_token_id")),
-        eos_token=_token_at(tokens, metadata.get("tokenizer.ggml.eos_token_id")),
+        chat_template=fields.optional_text("tokenizer.chat_template"),
+        bos_token=None if bos is None else tokens[bos],
+        eos_token=None if eos is None else tokens[eos],
         add_bos=add_bos,
         bos_id=source.config.bos_id,
         eos_ids=tuple(sorted(source.config.eos_ids)),
@@ -66,44 +70,44 @@ def _from_gguf(source: ModelSource, path: Path) -> TokenizerAssets:
     )
 
 
-def _token_at(tokens: list[str], index: int | None) -> str | None:
-    return tokens[index] if index is not None and 0 <= index < len(tokens) else None
+def assets_of_folder(
+    folder: Path, bos_id: int | None, eos_ids: Iterable[int], *, vocab: int | None = None
+) -> TokenizerAssets:
+    """Read the tokenizer in a folder of Hugging Face's format, of a model with ``vocab`` tokens if that is known.
 
-
-def assets_of_folder(folder: Path, bos_id: int | None, eos_ids: Iterable[int]) -> TokenizerAssets:
-    """Read the tokenizer in a folder of Hugging Face's format; raises ModelUnsupported if it has none."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ModelUnsupported(
-            f"{folder} has no tokenizer.json; convert its tokenizer with transformers' save_pretrained"
-        )
-    config_path = folder / "tokenizer_config.json"
+    The tokenizer's own ``eos_token`` ends a text besides ``eos_ids``. Raises ModelUnsupported if there is no tokenizer,
+    or one that cannot be read.
+    """
+    config_path, generation = folder / "tokenizer_config.json", folder / "generation_config.json"
     config = read_json(config_path) if config_path.exists() else {}
-    generation = folder / "generation_config.json"
+    special = SpecialTokens.of(folder, config)
+    tokenizer = read_tokenizer(folder, config, special, vocab)
+    fields = Fields(config, str(config_path))
+    ends = set(eos_ids)
+    if special.eos is not None and (end := tokenizer.token_to_id(special.eos)) is not None:
+        ends.add(end)
     return TokenizerAssets(
-        tokenizer_json=path.read_bytes(),
-        chat_template=_chat_template(folder, config),
-        bos_token=_token_text(config.get("bos_token")),
-        eos_token=_token_text(config.get("eos_token")),
-        add_bos=bool(config.get("add_bos_token", False)),
+        tokenizer_json=tokenizer.to_str().encode(),
+        chat_template=_chat_template(folder, fields),
+        bos_token=special.bos,
+        eos_token=special.eos,
+        add_bos=fields.flag("add_bos_token"),
         bos_id=bos_id,
-        eos_ids=tuple(sorted(eos_ids)),
+        eos_ids=tuple(sorted(ends)),
         defaults=defaults_from_hf(read_json(generation)) if generation.exists() else GenerationDefaults(),
     )
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+def _chat_template(folder: Path, config: Fields) -> str | None:
     separate = folder / "chat_template.jinja"
     if separate.exists():
-        return separate.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several named templates: the one called default is for chats
-        named = {entry.get("name"): entry.get("template") for entry in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
-
-
-def _token_text(value: object) -> str | None:
-    if isinstance(value, dict):  # an AddedToken written out
-        value = value.get("content")
-    return value if isinstance(value, str) else None
+        try:
+            return separate.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelUnsupported(f"cannot read {separate}: {error}") from error
+    if config.is_text("chat_template"):
+        return config.text("chat_template")
+    # Several named templates: the one called default is for chats.
+    templates = [Fields(entry, "tokenizer_config.json, chat_template") for entry in config.items("chat_template", dict)]
+    named = {each.text("name"): each.text("template") for each in templates}
+    return named.get("default")

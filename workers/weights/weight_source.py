@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ class WeightSource(Protocol):
 
     def has(self, name: str) -> bool:
         """Whether the tensor exists."""
+
+    def untaken(self) -> Iterable[str]:
+        """Names, as the files have them, of the tensors that nobody asked `tensor` for."""
 
     def close(self) -> None:
         """Unmap the files; tensors handed out before stay valid."""

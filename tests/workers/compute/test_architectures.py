@@ -25,7 +25,7 @@ from tanghulu.workers.engine.requests import SamplingParams
 from tanghulu.workers.loading.invariance import require_invariance
 from tanghulu.workers.weights import resolve_model
 from tanghulu.workers.weights.fingerprint import fingerprint
-from tanghulu.workers.weights.model_config import config_from_hf
+from tanghulu.workers.weights.hf_config import config_from_hf
 from tests.workers.tiny import BLOCK, VOCAB, engine, request, run_all
 from tests.workers.ways import WAYS, Served
 

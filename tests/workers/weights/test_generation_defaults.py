@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from tanghulu.errors import ModelUnsupported
 from tanghulu.workers.weights.generation_defaults import GenerationDefaults, defaults_from_gguf, defaults_from_hf
@@ -22,8 +23,8 @@ def test_from_generation_config():
 
 
 def test_beside_safetensors(tmp_path: Path):
-    (tmp_path / "tokenizer.json").write_text("{}")
-    config: Any = SimpleNamespace(bos_id=None, eos_ids=frozenset())
+    Tokenizer(models.BPE()).save(str(tmp_path / "tokenizer.json"))
+    config: Any = SimpleNamespace(bos_id=None, eos_ids=frozenset(), vocab=9)
     source = ModelSource("m", config, (), tmp_path)
     assert load_tokenizer_assets(source).defaults == GenerationDefaults()
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "top_k": 20}))

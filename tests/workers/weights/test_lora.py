@@ -129,7 +129,7 @@ def test_it_is_a_model_of_its_own(tiny: TinyModel, adapter: Path, tmp_path: Path
         ({"bias": "all"}, "bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
-        ({"r": 0}, "rank 0"),
+        ({"r": 0}, "'r' = 0"),
     ],
 )
 def test_what_would_be_passed_over_is_refused(
@@ -160,7 +160,7 @@ def test_the_option(tiny: TinyModel, tmp_path: Path) -> None:
     for text in ("mine", "=dir", "a b=dir", "mine="):
         with pytest.raises(ConfigError, match="name=DIR"):
             resolve_model(str(tiny.path), text)
-    with pytest.raises(ModelUnsupported, match="cannot read the adapter"):
+    with pytest.raises(ModelUnsupported, match=r"cannot read .*adapter_config\.json"):
         resolve_model(str(tiny.path), f"mine={tmp_path}")
     with pytest.raises(ConfigError, match="--engine torch"):
         WorkerConfig(engine="mock", lora="mine=dir")

@@ -19,7 +19,8 @@ from tanghulu.workers.compute.models.registry import load_model
 from tanghulu.workers.weights import ModelSource, fingerprint, resolve_model
 from tanghulu.workers.weights.dequantise import dequantise, num_stored_bytes
 from tanghulu.workers.weights.gguf_file import GgufFile
-from tanghulu.workers.weights.model_config import RopeScaling, config_from_hf
+from tanghulu.workers.weights.hf_config import config_from_hf
+from tanghulu.workers.weights.model_config import RopeScaling
 from tests.workers.tiny import BASE, TinyModel, engine, request, run_all, write_tiny
 from tests.workers.weights.gguf_files import write_gguf
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from tanghulu.errors import ModelUnsupported
 from tanghulu.workers.compute.attention.base import AttentionBackend, PagedPlan
 from tanghulu.workers.compute.device import CPU
 from tanghulu.workers.compute.forward_batch import ForwardBatch
@@ -67,7 +68,8 @@ class LlamaModel:
         """Load the weights of ``shard`` as ``dtype`` onto ``device``; ``progress`` is told the fraction done, 0..1.
 
         ``attention`` takes queries of the types of ``arithmetic``. Raises ModelUnsupported that names a missing tensor,
-        or one whose shape contradicts ``config``; ConfigError if the model's heads cannot be shared out so.
+        one whose shape contradicts ``config``, or one that the model has no use for; ConfigError if the model's heads
+        cannot be shared out so.
         """
         require_split(config, shard.size)
         self._shard = shard
@@ -85,15 +87,14 @@ class LlamaModel:
             self._layers.append(_load_layer(loader, config, index))
             if progress is not None:
                 progress((index + 1) / (config.num_layers + 1))
-        tied = config.tie_embeddings
-        head = self._embedding if tied else loader.take("lm_head.weight", (config.vocab, config.hidden))
+        head = _load_head(loader, config, self._embedding)
         self._head = Linear(_own_rows(head, shard), arithmetic=self._arithmetic)
         self._norm = loader.norm("model.norm.weight", config.hidden, self._head)
-        factors = weights.tensor("rope_freqs.weight") if weights.has("rope_freqs.weight") else None
-        self._rotary: dict[int | None, RotaryTable] = {None: RotaryTable(config, factors, device)}
+        self._rotary: dict[int | None, RotaryTable] = {None: RotaryTable(config, loader.frequency_factors(), device)}
         if (sliding := config.sliding) is not None:
             own = replace(config, rope_theta=sliding.rope_theta, rope_scaling=RopeScaling())
             self._rotary[sliding.num_tokens] = RotaryTable(own, None, device)
+        loader.require_all_taken()
         # Rounded as the weights are: Gemma was trained so.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         if progress is not None:
@@ -166,6 +167,21 @@ class _View(NamedTuple):
     plan: PagedPlan
     cos: torch.Tensor
     sin: torch.Tensor
+
+
+def _load_head(loader: WeightLoader, config: ModelConfig, embedding: torch.Tensor) -> torch.Tensor:
+    """The head [vocab, hidden]: the embedding itself if they are tied, which a second copy in the file must equal."""
+    if config.tie_embeddings and not loader.has("lm_head.weight"):
+        return embedding
+    head = loader.take("lm_head.weight", (config.vocab, config.hidden))
+    if not config.tie_embeddings:
+        return head
+    if not torch.equal(head, embedding):
+        raise ModelUnsupported(
+            "tensor 'lm_head.weight' differs from the embedding though the config ties them (tie_word_embeddings); "
+            "set that to false if the head is its own"
+        )
+    return embedding
 
 
 def _own_rows(head: torch.Tensor, shard: Shard) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Which class runs which architecture, and the one call that loads a model.
 
-To add an architecture: give ``model_config`` its name and readers, write a class with `Model`'s methods
+To add an architecture: enter it in ``hf_config.FAMILIES`` with what sets it apart, write a class with `Model`'s methods
 (or switch on what it needs in ``llama``), and enter it in ``_MODELS``.
 """
 
@@ -21,7 +21,8 @@ from tanghulu.workers.compute.linear import Arithmetic
 from tanghulu.workers.compute.models.llama import LlamaModel
 from tanghulu.workers.compute.models.shard import WHOLE, Shard
 from tanghulu.workers.compute.process_tuning import keep_large_blocks
-from tanghulu.workers.weights.model_config import ARCHITECTURES, ModelConfig
+from tanghulu.workers.weights.hf_config import FAMILIES
+from tanghulu.workers.weights.model_config import ModelConfig
 from tanghulu.workers.weights.source import ModelSource
 
 Progress = Callable[[float], None]
@@ -43,7 +44,7 @@ class Model(Protocol):
         """Return the model without the layers behind the first ``num_layers``; the weights are shared."""
 
 
-_MODELS: dict[str, type[LlamaModel]] = dict.fromkeys(ARCHITECTURES, LlamaModel)
+_MODELS: dict[str, type[LlamaModel]] = dict.fromkeys(FAMILIES, LlamaModel)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

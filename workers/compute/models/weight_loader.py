@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from tanghulu.errors import ModelUnsupported
 from tanghulu.workers.compute.linear import Arithmetic, Linear
 from tanghulu.workers.compute.models.layers import Norm
 from tanghulu.workers.compute.models.shard import Shard
+from tanghulu.workers.weights.gguf_file import FREQUENCY_FACTORS
 from tanghulu.workers.weights.model_config import ModelConfig
 from tanghulu.workers.weights.weight_source import WeightSource
 
+#: Buffers that older files hold and every implementation computes by itself.
+_IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn_rot_embd\.weight)$")
+_MAX_NAMED = 5
 _WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -68,5 +74,23 @@ class WeightLoader:
     def summand(self, name: str, rows: int, columns: int, *, bias: bool = False) -> Linear:
         """The product with this rank's columns; the ranks' results add up to the whole, the bias counted once."""
         weight = self.take(f"{name}.weight", (rows, columns))[:, self.shard.own(columns)]
-        own_bias = self.take(f"{name}.bias", (rows,)) if bias and self.shard.rank == 0 else None
-        return Linear(weight, own_bias, self.arithmetic)
+        whole = self.take(f"{name}.bias", (rows,)) if bias else None
+        return Linear(weight, whole if self.shard.rank == 0 else None, self.arithmetic)
+
+    def frequency_factors(self) -> torch.Tensor | None:
+        """GGUF's divisors of the rotary frequencies, as the file has them, if there are any."""
+        if not self._weights.has(FREQUENCY_FACTORS):
+            return None
+        factors, shape = self._weights.tensor(FREQUENCY_FACTORS), (self._config.head_dim // 2,)
+        if tuple(factors.shape) != shape or not bool((factors > 0).all()):
+            raise ModelUnsupported(f"rope_freqs.weight {tuple(factors.shape)} must be {shape} numbers above 0")
+        return factors
+
+    def require_all_taken(self) -> None:
+        """Raise ModelUnsupported for tensors of the checkpoint that have no part in the model."""
+        left = sorted(name for name in self._weights.untaken() if _IGNORED.search(name) is None)
+        if left:
+            raise ModelUnsupported(
+                f"the checkpoint has {len(left)} tensors that this worker does not compute with: "
+                f"{', '.join(left[:_MAX_NAMED])}{', ...' if len(left) > _MAX_NAMED else ''}"
+            )

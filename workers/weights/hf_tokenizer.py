@@ -1,0 +1,131 @@
+"""Reads ``tokenizer.json`` and the files beside it as transformers 5 does.
+
+Truncation and padding that a trainer left in the file are taken off. Tokens that other files name are added: those of
+``added_tokens_decoder`` in tokenizer_config.json or, where that has none, of added_tokens.json; then the special tokens
+of tokenizer_config.json and, in the second case, of special_tokens_map.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+from tokenizers import AddedToken, Tokenizer
+
+from tanghulu.errors import ModelUnsupported
+from tanghulu.workers.weights.fields import Fields, is_integer, read_json, shown
+
+_log = structlog.get_logger(__name__)
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """The special tokens that files beside tokenizer.json name, each once, and the two that templates ask for."""
+
+    tokens: tuple[AddedToken, ...]
+    bos: str | None
+    eos: str | None
+
+    @classmethod
+    def of(cls, folder: Path, config: Mapping[str, Any]) -> SpecialTokens:
+        """Read them of ``config``, a tokenizer_config.json; raises ModelUnsupported."""
+        map_path, where = folder / "special_tokens_map.json", "tokenizer_config.json"
+        if "added_tokens_decoder" not in config and map_path.exists():
+            config, where = {**config, **read_json(map_path)}, f"{where} or special_tokens_map.json"
+        named = {key: _token(config[key], key, where) for key in _NAMED if config.get(key) is not None}
+        more = [_token(value, key, where) for key, value in _extra(config, where)]
+        bos, eos = (named[key].content if key in named else None for key in ("bos_token", "eos_token"))
+        return cls((*named.values(), *more), bos, eos)
+
+
+def read_tokenizer(
+    folder: Path, config: Mapping[str, Any], special: SpecialTokens, vocab: int | None = None
+) -> Tokenizer:
+    """Read the tokenizer of ``folder``, with the tokens that its files add; ``config`` is its tokenizer_config.json.
+
+    A special token whose number would be beyond the ``vocab`` tokens of the model is left out: the model cannot
+    compute it. Raises ModelUnsupported that names the file and the key.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelUnsupported(
+            f"{folder} has no tokenizer.json; convert its tokenizer with transformers' save_pretrained"
+        )
+    try:
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())
+    except Exception as error:  # the Rust library raises Exception itself; it is typed here
+        raise ModelUnsupported(f"cannot read {path}: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    Fields(config, "tokenizer_config.json").only("split_special_tokens", None, False)
+    for number, token in _added(folder, config, special):
+        _add(tokenizer, token, number, vocab)
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    for token in special.tokens:
+        if token.content not in known:
+            _add(tokenizer, token, None, vocab)
+    return tokenizer
+
+
+def _added(folder: Path, config: Mapping[str, Any], special: SpecialTokens) -> Iterator[tuple[int, AddedToken]]:
+    """The tokens with numbers that a file beside tokenizer.json adds, in the order of their numbers."""
+    if "added_tokens_decoder" in config:
+        where, section = "tokenizer_config.json, added_tokens_decoder", config["added_tokens_decoder"]
+        if not isinstance(section, dict):
+            raise ModelUnsupported(f"{where} is {shown(section)}; it must be an object")
+        found = {_number(key, where): _token(value, key, where) for key, value in section.items()}
+    else:
+        path = folder / "added_tokens.json"
+        names = {token.content for token in special.tokens}
+        found = {
+            _number(number, f"{path}, {text!r}"): AddedToken(text, normalized=text not in names, special=text in names)
+            for text, number in (read_json(path) if path.exists() else {}).items()
+        }
+    yield from sorted(found.items())
+
+
+def _add(tokenizer: Tokenizer, token: AddedToken, number: int | None, vocab: int | None) -> None:
+    """Add ``token``, which is ``number`` by its file; as in transformers it gets the next free number all the same."""
+    got = tokenizer.token_to_id(token.content)
+    if got is None:
+        added = max(tokenizer.get_added_tokens_decoder(), default=-1) + 1
+        got = max(added, tokenizer.get_vocab_size(with_added_tokens=False))
+        if vocab is not None and got >= vocab:
+            return
+    if number not in (None, got):
+        _log.warning("tokenizer.number_differs", token=token.content, number=got, in_its_file=number)
+    tokenizer.add_tokens([token])
+
+
+def _extra(config: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
+    """Special tokens beyond the usual ones: a list, or keys of their own."""
+    key = "extra_special_tokens" if config.get("extra_special_tokens") else "additional_special_tokens"
+    extra = config.get(key) or []
+    if not isinstance(extra, list | dict):
+        raise ModelUnsupported(f"{where} has {key!r} = {shown(extra)}; it must be a list or an object of tokens")
+    yield from ((key, value) for value in (extra.values() if isinstance(extra, dict) else extra))
+    own = (key for key, value in config.items() if key.endswith("_token") and isinstance(value, str) and value)
+    yield from ((key, config[key]) for key in own if key not in _NAMED)
+
+
+def _number(value: object, where: str) -> int:
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if not is_integer(number, 0):
+        raise ModelUnsupported(f"{where} has {shown(value)} in a token id's place")
+    assert isinstance(number, int)
+    return number
+
+
+def _token(value: object, key: str, where: str) -> AddedToken:
+    """A token as text, which makes it a special one, or as an object with its properties."""
+    if isinstance(value, str) and value:
+        return AddedToken(value, special=True)
+    fields = Fields(value, f"{where}, {key!r}")
+    flags = {name: fields.flag(name) for name in _FLAGS if name in fields}
+    return AddedToken(fields.text("content"), **{"special": key in _NAMED, **flags})
