@@ -14,10 +14,10 @@ from tanghulu.conductor.http.reply import read_body
 from tanghulu.conductor.pool_router.demand import demand_of, parse_body
 from tanghulu.conductor.pool_router.forward import Forwarder
 from tanghulu.conductor.pool_router.streamed import Streamed
-from tanghulu.conductor.stories.origin import request_id_of
 from tanghulu.errors import InvalidRequest
 from tanghulu.version import __version__
 from tanghulu.web import errors
+from tanghulu.web.server import request_id_of
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/generate")
 _ABOUT = ("/v1/models", "/v1/models/{name:path}", "/model_info", "/get_model_info", "/server_info", "/get_server_info")
