@@ -26,6 +26,11 @@ _APIS = {
     Api.SAMPLING_PARAMS: "sampling_params",
     Api.STREAM_OPTIONS: "stream_options",
     Api.STRUCTURED_OUTPUTS: "structured_outputs",
+    Api.RESPONSE_FORMAT: "response_format",
+    Api.JSON_SCHEMA: "response_format.json_schema",
+    Api.TEXT: "responses' text",
+    Api.TEXT_FORMAT: "responses' text.format",
+    Api.REASONING: "responses' reasoning",
 }
 _EFFECTS = {"works": Effect.WORKS, "refused": Effect.REFUSED, "no-effect": Effect.NONE}
 

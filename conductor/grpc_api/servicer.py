@@ -172,7 +172,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             assert isinstance(body, TokenizeBody)
             model = await self._service.find_model(body.model)
             caller.model = model.card.model
-            (tokens,) = await tokenise(body, model)
+            (tokens,) = await tokenise(body, model, self._service.parsers)
         return pb.TokenizeReply(tokens=tokens.tolist(), max_model_len=model.card.context_length)
 
     async def _write(self, context: Context, reply: pb.GenerateReply) -> None:

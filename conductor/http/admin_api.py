@@ -49,7 +49,7 @@ def router(service: Service) -> APIRouter:
         """Text, texts or a chat to token ids."""
         async with reading(request, service, TokenizeBody) as body:
             model = await service.find_model(body.model)
-            tokens = await tokenise(body, model)
+            tokens = await tokenise(body, model, service.parsers)
             shown = await made_ready(body.is_large, _tokenised, tokens, isinstance(body.prompt, list), model)
         return Response(shown, media_type="application/json")
 

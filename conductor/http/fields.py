@@ -54,6 +54,9 @@ _GENERATE: Final = (Api.GENERATE,)
 _PARAMS: Final = (Api.SAMPLING_PARAMS,)
 _STREAM: Final = (Api.STREAM_OPTIONS,)
 _STRUCTURED: Final = (Api.STRUCTURED_OUTPUTS,)
+_FORMAT: Final = (Api.RESPONSE_FORMAT,)
+_SCHEMA: Final = (Api.JSON_SCHEMA,)
+_TEXT_FORMAT: Final = (Api.TEXT_FORMAT,)
 
 
 def _works(name: str, apis: tuple[Api, ...], example: Any, note: str = "") -> FieldRow:
@@ -157,10 +160,18 @@ ROWS: Final = (
     _refused("max_thinking_tokens", BODIES, 5, "a chain of thought has no bound of its own; use max_tokens"),
     _refused("thinking_token_budget", OPENAI, 5, "a chain of thought has no bound of its own; use max_tokens"),
     _refused("require_reasoning", _GENERATE, True, "say so in chat_template_kwargs of a chat, where the model can"),
-    _refused("verbosity", _CHAT, "low", "no model here knows it; say in messages how long to be", "medium"),
+    _refused(
+        "verbosity", (Api.CHAT, Api.TEXT), "low", "no model here knows it; say so in messages", "medium"
+    ),
     _idle("prediction", _CHAT, {"type": "content", "content": "x"}, "would only make it faster"),
     # --- grammars
     _works("response_format", OPENAI, {"type": "text"}, "text, json_object or json_schema"),
+    _works("type", _FORMAT, "text", "text, json_object or json_schema"),
+    _works("json_schema", _FORMAT, {"name": "x", "schema": {"type": "object"}}, "with type json_schema"),
+    _works("name", (*_SCHEMA, *_TEXT_FORMAT), "x", "not shown to the model"),
+    _works("schema", (*_SCHEMA, *_TEXT_FORMAT), {"type": "object"}, "any JSON, if it is left out"),
+    _works("strict", (*_SCHEMA, *_TEXT_FORMAT), True, "rejects a schema of which something would not be enforced"),
+    _idle("description", (*_SCHEMA, *_TEXT_FORMAT), "x", "the model is not shown it; say it in a message"),
     _works("json_schema", SAMPLING, '{"type":"object"}', "a JSON schema as a text; one grammar a request"),
     _works("regex", SAMPLING, "a+", "the whole text matches it"),
     _works("guided_json", OPENAI, {"type": "object"}, "a JSON schema, as a text or not"),
@@ -280,7 +291,10 @@ ROWS: Final = (
     _works("tool_choice", _RESPONSES, "none", "none, auto, required, or a function by its name"),
     _works("parallel_tool_calls", _RESPONSES, True),
     _works("text", _RESPONSES, {"format": {"type": "text"}}, "format: text, json_object or json_schema"),
-    _works("reasoning", _RESPONSES, {"effort": "low"}, "effort: a variable for the template"),
+    _works("format", (Api.TEXT,), {"type": "text"}, "text, json_object or json_schema, with name and schema in it"),
+    _works("type", _TEXT_FORMAT, "json_schema", "text, json_object or json_schema"),
+    _works("reasoning", _RESPONSES, {"effort": "low"}, "effort"),
+    _works("effort", (Api.REASONING,), "low", "a variable for the template"),
     _works("store", _RESPONSES, False, "true, if it is left out: kept in this process, as long as there is room"),
     _works("previous_response_id", _RESPONSES, None, "the turns before; 400 if they are no longer kept"),
     _works("metadata", _RESPONSES, {"a": "b"}, "comes back in the response"),
@@ -310,6 +324,11 @@ INSIDE: Final = {
     "sampling_params": Api.SAMPLING_PARAMS,
     "stream_options": Api.STREAM_OPTIONS,
     "structured_outputs": Api.STRUCTURED_OUTPUTS,
+    "response_format": Api.RESPONSE_FORMAT,
+    "json_schema": Api.JSON_SCHEMA,
+    "text": Api.TEXT,
+    "format": Api.TEXT_FORMAT,
+    "reasoning": Api.REASONING,
 }
 #: Where null says something, and not that the field is left out.
 NULL_SAYS: Final = frozenset(("max_new_tokens",))

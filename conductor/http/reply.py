@@ -11,7 +11,8 @@ import contextlib
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from codecs import BOM_UTF8
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -24,7 +25,7 @@ from tanghulu.conductor.http import fields
 from tanghulu.conductor.http.envelope import CLIENT_CLOSED_REQUEST
 from tanghulu.conductor.inference.generation import GenerationCall, TextDelta
 from tanghulu.conductor.inference.json_marks import check_marks
-from tanghulu.conductor.inference.schema import Body, RoutedBody
+from tanghulu.conductor.inference.schema import Api, Body, RoutedBody
 from tanghulu.conductor.inference.service import Service, UnknownFields
 from tanghulu.conductor.stories.origin import Origin, sender_of
 from tanghulu.conductor.text.preparing import INLINE_BYTES, in_thread
@@ -32,6 +33,8 @@ from tanghulu.errors import TanghuluError
 from tanghulu.web.bodies import DEADLINE_S, STALL_S, IncomingBody, pieces
 from tanghulu.web.errors import BadField, WrongContentType, body_of, from_validation, log_failure, status_of
 
+#: Integers up to here are exact as floats.
+_EXACT = 1 << 53
 B = TypeVar("B", bound=Body)
 M = TypeVar("M", bound=BaseModel)
 _SSE_HEADERS = [
@@ -84,7 +87,10 @@ def _sender(request: Request) -> str:
 
 
 def check_content_type(request: Request) -> None:
-    """Refuse a body that says it is no JSON. Raises WrongContentType."""
+    """Reject a body that is declared not to be plain JSON. Raises WrongContentType."""
+    coding = request.headers.get("content-encoding", "").strip().lower()
+    if coding not in ("", "identity"):
+        raise WrongContentType(f"the body has content-encoding {coding[:64]!r}; send it without compression")
     given = request.headers.get("content-type", "")
     kind = given.partition(";")[0].strip().lower()
     if kind and kind != "application/json" and not kind.endswith("+json"):
@@ -104,20 +110,34 @@ async def parse_large(model: type[B], body: bytes | memoryview, most_string_byte
 def parse(model: type[M], body: bytes | memoryview) -> M:
     """``body`` as ``model``. Raises BadField."""
     with _faults_named():
-        return model.model_validate(msgspec.json.decode(body))
+        return model.model_validate(_decoded(body))
 
 
 def parse_fields(model: type[B], body: bytes | memoryview) -> B:
     """``body`` as ``model``, its names looked up in the table of fields; a null is nothing. Raises BadField."""
     with _faults_named():
-        given = msgspec.json.decode(body)
+        given = _decoded(body)
         if not isinstance(given, dict):
             raise BadField("the body is no JSON object")
-        given = {name: value for name, value in given.items() if value is not None}
+        given = _normalised(given, keep_null=())
         unknown = _check_names(model, given)
         parsed = model.model_validate(given)
     parsed.set_unknown(unknown)
     return parsed
+
+
+def _decoded(body: bytes | memoryview) -> Any:
+    """The JSON value of ``body``, which may begin with a byte order mark."""
+    return msgspec.json.decode(body[len(BOM_UTF8) :] if body[: len(BOM_UTF8)] == BOM_UTF8 else body)
+
+
+def _normalised(given: dict[str, Any], keep_null: Collection[str]) -> dict[str, Any]:
+    """``given`` without nulls, but for those of ``keep_null``, and with 16.0 as the integer that it is in JSON."""
+    return {
+        name: int(value) if type(value) is float and abs(value) < _EXACT and value.is_integer() else value
+        for name, value in given.items()
+        if value is not None or name in keep_null
+    }
 
 
 @contextlib.contextmanager
@@ -132,18 +152,26 @@ def _faults_named() -> Iterator[None]:
 
 
 def _check_names(model: type[Body], given: dict[str, Any]) -> tuple[str, ...]:
-    """The names in a body that mean nothing here; drops the nulls of the objects in it. Raises BadField."""
+    """The names in a body that mean nothing here; normalises the objects in it. Raises BadField."""
     if model.api is None:
         return tuple(given.keys() - model.model_fields.keys())
-    unknown = fields.check(model.api, given)
-    for name, api in fields.INSIDE.items():
-        value = given.get(name)
+    return (*fields.check(model.api, given), *_check_inside(model.api, given, ""))
+
+
+def _check_inside(api: Api, given: dict[str, Any], path: str) -> list[str]:
+    """As ``_check_names``, of the objects in ``given``, which is the body of ``api`` or the object at ``path``."""
+    unknown: list[str] = []
+    for name in given.keys() & fields.INSIDE.keys() & fields.TABLE[api].keys():
+        value = given[name]
         for number, inner in enumerate(value if isinstance(value, list) else [value]):
-            if isinstance(inner, dict) and name in model.model_fields:
-                for null in [key for key, nothing in inner.items() if nothing is None and key not in fields.NULL_SAYS]:
-                    del inner[null]
-                unknown += fields.check(api, inner, f"{name}.{number}." if isinstance(value, list) else f"{name}.")
-    return tuple(unknown)
+            if isinstance(inner, dict):
+                plain = _normalised(inner, fields.NULL_SAYS)
+                inner.clear()
+                inner.update(plain)
+                below = f"{path}{name}.{number}." if isinstance(value, list) else f"{path}{name}."
+                unknown += fields.check(fields.INSIDE[name], inner, below)
+                unknown += _check_inside(fields.INSIDE[name], inner, below)
+    return unknown
 
 
 def event(payload: str) -> bytes:

@@ -9,7 +9,7 @@ import secrets
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec import structs
 
@@ -20,6 +20,7 @@ from tanghulu.conductor.inference.schema import (
     MAX_LOGPROBS,
     MAX_SEQUENCES,
     ChatBody,
+    ChatPrompt,
     CompletionBody,
     GenerateBody,
     Message,
@@ -90,25 +91,31 @@ class _Wanted:
 async def parse_chat(body: ChatBody, model: ServedModel, parsers: ParserNames) -> ParsedRequest:
     """Make the sequences of a chat completion."""
     form = form_of(model.card.chat_template, parsers)
-    calls, schema, messages, variables = await made_ready(body.is_large, _shown, body, model, form)
-    text = await model.render_chat(messages, variables)
+    shown = await made_ready(body.is_large, _shown, body, model, form)
+    text = await model.render_chat(shown.messages, shown.variables)
     prompt = await model.encode(text, body.add_special_tokens, body.salt)
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     scoring = _scoring(body.prompt_logprobs)
     wanted = _Wanted(body, body.max_completion_tokens or body.max_tokens, num_logprobs, scoring)
     parsed = await _parsed(model, [_truncated(prompt, body, wanted.max_tokens, model)], [wanted], body)
-    return await made_ready(body.is_large, _with_calls, parsed, calls, schema, form, is_open(text))
+    return await made_ready(body.is_large, _with_calls, parsed, shown.calls, shown.schema, form, is_open(text))
 
 
-def _shown(
-    body: ChatBody, model: ServedModel, form: AnswerForm
-) -> tuple[WantedCalls, str | None, list[dict[str, Any]], dict[str, Any]]:
-    """The calls that a chat asks for, the schema that forces them, and its messages and variables for the template."""
+class _ShownChat(NamedTuple):
+    """A chat for its template, the calls that it asks for, and the schema that forces them."""
+
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any]
+    calls: WantedCalls
+    schema: str | None
+
+
+def _shown(body: ChatPrompt, model: ServedModel, form: AnswerForm) -> _ShownChat:
     calls = WantedCalls.of(body)
     schema = calls.schema()
-    messages, tools = calls.shown(_for_template(body.messages, model), form)
+    messages, tools = calls.shown(_for_template(body.messages or (), model), form)
     variables = {**_template_variables(body), "tools": tools, "add_generation_prompt": body.add_generation_prompt}
-    return calls, schema, messages, variables
+    return _ShownChat(messages, variables, calls, schema)
 
 
 def _for_template(messages: Sequence[Message], model: ServedModel) -> list[dict[str, Any]]:
@@ -147,7 +154,7 @@ def _with_calls(
     return replace(parsed, new_parser=new_parser, most_calls=calls.most, markers=markers)
 
 
-def _template_variables(body: ChatBody) -> dict[str, Any]:
+def _template_variables(body: ChatPrompt) -> dict[str, Any]:
     """The variables of its own that a chat gives its template; refuses the names that have another door or none."""
     given = body.chat_template_kwargs or {}
     for name in TEMPLATE_NAMES_TAKEN & given.keys():
@@ -159,19 +166,28 @@ def _template_variables(body: ChatBody) -> dict[str, Any]:
 async def parse_completion(body: CompletionBody, model: ServedModel) -> ParsedRequest:
     """Make the sequences of a text completion."""
     prompts = await _tokenised(model, body.prompt, body.is_large, body.add_special_tokens)
-    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    most = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    prompts = [_truncated(prompt, body, most, model) for prompt in prompts]
     scoring = _scoring(body.logprobs if body.echo else None, body.prompt_logprobs)
-    wanted = _Wanted(body, max_tokens, body.logprobs, scoring)
-    prompts = [_truncated(prompt, body, wanted.max_tokens, model) for prompt in prompts]
-    return await _parsed(model, prompts, [wanted] * len(prompts), body)
+    wanted = []
+    for prompt in prompts:
+        max_tokens = _default_tokens(prompt, most, model) if body.max_tokens is None else most
+        wanted.append(_Wanted(body, max_tokens, body.logprobs, scoring))
+    return await _parsed(model, prompts, wanted, body)
 
 
-async def tokenise(body: TokenizeBody, model: ServedModel) -> list[Tokens]:
-    """The tokens of a text, of each of several, or of a chat."""
+def _default_tokens(prompt: Tokens, num_tokens: int, model: ServedModel) -> int:
+    """``num_tokens``, the default of an API, or as many as the context has left."""
+    return max(min(num_tokens, model.card.context_length - len(prompt)), 1)
+
+
+async def tokenise(body: TokenizeBody, model: ServedModel, parsers: ParserNames) -> list[Tokens]:
+    """The tokens of a text, of each of several, or of a chat, as many as a completion's or a chat's usage has."""
     if body.messages is None:
         return await _tokenised(model, body.prompt or "", body.is_large, body.add_special_tokens)
-    messages = await made_ready(body.is_large, _for_template, body.messages, model)
-    text = await model.render_chat(messages, {"add_generation_prompt": body.add_generation_prompt})
+    form = form_of(model.card.chat_template, parsers)
+    shown = await made_ready(body.is_large, _shown, body, model, form)
+    text = await model.render_chat(shown.messages, shown.variables)
     return [await model.encode(text, add_special_tokens=False)]
 
 
@@ -197,7 +213,10 @@ async def parse_generate(body: GenerateBody, model: ServedModel) -> ParsedReques
         # What stands at the start is shown without a log probability, as nothing in front of it is looked at.
         scores = num_logprobs is not None and 0 <= start < len(prompt)
         scoring = WantedPromptLogprobs(start + 1, num_logprobs or 0) if scores else None
-        wanted.append(_Wanted(fields, sampling.max_new_tokens, num_logprobs, scoring, asked))
+        most = sampling.max_new_tokens
+        if most is not None and "max_new_tokens" not in sampling.model_fields_set:
+            most = _default_tokens(prompt, most, model)
+        wanted.append(_Wanted(fields, most, num_logprobs, scoring, asked))
     return await _parsed(model, prompts, wanted, body)
 
 

@@ -116,6 +116,11 @@ class Api(Enum):
     SAMPLING_PARAMS = "sampling_params of /generate"
     STREAM_OPTIONS = "stream_options"
     STRUCTURED_OUTPUTS = "structured_outputs"
+    RESPONSE_FORMAT = "response_format"
+    JSON_SCHEMA = "json_schema of response_format"
+    TEXT = "text of /v1/responses"
+    TEXT_FORMAT = "format of text"
+    REASONING = "reasoning of /v1/responses"
 
 
 class Body(BaseModel):
@@ -225,6 +230,7 @@ ANY_OBJECT = '{"type": "object"}'
 class JsonSchema(Body):
     """``json_schema`` of a response format."""
 
+    api: ClassVar[Api | None] = Api.JSON_SCHEMA
     name: Name = ""
     strict: bool | None = None
     schema_: dict[str, Any] | bool = Field(default_factory=dict, alias="schema")
@@ -233,6 +239,7 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     """The format of the text: free, JSON, or JSON that a schema accepts."""
 
+    api: ClassVar[Api | None] = Api.RESPONSE_FORMAT
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -559,7 +566,20 @@ class Tool(BaseModel):
         return self._given
 
 
-class ChatBody(OpenAIBody):
+class ChatPrompt(Body):
+    """The fields that make a chat's prompt, for answering it and for counting its tokens."""
+
+    messages: Messages | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool = True
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatBody(ChatPrompt, OpenAIBody):
     """POST /v1/chat/completions."""
 
     api: ClassVar[Api | None] = Api.CHAT
@@ -567,14 +587,7 @@ class ChatBody(OpenAIBody):
     max_completion_tokens: NumTokens | None = None
     logprobs: bool | None = False
     top_logprobs: NumLogprobs | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    add_generation_prompt: bool = True
     add_special_tokens: bool = False
-    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
-    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _logprobs_for_top(self) -> Self:
@@ -682,14 +695,12 @@ class AbortBody(Body):
     abort_all: bool = False
 
 
-class TokenizeBody(Body):
-    """POST /tokenize: a text or a chat."""
+class TokenizeBody(ChatPrompt):
+    """POST /tokenize: a text, texts or a chat."""
 
     model: Name | None = None
     prompt: Annotated[str | Texts | None, BeforeValidator(_few_prompts)] = None
-    messages: Messages | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from tanghulu.conductor.inference.schema import MAX_GRAMMAR_CHARS, ChatBody, FunctionDefinition, Tool
+from tanghulu.conductor.inference.schema import MAX_GRAMMAR_CHARS, ChatPrompt, FunctionDefinition, Tool
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.conductor.tools import prompting, schemas
 from tanghulu.conductor.tools.call_reader import ARGUMENTS_MARK
@@ -38,7 +38,7 @@ class WantedCalls:
     most: int | None = None
 
     @classmethod
-    def of(cls, body: ChatBody) -> WantedCalls:
+    def of(cls, body: ChatPrompt) -> WantedCalls:
         """Read the fields of ``body`` that concern tools. Raises BadField."""
         tools = tuple(body.tools or ())
         choice, only = _choice_of(body.tool_choice, [tool.function.name for tool in tools])

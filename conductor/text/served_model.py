@@ -165,7 +165,7 @@ class ServedModel:
     def max_new_tokens(self, num_prompt_tokens: int, wanted: int | None) -> int:
         """The number of tokens that may be generated: ``wanted``, or up to the end of the context.
 
-        Raises InvalidRequest for an empty prompt and ContextLengthExceeded where prompt and output do not fit.
+        Raises InvalidRequest for an empty prompt and ContextLengthExceeded if the prompt and ``wanted`` do not fit.
         """
         context = self.card.context_length
         if num_prompt_tokens == 0:
@@ -176,7 +176,12 @@ class ServedModel:
                 f"this model's maximum context length is {context} tokens and the prompt has {num_prompt_tokens}; "
                 "shorten it"
             )
-        return most if wanted is None else min(wanted, most)
+        if wanted is not None and wanted > most:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {context} tokens: the prompt has {num_prompt_tokens} and "
+                f"{wanted} more are asked for; ask for at most {most}, or shorten the prompt"
+            )
+        return most if wanted is None else wanted
 
     def empty_sequence(self, salt: bytes) -> TokenSequence:
         """The token sequence that this model's and tenant's block hashes grow from."""

@@ -16,6 +16,7 @@ from tanghulu.conductor.inference.schema import (
     MAX_PARTS,
     MAX_TOOLS,
     Api,
+    Body,
     ChatBody,
     Name,
     NumTokens,
@@ -80,27 +81,27 @@ class FunctionTool(BaseModel):
         return {"type": "function", "function": given}
 
 
-class FormatOfText(BaseModel):
+class FormatOfText(Body):
     """``text.format``."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    api: ClassVar[Api | None] = Api.TEXT_FORMAT
     type: Literal["text", "json_object", "json_schema"]
     name: str = ""
     strict: bool | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
-class TextOptions(BaseModel):
+class TextOptions(Body):
     """``text``: the format of the answer's text."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    api: ClassVar[Api | None] = Api.TEXT
     format: FormatOfText | None = None
 
 
-class ReasoningOptions(BaseModel):
+class ReasoningOptions(Body):
     """``reasoning``."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    api: ClassVar[Api | None] = Api.REASONING
     effort: str | None = None
 
 
@@ -130,6 +131,11 @@ class ResponsesBody(RoutedBody):
         if not self.input:
             raise ValueError("input is empty")
         return self
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """As of every body, and what ``include`` asks for in vain."""
+        return (*self._unknown, *(f"include.{name}" for name in self.include or () if name != LOGPROBS))
 
     @property
     def shows_logprobs(self) -> bool:

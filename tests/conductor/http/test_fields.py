@@ -17,7 +17,7 @@ from openai.types.responses import response_create_params
 from tanghulu.conductor.http import fields
 from tanghulu.conductor.http.fields import ROWS, TABLE, Effect, FieldRow
 from tanghulu.conductor.http.reply import parse_fields
-from tanghulu.conductor.http.responses.bodies import ResponsesBody
+from tanghulu.conductor.http.responses.bodies import FormatOfText, ReasoningOptions, ResponsesBody, TextOptions
 from tanghulu.conductor.inference import schema
 from tanghulu.conductor.inference.schema import Api
 from tanghulu.types import Role
@@ -39,6 +39,11 @@ BODIES = {
     Api.SAMPLING_PARAMS: schema.SGLangSampling,
     Api.STREAM_OPTIONS: schema.StreamOptions,
     Api.STRUCTURED_OUTPUTS: schema.StructuredOutputs,
+    Api.RESPONSE_FORMAT: schema.ResponseFormat,
+    Api.JSON_SCHEMA: schema.JsonSchema,
+    Api.TEXT: TextOptions,
+    Api.TEXT_FORMAT: FormatOfText,
+    Api.REASONING: ReasoningOptions,
 }
 _BODY_OF = {api.value: BODIES[api] for api in (Api.CHAT, Api.COMPLETIONS, Api.RESPONSES, Api.GENERATE)}
 #: vLLM's and SGLang's own fields, as their servers define them, beyond those that OpenAI has.
@@ -87,6 +92,17 @@ def _request(row: FieldRow, api: Api) -> tuple[str, dict]:
             return "/v1/completions", COMPLETION | {"stream": True, "stream_options": given}
         case Api.STRUCTURED_OUTPUTS:
             return "/v1/completions", COMPLETION | {"structured_outputs": given}
+        case Api.RESPONSE_FORMAT:
+            typed = {"type": row.name if row.name == "json_schema" else "text"}
+            return "/v1/completions", COMPLETION | {"response_format": typed | given}
+        case Api.JSON_SCHEMA:
+            return "/v1/completions", COMPLETION | {"response_format": {"type": "json_schema", "json_schema": given}}
+        case Api.TEXT:
+            return "/v1/responses", RESPONSE | {"text": given}
+        case Api.TEXT_FORMAT:
+            return "/v1/responses", RESPONSE | {"text": {"format": {"type": "json_schema", "name": "x"} | given}}
+        case Api.REASONING:
+            return "/v1/responses", RESPONSE | {"reasoning": given}
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.effect is Effect.REFUSED], ids=lambda row: row.name)
@@ -95,7 +111,11 @@ def test_what_is_refused_is_refused_by_name(row):
         path, body = _request(row, api)
         with pytest.raises(BadField, match="is not supported") as caught:
             parse_fields(_BODY_OF[path], json.dumps(body).encode())
-        inside = {Api.SAMPLING_PARAMS: "sampling_params", Api.STRUCTURED_OUTPUTS: "structured_outputs"}.get(api)
+        inside = {
+            Api.SAMPLING_PARAMS: "sampling_params",
+            Api.STRUCTURED_OUTPUTS: "structured_outputs",
+            Api.TEXT: "text",
+        }.get(api)
         assert caught.value.param == (inside or row.name)
         assert row.name in caught.value.message
         assert row.note in caught.value.message
@@ -340,3 +360,52 @@ class TestWhatWorks:
 
 def test_a_name_in_a_header_is_harmless():
     assert fields.shown("a b\r\nc\x00é" + "x" * 99) == "a?b??c??" + "x" * 56
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "told"),
+    [
+        ("/v1/responses", {"text": {"fromat": {"type": "json_object"}}}, "text.fromat"),
+        ("/v1/responses", {"text": {"format": {"type": "text", "shema": {}}}}, "text.format.shema"),
+        ("/v1/responses", {"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+        ("/v1/responses", {"include": ["reasoning.encrypted_content"]}, "include.reasoning.encrypted_content"),
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "shema": {}}}},
+            "response_format.json_schema.shema",
+        ),
+        ("/v1/completions", {"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
+    ],
+)
+async def test_an_unknown_name_inside_of_an_object_is_named(cluster, path, more, told):
+    await cluster.add()
+    body = {"/v1/responses": RESPONSE, "/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}[path]
+    response = await cluster.http.post(path, json=body | more)
+    assert response.status_code == 200, response.text
+    assert response.headers["warning"] == f'299 tanghulu "unknown fields have no effect: {told}"'
+
+
+class TestJson:
+    async def test_a_byte_order_mark_is_passed_over(self, cluster):
+        await cluster.add()
+        response = await cluster.http.post("/v1/completions", content=b"\xef\xbb\xbf" + json.dumps(COMPLETION).encode())
+        assert response.status_code == 200, response.text
+
+    async def test_a_number_without_a_fraction_is_an_integer_however_it_is_written(self, cluster):
+        await cluster.add()
+        generate = {"text": "x", "sampling_params": {"max_new_tokens": 2.0, "temperature": 1}}
+        for path, body in (("/v1/completions", COMPLETION | {"max_tokens": 2.0, "n": 1.0}), ("/generate", generate)):
+            response = await cluster.http.post(path, json=body)
+            assert response.status_code == 200, response.text
+        response = await cluster.http.post("/v1/completions", json=COMPLETION | {"max_tokens": 2.5})
+        assert response.status_code == 400
+
+    @pytest.mark.parametrize("coding", ["gzip", "br", "deflate, gzip"])
+    async def test_a_compressed_body_is_unsupported(self, cluster, coding):
+        await cluster.add()
+        for path, body in (("/v1/completions", COMPLETION), ("/v1/responses", RESPONSE), ("/generate", GENERATE)):
+            response = await cluster.http.post(path, json=body, headers={"content-encoding": coding})
+            assert response.status_code == 415, response.text
+            assert coding in response.json()["error"]["message"]
+        response = await cluster.http.post("/v1/completions", json=COMPLETION, headers={"content-encoding": "identity"})
+        assert response.status_code == 200
