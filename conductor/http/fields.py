@@ -160,9 +160,7 @@ ROWS: Final = (
     _refused("max_thinking_tokens", BODIES, 5, "a chain of thought has no bound of its own; use max_tokens"),
     _refused("thinking_token_budget", OPENAI, 5, "a chain of thought has no bound of its own; use max_tokens"),
     _refused("require_reasoning", _GENERATE, True, "say so in chat_template_kwargs of a chat, where the model can"),
-    _refused(
-        "verbosity", (Api.CHAT, Api.TEXT), "low", "no model here knows it; say so in messages", "medium"
-    ),
+    _refused("verbosity", (Api.CHAT, Api.TEXT), "low", "no model here knows it; say so in messages", "medium"),
     _idle("prediction", _CHAT, {"type": "content", "content": "x"}, "would only make it faster"),
     # --- grammars
     _works("response_format", OPENAI, {"type": "text"}, "text, json_object or json_schema"),

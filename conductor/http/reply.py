@@ -29,10 +29,12 @@ from tanghulu.conductor.inference.schema import Api, Body, RoutedBody
 from tanghulu.conductor.inference.service import Service, UnknownFields
 from tanghulu.conductor.stories.origin import Origin, sender_of
 from tanghulu.conductor.text.preparing import INLINE_BYTES, in_thread
-from tanghulu.errors import TanghuluError
+from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.web.bodies import DEADLINE_S, STALL_S, IncomingBody, pieces
 from tanghulu.web.errors import BadField, WrongContentType, body_of, from_validation, log_failure, status_of
 
+#: Names of the prompt in the code that all APIs share.
+_PROMPT_FIELDS = ("prompt", "messages")
 #: Integers up to here are exact as floats.
 _EXACT = 1 << 53
 B = TypeVar("B", bound=Body)
@@ -68,7 +70,12 @@ async def reading(request: Request, service: Service, model: type[B]) -> AsyncIt
             request.scope.setdefault("state", {})["warning"] = fields.warning(parsed.unknown)
         if isinstance(parsed, RoutedBody):
             note_sender(parsed, request)
-        yield parsed
+        try:
+            yield parsed
+        except InvalidRequest as error:
+            if error.param is None or error.param in _PROMPT_FIELDS:
+                error.param = parsed.prompt_field
+            raise
 
 
 def note_sender(body: RoutedBody, request: Request) -> None:

@@ -138,6 +138,11 @@ class Body(BaseModel):
     _is_large: bool = PrivateAttr(False)
 
     @property
+    def prompt_field(self) -> str | None:
+        """The field that has the prompt, for errors about it; None of a body without one."""
+        return None
+
+    @property
     def unknown(self) -> tuple[str, ...]:
         return self._unknown
 
@@ -419,6 +424,10 @@ class CompletionBody(OpenAIBody):
     logprobs: NumLogprobs | None = None
     add_special_tokens: bool = True
 
+    @property
+    def prompt_field(self) -> str | None:
+        return "prompt"
+
 
 def _only_text(kind: Any) -> Any:
     if kind not in ("text", "refusal") and isinstance(kind, str):
@@ -578,6 +587,10 @@ class ChatPrompt(Body):
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    @property
+    def prompt_field(self) -> str | None:
+        return "messages" if self.messages is not None else "prompt"
+
 
 class ChatBody(ChatPrompt, OpenAIBody):
     """POST /v1/chat/completions."""
@@ -658,6 +671,10 @@ class GenerateBody(RoutedBody):
         return prompts
 
     @property
+    def prompt_field(self) -> str | None:
+        return "text" if self.text is not None else "input_ids"
+
+    @property
     def is_batch(self) -> bool:
         prompts = self.prompts
         return isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
@@ -716,3 +733,7 @@ class DetokenizeBody(Body):
     model: Name | None = None
     tokens: TokenIds
     skip_special_tokens: bool = False
+
+    @property
+    def prompt_field(self) -> str | None:
+        return "tokens"

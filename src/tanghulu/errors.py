@@ -135,9 +135,10 @@ class TransferFailed(TanghuluError):
 
 
 class InvalidRequest(TanghuluError):
-    """The request is malformed or out of bounds; sending it again will fail again."""
+    """The request is malformed or out of bounds; sending it again will fail again. ``param`` names the field at fault."""
 
     code = "INVALID_REQUEST"
+    param: str | None = None
 
 
 class NodeNotFound(InvalidRequest):

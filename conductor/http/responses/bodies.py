@@ -5,9 +5,9 @@ A response is a chat under other names: items become messages, and the chat's ow
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from tanghulu.conductor.inference.schema import (
     MAX_LABELS,
@@ -126,11 +126,16 @@ class ResponsesBody(RoutedBody):
     metadata: Annotated[dict[Name, Name], Field(max_length=MAX_LABELS), at_most(MAX_LABELS)] | None = None
     stream: bool | None = False
 
-    @model_validator(mode="after")
-    def _something(self) -> Self:
-        if not self.input:
-            raise ValueError("input is empty")
-        return self
+    @field_validator("input")
+    @classmethod
+    def _something(cls, given: str | list[InputItem]) -> str | list[InputItem]:
+        if not given:
+            raise ValueError("it is empty; give a text or items")
+        return given
+
+    @property
+    def prompt_field(self) -> str | None:
+        return "input"
 
     @property
     def unknown(self) -> tuple[str, ...]:

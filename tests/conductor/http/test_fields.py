@@ -409,3 +409,36 @@ class TestJson:
             assert coding in response.json()["error"]["message"]
         response = await cluster.http.post("/v1/completions", json=COMPLETION, headers={"content-encoding": "identity"})
         assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", COMPLETION | {"prompt": ""}, "prompt"),
+        ("/v1/completions", COMPLETION | {"prompt": []}, "prompt"),
+        ("/v1/completions", COMPLETION | {"prompt": [10**6]}, "prompt"),
+        ("/v1/completions", COMPLETION | {"max_tokens": CONTEXT}, "prompt"),
+        ("/v1/chat/completions", CHAT | {"max_tokens": CONTEXT}, "messages"),
+        ("/v1/responses", RESPONSE | {"input": ""}, "input"),
+        ("/v1/responses", RESPONSE | {"input": []}, "input"),
+        ("/v1/responses", RESPONSE | {"max_output_tokens": CONTEXT}, "input"),
+        ("/generate", GENERATE | {"text": ""}, "text"),
+        ("/generate", GENERATE | {"sampling_params": {"max_new_tokens": CONTEXT}}, "text"),
+        ("/generate", {"input_ids": [10**6]}, "input_ids"),
+        ("/generate", {"input_ids": []}, "input_ids"),
+        ("/detokenize", {"tokens": [10**6]}, "tokens"),
+    ],
+)
+async def test_an_error_about_the_prompt_names_the_field_that_has_it(cluster, path, body, param):
+    await cluster.add()
+    response = await cluster.http.post(path, json=body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param, response.text
+
+
+async def test_a_default_number_of_tokens_is_cut_to_the_context(cluster):
+    await cluster.add()
+    prompt = [1] * (CONTEXT - 3)
+    for path, body in (("/v1/completions", {"prompt": prompt}), ("/generate", {"input_ids": prompt})):
+        response = await cluster.http.post(path, json=body)
+        assert response.status_code == 200, response.text

@@ -153,7 +153,7 @@ class TestItems:
     @pytest.mark.parametrize(
         ("wrong", "param"),
         [
-            ({"input": []}, None),
+            ({"input": []}, "input"),
             ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
             ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
             ({"input": [{"type": "function_call", "call_id": "x"}]}, "input"),
