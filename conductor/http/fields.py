@@ -145,7 +145,7 @@ ROWS: Final = (
     _works("presence_penalty", SAMPLING, 0.5, "-2 to 2"),
     _works("repetition_penalty", SAMPLING, 1.1, "above 0, to 10; the model's own default, else 1"),
     _works("logit_bias", SAMPLING, {"3": 1.5}, "token id -> -100 to 100; up to 1024"),
-    _works("seed", SAMPLING, 7, "choice i of n draws with seed + i"),
+    _works("seed", SAMPLING, 7, "choice i of n draws with seed + i; the same text again only with --batch-invariant"),
     _works("sampling_seed", _PARAMS, 7, "goes before seed"),
     _works("n", SAMPLING, 2, "1 to 16; the prompt is shared; alike for all prompts of a batch"),
     _works("best_of", OPENAI, 1, "only as many as n"),

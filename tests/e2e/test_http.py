@@ -92,7 +92,7 @@ def test_sixteen_at_once_all_finish(client):
 
 
 def test_a_schema_is_kept_to_also_behind_the_hand_over(client):
-    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[grammar]'")
+    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[worker]'")
     properties = {"city": {"enum": ["Paris", "Rome"]}, "number": {"type": "integer", "minimum": 0, "maximum": 9}}
     schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
     wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
@@ -125,7 +125,7 @@ TOOLS = [
     ],
 )
 def test_a_tool_call_that_is_wanted_comes(client, choice, names):
-    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[grammar]'")
+    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[worker]'")
     messages = [{"role": "user", "content": "How is the weather in Rome?"}]
     ask = {"model": MODEL, "messages": messages, "tools": TOOLS, "tool_choice": choice, "max_tokens": 200}
     for temperature in (0, 1.5):
@@ -154,7 +154,7 @@ ABOUT_ROME = [{"role": "user", "content": "Which country is Rome in? Show it."}]
 
 @pytest.mark.slow
 def test_langchain_s_tools_and_structured_answers(cluster):
-    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[grammar]'")
+    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[worker]'")
     langchain = pytest.importorskip("langchain_openai", reason="extra: langchain-openai is not installed")
     with httpx.Client(trust_env=False) as http:
         chat = langchain.ChatOpenAI(
@@ -177,7 +177,7 @@ def test_langchain_s_tools_and_structured_answers(cluster):
 
 @pytest.mark.slow
 def test_litellm_s_tools(cluster, monkeypatch):
-    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[grammar]'")
+    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[worker]'")
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     litellm = pytest.importorskip("litellm", reason="extra: litellm is not installed")

@@ -1,6 +1,6 @@
 """Grammars: which tokens may follow, so that a text matches a JSON schema, a regular expression or a Lark grammar.
 
-The one file that knows llguidance (extra ``grammar``), imported when the first request asks for a grammar. A grammar's
+The one file that knows llguidance (extra ``worker``), imported when the first request asks for a grammar. A grammar's
 state is a function of the tokens generated so far, so a request may be preempted or go on at another worker: the state
 catches up with whatever tokens there are.
 """

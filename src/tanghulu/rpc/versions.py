@@ -1,6 +1,6 @@
 """Versions of the fast lane's protocol, and how two peers settle on one. Pure.
 
-A process speaks a range of versions: its own, and the one before, so that a cluster is upgraded process by process, in
+A process speaks a range of versions, its own and the two before, so that a cluster is upgraded process by process, in
 any order, by one version at a time. HELLO carries the caller's range, the answer the highest version that both speak,
 for all that follows on the connection. A peer that says no HELLO (clients of a version before 6 say none to masters
 without credentials) speaks the lowest. Without a common version the call fails with VersionMismatch, which names both

@@ -175,9 +175,7 @@ def status_of(error: TanghuluError) -> int:
 
 def body_of(error: TanghuluError) -> dict[str, Any]:
     """The JSON body of a typed error."""
-    return _body(
-        status_of(error), error.message, error.code.lower(), error.param if isinstance(error, InvalidRequest) else None
-    )
+    return _body(status_of(error), error.message, error.code.lower(), getattr(error, "param", None))
 
 
 def _body(status: int, message: str, code: str, param: str | None = None) -> dict[str, Any]:

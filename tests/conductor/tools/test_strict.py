@@ -11,7 +11,7 @@ from tanghulu.conductor.tools.schemas import MAX_FORCED_CALLS, arguments_schema,
 from tanghulu.conductor.tools.strict import StrictTool, strict_grammar
 from tests.conductor.fake_worker import EOS, TOKENIZER
 
-llguidance = pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[grammar]'")
+llguidance = pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[worker]'")
 
 MARKERS = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
 PARAMETERS = {

@@ -22,7 +22,7 @@ from tanghulu.workers.engine.requests import EngineFinishReason, SamplingParams,
 from tanghulu.workers.sessions.wire import RequestFactory
 from tests.workers.tiny import request
 
-pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[grammar]'")
+pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[worker]'")
 
 SCHEMA = json.dumps(
     {
