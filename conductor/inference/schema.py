@@ -264,6 +264,13 @@ class RoutingFields(Body):
     decode_worker: Annotated[str, Field(max_length=256)] | None = None
     weights: Annotated[dict[Name, Weight], at_most(MAX_LABELS)] = Field(default_factory=dict)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_LABELS:  # else each name that is unknown would be a fault
+            raise ValueError(f"{len(value)} fields; there are {', '.join(cls.model_fields)}")
+        return value
+
     @model_validator(mode="after")
     def _known(self) -> Self:
         if self.policy is not None and self.policy not in POLICY_NAMES:

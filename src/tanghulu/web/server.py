@@ -142,6 +142,9 @@ class _Connection(HttpToolsProtocol):
             self._refusal = _too_large()
             raise self._refusal
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: uvicorn logs two lines for each piece that comes."""
+
     def send_400_response(self, msg: str) -> None:
         if self._refusal is None:
             super().send_400_response(msg)

@@ -158,7 +158,7 @@ class TestJson:
         marks = JsonMarks()
         for start in range(0, len(text), step):
             marks.feed(text[start : start + step])
-        assert marks.num_marks == 3 * BRACKET_MARKS + 2 + 2
+        assert marks.num_marks == 7 * BRACKET_MARKS + 2 + 2
         assert marks.longest_string == len("x, y, z")
 
     async def test_a_string_that_fits_no_context_is_refused_before_it_is_parsed(self, cluster, monkeypatch):
