@@ -18,6 +18,7 @@ from pathlib import Path
 
 import structlog
 
+from tanghulu.runtime import garbage
 from tanghulu.types import Role
 from tests.conductor.cluster import running_cluster
 from tests.conductor.fake_worker import FakeWorker
@@ -72,11 +73,14 @@ async def main() -> None:
             await cluster.until(lambda: any(each.usable for each in cluster.registry.workers.values()))
             ports = {"http": cluster.conductor.address.port, "grpc": cluster.conductor.inference.address.port}
             print(json.dumps(ports), flush=True)
-            watching = asyncio.create_task(watch.run())
+            garbage.begin()
+            tasks = [asyncio.create_task(watch.run())]
+            tasks.append(asyncio.create_task(garbage.keep_collecting(garbage.CpuUse().busy)))
             while await loop.run_in_executor(None, sys.stdin.readline):
                 print(json.dumps({"stall_s": watch.take(), "kib": memory_kib()}), flush=True)
                 forget_peak()
-            watching.cancel()
+            for task in tasks:
+                task.cancel()
 
 
 if __name__ == "__main__":
