@@ -120,13 +120,13 @@ def _chat_names(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _chat(chat: pb.Chat) -> dict[str, Any]:
     fields = _given(chat, but=("messages", "tools", "tool_function", "chat_template_kwargs"))
-    tools = _listed(chat.tools, "tools", MAX_TOOLS)
+    messages, tools = _listed(chat.messages, "messages", MAX_MESSAGES), _listed(chat.tools, "tools", MAX_TOOLS)
     texts = [chat.chat_template_kwargs, *(tool.parameters for tool in tools)]
     if sum(marks_of(text.encode()) for text in texts) > MAX_CHAT_MARKS:
         raise BadField(f"tools and chat_template_kwargs have more than {MAX_CHAT_MARKS} JSON values", "tools")
-    if (num_calls := sum(len(each.tool_calls) for each in chat.messages)) > MAX_PARTS:
+    if (num_calls := sum(len(each.tool_calls) for each in messages)) > MAX_PARTS:
         raise BadField(f"messages have {num_calls} calls; at most {MAX_PARTS} are taken", "messages")
-    fields["messages"] = [_message(each) for each in _listed(chat.messages, "messages", MAX_MESSAGES)]
+    fields["messages"] = [_message(each) for each in messages]
     if tools:
         fields["tools"] = [{"type": "function", "function": _function(each)} for each in tools]
     if chat.tool_function:

@@ -51,6 +51,8 @@ RIGHTS: Final = {
 }
 _COME_BACK: Final = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
 _LONGEST_S: Final = 1e6
+#: Memory for each byte of a message once it is a body: two bytes are a number, or a text that is empty.
+_VALUE_BYTES: Final = 16
 
 
 @dataclass(eq=False)
@@ -149,7 +151,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _parsed(self, message: pb.GenerateRequest, context: Context, caller: _Caller) -> ParsedRequest:
         """The sequences that ``message`` asks for; it has its place in the room for bodies meanwhile."""
         service = self._service
-        with service.bodies.holding(message.ByteSize()):
+        with self._held(message):
             body = await body_of(message)
             assert isinstance(body, RoutedBody)
             remaining_s = context.time_remaining()
@@ -167,13 +169,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             return await parse_completion(body, model)
 
     async def _tokenize(self, message: pb.TokenizeRequest, caller: _Caller) -> pb.TokenizeReply:
-        with self._service.bodies.holding(message.ByteSize()):
+        with self._held(message):
             body = await body_of(message)
             assert isinstance(body, TokenizeBody)
             model = await self._service.find_model(body.model)
             caller.model = model.card.model
             (tokens,) = await tokenise(body, model, self._service.parsers)
         return pb.TokenizeReply(tokens=tokens.tolist(), max_model_len=model.card.context_length)
+
+    @contextlib.contextmanager
+    def _held(self, message: pb.GenerateRequest | pb.TokenizeRequest) -> Iterator[None]:
+        """Room for ``message`` and what it is made of. Raises BodiesFull."""
+        num_bytes, service = message.ByteSize(), self._service
+        with service.bodies.holding(num_bytes), service.values.holding(num_bytes * _VALUE_BYTES):
+            yield
 
     async def _write(self, context: Context, reply: pb.GenerateReply) -> None:
         """Send ``reply`` once the client has read enough of what came before. Raises DeadlineExceeded."""

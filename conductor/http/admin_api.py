@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from tanghulu.conductor.dispatch.router import RoutedRequest
-from tanghulu.conductor.http.reply import dumps, note_sender, parse_large, reading
+from tanghulu.conductor.http.reply import dumps, note_sender, parse_held, reading
 from tanghulu.conductor.inference.preprocess import ParsedRequest, parse_chat, parse_completion, tokenise
 from tanghulu.conductor.inference.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tanghulu.conductor.inference.service import Service
@@ -39,8 +40,8 @@ def router(service: Service) -> APIRouter:
     async def route(request: Request) -> dict[str, Any]:
         """Where a completion or chat with this body would go now, and why. GET takes ?prompt=&model= as well."""
         async with service.bodies.reading(request.scope, request.receive) as body:
-            with body.view() as view:
-                parsed = await _parse_body(service, bytes(view), request)
+            with body.view() as view, contextlib.ExitStack() as held:
+                parsed = await _parse_body(service, bytes(view), request, held)
         found = service.dispatcher.router.explain(parsed.requests[0], parsed.model)
         return _explanation(parsed, found)
 
@@ -124,17 +125,17 @@ def _add_stories(api: APIRouter, service: Service) -> None:
         return {"requests": [story.summary(now_s) for story in found]}
 
 
-async def _parse_body(service: Service, body: bytes, request: Request) -> ParsedRequest:
+async def _parse_body(service: Service, body: bytes, request: Request, held: contextlib.ExitStack) -> ParsedRequest:
     query = request.query_params
     if not body and "prompt" in query:
         body = dumps({key: query[key] for key in ("prompt", "model") if key in query}).encode()
     if not body:
         raise BadField("send a body like a completion's or a chat's, or ?prompt=", "prompt")
     if b'"messages"' in body:
-        chat = await parse_large(ChatBody, body, service.most_string_bytes)
+        chat = await parse_held(ChatBody, body, service, held)
         note_sender(chat, request)
         return await parse_chat(chat, await service.find_model(chat.model), service.parsers)
-    completion = await parse_large(CompletionBody, body, service.most_string_bytes)
+    completion = await parse_held(CompletionBody, body, service, held)
     note_sender(completion, request)
     return await parse_completion(completion, await service.find_model(completion.model))
 

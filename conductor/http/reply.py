@@ -24,11 +24,11 @@ from starlette.types import Receive, Scope, Send
 from tanghulu.conductor.http import fields
 from tanghulu.conductor.http.envelope import CLIENT_CLOSED_REQUEST
 from tanghulu.conductor.inference.generation import GenerationCall, TextDelta
-from tanghulu.conductor.inference.json_marks import check_marks
+from tanghulu.conductor.inference.json_marks import MARK_BYTES, check_marks
 from tanghulu.conductor.inference.schema import Api, Body, RoutedBody
 from tanghulu.conductor.inference.service import Service, UnknownFields
 from tanghulu.conductor.stories.origin import Origin, sender_of
-from tanghulu.conductor.text.preparing import INLINE_BYTES, in_thread
+from tanghulu.conductor.text.preparing import INLINE_BYTES, made_ready
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.web.bodies import DEADLINE_S, STALL_S, IncomingBody, pieces
 from tanghulu.web.errors import BadField, WrongContentType, body_of, from_validation, log_failure, status_of
@@ -61,21 +61,29 @@ async def reading(request: Request, service: Service, model: type[B]) -> AsyncIt
     """
     check_content_type(request)
     async with service.bodies.reading(request.scope, request.receive) as body:
-        with body.view() as view:
-            parsed = await parse_large(model, view, service.most_string_bytes)
-        body.clear()
-        if parsed.unknown:
-            if service.unknown_fields is UnknownFields.REFUSE:
-                raise fields.refusal(model.api, parsed.unknown)
-            request.scope.setdefault("state", {})["warning"] = fields.warning(parsed.unknown)
-        if isinstance(parsed, RoutedBody):
-            note_sender(parsed, request)
-        try:
-            yield parsed
-        except InvalidRequest as error:
-            if error.param is None or error.param in _PROMPT_FIELDS:
-                error.param = parsed.prompt_field
-            raise
+        with contextlib.ExitStack() as held:
+            with body.view() as view:
+                parsed = await parse_held(model, view, service, held)
+            body.clear()
+            if parsed.unknown:
+                if service.unknown_fields is UnknownFields.REFUSE:
+                    raise fields.refusal(model.api, parsed.unknown)
+                request.scope.setdefault("state", {})["warning"] = fields.warning(parsed.unknown)
+            if isinstance(parsed, RoutedBody):
+                note_sender(parsed, request)
+            with _prompt_named(parsed):
+                yield parsed
+
+
+@contextlib.contextmanager
+def _prompt_named(body: Body) -> Iterator[None]:
+    """Have an error about the prompt name the field of ``body`` that has it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param is None or error.param in _PROMPT_FIELDS:
+            error.param = body.prompt_field
+        raise
 
 
 def note_sender(body: RoutedBody, request: Request) -> None:
@@ -104,13 +112,17 @@ def check_content_type(request: Request) -> None:
         raise WrongContentType(f"the body is {kind[:64]!r}; send JSON, and say content-type: application/json")
 
 
-async def parse_large(model: type[B], body: bytes | memoryview, most_string_bytes: float) -> B:
-    """``body`` as ``model``, parsed in a thread where it is long. Raises BadField, ContextLengthExceeded."""
-    if len(body) <= INLINE_BYTES:
-        return parse_fields(model, body)
-    await in_thread(check_marks, body, most_string_bytes, model.max_marks)
-    parsed = await in_thread(parse_fields, model, body)
-    parsed.set_large()
+async def parse_held(model: type[B], body: bytes | memoryview, service: Service, held: contextlib.ExitStack) -> B:
+    """``body`` as ``model``, parsed in a thread where it is long; its values have room until the end of ``held``.
+
+    Raises BadField, ContextLengthExceeded, BodiesFull.
+    """
+    is_large = len(body) > INLINE_BYTES
+    marks = await made_ready(is_large, check_marks, body, service.most_string_bytes, model.max_marks)
+    held.enter_context(service.values.holding(marks * MARK_BYTES))
+    parsed = await made_ready(is_large, parse_fields, model, body)
+    if is_large:
+        parsed.set_large()
     return parsed
 
 

@@ -14,11 +14,13 @@ from typing import Final
 from tanghulu.errors import ContextLengthExceeded
 from tanghulu.web.errors import BadField
 
-#: Commas of a body, with each bracket as BRACKET_MARKS of them: a prompt of a million token ids passes.
+#: Commas of a body, with each bracket and each colon as BRACKET_MARKS: a prompt of a million token ids passes.
 MAX_MARKS: Final = 1 << 20
 #: The same of a body that has no list of token ids; with what the arguments of calls have inside of their texts.
-MAX_CHAT_MARKS: Final = 1 << 17
-#: What an object or array costs a parser, in numbers.
+MAX_CHAT_MARKS: Final = 1 << 18
+#: Memory for each mark once it is parsed: a short text takes as much, a number less, a checked call some more.
+MARK_BYTES: Final = 64
+#: What an object, an array or a name in an object costs a parser, in numbers.
 BRACKET_MARKS: Final = 4
 #: The interpreter is free for others between two pieces.
 _PIECE_BYTES: Final = 256 << 10
@@ -56,7 +58,7 @@ def marks_of(text: bytes) -> int:
 class JsonMarks:
     """Counts the marks of one JSON text, outside of strings, as its pieces come. Pure.
 
-    Example: ``{"a": "x, \\"y\\", z", "b": [1, 2]}`` has 2 brackets and 2 commas, which makes 10 marks; the commas and
+    Example: ``{"a": "x, \\"y\\", z", "b": [1, 2]}`` has 2 brackets, 2 colons and 2 commas: 18 marks; the commas and
     quotes inside of the string do not count, wherever the pieces are cut.
     """
 
@@ -83,4 +85,4 @@ class JsonMarks:
 
 
 def _marks_of(text: bytes) -> int:
-    return text.count(b",") + BRACKET_MARKS * (text.count(b"[") + text.count(b"{"))
+    return text.count(b",") + BRACKET_MARKS * sum(map(text.count, (b"[", b"{", b":")))

@@ -266,6 +266,9 @@ TimeoutSeconds = Annotated[float, Field(gt=0, le=1e6)]
 Weight = Annotated[float, Field(ge=0, le=1e6)]
 
 
+Weights = Annotated[dict[Name, Weight], Field(max_length=MAX_LABELS), at_most(MAX_LABELS)]
+
+
 class RoutingFields(Body):
     """``routing``: what this request asks of routing for itself; unknown names are refused, since they do nothing."""
 
@@ -274,7 +277,14 @@ class RoutingFields(Body):
     worker: Annotated[str, Field(max_length=256)] | None = None
     prefill_worker: Annotated[str, Field(max_length=256)] | None = None
     decode_worker: Annotated[str, Field(max_length=256)] | None = None
-    weights: Annotated[dict[Name, Weight], at_most(MAX_LABELS)] = Field(default_factory=dict)
+    weights: Weights = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_LABELS:  # else each name that is unknown would be a fault
+            raise ValueError(f"{len(value)} fields; there are {', '.join(cls.model_fields)}")
+        return value
 
     @model_validator(mode="after")
     def _known(self) -> Self:

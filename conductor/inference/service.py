@@ -31,6 +31,8 @@ DEFAULT_BODY_BYTES = 32 << 20
 MAX_JSON_BYTES_PER_TOKEN = 64
 #: The bytes of bodies that are under way at one time, from their first piece until they are tokens.
 ROOM_BYTES = 32 << 20
+#: The memory of what they are made of once they are parsed, until they are tokens.
+VALUES_BYTES = 128 << 20
 
 
 class UnknownFields(Enum):
@@ -52,6 +54,7 @@ class Service:
     parsers: ParserNames = field(default_factory=ParserNames)
     accounts: KeyAccounts = field(default_factory=KeyAccounts)
     calls: dict[str, GenerationCall] = field(default_factory=dict)
+    values: Bodies = field(default_factory=lambda: Bodies(0, VALUES_BYTES))
     stopping: bool = False
     abort_at_peers: Callable[[str | None, str], Awaitable[int]] | None = None
     _retry_after: RetryAfter = field(default_factory=lambda: RetryAfter(time.monotonic()))

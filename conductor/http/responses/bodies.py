@@ -211,7 +211,7 @@ def messages_of(given: str | list[InputItem]) -> list[dict[str, Any]]:
 
 def _add_message(messages: list[dict[str, Any]], item: InputItem) -> None:
     """A message; what an assistant says behind its calls belongs to the message that has them."""
-    role, text = item.role or "user", _text(item.content)
+    role, text = "user" if item.role is None else item.role, _text(item.content)
     if role == "assistant" and messages and "tool_calls" in messages[-1]:
         messages[-1]["content"] = (messages[-1]["content"] or "") + text
     else:

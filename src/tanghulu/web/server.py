@@ -164,6 +164,9 @@ class _Connection(HttpToolsProtocol):
             self._refusal = _too_large()
             raise self._refusal
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: uvicorn logs two lines for each piece that comes."""
+
     def send_400_response(self, msg: str) -> None:
         """Answer what is not HTTP, or not read here, in the shape of all other errors, and hang up."""
         if self._refusal is not None and self.cycle is not None and not self.cycle.response_complete:

@@ -5,24 +5,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+import tanghulu.conductor.inference.schema as schema_module
 import tanghulu.web.bodies as web_bodies
 from tanghulu.conductor.http import reply
 from tanghulu.conductor.http.reply import dumps, parse_fields
+from tanghulu.conductor.http.responses.bodies import ResponsesBody
 from tanghulu.conductor.inference.json_marks import BRACKET_MARKS, JsonMarks
-from tanghulu.conductor.inference.schema import CompletionBody
+from tanghulu.conductor.inference.schema import (
+    AbortBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerateBody,
+    TokenizeBody,
+)
 from tanghulu.conductor.inference.service import MAX_JSON_BYTES_PER_TOKEN
 from tanghulu.conductor.text import preparing, served_model
 from tanghulu.conductor.text.served_model import MAX_CHARACTERS_PER_TOKEN
+from tanghulu.conductor.text.stop_regex import StopPattern
 from tanghulu.errors import ContextLengthExceeded
 from tanghulu.web.bodies import Bodies
 from tanghulu.web.errors import BadField
 from tests.conductor.cluster import Cluster
 from tests.conductor.fake_worker import CONTEXT
 
+BODIES = (ChatBody, CompletionBody, GenerateBody, TokenizeBody, DetokenizeBody, AbortBody)
 ASK = {"model": "tiny", "prompt": "x", "max_tokens": 4}
 
 
@@ -158,7 +172,7 @@ class TestJson:
         marks = JsonMarks()
         for start in range(0, len(text), step):
             marks.feed(text[start : start + step])
-        assert marks.num_marks == 3 * BRACKET_MARKS + 2 + 2
+        assert marks.num_marks == 7 * BRACKET_MARKS + 2 + 2
         assert marks.longest_string == len("x, y, z")
 
     async def test_a_string_that_fits_no_context_is_refused_before_it_is_parsed(self, cluster, monkeypatch):
@@ -191,3 +205,119 @@ def test_an_answer_has_no_character_that_anybody_takes_for_the_end_of_a_line():
     assert len(said.splitlines()) == 1
     assert json.loads(said) == {"text": text}
     assert "\U0001f361" in said, "other characters stand as they are"
+
+
+#: Texts that go into the prompt, where the context bounds them, or are hashed.
+PROMPT_TEXTS = {
+    "arguments", "content", "description", "input", "instructions", "name", "output", "prompt", "refusal", "text",
+    "type", "role", "effort", "tool_choice", "call_id",
+}  # fmt: skip
+
+
+def _unbounded(schema: Any, definitions: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
+    """The paths of lists, typed objects and texts in a JSON schema that have no bound."""
+    if not isinstance(schema, dict):
+        return
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        if name not in path:
+            yield from _unbounded(definitions[name], definitions, (*path, name))
+        return
+    kind, named = schema.get("type"), path[-1] if path else ""
+    if kind == "array" and "maxItems" not in schema:
+        yield ".".join(path)
+    if kind == "object" and isinstance(schema.get("additionalProperties"), dict) and "maxProperties" not in schema:
+        yield ".".join(path)
+    is_free = not schema.keys() & {"maxLength", "enum", "const", "pattern"}
+    if kind == "string" and is_free and named not in PROMPT_TEXTS:
+        yield ".".join(path)
+    for name, inner in schema.get("properties", {}).items():
+        yield from _unbounded(inner, definitions, (*path, name))
+    for inner in (*schema.get("anyOf", ()), schema.get("items"), schema.get("additionalProperties")):
+        yield from _unbounded(inner, definitions, path)
+
+
+@pytest.mark.parametrize("model", [*BODIES, ResponsesBody], ids=lambda model: model.__name__)
+def test_all_that_a_body_may_list_has_a_bound(model):
+    schema = model.model_json_schema(mode="serialization")
+    assert not list(_unbounded(schema, schema.get("$defs", {})))
+
+
+FAULTS = [
+    {"stop": ["a", 1] * 100_000},
+    {"logit_bias": {str(i): "x" for i in range(200_000)}},
+    {"routing": {f"w{i}": 1 for i in range(200_000)}},
+    {"routing": {"weights": {f"w{i}": "x" for i in range(200_000)}}},
+    {"stop_token_ids": ["a"] * 200_000},
+    {"prompt": [1] * 100_000 + ["a"] * 100_000},
+    {"prompt": [["a"]] * 100_000},
+]
+
+
+@pytest.mark.parametrize("given", FAULTS, ids=lambda given: next(iter(given)))
+def test_a_body_of_many_faults_names_the_first_few(given):
+    """Each fault would be an object of its own, larger than the value: seconds, and gigabytes."""
+    with pytest.raises(ValidationError) as caught:
+        CompletionBody.model_validate({"prompt": "x", **given})
+    assert caught.value.error_count() < 20
+
+
+async def test_choices_beyond_a_grammar_are_refused_before_they_are_escaped(cluster, monkeypatch):
+    await cluster.add()
+    monkeypatch.setattr(schema_module, "_one_of", None)  # would fail
+    for name in ("guided_choice", "structured_outputs"):
+        texts = ["." * 20_000] * 4
+        body = {**ASK, name: texts if name == "guided_choice" else {"choice": texts}}
+        response = await cluster.http.post("/v1/completions", json=body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+
+async def test_an_expression_is_built_once_for_all_prompts(cluster, monkeypatch):
+    await cluster.add()
+    built: list[str] = []
+    build = StopPattern.__init__
+    monkeypatch.setattr(StopPattern, "__init__", lambda self, source: built.append(source) or build(self, source))
+    body = {**ASK, "prompt": ["a"] * 100, "stop_regex": ["q{9}", "z"]}
+    assert (await cluster.http.post("/v1/completions", json=body)).status_code == 200
+    assert built == ["q{9}", "z"]
+    params = [{"max_new_tokens": 1, "stop_regex": f"{number}x"} for number in range(20)]
+    different = await cluster.http.post("/generate", json={"text": ["a"] * 20, "sampling_params": params})
+    assert (different.status_code, different.json()["error"]["param"]) == (400, "stop_regex"), different.text
+    large = await cluster.http.post("/v1/completions", json={**body, "stop_regex": "[a-z]{1000}"})
+    assert (large.status_code, large.json()["error"]["param"]) == (400, "stop_regex")
+
+
+async def test_values_inside_of_arguments_count(cluster):
+    await cluster.add()
+    arguments = '{"a": [' + ",".join(["[]"] * 9_000) + "]}"
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call] * 7}]
+    for path in ("/v1/chat/completions", "/tokenize"):
+        response = await cluster.http.post(path, json={"messages": messages})
+        assert response.status_code == 400
+        assert "arguments" in response.json()["error"]["message"]
+
+
+async def test_the_memory_of_values_has_a_bound(cluster):
+    await cluster.add()
+    service = cluster.conductor.service
+    service.values = Bodies(0, 4096)
+    assert (await cluster.http.post("/v1/completions", json=ASK)).status_code == 200
+    service.values.room.check()
+    assert not len(service.values.room)
+    refused = await cluster.http.post("/v1/completions", json={**ASK, "metadata": {f"k{i}": "v" for i in range(50)}})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "bodies_full")
+
+
+async def test_many_short_texts_are_not_tokenised_in_the_loop(cluster, monkeypatch):
+    await cluster.add()
+    model = await cluster.conductor.service.find_model("tiny")
+    threads: set[str] = set()
+    encode = model._encode
+    monkeypatch.setattr(model, "_encode", lambda *given: threads.add(threading.current_thread().name) or encode(*given))
+    for path in ("/tokenize", "/v1/completions"):
+        body = {"prompt": ["the " * 100] * 100, "max_tokens": 1}
+        assert (await cluster.http.post(path, json=body)).status_code == 200
+    assert threading.main_thread().name not in threads
+    refused = await cluster.http.post("/tokenize", json={"prompt": ["a"] * 129})
+    assert refused.status_code == 400

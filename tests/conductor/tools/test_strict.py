@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
+import enum
 import json
+import uuid
+from decimal import Decimal
+from typing import Annotated, Literal
 
 import pytest
+from pydantic import AnyUrl, BaseModel, ConfigDict, Field
 from tokenizers import AddedToken, Tokenizer
 
-from tanghulu.conductor.tools.schemas import MAX_FORCED_CALLS, arguments_schema, calls_schema
+from tanghulu.conductor.tools.schemas import MAX_FORCED_CALLS, arguments_schema, calls_schema, grammar_of
 from tanghulu.conductor.tools.strict import StrictTool, strict_grammar
 from tests.conductor.fake_worker import EOS, TOKENIZER
 
@@ -99,6 +105,79 @@ def test_a_forced_answer_is_a_list_of_calls():
     }
     tokenizer = _tokenizer(special=False)
     assert {text: _taken(grammar, tokenizer, text) for text in texts} == texts
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"] = "cat"
+    lives: Annotated[int, Field(ge=1, le=9)]
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"] = "dog"
+
+
+class Order(BaseModel):
+    """What an application describes by pydantic."""
+
+    model_config = ConfigDict(extra="forbid")
+    tags: set[str]
+    pet: Annotated[Cat | Dog, Field(discriminator="kind")]
+    when: datetime.datetime
+    data: Annotated[bytes, Field(json_schema_extra={"format": "byte"})]
+    id: uuid.UUID
+    site: AnyUrl
+    price: Decimal
+    size: tuple[int, str]
+    color: Color | None = None
+    counts: dict[Annotated[str, Field(pattern="^[a-z]+$")], int]
+    parent: Order | None = None
+
+
+#: What zod, MCP servers and people write that a grammar can hold a part of.
+ORDINARY = {
+    "a set": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+    "an unknown format": {"type": "string", "format": "uri-template"},
+    "oneOf": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+    "propertyNames": {"type": "object", "propertyNames": {"pattern": "^a"}},
+    "not": {"type": "integer", "not": {"const": 3}},
+    "if": {"type": "object", "if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}},
+    "look-ahead": {"type": "string", "format": "email", "pattern": r"^(?!\.)(?!.*\.\.)[a-z]+@[a-z]+$"},
+    "a reference in a pattern": {"type": "string", "pattern": r"^(a)\1$"},
+    "contains": {"type": "array", "contains": {"type": "integer"}, "minContains": 1},
+    "dependentRequired": {"type": "object", "properties": {"a": {}}, "dependentRequired": {"a": ["b"]}},
+}
+
+
+def _error(text: str) -> str:
+    known = llguidance.LLTokenizer(TOKENIZER.to_str(), eos_token=[EOS])
+    matcher = llguidance.LLMatcher(known, llguidance.LLMatcher.grammar_from_json_schema(text), log_level=0)
+    return matcher.get_error() if matcher.is_error() else ""
+
+
+@pytest.mark.parametrize("schema", [Order.model_json_schema(), *ORDINARY.values()], ids=["pydantic", *ORDINARY])
+def test_ordinary_schemas_are_held_as_far_as_grammars_can(schema):
+    parameters = {"type": "object", "properties": {"u": schema}, "required": ["u"], "$defs": schema.get("$defs", {})}
+    for text in (calls_schema([("f", parameters)]), arguments_schema(parameters), grammar_of(schema, strict=False)):
+        assert not _error(text)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ORDINARY if kind != "oneOf"])
+def test_strict_schemas_are_refused_where_a_grammar_holds_less(kind):
+    assert _error(grammar_of(ORDINARY[kind], strict=True))
+    tools = [("f", {"type": "object", "properties": {"u": ORDINARY[kind]}})]
+    assert _error(calls_schema(tools, strict=True))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_options_of_the_compiler_are_not_the_client_s(strict):
+    given = {"type": "integer", "x-guidance": {"lenient": True, "whitespace_pattern": "x*"}}
+    shown = json.loads(grammar_of(given, strict))
+    assert shown["x-guidance"] == {"coerce_one_of": True, "lenient": not strict}
+    assert given["x-guidance"]["lenient"]
 
 
 def test_a_named_function_s_answer_is_its_arguments():

@@ -19,7 +19,8 @@ from tanghulu.workers.compute.device_sampling import sample_on_device
 from tanghulu.workers.compute.sampling import SamplingRow, sample
 from tanghulu.workers.engine.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarCompiler, GrammarKind
 from tanghulu.workers.engine.requests import EngineFinishReason, SamplingParams, StopParams
-from tanghulu.workers.sessions.wire import RequestFactory
+from tanghulu.workers.engine.step_result import RequestOutput
+from tanghulu.workers.sessions.wire import RequestFactory, add_output
 from tests.workers.tiny import request
 
 pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[worker]'")
@@ -153,6 +154,43 @@ def test_other_rows_of_the_batch_are_free(compiler):
 def test_what_is_no_grammar_is_refused_with_a_reason(compiler, kind, text):
     with pytest.raises(InvalidRequest, match=kind.value):
         compiler.compile(kind, text)
+
+
+CIRCULAR = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+LATER = {
+    "type": "object",
+    "properties": {"x": {"$ref": "#/$defs/a"}},
+    "required": ["x"],
+    "additionalProperties": False,
+    "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}},
+}
+
+
+@pytest.mark.parametrize("schema", [{"$ref": "#"}, CIRCULAR])
+def test_a_schema_that_no_text_matches_is_refused(compiler, schema):
+    with pytest.raises(InvalidRequest, match="itself") as refused:
+        compiler.compile(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    assert "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize("text", ["stuck", "left"])
+def test_a_text_under_a_grammar_that_failed_has_not_stopped(compiler, text):
+    """Neither where nothing can follow any more, nor where it was made under another grammar."""
+    made = request("a", PROMPT, sampling=SamplingParams(temperature=0), stop=StopParams(40, frozenset({END})))
+    if text == "stuck":
+        made.grammar = compiler.compile(GrammarKind.JSON_SCHEMA, json.dumps(LATER))
+    else:
+        made.grammar = compiler.compile(GrammarKind.REGEX, "ab")
+        made.sequence.append(TOKENIZER.encode("x").ids)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, END] = 9.0
+    while (reason := made.finish_reason(100)) is None or made.num_generated == 0:
+        made.sequence.append(sample(logits, [SamplingRow.of(made)]).tokens)
+    assert reason is EngineFinishReason.GRAMMAR_FAILED
+    message = session_pb2.RequestOutput()
+    add_output(message, RequestOutput("a", (END,), None, reason, len(PROMPT), made.num_generated, 0), None)
+    assert message.finish == session_pb2.FINISH_ERROR
+    assert message.error.code == InvalidRequest.code
 
 
 def test_a_text_is_free_up_to_a_marker_and_bound_behind_it(compiler):
