@@ -36,6 +36,7 @@ _STATUS = {
     "BODY_TOO_SLOW": REQUEST_TIMEOUT,
     "CONFLICT": 409,
     "LENGTH_REQUIRED": 411,
+    "PRECONDITION_FAILED": 412,
     "BODY_TOO_LARGE": 413,
     "WRONG_CONTENT_TYPE": 415,
     "RANGE_NOT_SATISFIABLE": 416,
@@ -115,6 +116,12 @@ class BodiesFull(TanghuluError):
 
     code = "BODIES_FULL"
     retryable = True
+
+
+class PreconditionFailed(InvalidRequest):
+    """If-Match or If-None-Match of a request does not hold."""
+
+    code = "PRECONDITION_FAILED"
 
 
 class LengthRequired(InvalidRequest):
