@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator
@@ -94,12 +93,8 @@ class InFlight:
         return f"InFlight({self._what}: {self.now} of {self._most})"
 
 
-class _Stalled(Exception):
-    """Raised when the client takes nothing of its answer any more."""
-
-
 class Bounded:
-    """An ASGI middleware that bounds and counts requests, and hangs up on clients that do not take their answer.
+    """An ASGI middleware that bounds and counts requests; the server hangs up on clients that take no answer.
 
     Bodies other than values are read here, up to 2 MiB, so that routes find them whole.
     """
@@ -124,21 +119,18 @@ class Bounded:
                 await self._app(scope, exchange.receive, exchange.send)
         except (Overloaded, BodyTooLarge, BodyTooSlow) as error:  # those of the application are answered inside
             await answer_to(error)(scope, exchange.receive, exchange.send)
-        except _Stalled:  # the server closes a connection whose answer was not sent to its end
-            _log.warning("gateway.stalled", path=scope["path"], stall_s=self._stall_s)
         except ClientDisconnect:
             pass  # nobody is left to be answered
         self._metrics.note(scope, exchange.status, time.monotonic() - began_s)
 
 
 class _Exchange:
-    """The incoming body and the outgoing answer of one request, both with a time limit."""
+    """The incoming body of one request, with a time limit, and the outgoing answer."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, stall_s: float) -> None:
         self.status = 0
         self._receive = receive
         self._send = send
-        self._stall_s = stall_s
         self._body = IncomingBody(scope, receive, stall_s)
         self._taken: Message | None = None  # the whole body, to be handed on
 
@@ -165,16 +157,12 @@ class _Exchange:
         return await (self._receive() if self._body.is_complete else self._body.receive())
 
     async def send(self, message: Message) -> None:
-        """Send the next piece of the answer; raises _Stalled when the client does not take it."""
+        """Send the next piece of the answer."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             if self._body.num_left > _MAX_DROPPED_BYTES and self.status != REQUEST_TIMEOUT:  # that one closes by itself
                 message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
-        try:
-            async with asyncio.timeout(self._stall_s):
-                await self._send(message)
-        except TimeoutError:
-            raise _Stalled from None
+        await self._send(message)
 
 
 async def read_into(receive: Receive, body: memoryview, come: Callable[[int], None]) -> None:

@@ -13,8 +13,10 @@ from tanghulu.store.admin.orders import RemovalOutcome
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.admin.steps import perform_async
 from tanghulu.store.gateway.clients import KEYS_PER_PAGE, GatewayClient
-from tanghulu.store.gateway.gateway import Gateway, Patience, key_of
+from tanghulu.store.gateway.gateway import Gateway, Patience
 from tanghulu.store.gateway.matching import matching
+from tanghulu.store.gateway.values_api import check_for_change
+from tanghulu.web.targets import rest
 
 Row = dict[str, Any]
 #: A pattern that takes longer for a page of keys is one of those that never end.
@@ -37,11 +39,11 @@ def router(gateway: Gateway) -> APIRouter:
             keys, more = await store.key_page(prefix, after, limit)
         return {"chunks": plain(keys), "next": keys[-1].key if more and keys else None}
 
-    @api.get("/v1/chunks/{key:key}", summary="All about one chunk")
+    @api.get("/v1/chunks/" + rest("key"), summary="All about one chunk")
     async def stat(request: Request, key: str) -> Row:
         """Size, version, holders, pin, what is left of its time, reads, leases, checksums."""
         async with gateway.store(request) as store:
-            row: Row = plain(await store.stat(key_of(request, key)))
+            row: Row = plain(await store.stat(key))
         return row
 
     @api.delete("/v1/chunks", summary="Remove chunks by prefix or pattern")
@@ -57,11 +59,12 @@ def router(gateway: Gateway) -> APIRouter:
             async with gateway.store(request) as store:
                 return await _remove_several(store, prefix or "", regex, gateway.patience())
 
-    @api.delete("/v1/chunks/{key:key}", summary="Remove a chunk")
+    @api.delete("/v1/chunks/" + rest("key"), summary="Remove a chunk")
     async def remove(request: Request, key: str) -> Row:
         """404 if there is none."""
         async with gateway.store(request) as store:
-            removal = await perform_async(store, orders.remove([key_of(request, key)]))
+            await check_for_change(request, store, key)
+            removal = await perform_async(store, orders.remove([key]))
         removal.complain()
         return removal.row()
 

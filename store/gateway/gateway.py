@@ -1,4 +1,4 @@
-"""The state that all routes share: the callers' clients, the bounds, and the keys in paths."""
+"""The state that all routes share: the callers' clients and the bounds."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.parse import urlsplit
 
 from fastapi import Request
-from starlette.convertors import Convertor, register_url_convertor
 
 from tanghulu.auth.credentials import TENANT, Credentials
-from tanghulu.errors import DeadlineExceeded, Forbidden, InvalidRequest, Unauthorized
+from tanghulu.errors import DeadlineExceeded, Forbidden, Unauthorized
 from tanghulu.store.gateway.bounds import InFlight
 from tanghulu.store.gateway.clients import Clients, GatewayClient
 from tanghulu.store.gateway.config import GatewayConfig
@@ -20,23 +19,6 @@ from tanghulu.store.gateway.metrics import GatewayMetrics
 
 _MAX_REMOVALS = 4
 _SAFE = ("GET", "HEAD", "OPTIONS")
-
-
-class _KeyConvertor(Convertor[str]):
-    """Matches the whole rest of a path; Starlette's own ``path`` ends at a line's end."""
-
-    regex = r"[\s\S]*"
-
-    def convert(self, value: str) -> str:
-        """The key, as it is in the path."""
-        return value
-
-    def to_string(self, value: str) -> str:
-        """The path of a key."""
-        return value
-
-
-register_url_convertor("key", _KeyConvertor())
 
 
 class Gateway:
@@ -113,12 +95,3 @@ class Patience:
         if left_s <= 0:
             raise DeadlineExceeded(f"it is not done after {self._seconds:g} s; what was done stays done")
         return left_s
-
-
-def key_of(request: Request, key: str) -> str:
-    """The key in the path; raises InvalidRequest if that is not UTF-8: other characters would stand in it instead."""
-    try:
-        unquote_to_bytes(request.scope["raw_path"]).decode()
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"the path is not percent-encoded UTF-8: {error}") from None
-    return key

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from starlette.responses import Response
 
 from tanghulu.runtime.process import Process
@@ -20,6 +20,7 @@ from tanghulu.types import Address
 from tanghulu.version import __version__
 from tanghulu.web import errors
 from tanghulu.web.server import HttpServer, address_of, follow_files, listen
+from tanghulu.web.targets import checked_target
 
 #: A client has come to the end of a request's header in this time, and of the agreement on TLS before.
 HEADER_S = 10.0
@@ -46,7 +47,7 @@ async def _serving(process: Process, config: GatewayConfig) -> AsyncIterator[Add
         tls=tls.context if tls is not None else None,
         max_connections=config.max_connections,
         header_s=min(config.stall_s, HEADER_S),
-        stall_s=None,
+        stall_s=config.stall_s,
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     keeping = [asyncio.create_task(gateway.clients.sweep())]
@@ -77,6 +78,8 @@ def make_app(gateway: Gateway) -> FastAPI:
 
     app.add_exception_handler(RangeNotSatisfiable, unsatisfiable)
     app.add_middleware(Bounded, requests=gateway.requests, stall_s=gateway.config.stall_s, metrics=gateway.metrics)
-    for api in (health_api, values_api, chunks_api, nodes_api, events_api, dashboard_api):
+    for api in (health_api, dashboard_api):
         app.include_router(api.router(gateway))
+    for api in (values_api, chunks_api, nodes_api, events_api):
+        app.include_router(api.router(gateway), dependencies=[Depends(checked_target)])
     return app

@@ -1,4 +1,4 @@
-"""Two headers of RFC 9110: Range (section 14, one range of bytes) and If-None-Match (13.1.2). Pure."""
+"""Headers of RFC 9110: Range (section 14, one range of bytes), If-Match and If-None-Match (13.1). Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from tanghulu.errors import InvalidRequest
+from tanghulu.web.errors import PreconditionFailed
 
 _ONE = re.compile(r"bytes\s*=\s*(\d{0,19})\s*-\s*(\d{0,19})\s*", re.IGNORECASE)
 
@@ -41,10 +42,25 @@ def asks_for_part(header: str | None) -> bool:
     return not (first and last) or int(first) <= int(last)
 
 
-def names_tag(header: str | None, tag: str) -> bool:
-    """Whether an If-None-Match ``header`` names the entity tag, weakly or not, in its list or by ``*``."""
-    listed = [each.strip().removeprefix("W/") for each in (header or "").split(",")]
-    return tag in listed or listed == ["*"]
+def names_tag(header: str, tag: str | None, *, weakly: bool) -> bool:
+    """Whether a condition's ``header`` names the entity tag in its list, or any by ``*``; None is no entity.
+
+    If-None-Match compares ``weakly``, If-Match does not.
+    """
+    listed = [each.strip() for each in header.split(",")]
+    if weakly:
+        listed = [each.removeprefix("W/") for each in listed]
+    return tag is not None and (tag in listed or listed == ["*"])
+
+
+def check_conditions(if_match: str | None, if_none_match: str | None, tag: str | None) -> bool:
+    """Whether If-None-Match names what is there, which a reader has already, then.
+
+    Raises PreconditionFailed if If-Match does not name it.
+    """
+    if if_match is not None and not names_tag(if_match, tag, weakly=False):
+        raise PreconditionFailed(f"If-Match is {if_match[:80]}, and {f'the ETag is {tag}' if tag else 'there is none'}")
+    return if_none_match is not None and names_tag(if_none_match, tag, weakly=True)
 
 
 def part_of(header: str, size_bytes: int) -> ByteRange:

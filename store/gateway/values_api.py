@@ -10,17 +10,18 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tanghulu.errors import InvalidRequest, NodeUnavailable
+from tanghulu.errors import ChunkNotFound, InvalidRequest, NodeUnavailable
 from tanghulu.store.admin import rows
 from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.model import put_options
 from tanghulu.store.gateway.bounds import read_into
 from tanghulu.store.gateway.clients import GatewayClient
-from tanghulu.store.gateway.gateway import Gateway, key_of
-from tanghulu.store.gateway.ranges import ByteRange, RangeNotSatisfiable, asks_for_part, names_tag, part_of
+from tanghulu.store.gateway.gateway import Gateway
+from tanghulu.store.gateway.ranges import ByteRange, RangeNotSatisfiable, asks_for_part, check_conditions, part_of
 from tanghulu.store.protocol.types import validate_key
 from tanghulu.types import format_size
-from tanghulu.web.errors import BodyTooLarge, LengthRequired, answer_to
+from tanghulu.web.errors import BodyTooLarge, LengthRequired, PreconditionFailed, answer_to
+from tanghulu.web.targets import rest
 
 _OCTETS = "application/octet-stream"
 _PIECE_BYTES = 256 << 10
@@ -38,30 +39,31 @@ def router(gateway: Gateway) -> APIRouter:
     """The routes."""
     api = APIRouter(tags=["values"])
 
-    @api.get("/v1/values/{key:key}", summary="The bytes of a value", responses=_BYTES_OUT, response_class=Response)
+    @api.get("/v1/values/" + rest("key"), summary="The bytes of a value", responses=_BYTES_OUT, response_class=Response)
     async def get(request: Request, key: str) -> Response:
         """Honours `Range` (one range of bytes), `If-None-Match` and `If-Range`; ETag is the chunk's version."""
-        validate_key(key_of(request, key))
+        validate_key(key)
         return _ValueReply(gateway, request, key)
 
-    @api.head("/v1/values/{key:key}", summary="Whether a value is there, and its size", response_class=Response)
+    @api.head("/v1/values/" + rest("key"), summary="Whether a value is there, and its size", response_class=Response)
     async def head(request: Request, key: str) -> Response:
         """The headers of GET. Reads nothing, so it does not count as a use of the chunk."""
         async with gateway.store(request) as store:
-            info = await store.stat(key_of(request, key))
-        if names_tag(request.headers.get("if-none-match"), _tag(info.version)):
+            info = await store.stat(key)
+        if check_conditions(*conditions_of(request), tag_of(info.version)):
             return Response(status_code=304, headers=_headers(info.version))
         headers = {**_headers(info.version), "content-length": str(info.size_bytes)}
         return Response(status_code=200, headers=headers, media_type=_OCTETS)
 
     @api.put(
-        "/v1/values/{key:key}",
+        "/v1/values/" + rest("key"),
         summary="Put a value",
         status_code=201,
         openapi_extra=_BODY_IN,
         responses={
             200: {"description": "the key was there already; nothing was written"},
             411: {"description": "Content-Length is missing"},
+            412: {"description": "If-Match or If-None-Match does not hold"},
             413: {"description": "the value is longer than the store takes"},
         },
     )
@@ -73,20 +75,48 @@ def router(gateway: Gateway) -> APIRouter:
         ttl_s: Annotated[float | None, Query(description="seconds after which it may go")] = None,
         prefer_node: Annotated[str | None, Query(description="id of the node that should hold it")] = None,
     ) -> Response:
-        """The body is the value. Chunks are immutable: of a key that is there the first value stays."""
-        validate_key(key_of(request, key))
+        """The body is the value. Chunks are immutable: of a key that is there the first value stays.
+
+        With `If-None-Match: *` that is 412; `If-Match` asks for a key that is there.
+        """
+        validate_key(key)
+        if "content-range" in request.headers:
+            raise InvalidRequest("Content-Range: a value is put whole, not in parts")
         put_options(replicas, pin, ttl_s, prefer_node, True, 0)  # before the body is read
         size_bytes = _length(request)
         async with gateway.store(request) as store:
             await _refuse_too_large(gateway, store, size_bytes)
+            await check_for_change(request, store, key)
             with gateway.values.holding_what_comes() as come:
                 body = np.empty(size_bytes, np.uint8).data  # memory that costs nothing until it is written
                 await read_into(request.receive, body, come)
                 status = await store.put(key, body, replicas=replicas, pin=pin, ttl_s=ttl_s, prefer_node=prefer_node)
+        if status.existed and (request.headers.get("if-none-match") or "").strip() == "*":
+            raise PreconditionFailed(f"If-None-Match is *, and {key!r} was put meanwhile")
         gateway.metrics.written_bytes.inc(0 if status.existed else size_bytes)
         return JSONResponse(rows.put(status), 200 if status.existed else 201)
 
     return api
+
+
+async def check_for_change(request: Request, store: GatewayClient, key: str) -> None:
+    """Raise PreconditionFailed if the conditions of a request that changes ``key`` do not hold."""
+    if_match, if_none_match = conditions_of(request)
+    if if_match is None and if_none_match is None:
+        return
+    try:
+        tag = tag_of((await store.stat(key)).version)
+    except ChunkNotFound:
+        tag = None
+    if check_conditions(if_match, if_none_match, tag):
+        raise PreconditionFailed(f"If-None-Match is {if_none_match}, and {key!r} is there with the ETag {tag}")
+
+
+def conditions_of(request: Request) -> tuple[str | None, str | None]:
+    """If-Match and If-None-Match, each as one list; None without."""
+    found = (request.headers.getlist(name) for name in ("if-match", "if-none-match"))
+    if_match, if_none_match = (",".join(lines) if lines else None for lines in found)
+    return if_match, if_none_match
 
 
 def _length(request: Request) -> int:
@@ -108,7 +138,7 @@ async def _refuse_too_large(gateway: Gateway, store: GatewayClient, size_bytes: 
 
 
 def _headers(version: int) -> dict[str, str]:
-    return {"etag": _tag(version), "accept-ranges": "bytes", "cache-control": "no-cache"}
+    return {"etag": tag_of(version), "accept-ranges": "bytes", "cache-control": "no-cache"}
 
 
 class _ValueReply(Response):
@@ -129,15 +159,16 @@ class _ValueReply(Response):
                 return
             chunk, part, size_bytes = await self._read(store)
             with chunk, self._gateway.values.holding_bytes(len(chunk)):
+                check_conditions(conditions_of(self._request)[0], None, tag_of(chunk.version))
                 await self._send(send, chunk, part, size_bytes)
 
     async def _known(self, store: GatewayClient) -> int | None:
         """The version of the chunk if the client has it already; then nothing is read."""
-        condition = self._request.headers.get("if-none-match")
-        if condition is None:
+        conditions = conditions_of(self._request)
+        if conditions == (None, None):
             return None
         version = (await store.stat(self._key)).version
-        return version if names_tag(condition, _tag(version)) else None
+        return version if check_conditions(*conditions, tag_of(version)) else None
 
     async def _read(self, store: GatewayClient) -> tuple[Chunk, ByteRange | None, int]:
         """(the bytes to be sent, which part of the value they are, the value's size)."""
@@ -146,7 +177,7 @@ class _ValueReply(Response):
             chunk = await store.get(self._key)
             return chunk, None, len(chunk)
         info = await store.stat(self._key)
-        if self._request.headers.get("if-range", _tag(info.version)) != _tag(info.version):
+        if self._request.headers.get("if-range", tag_of(info.version)) != tag_of(info.version):
             chunk = await store.get(self._key)
             return chunk, None, len(chunk)
         part = part_of(wanted, info.size_bytes)
@@ -169,7 +200,8 @@ class _ValueReply(Response):
         self._gateway.metrics.read_bytes.inc(len(chunk))
 
 
-def _tag(version: int) -> str:
+def tag_of(version: int) -> str:
+    """The ETag of a chunk's version."""
     return f'"{version:x}"'
 
 

@@ -168,6 +168,29 @@ async def test_requests_that_wait_on_one_connection_have_a_bound() -> None:
                 await writer.wait_closed()
 
 
+async def test_a_client_that_reads_slowly_is_served() -> None:
+    """It takes several ``stall_s`` until the server has nothing more than it may keep, and reads all the while."""
+    body = b"x" * (6 << 20)
+
+    async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        head = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        await send({"type": "http.response.body", "body": body})
+
+    async with served(app, stall_s=0.5) as address:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+            client.setblocking(False)
+            loop, got = asyncio.get_running_loop(), 0
+            await loop.sock_connect(client, address)
+            await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            while got < len(body):
+                await asyncio.sleep(0.02)
+                piece = await loop.sock_recv(client, 64 << 10)
+                assert piece, f"hung up on after {got} bytes"
+                got += len(piece)
+
+
 async def test_connections_have_a_bound() -> None:
     async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})

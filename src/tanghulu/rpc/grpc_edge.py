@@ -42,7 +42,7 @@ _STATUS = {
     "DEADLINE_EXCEEDED": grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 _CODE_KEY = "tanghulu-error"
-#: Of a status's details. gRPC's clients drop all trailing metadata beyond 8 KiB, and each byte that is no ASCII counts 3.
+#: Of a status's details. gRPC's clients drop trailing metadata beyond 8 KiB; a byte that is no ASCII takes 3 there.
 MOST_DETAILS_BYTES = 2048
 _CUT = " ... "
 #: The largest message, of any process.

@@ -39,6 +39,7 @@ _STATUS = {
     "CONFLICT": 409,
     "TOO_MANY_CONNECTIONS": 503,
     "LENGTH_REQUIRED": 411,
+    "PRECONDITION_FAILED": 412,
     "BODY_TOO_LARGE": 413,
     "WRONG_CONTENT_TYPE": 415,
     "RANGE_NOT_SATISFIABLE": 416,
@@ -133,6 +134,12 @@ class TooManyConnections(TanghuluError):
 
     code = "TOO_MANY_CONNECTIONS"
     retryable = True
+
+
+class PreconditionFailed(InvalidRequest):
+    """If-Match or If-None-Match of a request does not hold."""
+
+    code = "PRECONDITION_FAILED"
 
 
 class LengthRequired(InvalidRequest):

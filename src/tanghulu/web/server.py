@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import re
 import socket
 import ssl
+import sys
+import termios
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, cast
@@ -89,6 +92,15 @@ async def _too_many_connections(scope: Scope, receive: Receive, send: Send) -> N
     await response(scope, receive, send)
 
 
+def _unread_in_kernel(transport: asyncio.Transport) -> int:
+    """Bytes that the kernel has of an answer and the client's has not acknowledged; 0 where it does not say."""
+    connection = transport.get_extra_info("socket")
+    try:
+        return int.from_bytes(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    except (OSError, AttributeError):
+        return 0
+
+
 class _Connection(HttpToolsProtocol):
     """uvicorn's; none stays that does not end a request's header in ``header_s``, or reads nothing for ``stall_s``.
 
@@ -97,8 +109,9 @@ class _Connection(HttpToolsProtocol):
     """
 
     header_s = float(_KEEP_ALIVE_S)
-    stall_s: float | None = READ_STALL_S
+    stall_s = READ_STALL_S
     _stalled: asyncio.TimerHandle | None = None
+    _unread_bytes = 0
     #: Connections of the server from which a header is coming, the oldest first.
     headless: ClassVar[dict[_Connection, None]]
     #: Whether the server is ending; then a connection without a request goes.
@@ -188,8 +201,8 @@ class _Connection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._stalled is None and self.stall_s is not None:
-            self._stalled = asyncio.get_running_loop().call_later(self.stall_s, self._hang_up_on_reader)
+        if self._stalled is None:
+            self._watch_reader()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -199,6 +212,18 @@ class _Connection(HttpToolsProtocol):
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None
+
+    def _watch_reader(self) -> None:
+        """Look in ``stall_s`` whether the client has read anything of what is there for it now."""
+        self._unread_bytes = self.transport.get_write_buffer_size() + _unread_in_kernel(self.transport)
+        self._stalled = asyncio.get_running_loop().call_later(self.stall_s, self._look_at_reader)
+
+    def _look_at_reader(self) -> None:
+        before_bytes = self._unread_bytes
+        self._watch_reader()
+        if self._unread_bytes >= before_bytes:
+            self._read_again()
+            self._hang_up_on_reader()
 
     def _hang_up_on_reader(self) -> None:
         state = self.scope.get("state", {}) if self.scope is not None else {}
@@ -239,7 +264,7 @@ class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers (the process has its own), and without waking up ten times a second.
 
     Beyond ``max_connections`` it answers 503 by itself; a client has ``header_s`` to send a request's header, and
-    ``stall_s`` to read some of an answer (None: the application looks after that).
+    ``stall_s`` to read some of an answer.
     """
 
     def __init__(
@@ -250,7 +275,7 @@ class HttpServer(uvicorn.Server):
         tls: ssl.SSLContext | None = None,
         max_connections: int | None = None,
         header_s: float = _KEEP_ALIVE_S,
-        stall_s: float | None = READ_STALL_S,
+        stall_s: float = READ_STALL_S,
     ) -> None:
         protocol = type("Connection", (_Connection,), {"header_s": header_s, "stall_s": stall_s, "headless": {}})
         self._handshake_s = header_s

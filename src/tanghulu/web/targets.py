@@ -42,16 +42,18 @@ def check_path(request: Request) -> None:
     _decoded(request.scope["raw_path"], "path")
 
 
-def check_query(request: Request) -> None:
-    """Raise InvalidRequest for a query that is not UTF-8, and an option that is unknown to the route or comes twice."""
+async def checked_target(request: Request) -> None:
+    """Raise InvalidRequest for a path or query that is not UTF-8, and an option that is unknown here or comes twice.
+
+    A dependency of FastAPI's routes.
+    """
+    check_path(request)
     _decoded(request.scope["query_string"], "query")
     route = request.scope.get("route")
-    if not isinstance(route, APIRoute):
-        return
-    known = {parameter.alias for parameter in route.dependant.query_params}
+    known = {each.alias for each in route.dependant.query_params} if isinstance(route, APIRoute) else set()
     for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
         if name not in known:
-            there = f"there is {', '.join(sorted(known))}" if known else "there is none here"
+            there = f"there is {', '.join(sorted(known))}" if known else "this route has none"
             raise InvalidRequest(f"the option {name[:80]!r} of the query is unknown; {there}")
         if count > 1:
             raise InvalidRequest(f"the option {name!r} stands {count} times in the query")

@@ -89,7 +89,7 @@ def test_a_client_that_does_not_take_its_value(gateway: Gateway, solo: Cluster) 
             eventually(lambda: gateway.metric("tanghulu_gateway_values_in_flight_bytes") == 0, 10.0)
             eventually(lambda: solo.nodes[0].metric("tanghulu_node_leases") == 0)
         assert len(http.get("/v1/values/big").content) == 7 * MIB
-    assert "gateway.stalled" in gateway.log_text()
+    assert "http.reader_too_slow" in gateway.log_text()
     assert "Traceback" not in gateway.log_text()
 
 

@@ -360,3 +360,75 @@ def test_it_describes_itself(http: httpx.Client) -> None:
     assert all(route.get("summary") for methods in paths.values() for route in methods.values())
     assert error_of(http.get("/v1/nothing")) == (404, "not_found")
     assert error_of(http.post("/v1/nodes")) == (405, "method_not_allowed")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("PUT", "/v1/values/u?ttl=5"),
+        ("PUT", "/v1/values/u?ttl_s=5&ttl_s=50"),
+        ("GET", "/v1/values/u?range=1"),
+        ("GET", "/v1/chunks?prefx=a"),
+        ("GET", "/v1/chunks/u?x"),
+        ("DELETE", "/v1/chunks?prefix=u&dry_run=1"),
+        ("DELETE", "/v1/chunks/u?prefix=u"),
+        ("GET", "/v1/nodes?limit=1"),
+        ("GET", "/v1/events?snapshots=0"),
+        ("POST", "/v1/check?repiar=1"),
+        ("POST", "/v1/nodes/n/drain?wait=1"),
+    ],
+)
+def test_an_option_that_a_route_has_not_is_refused_by_name(http: httpx.Client, direct: Client, method: str, path: str):
+    direct.put("u", b"value")
+    answer = http.request(method, path, content=b"x")
+    assert error_of(answer) == (400, "invalid_request")
+    assert "of the query" in answer.text or "in the query" in answer.text
+    assert direct.get("u").bytes() == b"value"
+
+
+@pytest.mark.parametrize("query", ["prefix=%FF/", "regex=%FF", "prefix=a&x=%C3"])
+def test_a_query_that_is_not_utf8_removes_nothing(http: httpx.Client, direct: Client, query: str):
+    direct.put("\ufffd/mine", b"value")
+    assert error_of(http.delete(f"/v1/chunks?{query}")) == (400, "invalid_request")
+    assert error_of(http.get(f"/v1/chunks?{query}")) == (400, "invalid_request")
+    assert error_of(http.get("/v1/events?prefix=%FF")) == (400, "invalid_request")
+    assert direct.exists("\ufffd/mine")
+
+
+def test_a_part_of_a_value_cannot_be_put(http: httpx.Client):
+    answer = http.put("/v1/values/part", content=b"abc", headers={"content-range": "bytes 0-2/9"})
+    assert error_of(answer) == (400, "invalid_request")
+    assert http.head("/v1/values/part").status_code == 404
+
+
+def test_conditions_of_a_put_and_a_removal(http: httpx.Client):
+    path = "/v1/values/c"
+    assert error_of(http.put(path, content=b"1", headers={"if-match": "*"})) == (412, "precondition_failed")
+    assert http.put(path, content=b"1", headers={"if-none-match": "*"}).status_code == 201
+    tag = http.head(path).headers["etag"]
+    failing = [
+        ("if-none-match", "*"),
+        ("if-none-match", f'"x", W/{tag}'),
+        ("if-match", '"x"'),
+        ("if-match", f"W/{tag}"),
+    ]
+    for wrong in ({name: value} for name, value in failing):
+        assert error_of(http.put(path, content=b"2", headers=wrong)) == (412, "precondition_failed"), wrong
+    for right in ({"if-match": f'"x", {tag}'}, {"if-match": "*"}, {"if-none-match": '"x"'}):
+        assert http.put(path, content=b"2", headers=right).json()["existed"], right
+    assert error_of(http.delete("/v1/chunks/c", headers={"if-match": '"x"'})) == (412, "precondition_failed")
+    assert http.delete("/v1/chunks/c", headers={"if-match": tag}).status_code == 200
+
+
+def test_conditions_of_a_get(http: httpx.Client):
+    path = "/v1/values/c"
+    http.put(path, content=b"123")
+    tag = http.head(path).headers["etag"]
+    for method in ("GET", "HEAD"):
+        assert http.request(method, path, headers={"if-match": '"x"'}).status_code == 412
+        assert http.request(method, path, headers={"if-match": f"W/{tag}"}).status_code == 412
+        assert http.request(method, path, headers={"if-match": tag}).status_code == 200
+        assert http.request(method, path, headers={"if-match": "*", "if-none-match": tag}).status_code == 304
+        assert http.request(method, "/v1/values/none", headers={"if-match": tag}).status_code == 404
+    part = http.get(path, headers={"if-match": tag, "range": "bytes=1-1"})
+    assert (part.status_code, part.content) == (206, b"2")
