@@ -162,7 +162,9 @@ class _SimCopier(Copier):
 
     def _open(self) -> AsyncioDriver:
         PID.set(next(self._node._world._pids))
-        settings = Settings(master=self._settings.master, transport="tcp", client_id=self._node.id, host_id=self._node.host)
+        settings = Settings(
+            master=self._settings.master, transport="tcp", client_id=self._node.id, host_id=self._node.host
+        )
         driver: Any = AsyncioDriver(settings)
         driver._engine.close()
         driver._engine = SimEngine(self._node._world, self._node.host, "")
