@@ -38,6 +38,7 @@ from tanghulu.store.client.drivers.connections import (
     unproven,
     warn_unclosed,
 )
+from tanghulu.store.client.drivers.late_leases import LateLeases
 from tanghulu.store.client.drivers.transfers import move_async
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.effects import (
@@ -156,6 +157,7 @@ class AsyncioDriver:
         connections, self._connections = self._connections, {}
         for connection in connections.values():
             await connection.close()
+        LateLeases(self.settings, self.context, self._sessions).watch()
         self.context.close()
         self._sessions.close()
         await self._loop.run_in_executor(None, self._engine.close)
@@ -168,6 +170,7 @@ class AsyncioDriver:
         if not self._loop.is_closed():
             for connection in self._connections.values():
                 connection.abort()
+        LateLeases(self.settings, self.context, self._sessions).watch()
         self._engine.close()
         warn_unclosed(client)
 

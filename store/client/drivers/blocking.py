@@ -46,6 +46,7 @@ from tanghulu.store.client.drivers.connections import (
     unproven,
     warn_unclosed,
 )
+from tanghulu.store.client.drivers.late_leases import LateLeases
 from tanghulu.store.client.drivers.transfers import move
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.effects import (
@@ -173,7 +174,7 @@ class BlockingDriver:
         """Close all connections and segments. Does nothing in a forked child, which has none."""
         if self._closed:
             return
-        if self.context.reads.noted:
+        if self.context.reads.noted or self.context.leases.dropped:
             self.flush()
         with self._lock:
             if self._closed:
@@ -189,6 +190,7 @@ class BlockingDriver:
             connection.finish(_left_s(until_s))
         if threads is not None:
             threads.shutdown(wait=True)
+        LateLeases(self.settings, self.context, self._sessions).watch()
         self.context.close()
         self._sessions.close()
         self._engine.close()
@@ -201,6 +203,7 @@ class BlockingDriver:
         for pool in self._idle.values():
             for connection in pool:
                 connection.close()
+        LateLeases(self.settings, self.context, self._sessions).watch()
         self._engine.close()
         warn_unclosed(client)
 

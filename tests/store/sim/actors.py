@@ -28,12 +28,12 @@ from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.store.client.aio import AsyncClient
+from tanghulu.store.client.drivers.asynchronous import AsyncioDriver
 from tanghulu.store.client.settings import Settings
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.rpc.directory_service import DirectoryCalls
 from tanghulu.store.master.server import MasterServer
-from tanghulu.store.client.drivers.asynchronous import AsyncioDriver
 from tanghulu.store.node.replication.copier import Copier
 from tanghulu.store.node.reporting.copy_wire import Orders
 from tanghulu.store.node.reporting.reporter import Reporter
