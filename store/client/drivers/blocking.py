@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from tanghulu.discovery.masters import ATTEMPT_S, MasterFinder, Seeking
 from tanghulu.errors import (
+    DeadlineExceeded,
     InvalidRequest,
     KeysMoved,
     MasterUnavailable,
@@ -538,10 +539,10 @@ class BlockingDriver:
             raise
         if not to_master:
             try:
-                self._greet(peer, target, connection, _left_s(until_s))
-            except TanghuluError:
+                self._greet(peer, target, connection, self._sessions.patience_s(peer, _left_s(until_s)))
+            except TanghuluError as error:
                 connection.close()
-                raise
+                raise self._sessions.unanswered(peer, error) if isinstance(error, DeadlineExceeded) else error from None
         return connection
 
     def _greet(self, peer: PeerId, target: Target, connection: FastConnection, deadline_s: float) -> None:
@@ -560,6 +561,10 @@ class BlockingDriver:
 
     def _put_back(self, peer: PeerId, connection: FastConnection) -> None:
         if connection.closed:
+            if connection.timed_out and peer != MASTER and not is_owner(peer):
+                self.context.nodes.suspect(peer, self.context.clock.now_s())
+                for other in self._idle.pop(peer, ()):  # calls on them would wait as long
+                    self._hang_up(peer, other)
             self.context.untold([(peer, call) for call in connection.unanswered])
             if connection.owes_replies:
                 self._owing.append((peer, connection))

@@ -247,8 +247,10 @@ def stat(context: Context, deadline: Deadline, key: str) -> Logic[ChunkInfo]:
     """What the store knows of the chunk; raises ChunkNotFound, or DirectoryIncomplete of a rebuilding master."""
     (nodes,), incomplete = yield from common.locate(context, deadline, [validate_key(key)])
     failure: TanghuluError | None = None
-    for node in nodes or (tuple(context.nodes.ids()) if incomplete else ()):
-        (outcome,) = yield CallPeers([(node, messages.node_stat([key]))])
+    holders = nodes or (tuple(context.nodes.ids()) if incomplete else ())
+    for node in holders:
+        patience_s = deadline.remaining_s() / 2 if len(holders) > 1 else None
+        (outcome,) = yield CallPeers([(node, messages.node_stat([key]))], patience_s)
         if isinstance(outcome, TanghuluError):
             failure = outcome
             continue
