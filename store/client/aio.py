@@ -387,7 +387,7 @@ class AsyncClient:
     # --- life
 
     async def close(self) -> None:
-        """Close every connection. Chunks that are still open keep their memory mapped but lose their lease."""
+        """Close every connection. Chunks and arrays in use keep their memory until they go, too."""
         await self._driver.close()
 
     async def __aenter__(self) -> Self:

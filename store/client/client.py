@@ -384,7 +384,7 @@ class Client:
     # --- life
 
     def close(self) -> None:
-        """Close every connection. Chunks that are still open keep their memory mapped but lose their lease."""
+        """Close every connection. Chunks and arrays in use keep their memory until they go, too."""
         self._driver.flush()
         self._driver.close()
 

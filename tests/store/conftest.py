@@ -27,4 +27,4 @@ def transport(request: pytest.FixtureRequest) -> str:
 def client(cluster: Cluster) -> Iterator[Client]:
     with tanghulu.connect(cluster.address) as client:
         yield client
-        client.remove_matching("")
+        client.remove_matching("^")

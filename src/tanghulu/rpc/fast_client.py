@@ -102,6 +102,7 @@ class FastConnection:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._closed = False
+        self.timed_out = False  # a call took too long, and so broke the connection
         self._rest = b""  # received beyond the last frame
         self._num_missing = 0  # of the frame that is being received
         self._unwanted: dict[int, type[Any]] = {}  # calls whose reply nobody waits for, and its type
@@ -264,6 +265,7 @@ class FastConnection:
             if isinstance(error, OSError | NodeUnavailable) or not self.owes_replies:
                 self.close()
             self._closed = True
+            self.timed_out = isinstance(error, DeadlineExceeded)
             if isinstance(error, OSError):
                 raise _failed(self.peer, error) from error
             raise

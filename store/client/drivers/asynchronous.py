@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from tanghulu.discovery.masters import ATTEMPT_S, MasterFinder, Seeking
 from tanghulu.errors import (
+    DeadlineExceeded,
     InvalidRequest,
     MasterUnavailable,
     NodeUnavailable,
@@ -18,6 +19,7 @@ from tanghulu.errors import (
     TanghuluError,
     VersionMismatch,
 )
+from tanghulu.protos.store_pb2 import ExistsRequest
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.greeting import greet
@@ -33,11 +35,13 @@ from tanghulu.store.client.drivers.connections import (
     master_failure,
     obeyed,
     refuse_closed,
+    silent,
     take_proof,
     target_of,
     unproven,
     warn_unclosed,
 )
+from tanghulu.store.client.drivers.late_leases import LateLeases
 from tanghulu.store.client.drivers.transfers import move_async
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.effects import (
@@ -156,6 +160,7 @@ class AsyncioDriver:
         connections, self._connections = self._connections, {}
         for connection in connections.values():
             await connection.close()
+        LateLeases(self.settings, self.context, self._sessions).watch()
         self.context.close()
         self._sessions.close()
         await self._loop.run_in_executor(None, self._engine.close)
@@ -168,6 +173,7 @@ class AsyncioDriver:
         if not self._loop.is_closed():
             for connection in self._connections.values():
                 connection.abort()
+        LateLeases(self.settings, self.context, self._sessions).watch()
         self._engine.close()
         warn_unclosed(client)
 
@@ -252,6 +258,8 @@ class AsyncioDriver:
             left_s = max(until_s - self._loop.time(), 0.0)
             return await connection.call_then(wanted.call, end, wanted.drop_call, deadline_s=left_s)
         except TanghuluError as error:
+            if isinstance(error, DeadlineExceeded):
+                self.context.nodes.suspect(wanted.node, self.context.clock.now_s())
             return error
         finally:
             if asking is not None:
@@ -325,10 +333,15 @@ class AsyncioDriver:
         connection = await self._connected(peer, deadline_s)
         sent_s = self._loop.time()
         deadline_s = max(until_s - sent_s, 0.0)
-        reply = await connection.call(
-            call.method, call.request, call.reply_type, call.attachment, deadline_s=deadline_s
-        )
-        if peer != MASTER and not is_owner(peer):
+        try:
+            reply = await connection.call(
+                call.method, call.request, call.reply_type, call.attachment, deadline_s=deadline_s
+            )
+        except DeadlineExceeded:
+            if _is_node(peer):
+                self.context.nodes.suspect(peer, self.context.clock.now_s())
+            raise
+        if _is_node(peer):
             return reply
         outcome = obeyed(self.context, reply, sent_s, peer)
         if not is_proven(self.context, outcome, peer):
@@ -346,13 +359,28 @@ class AsyncioDriver:
 
     async def _connected(self, peer: PeerId, deadline_s: float) -> AsyncFastConnection:
         connection = self._connections.get(peer)
-        if connection is None or connection.closed:
-            try:
-                async with asyncio.timeout(deadline_s):
-                    connection = await self._open(peer, deadline_s)
-            except TimeoutError:
-                raise NodeUnavailable(f"no connection to {peer} within {deadline_s:.3g} s") from None
-        return connection
+        if connection is not None and not connection.closed:
+            if self.context.nodes.is_suspect(peer):
+                await self._probe(peer, connection, deadline_s)
+            return connection
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await self._open(peer, deadline_s)
+        except TimeoutError:
+            if _is_node(peer):
+                self.context.nodes.suspect(peer, self.context.clock.now_s())
+            raise NodeUnavailable(f"no connection to {peer} within {deadline_s:.3g} s") from None
+
+    async def _probe(self, peer: PeerId, connection: AsyncFastConnection, deadline_s: float) -> None:
+        """Ask a node that let a call's time pass for a sign of life; raises NodeUnavailable."""
+        if self.context.nodes.is_silent(peer, self.context.clock.now_s()):
+            raise silent(peer)
+        call, patience_s = methods.EXISTS.call(ExistsRequest()), self._sessions.patience_s(peer, deadline_s)
+        try:
+            await connection.call(call.method, call.request, call.reply_type, deadline_s=patience_s)
+        except DeadlineExceeded as error:
+            raise self._sessions.unanswered(peer, error) from None
+        self.context.nodes.answered(peer)
 
     async def _open(self, peer: PeerId, deadline_s: float) -> AsyncFastConnection:
         """The peer's connection, opened by the first who needs it while the others wait."""
@@ -375,17 +403,19 @@ class AsyncioDriver:
             except NodeUnavailable as error:
                 if not is_owner(peer):
                     self.context.nodes.expire()
-                if isinstance(error, PeerSilent) and peer != MASTER and not is_owner(peer):
+                if isinstance(error, PeerSilent) and _is_node(peer):
                     self.context.nodes.note_silent(peer, self.context.clock.now_s())
                 raise
             try:
-                if peer != MASTER and not is_owner(peer):
-                    await self._greet(peer, connection, deadline_s)
+                if _is_node(peer):
+                    await self._greet(peer, connection, self._sessions.patience_s(peer, deadline_s))
                 else:
                     await greet(connection, self.settings.master.credentials, deadline_s)
                     self._has_met_master = self._has_met_master or peer == MASTER
-            except (TanghuluError, asyncio.CancelledError):
+            except (TanghuluError, asyncio.CancelledError) as error:
                 await connection.close()
+                if _is_node(peer) and isinstance(error, DeadlineExceeded):
+                    raise self._sessions.unanswered(peer, error) from None
                 raise
             self._connections[peer] = connection
             return connection
@@ -427,3 +457,7 @@ class AsyncioDriver:
 
     def __repr__(self) -> str:
         return f"AsyncioDriver({self.settings.master}{', closed' if self._closed else ''})"
+
+
+def _is_node(peer: PeerId) -> bool:
+    return peer != MASTER and not is_owner(peer)

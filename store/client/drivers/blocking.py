@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from tanghulu.discovery.masters import ATTEMPT_S, MasterFinder, Seeking
 from tanghulu.errors import (
+    DeadlineExceeded,
     InvalidRequest,
     KeysMoved,
     MasterUnavailable,
@@ -46,6 +47,7 @@ from tanghulu.store.client.drivers.connections import (
     unproven,
     warn_unclosed,
 )
+from tanghulu.store.client.drivers.late_leases import LateLeases
 from tanghulu.store.client.drivers.transfers import move
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.effects import (
@@ -173,7 +175,7 @@ class BlockingDriver:
         """Close all connections and segments. Does nothing in a forked child, which has none."""
         if self._closed:
             return
-        if self.context.reads.noted:
+        if self.context.reads.noted or self.context.leases.dropped:
             self.flush()
         with self._lock:
             if self._closed:
@@ -189,6 +191,7 @@ class BlockingDriver:
             connection.finish(_left_s(until_s))
         if threads is not None:
             threads.shutdown(wait=True)
+        LateLeases(self.settings, self.context, self._sessions).watch()
         self.context.close()
         self._sessions.close()
         self._engine.close()
@@ -201,6 +204,7 @@ class BlockingDriver:
         for pool in self._idle.values():
             for connection in pool:
                 connection.close()
+        LateLeases(self.settings, self.context, self._sessions).watch()
         self._engine.close()
         warn_unclosed(client)
 
@@ -535,10 +539,10 @@ class BlockingDriver:
             raise
         if not to_master:
             try:
-                self._greet(peer, target, connection, _left_s(until_s))
-            except TanghuluError:
+                self._greet(peer, target, connection, self._sessions.patience_s(peer, _left_s(until_s)))
+            except TanghuluError as error:
                 connection.close()
-                raise
+                raise self._sessions.unanswered(peer, error) if isinstance(error, DeadlineExceeded) else error from None
         return connection
 
     def _greet(self, peer: PeerId, target: Target, connection: FastConnection, deadline_s: float) -> None:
@@ -557,6 +561,10 @@ class BlockingDriver:
 
     def _put_back(self, peer: PeerId, connection: FastConnection) -> None:
         if connection.closed:
+            if connection.timed_out and peer != MASTER and not is_owner(peer):
+                self.context.nodes.suspect(peer, self.context.clock.now_s())
+                for other in self._idle.pop(peer, ()):  # calls on them would wait as long
+                    self._hang_up(peer, other)
             self.context.untold([(peer, call) for call in connection.unanswered])
             if connection.owes_replies:
                 self._owing.append((peer, connection))

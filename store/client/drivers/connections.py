@@ -22,7 +22,7 @@ from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import MASTER, NodeLink, PeerId, is_owner, owner_address
 from tanghulu.store.client.logic.messages import Welcome
-from tanghulu.store.client.logic.placement import NodeTable
+from tanghulu.store.client.logic.placement import PROBE_PAUSE_S, PROBE_S, NodeTable
 from tanghulu.store.client.settings import Settings
 from tanghulu.store.protocol.messages import ProveReply
 from tanghulu.store.protocol.terms import Renewals, Term
@@ -65,9 +65,23 @@ class NodeSessions:
         if known is not None and known.session_id != welcome.session_id:
             self._close_links(known)
         self._welcomes[peer] = welcome
+        self._context.nodes.answered(peer)
         self._context.greeted.add(peer)
         self._context.forget(peer)
         return welcome
+
+    def patience_s(self, peer: PeerId, left_s: float) -> float:
+        """How long to wait for the answer of the node ``peer`` to its greeting, or to a probe."""
+        return min(left_s, PROBE_S) if self._context.nodes.is_suspect(peer) else left_s
+
+    def unanswered(self, peer: PeerId, error: DeadlineExceeded) -> TanghuluError:
+        """The node ``peer`` did not answer in time; what the caller is told."""
+        nodes, now_s = self._context.nodes, self._context.clock.now_s()
+        if not nodes.is_suspect(peer):
+            nodes.suspect(peer, now_s)
+            return error
+        nodes.note_silent(peer, now_s, PROBE_PAUSE_S)
+        return silent(peer)
 
     def take_departed(self) -> list[PeerId]:
         """Close the segments of nodes that are gone, and forget them; which these are."""
@@ -135,9 +149,14 @@ def target_of(peer: PeerId, settings: Settings, nodes: NodeTable, now_s: float) 
     if node is None:
         raise NodeUnavailable(f"node {peer} is not known at the master (any more)")
     if nodes.is_silent(peer, now_s):
-        raise NodeUnavailable(f"node {peer} did not answer a moment ago")
+        raise silent(peer)
     near = settings.uses_unix and node.host_id == settings.host_id and bool(node.unix_path)
     return Target(Address.parse(node.address), node.unix_path if near else None)
+
+
+def silent(peer: PeerId) -> NodeUnavailable:
+    """The error of a node that is not called for a while."""
+    return NodeUnavailable(f"node {peer} did not answer a moment ago")
 
 
 def refuse_closed(opened_by: int, connect: str) -> None:

@@ -152,7 +152,7 @@ def _look_locally(context: Context, op: GetOp) -> None:
                 op.holders = [node]
             return
     nodes = context.nodes
-    op.holders = [node for node in context.locations.get(op.key) if nodes.get(node) is not None]
+    op.holders = nodes.trusted_first([node for node in context.locations.get(op.key) if nodes.get(node) is not None])
 
 
 def _nearest_first(context: Context, key: str) -> list[PeerId]:
@@ -277,7 +277,7 @@ def _round(
         (node, messages.get([op.key for op in ops], context.inline_bytes(node), remaining_ms))
         for node, ops in asked.items()
     ]
-    others = any(len(op.holders) > 1 for ops in asked.values() for op in ops)
+    others = len(asked) > 1 or any(len(op.holders) > 1 for ops in asked.values() for op in ops)
     outcomes = yield CallPeers(calls, _patience_s(deadline) if others else None)
     answers = [(node, ops, outcome) for (node, ops), outcome in zip(asked.items(), outcomes, strict=True)]
     yield from _take_answers(context, deadline, answers, flush)

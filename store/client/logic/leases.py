@@ -2,7 +2,8 @@
 
 Reads without a copy stand on a lease of the node. Whoever still refers to that memory (a Chunk, a numpy array, a torch
 tensor) keeps a LeasedMemory alive; when the last reference goes, its lease is dropped here and given back with the next
-call. So a range is never reused under somebody's array, and nothing is sent from inside a garbage collection.
+call, or, once the client is closed, by ``drivers.late_leases``. So a range is never reused under somebody's array, and
+nothing is sent from inside a garbage collection.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Leases:
     def __init__(self) -> None:
         self._held: dict[PeerId, dict[int, None]] = {}
         self.dropped: deque[tuple[PeerId, int]] = deque()
+        self.on_drop: Callable[[], None] | None = None  # of a closed client, which makes no more calls
 
     def hold(self, node: PeerId, lease_id: int) -> None:
         """The node granted a lease."""
@@ -35,6 +37,8 @@ class Leases:
     def drop(self, node: PeerId, lease_id: int) -> None:
         """The lease is not needed any more and is to be given back soon."""
         self.dropped.append((node, lease_id))
+        if self.on_drop is not None:
+            self.on_drop()
 
     def take_dropped(self) -> dict[PeerId, list[int]]:
         """What is to be given back now, by node; counts as released."""
@@ -51,6 +55,10 @@ class Leases:
     def held(self, node: PeerId) -> list[int]:
         """All leases on one node in the order they came, the dropped ones included."""
         return list(self._held.get(node, ()))
+
+    def holders(self) -> list[PeerId]:
+        """The nodes that leases are held on."""
+        return [node for node, leases in list(self._held.items()) if leases]
 
     @property
     def num_held(self) -> int:

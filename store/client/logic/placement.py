@@ -23,6 +23,10 @@ from tanghulu.store.client.model import NodeView
 NODES_TTL_S, NODES_SPREAD_S = 1.0, 1.0
 #: A node whose host did not answer is connected to by nobody for so long: each would wait as long again.
 SILENT_PAUSE_S = 5.0
+#: A suspect node (see ``suspect``) has so long to give a sign of life; if it does not, it is left alone for a while.
+PROBE_S, PROBE_PAUSE_S = 0.5, 1.0
+#: For so long others come before a suspect node; then it is tried again, with a probe.
+AVOID_S = 5.0
 _NO_VERSION = ListVersion()
 
 
@@ -40,6 +44,8 @@ class NodeTable:
         self._advice: dict[int, tuple[float, tuple[PeerId, ...]]] = {}
         self._fresh_until_s = float("-inf")
         self._silent_until_s: dict[PeerId, float] = {}
+        self._suspects: dict[PeerId, float] = {}  # until when others come before them
+        self._avoided = frozenset[PeerId]()
         self._lock = threading.Lock()
 
     def update(self, nodes: Iterable[NodeView], now_s: float, version: ListVersion = _NO_VERSION) -> None:
@@ -53,13 +59,15 @@ class NodeTable:
         with self._lock:
             self._nodes, self._local, self.version = table, local, version
             self._silent_until_s = {node: until_s for node, until_s in self._silent_until_s.items() if node in table}
-            self._fresh_until_s = self._until_s(now_s)
+            self._suspects = {node: until_s for node, until_s in self._suspects.items() if node in table}
             self._local_ids = frozenset(node_id for node_id, _ in local)
             self._largest_bytes = max((node.capacity_bytes for node in table.values()), default=0)
+        self.confirm(now_s)
 
     def confirm(self, now_s: float) -> None:
         """The master has no other list than the known one."""
         self._fresh_until_s = self._until_s(now_s)
+        self._avoided = frozenset(node for node, until_s in self._suspects.copy().items() if now_s < until_s)
 
     def _until_s(self, now_s: float) -> float:
         return now_s + NODES_TTL_S + self._rng.random() * NODES_SPREAD_S
@@ -79,9 +87,30 @@ class NodeTable:
         self._fresh_until_s = float("-inf")
         self._advice.clear()
 
-    def note_silent(self, node: PeerId, now_s: float) -> None:
-        """The host of ``node`` does not answer: nobody else shall wait for it for a while."""
-        self._silent_until_s[node] = now_s + SILENT_PAUSE_S
+    def note_silent(self, node: PeerId, now_s: float, pause_s: float = SILENT_PAUSE_S) -> None:
+        """``node``, or its host, does not answer: nobody else shall wait for it for a while."""
+        self.suspect(node, now_s)
+        self._silent_until_s[node] = now_s + pause_s
+
+    def suspect(self, node: PeerId, now_s: float) -> None:
+        """``node`` did not answer a call in time: it is probed before the next, and others come first a while."""
+        self._suspects[node] = now_s + AVOID_S
+        self._avoided |= {node}
+        self.expire()
+
+    def answered(self, node: PeerId) -> None:
+        """``node`` gave a sign of life."""
+        self._suspects.pop(node, None)
+        self._avoided -= {node}
+        self._silent_until_s.pop(node, None)
+
+    def is_suspect(self, node: PeerId) -> bool:
+        """Whether the node has given no sign of life since it did not answer in time."""
+        return node in self._suspects
+
+    def trusted_first(self, nodes: Sequence[PeerId]) -> list[PeerId]:
+        """The same nodes in their order, avoided ones behind the others."""
+        return sorted(nodes, key=self._avoided.__contains__)
 
     def is_silent(self, node: PeerId, now_s: float) -> bool:
         """Whether the host of ``node`` did not answer a moment ago."""
@@ -109,7 +138,7 @@ class NodeTable:
         return self._largest_bytes
 
     def local_for(self, key: str, size_bytes: int) -> list[PeerId]:
-        """The nodes of this host that could hold the value, best first."""
+        """The nodes of this host that could hold the value, best first; none that is avoided."""
         local = self._local
         if len(local) > 1:
             digest = xxhash.xxh3_64_intdigest(key.encode())
@@ -117,6 +146,8 @@ class NodeTable:
         fitting = []
         for node_id, _ in local:
             node = self._nodes.get(node_id)
+            if node_id in self._avoided:
+                continue
             if node is not None and (node.capacity_bytes == 0 or size_bytes <= node.capacity_bytes):
                 fitting.append(node_id)
         return fitting

@@ -180,8 +180,8 @@ def _remove_once(
 ) -> Logic[dict[int, NodeUnavailable]]:
     """Drop those of ``keys`` whose indexes are ``wanted``; returns those of which a holder could not be reached.
 
-    ``removed`` takes the answers of the other holders. The holders named are all there will be: the master admits no
-    copy of a version from the moment at which it is located to be removed, so a copy that is under way comes to nothing.
+    ``removed`` takes the answers of the other holders. The holders named are all there will be: once a version has been
+    located to be removed, the master admits no copy of it, so one that is under way comes to nothing.
     """
     wanted_keys = [keys[index] for index in wanted]
     holders, incomplete = yield from common.locate(context, deadline, wanted_keys, removing=True)
@@ -210,11 +210,17 @@ def _remove_once(
 
 
 def remove_matching(context: Context, deadline: Deadline, pattern: str) -> Logic[int]:
-    """Remove every key that ``pattern`` (a regular expression) is found in; how many there were."""
+    """Remove every key that ``pattern`` (a regular expression) is found in; how many there were.
+
+    Raises DirectoryIncomplete while a master that is rebuilding cannot list all keys.
+    """
+    if not pattern:
+        raise InvalidRequest("an empty pattern would remove every key; to remove every key, say '^'")
     try:
         wanted = re.compile(pattern)
     except re.error as error:
         raise InvalidRequest(f"{pattern!r} is no regular expression: {error}") from None
+    yield from _await_directory(context, deadline)
     listing = yield from list_keys(context, deadline, "")
     matching = [info.key for info in listing if wanted.search(info.key)]
     outcomes = yield from remove(context, deadline, matching)
@@ -224,12 +230,27 @@ def remove_matching(context: Context, deadline: Deadline, pattern: str) -> Logic
     return sum(1 for outcome in outcomes if outcome is True)
 
 
+def _await_directory(context: Context, deadline: Deadline) -> Logic[None]:
+    """Wait until the masters know all keys."""
+    backoff, patience = common.rebuilding_backoff(context), common.patience(context, deadline)
+    while True:
+        reply = yield from common.ask_owners(context, deadline, messages.nodes())
+        if not messages.is_rebuilding(reply):
+            return
+        pause_s = backoff.pause_s()
+        if patience.remaining_s() <= pause_s:
+            raise DirectoryIncomplete("the master is rebuilding its directory; it cannot list all keys yet")
+        yield Sleep(pause_s)
+
+
 def stat(context: Context, deadline: Deadline, key: str) -> Logic[ChunkInfo]:
     """What the store knows of the chunk; raises ChunkNotFound, or DirectoryIncomplete of a rebuilding master."""
     (nodes,), incomplete = yield from common.locate(context, deadline, [validate_key(key)])
     failure: TanghuluError | None = None
-    for node in nodes or (tuple(context.nodes.ids()) if incomplete else ()):
-        (outcome,) = yield CallPeers([(node, messages.node_stat([key]))])
+    holders = nodes or (tuple(context.nodes.ids()) if incomplete else ())
+    for node in holders:
+        patience_s = deadline.remaining_s() / 2 if len(holders) > 1 else None
+        (outcome,) = yield CallPeers([(node, messages.node_stat([key]))], patience_s)
         if isinstance(outcome, TanghuluError):
             failure = outcome
             continue

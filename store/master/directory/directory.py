@@ -47,7 +47,7 @@ class Directory:
         self.rebuild = Rebuild(number)
         self.table = DirectoryTable(inventories, order)
         self.pending_commits = PendingCommits()
-        self._tombstones: OrderedDict[str, int] = OrderedDict()
+        self._tombstones: OrderedDict[tuple[str, int], None] = OrderedDict()  # keys and versions
 
     def forget(self) -> list[dict[str, int]]:
         """Begin anew with nothing; returns the parts of the table, which are to be swept."""
@@ -63,7 +63,7 @@ class Directory:
             return None  # an older chunk of the key may have yet to be reported
         if self.pending_commits.announced(key, node_id, version):
             return None  # its client has committed another put, which this node will adopt
-        if self._tombstones and self._is_buried(node_id, key, version, changes):
+        if self._tombstones and self._is_buried(node_id, key, version):
             return False
         outcome = self.table.add(inventory, key, version, size_bytes, cold=cold)
         if outcome in (Outcome.STORED, Outcome.REFUSED_LOST):
@@ -95,18 +95,17 @@ class Directory:
         return stale
 
     def entomb(self, key: str, version: int) -> None:
-        """Leave a tombstone of ``version``: a node that holds it stays a holder until it announces, no other becomes one."""
-        self._tombstones[key] = version
-        self._tombstones.move_to_end(key)
+        """Leave a tombstone of ``version``: its known holders may keep it, and no other node becomes one."""
+        self._tombstones[key, version] = None
+        self._tombstones.move_to_end((key, version))
         if len(self._tombstones) > MAX_TOMBSTONES:
             self._tombstones.popitem(last=False)
 
-    def _is_buried(self, node_id: str, key: str, version: int, changes: dict[str, bool]) -> bool:
-        if self._tombstones.get(key) != version:
+    def _is_buried(self, node_id: str, key: str, version: int) -> bool:
+        if (key, version) not in self._tombstones:
             return False
-        if self.table.remove(node_id, key, version):
-            changes[key] = False
-        return True
+        found = self.table.find(key)
+        return found is None or found.version != version or node_id not in found.node_ids
 
     # --- reports
 
@@ -125,7 +124,7 @@ class Directory:
         if len(self.pending_commits) or self._tombstones:
             for index, (key, version, _, _) in enumerate(entries):
                 self.pending_commits.settle(key, node_id, version)
-                stands[index] = not self._is_buried(node_id, key, version, changes)
+                stands[index] = not self._is_buried(node_id, key, version)
         outcomes = self.table.add_report(inventory, compress(entries, stands))
         if not self.rebuild.is_rebuilt and outcomes.count(Outcome.STORED) == len(entries):
             return []  # and nothing to tell: nobody follows yet
@@ -149,7 +148,7 @@ class Directory:
     def commit_by_client(self, said: ClientCommit, inventory: InventoryId, now_s: float) -> CommitResult:
         """Take a client's commit as the announcement of its node, until the node itself announces the chunk."""
         key, version, pending = said.key, said.version, self.pending_commits
-        if pending.full or not self.rebuild.knows(key) or self._tombstones.get(key) == version:
+        if pending.full or not self.rebuild.knows(key) or (key, version) in self._tombstones:
             return CommitResult.ASK_NODE
         found = self.table.find(key)
         if found is not None:

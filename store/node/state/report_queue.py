@@ -283,10 +283,17 @@ class ReportQueue:
         """The master has to be told everything, from the beginning."""
         self._report, self._unreported = None, set(self.ranges)
 
-    def begin_report(self, report_id: int, chunks: SortedChunks, is_reported: Callable[[Holding], bool]) -> None:
+    def begin_report(
+        self,
+        report_id: int,
+        chunks: SortedChunks,
+        is_reported: Callable[[Holding], bool],
+        deleted: Iterable[Removal] = (),
+    ) -> None:
         """Tell all of the ranges that wait for a report, or of all if one is to stand for removals.
 
-        ``is_reported`` says of a chunk whether it is to be told still; unconfirmed ones are told as new ones are.
+        ``is_reported`` says of a chunk whether it is to be told still; unconfirmed ones are told as new ones are. What
+        clients ``deleted`` lately is repeated, so that a new master does not take a copy of it for a chunk.
         """
         unconfirmed = self._unconfirmed
 
@@ -295,6 +302,7 @@ class ReportQueue:
 
         numbers = self.ranges if self._owes_report else frozenset(self._unreported)
         self._unreported = set()
+        self._deleted.update((each, None) for each in deleted if range_of(each[0]) in numbers)
         self._report = SlotReport(report_id, chunks, is_told_here, numbers)
         self._stands_for_removals |= self._owes_report
         self._owes_report = False

@@ -26,6 +26,9 @@ from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.terms import Term
 from tanghulu.types import Address, ChunkKey
 
+#: Removals by clients that a master is told again with a report: it may have followed one that knew of them.
+MAX_REPEATED = 1 << 14
+
 
 class ReportQueues:
     """See the module. ``leader`` has everything as long as no ``map`` is known, and nothing later."""
@@ -38,6 +41,7 @@ class ReportQueues:
         self._by_range = [self.leader] * NUM_RANGES
         self._confirmations = Confirmations()
         self._void: dict[Removal, None] = {}  # the last puts that were retracted
+        self._deleted: dict[Removal, None] = {}  # the last chunks that clients removed
         self._report_ids = itertools.count(1)
 
     def of(self, key: ChunkKey) -> ReportQueue:
@@ -95,6 +99,10 @@ class ReportQueues:
     def remove(self, chunk: Holding, *, deleted: bool = False) -> None:
         """The node holds it no longer."""
         self.of(chunk.key).remove(chunk, deleted=deleted)
+        if deleted:
+            self._deleted[chunk.key, chunk.version] = None
+            if len(self._deleted) > MAX_REPEATED:
+                del self._deleted[next(iter(self._deleted))]
 
     def retract(self, key: ChunkKey, version: int) -> None:
         """Take back what a client may have told a master of a put that failed here."""
@@ -185,7 +193,7 @@ class ReportQueues:
         in_slots = SortedChunks(chunks)
         for queue in self._reporting():
             if queue.report_wanted:
-                queue.begin_report(next(self._report_ids), in_slots, is_reported)
+                queue.begin_report(next(self._report_ids), in_slots, is_reported, self._deleted)
 
     def _reporting(self) -> list[ReportQueue]:
         return [self.leader] if self.map is None else list(self._owners.values())
@@ -216,6 +224,7 @@ class ReportQueues:
         """Assert that each range is in one queue, and that the waiting puts are counted."""
         self._confirmations.check()
         assert len(self._void) <= MAX_RETRACTED
+        assert len(self._deleted) <= MAX_REPEATED
         for queue in self._all():
             queue.check()
             assert all((self._by_range[number] is queue) == (number in queue.ranges) for number in range(NUM_RANGES))

@@ -42,7 +42,7 @@ def trio() -> Iterator[Cluster]:
 def store(trio: Cluster) -> Iterator[Client]:
     with tanghulu.connect(trio.address) as client:
         yield client
-        client.remove_matching("")
+        client.remove_matching("^")
 
 
 def run(cluster: Cluster, *arguments: str) -> Any:

@@ -70,7 +70,7 @@ def test_an_interrupted_put_gives_back_what_it_has(
                 break
         assert finished
         assert put(other, "after", size, kind)
-        other.remove_matching("")
+        other.remove_matching("^")
 
 
 @pytest.mark.parametrize("when", ["before", "during"])
@@ -113,7 +113,7 @@ async def test_a_cancelled_put_gives_back_what_it_has(
             if finished:
                 break
         assert finished
-        await client.remove_matching("")
+        await client.remove_matching("^")
 
 
 def put(client: Client, key: str, size: int, kind: str) -> bool:

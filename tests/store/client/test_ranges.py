@@ -34,7 +34,7 @@ def cluster() -> Iterator[Cluster]:
 def store(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Client]:
     with tanghulu.connect(cluster.address, transport=str(request.param)) as client:
         yield client
-        client.remove_matching("")
+        client.remove_matching("^")
 
 
 def values(num_bytes: int) -> bytes:

@@ -55,7 +55,7 @@ def gateway(pair: Cluster) -> Iterator[Gateway]:
 def http(gateway: Gateway, direct: Client) -> Iterator[httpx.Client]:
     with gateway.asks() as client:
         yield client
-        direct.remove_matching("")
+        direct.remove_matching("^")
 
 
 @pytest.fixture(scope="module")

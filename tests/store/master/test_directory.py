@@ -60,7 +60,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.directory.tick(0.0)
         assert self.directory.is_ready
         self.nodes: dict[str, ModelNode] = {}
-        self.graves: dict[str, int] = {}
+        self.graves: set[tuple[str, int]] = set()
         self.told: set[tuple[str, str]] = set()
         self.read = 0
         for name in ("a", "b", "c"):
@@ -131,7 +131,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     ) -> tuple[list[bool], list[int]]:
         stale = set()
         for key, version in announcement.deleted:
-            self.graves[key] = version
+            self.graves.add((key, version))
             for other_name, other in self.nodes.items():
                 if other.holds.get(key) == version:
                     stale |= {(other_name, key, version)} if other_name != name else set()
@@ -152,9 +152,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     def enter(self, name: str, node: ModelNode, key: str, version: int, *, cold: bool) -> bool:
         others = self.versions(key, besides=name)
-        if self.graves.get(key) == version:
-            if node.holds.get(key) == version:
-                node.drop(key)
+        if self.is_buried(node, key, version):
             return False
         node.drop(key)
         if others <= {version}:
@@ -162,14 +160,20 @@ class DirectoryMachine(RuleBasedStateMachine):
         return others <= {version}
 
     def enter_piece(self, name: str, node: ModelNode, entries: Sequence[tuple[str, int, int, int]]) -> list[bool]:
-        buried = [self.graves.get(key) == version for key, version, _, _ in entries]
-        for (key, version, _, _), is_buried in zip(entries, buried, strict=True):
-            if is_buried and node.holds.get(key) == version:
-                node.drop(key)
+        buried = [self.is_buried(node, key, version) for key, version, _, _ in entries]
         return [
             not is_buried and self.enter(name, node, key, version, cold=bool(cold))
             for (key, version, _, cold), is_buried in zip(entries, buried, strict=True)
         ]
+
+    def is_buried(self, node: ModelNode, key: str, version: int) -> bool:
+        return (key, version) in self.graves and node.holds.get(key) != version
+
+    @rule(key=KEYS)
+    def locate_to_remove(self, key: str) -> None:
+        (found,) = self.directory.locate_to_remove([key])
+        assert ({found.version} if found else set()) == self.versions(key)
+        self.graves |= {(key, version) for version in self.versions(key)}
 
     @rule(name=NAMES)
     def zombie(self, name: str) -> None:
@@ -322,6 +326,19 @@ def test_what_is_removed_at_one_holder_is_removed_at_all() -> None:
     assert directory.take_stale_holders() == [("b", "k", 1)]
     assert not directory.has_stale_holders
     assert say(directory, "b", ("k", 1)) == [False]
+
+
+def test_what_is_located_to_be_removed_gets_no_more_holders() -> None:
+    directory = make("a", "b")
+    say(directory, "a", ("k", 1))
+    (found,) = directory.locate_to_remove(["k"])
+    assert found is not None
+    assert found.node_ids == ("a",)
+    assert say(directory, "b", ("k", 1)) == [False], "a copy that was under way"
+    assert say(directory, "a", ("k", 1)) == [True], "the holder may go on until it is asked to remove it"
+    assert holders(directory, "k") == ("a",)
+    say(directory, "a", deleted=gone("k"))
+    assert say(directory, "b", ("k", 2)) == [True], "a later put"
 
 
 def test_a_deleted_version_does_not_come_back(monkeypatch) -> None:

@@ -152,17 +152,20 @@ class KeyLife:
         return ended
 
     @contextlib.contextmanager
-    def removing(self, now_s: Callable[[], float], lingers_s: float) -> Iterator[Callable[[], None]]:
-        """A remove is under way; call what it gives when it has returned. Else it may still land for ``lingers_s``."""
+    def removing(self, now_s: Callable[[], float], lingers_s: float) -> Iterator[Callable[[bool], None]]:
+        """A remove is under way; call what it gives when it has returned, with whether the key is gone then.
+
+        Without that it may still land for ``lingers_s``.
+        """
         self.removes_begun += 1
         self.removes_open += 1
         self.acked_s, self.put_since_remove = None, self.puts_open > 0
         lands_s, begun, alone = now_s() + lingers_s, self.puts_begun, not self.puts_open
 
-        def ended() -> None:
+        def ended(is_gone: bool) -> None:
             nonlocal lands_s
             lands_s = now_s()
-            if alone and self.puts_begun == begun:
+            if is_gone and alone and self.puts_begun == begun:
                 self.gone_s = lands_s
 
         try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tanghulu.store.client.logic import carriers, get
+from tanghulu.store.client.logic import carriers, get, messages
 from tanghulu.store.client.logic.commit import CommitCall
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.pending_commits import PendingCommits
@@ -54,6 +54,11 @@ _MURDEROUS = Plan(1, 4, 300, 8.0, 8 << 20, 0.1, faults=("kill",), sizes=(10, 300
 #: Messages are lost on their way, or a part of one arrives.
 _TORN = Plan(
     2, 6, 200, 8.0, 8 << 20, 0.1, faults=("tear", "tear", "slow"), sizes=(10, 3000), removals=3.0, cuts_frames=True
+)
+
+#: Nodes join and are filled, or drain, while keys are removed, one and many.
+_FILLING = Plan(
+    1, 6, 400, 8.0, 4 << 20, 0.4, ("join", "drain", "drain"), (3000, 10_000), removals=1.0, batch=8, moves=True
 )
 
 _KILLS = ("kill", "kill", "slow")
@@ -107,6 +112,12 @@ def test_what_was_put_can_be_removed() -> None:
         assert World(seed, _TIDY).run()["remove"] > 50
 
 
+def test_what_is_removed_while_it_moves_is_gone() -> None:
+    counts = World(7, _FILLING).run()
+    assert counts["copied"] > 100
+    assert counts["remove_many"]
+
+
 @pytest.mark.slow
 def test_a_hundred_nodes() -> None:
     counts = World(4, Plan(100, 12, 400, seconds=6.0, node_bytes=1 << 20, fault_every_s=0.4)).run()
@@ -117,12 +128,13 @@ def test_a_hundred_nodes() -> None:
 def test_many_seeds() -> None:
     """As many as fit into a minute, the same every time; new ones run by hand (``__main__``)."""
     root = Path(__file__).parents[3]
-    command = [sys.executable, "-m", "tests.store.sim", "--first", "1000000", "--seeds", "100", "--seconds", "60"]
-    ended = subprocess.run(
-        command, cwd=root, env=os.environ | {"PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert int(ended.stdout.splitlines()[-1].split()[0]) > 0
+    for which, seconds in (("--first=1000000", "45"), ("--moves", "15")):
+        command = [sys.executable, "-m", "tests.store.sim", which, "--seeds", "100", "--seconds", seconds]
+        ended = subprocess.run(
+            command, cwd=root, env=os.environ | {"PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert int(ended.stdout.splitlines()[-1].split()[0]) > 0
 
 
 def _forgets_to_announce(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,7 +179,14 @@ def _hands_out_too_much(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lets_removed_chunks_return(original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, removal, node_id: []
+    return lambda self, key, version: None
+
+
+def _removes_where_the_key_was_seen(original: Any) -> Any:
+    def locate(keys: Any, *, count_only: bool = False, removing: bool = False) -> Any:
+        return original(keys, count_only=count_only)  # a copy that is under way becomes a holder all the same
+
+    return locate
 
 
 def _is_never_incomplete(original: Any) -> Any:
@@ -264,7 +283,8 @@ MUTATIONS = [
     (Fills, "_gone", _keeps_the_range_of_a_torn_put, _STREAMING),
     (NodeChunks, "_drop", _frees_what_is_leased, _CROWDED),
     (OffsetAllocator, "free", _hands_out_too_much, _CROWDED),
-    (Directory, "bury", _lets_removed_chunks_return, _LONELY),
+    (Directory, "entomb", _lets_removed_chunks_return, _LONELY),
+    (messages, "locate", _removes_where_the_key_was_seen, _FILLING),
     (Rebuild, "knows", _is_never_incomplete, _REBORN),
     (Rebuild, "told", _takes_time_for_knowledge, _REBORN),
     (Rebuild, "told", _keeps_what_was_known_once, _LONELY),

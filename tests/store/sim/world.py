@@ -460,7 +460,7 @@ class World:
         with life.removing(self.loop.time, DEADLINE_S + CONVERGE_S) as ended:
 
             def answered(removed: bool | None) -> None:
-                ended()
+                ended(removed is True or self.plan.orderly)  # else it may be on a node that no master knows now
                 if removed:
                     life.removed_s = self.loop.time()
                 elif removed is False and is_there and self.plan.orderly and not self._makes_room:
