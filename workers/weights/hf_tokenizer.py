@@ -7,6 +7,7 @@ of tokenizer_config.json and, in the second case, of special_tokens_map.json.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,10 +58,8 @@ def read_tokenizer(
         raise ModelUnsupported(
             f"{folder} has no tokenizer.json; convert its tokenizer with transformers' save_pretrained"
         )
-    try:
+    with typed_errors(f"cannot read {path}"):
         tokenizer = Tokenizer.from_buffer(path.read_bytes())
-    except Exception as error:  # the Rust library raises Exception itself; it is typed here
-        raise ModelUnsupported(f"cannot read {path}: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     Fields(config, "tokenizer_config.json").only("split_special_tokens", None, False)
@@ -71,6 +70,20 @@ def read_tokenizer(
         if token.content not in known:
             _add(tokenizer, token, None, vocab)
     return tokenizer
+
+
+@contextlib.contextmanager
+def typed_errors(what: str) -> Iterator[None]:
+    """Raise ModelUnsupported that begins with ``what`` for whatever the Rust of `tokenizers` raises inside.
+
+    It raises Exception itself, and panics, which are no Exception.
+    """
+    try:
+        yield
+    except (ModelUnsupported, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ModelUnsupported(f"{what}: {error}") from error
 
 
 def _added(folder: Path, config: Mapping[str, Any], special: SpecialTokens) -> Iterator[tuple[int, AddedToken]]:
