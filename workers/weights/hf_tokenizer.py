@@ -117,14 +117,14 @@ def _add(tokenizer: Tokenizer, token: AddedToken, number: int | None, vocab: int
 
 
 def _extra(config: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
-    """Special tokens beyond the usual ones: a list, or keys of their own."""
+    """Special tokens beyond the usual ones: keys of their own, then those of a list or an object."""
+    own = (key for key, value in config.items() if key.endswith("_token") and isinstance(value, str) and value)
+    yield from ((key, config[key]) for key in own if key not in _NAMED)
     key = "extra_special_tokens" if config.get("extra_special_tokens") else "additional_special_tokens"
     extra = config.get(key) or []
     if not isinstance(extra, list | dict):
         raise ModelUnsupported(f"{where} has {key!r} = {shown(extra)}; it must be a list or an object of tokens")
     yield from ((key, value) for value in (extra.values() if isinstance(extra, dict) else extra))
-    own = (key for key, value in config.items() if key.endswith("_token") and isinstance(value, str) and value)
-    yield from ((key, config[key]) for key in own if key not in _NAMED)
 
 
 def _number(value: object, where: str) -> int:
