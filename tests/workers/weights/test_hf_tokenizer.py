@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tanghulu.conductor.text.chat_template import ChatTemplate
 from tanghulu.workers.weights.tokenizer_assets import assets_of_folder
 
 TEXT = "hello lower <x> world <y>. <pad> </s> Hello <x>lower<|end|>"
@@ -108,3 +109,17 @@ def test_a_token_that_the_model_has_no_number_for_is_none(tmp_path: Path) -> Non
     for vocab, known in ((NUM_ADDED, []), (NUM_ADDED + 1, ["<x>"]), (NUM_ADDED + 2, ["<x>", "<pad>"])):
         tokenizer = Tokenizer.from_buffer(assets_of_folder(tmp_path, None, [], vocab=vocab).tokenizer_json)
         assert [token for token in ("<x>", "<pad>") if tokenizer.token_to_id(token) is not None] == known
+
+
+def test_templates_have_all_special_tokens(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{{ pad_token }}{% macro m() %}{{ x_token }}{% endmacro %}{{ m() }}\n {{ eos_token }}|"
+    config = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "x_token": '<"x">'}
+    config["chat_template"] = template + "{{ unk_token }}"
+    write(tmp_path, nothing, {"tokenizer_config": config})
+    from transformers import AutoTokenizer
+
+    assets = assets_of_folder(tmp_path, None, [])
+    messages = [{"role": "user", "content": "hello"}]
+    assert assets.chat_template is not None
+    ours = ChatTemplate(assets.chat_template, assets.bos_token or "", assets.eos_token or "").render(messages, {})
+    assert ours == AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, tokenize=False)
