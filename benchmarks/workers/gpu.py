@@ -303,6 +303,7 @@ class Served:
     def __init__(self, core: EngineCore, connector: KvConnector) -> None:
         self.core, self._connector = core, connector
         self._reports: list[StepReport] = []
+        self._failure: BaseException | None = None
         self._changed = threading.Condition()
         self.thread = EngineThread(core, self._report, self._failed)
 
@@ -312,7 +313,9 @@ class Served:
             self._changed.notify()
 
     def _failed(self, error: BaseException) -> None:
-        raise SystemExit(f"the engine failed: {error!r}")
+        with self._changed:
+            self._failure = error
+            self._changed.notify()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -342,6 +345,8 @@ class Served:
                 while self._reports:
                     if found := wanted(self._reports.pop(0)):
                         return found
+                if self._failure is not None:
+                    raise SystemExit(f"the engine failed: {self._failure!r}")
                 if not self._changed.wait(PATIENCE_S):
                     raise SystemExit("the engine does not answer")
 

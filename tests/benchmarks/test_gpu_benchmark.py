@@ -7,11 +7,29 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+from benchmarks.workers import gpu
+from tests.workers.tiny import BLOCK, engine, request, write_tiny
 
 ROOT = Path(__file__).parents[2]
 SIZES = "--batches 1,2 --context 20 --prefill 64 --long 256 --budget 64 --block-tokens 16 --load-bytes 200000"
+
+
+def test_an_engine_that_fails_ends_it_at_once(tmp_path: Path):
+    """And not when a step is 600 s late: that is all the time that a borrowed machine has."""
+
+    def fail(batch: object, cache: object) -> torch.Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    model = write_tiny(tmp_path).load()
+    model.forward = fail  # type: ignore[method-assign]
+    served = gpu.Served(engine(model), SimpleNamespace(close=lambda: None))
+    with served.running(), pytest.raises(SystemExit, match="illegal memory access"):
+        served.ttft(request("one", range(2, 2 + BLOCK)))
 
 
 @pytest.mark.slow

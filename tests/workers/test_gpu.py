@@ -27,7 +27,7 @@ from tanghulu.workers.ranks.group import join, leave
 from tanghulu.workers.ranks.processes import RankProcesses, RankTask
 from tanghulu.workers.weights import resolve_model
 from tests.workers.rig import PROMPT, DictStore, Rig
-from tests.workers.tiny import BLOCK, VOCAB, TinyModel, engine, request, run_all, write_tiny
+from tests.workers.tiny import BLOCK, VOCAB, WIDE, TinyModel, engine, request, run_all, write_served, write_tiny
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,15 +35,6 @@ pytestmark = [
 ]
 
 GPU = torch.device("cuda", 0)
-#: Heads wide enough for the kernels, and weights small enough that bfloat16 keeps the logits close.
-WIDE = {
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "head_dim": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-}
 
 
 @pytest.fixture(scope="module")
@@ -227,12 +218,14 @@ def test_two_ranks_give_the_text_of_one(two_ranks: tuple[EngineCore, DeviceBlock
     assert all(any(whole[: len(whole) // 2]) and any(whole[len(whole) // 2 :]) for whole in seen), "both ranks' parts"
 
 
-def test_a_worker_serves_from_a_gpu(smollm2_path: Path):
+def test_a_worker_serves_from_a_gpu(tmp_path: Path):
     """What `tanghulu worker --device cuda` loads: the plan, the kernel, the runner, the ways in and out."""
     from tanghulu.workers.config import WorkerConfig
     from tanghulu.workers.loading.torch_loading import load as load_worker
 
-    config = WorkerConfig(model=str(smollm2_path), device="cuda:0", kv_memory=256 << 20, kv_staging=256 << 20)
+    config = WorkerConfig(
+        model=str(write_served(tmp_path).path), device="cuda:0", kv_memory=256 << 20, kv_staging=256 << 20
+    )
     loaded = load_worker(config, lambda fraction: None)
     assert loaded.staging is not None
     assert loaded.layout.dtype == "bfloat16"

@@ -24,7 +24,7 @@ from tanghulu.workers.engine.requests import PeerPrefix
 from tanghulu.workers.engine.thread import StepReport
 from tanghulu.workers.kv.staging import DeviceStaging
 from tanghulu.workers.loading.loaded_model import LoadedModel
-from tanghulu.workers.mock.loading import _byte_level
+from tanghulu.workers.mock.loading import byte_level
 from tests.workers.rig import PROMPT
 from tests.workers.tiny import BLOCK, request
 
@@ -75,7 +75,7 @@ async def serving(model: Model, run_dir: Path, on_device: bool, kv_dtype: str) -
 
     config = WorkerConfig(port=0, kv_memory=NUM_BLOCKS * layout.block_bytes, block_tokens=BLOCK, store=False)
     process = Process(Role.BOTH, config, run_dir, NoStatus(), CollectorRegistry(), "", 7 + on_device)  # type: ignore[arg-type]
-    loaded = LoadedModel("tiny", layout, NAME, _byte_level(), make_runner, None, staging)
+    loaded = LoadedModel("tiny", layout, NAME, byte_level(), make_runner, None, staging)
     async with Watched(process, config, loaded) as worker:
         yield worker
 

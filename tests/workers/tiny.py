@@ -18,6 +18,7 @@ from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.requests import EngineRequest, SamplingParams, StopParams
 from tanghulu.workers.engine.step_result import RequestOutput, Sampled
+from tanghulu.workers.mock.loading import byte_level
 from tanghulu.workers.weights import resolve_model
 
 ROOT = root_hash(Fingerprint(b"0123456789abcdef"))
@@ -55,6 +56,24 @@ class TinyModel:
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+#: Heads wide enough for a GPU's kernels, and weights small enough that bfloat16 keeps the logits close.
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "head_dim": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+}
+
+
+def write_served(path: Path) -> TinyModel:
+    """Write a model that a worker can serve: `WIDE`, with a byte-level tokenizer."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "tokenizer.json").write_bytes(byte_level().tokenizer_json)
+    return write_tiny(path, vocab_size=300, **WIDE)
 
 
 def write_tiny(path: Path, seed: int = 0, shards: int = 1, **changes: Any) -> TinyModel:

@@ -50,24 +50,30 @@ class HostCopier:
 
 
 class CudaCopier:
-    """Copies tensors on GPUs, on a stream for each half of the ring and GPU.
+    """Copies tensors on ``devices``, on a stream for each half of the ring and GPU.
 
-    The tensors' producers on the caller's current stream are waited for, as torch asks; not with ``settled``, for
-    tensors that nobody computes any more and whose readers are done.
+    The streams are of torch's pool of high priority: those of the other pool are handed out in turn, and one on which
+    CUDA graphs are recorded must never carry a copy. The tensors' producers on the caller's current stream are waited
+    for, as torch asks; not with ``settled``, for tensors that nobody computes any more and whose readers are done.
     """
 
-    def __init__(self, *, settled: bool = False) -> None:
+    def __init__(self, devices: Iterable[torch.device], *, settled: bool = False) -> None:
+        import torch
+
         self._settled = settled
-        self._streams: tuple[dict[torch.device, torch.cuda.Stream], ...] = ({}, {})
+        own = dict.fromkeys(_indexed(device) for device in devices)
+        # Made here and not by the first copy, which several threads may start at once.
+        self._streams: tuple[dict[torch.device, torch.cuda.Stream], ...] = tuple(
+            {device: torch.cuda.Stream(device, priority=-1) for device in own}  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
 
     def copy(self, half: int, to: torch.Tensor, source: torch.Tensor) -> None:
         """Start a copy between pinned memory and a GPU on that GPU's stream of the half."""
         import torch
 
         device = to.device if to.is_cuda else source.device
-        stream = self._streams[half].get(device)
-        if stream is None:
-            stream = self._streams[half][device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._streams[half][device]
         if not self._settled:
             stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -75,13 +81,22 @@ class CudaCopier:
 
     def wait(self, half: int) -> None:
         """Wait until the half's streams are empty."""
-        for stream in tuple(self._streams[half].values()):
+        for stream in self._streams[half].values():
             stream.synchronize()
 
 
-def make_copier(device: torch.device, *, settled: bool = False) -> DeviceCopier:
-    """The copier for tensors on ``device``."""
-    return HostCopier() if device.type == "cpu" else CudaCopier(settled=settled)
+def _indexed(device: torch.device) -> torch.device:
+    """``device`` as tensors on it name it: a GPU by its number."""
+    import torch
+
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def make_copier(*devices: torch.device, settled: bool = False) -> DeviceCopier:
+    """The copier for tensors on ``devices``, at least one."""
+    return HostCopier() if devices[0].type == "cpu" else CudaCopier(devices, settled=settled)
 
 
 class StagingRing:
@@ -165,7 +180,7 @@ class GpuStaging:
         import torch
 
         self._engine = engine
-        self._device = torch.device(device)
+        self._device = _indexed(torch.device(device))
         self._ring = StagingRing(self._device, ring_bytes)
         self._buffer = engine.register(self._ring.memory)
         self._clock = SystemClock()
@@ -226,8 +241,9 @@ class GpuStaging:
         import torch
 
         source: Any = request.source
-        if not isinstance(source, torch.Tensor) or source.device.type != self._device.type:
-            raise InvalidRequest(f"this ring stages tensors on {self._device}, not {type(source).__name__}")
+        if not isinstance(source, torch.Tensor) or source.device != self._device:
+            found = f"a tensor on {source.device}" if isinstance(source, torch.Tensor) else type(source).__name__
+            raise InvalidRequest(f"this ring stages tensors on {self._device}, not {found}")
         if not source.is_contiguous():
             raise InvalidRequest(f"a tensor of shape {tuple(source.shape)} with strides {source.stride()}")
         start, length = request.source_offset, request.length

@@ -48,6 +48,8 @@ class DecodeGraphs:
         self._graphs: dict[DecodeShape, _Recorded] = {}
         self._results: dict[int, torch.Tensor] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        #: For all warm-ups: every stream that multiplies keeps a workspace.
+        self._beside = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
         self._failed = False
 
     def forward(self, packed: npt.NDArray[np.int64], shape: DecodeShape) -> torch.Tensor | None:
@@ -77,7 +79,7 @@ class DecodeGraphs:
         block_tokens, device = self._cache.layout.block_tokens, self._model.device
         filling = pack_decodes([], shape, block_tokens, self._cache.scratch)
         packed = torch.from_numpy(filling).to(device)
-        beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        beside = self._beside
         beside.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(beside):
             for _ in range(_WARM_UPS):

@@ -47,7 +47,9 @@ class MemoryPlan:
         """
         vocabulary = config.vocab * config.hidden
         weights = _layers_elements(config) * computed_item_bytes
-        weights += vocabulary * (num_ranks * stored_item_bytes + computed_item_bytes)
+        weights += vocabulary * (num_ranks * stored_item_bytes + computed_item_bytes) + num_ranks * _rotary_bytes(
+            config
+        )
         queries = config.num_heads * config.head_dim
         widest = 4 * config.hidden + 3 * queries + config.mlp_row_elements
         masks = config.max_context * config.num_heads // config.num_kv_heads
@@ -74,13 +76,12 @@ class MemoryPlan:
         """The plan of one rank of ``num_ranks``; ``kv_bytes`` and ``block_bytes`` are of all ranks together.
 
         A tied head is the embedding itself. ``gathered_tokens`` bounds the keys and values that attention copies, at
-        ``gathered_item_bytes`` for each number; ``has_masks`` says that it makes a mask for each query, and the cosines
-        and sines of all positions lie there in float32. One block more than asked for takes what fills up batches.
+        ``gathered_item_bytes`` for each number; ``has_masks`` says that it makes a mask for each query. One block
+        more than asked for takes what fills up batches.
         """
         vocabulary = config.vocab * config.hidden * item_bytes
         heads = 0 if config.tie_embeddings else vocabulary // num_ranks
         layers = _layers_elements(config) * item_bytes // num_ranks
-        rotary = 2 * config.max_context * config.head_dim * _FLOAT32
         widest = 4 * config.hidden + (3 * config.num_heads * config.head_dim + config.mlp_row_elements) // num_ranks
         gathered = 2 * max(gathered_tokens, config.max_context) * config.num_kv_heads * config.head_dim // num_ranks
         # Sampling holds probabilities, keys and sums of all rows: some ten numbers of 8 bytes for each token.
@@ -88,7 +89,9 @@ class MemoryPlan:
         workspace = num_batched_tokens * widest * _FLOAT32 + gathered * gathered_item_bytes + sampling
         if has_masks:
             workspace += num_batched_tokens * config.max_context * config.num_heads // config.num_kv_heads * item_bytes
-        return cls(vocabulary + heads + layers + rotary, (kv_bytes + block_bytes) // num_ranks, workspace)
+        return cls(
+            vocabulary + heads + layers + _rotary_bytes(config), (kv_bytes + block_bytes) // num_ranks, workspace
+        )
 
     @property
     def total_bytes(self) -> int:
@@ -109,6 +112,11 @@ class MemoryPlan:
     def __str__(self) -> str:
         parts = {"weights": self.weights_bytes, "KV cache": self.kv_bytes, "workspace": self.workspace_bytes}
         return ", ".join(f"{name} {format_size(size)}" for name, size in parts.items())
+
+
+def _rotary_bytes(config: ModelConfig) -> int:
+    """The cosines and sines of all positions, of layers with a window apart."""
+    return (1 if config.sliding is None else 2) * 2 * config.max_context * config.head_dim * _FLOAT32
 
 
 def _layers_elements(config: ModelConfig) -> int:

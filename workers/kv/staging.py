@@ -30,6 +30,7 @@ from tanghulu.errors import ConfigError, Overloaded, TanghuluError
 from tanghulu.transfer_engine.gpu.staging import DeviceCopier, StagingRing, make_copier, pin
 from tanghulu.transfer_engine.gpu.staging_plan import Piece, StagingEvent
 from tanghulu.types import format_size
+from tanghulu.workers.compute.device import wait_for
 from tanghulu.workers.compute.kv_cache import DeviceKvCache
 from tanghulu.workers.engine.engine import ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
@@ -51,6 +52,7 @@ class DeviceBlocks:
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
         self._parts = parts
         self.block_bytes = sum(part.shape[1] for part in parts)
+        self.devices = list(dict.fromkeys(part.device for part in parts))
 
     def pairs(self, block_id: int, staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each part of the block, and its place in ``staged``, which holds a block's bytes."""
@@ -280,9 +282,10 @@ class DeviceStaging:
         assert isinstance(cache, DeviceKvCache)
         others = [] if ranks is None else ranks.open_caches(cache.num_blocks)
         blocks = DeviceBlocks([cache.memory, *others])
+        wait_for(self._device)  # the cache is zeroed by now: no copier waits for that
         if self._device.type == "cuda":
             self._unpin = pin(segment)
-        copiers = [make_copier(self._device, settled=True) for _ in range(NUM_RINGS + 1)]
+        copiers = [make_copier(*blocks.devices, settled=True) for _ in range(NUM_RINGS + 1)]
         rings = [StagingRing(self._device, self._ring_bytes, copier) for copier in copiers[1:]]
         return KvPorts(StagedPort(blocks, rings), StagedWindow(blocks, segment, copiers[0]))
 

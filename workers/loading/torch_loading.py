@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from tanghulu.workers.weights.source import ModelSource
 
 _log = structlog.get_logger(__name__)
+#: The context is no longer than the KV cache; not below this, which trials at start need.
+_LEAST_CONTEXT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
     assets = load_tokenizer_assets(source)
     placed = _Placement.of(config, source)
     layout = KvLayout.of(source.config, config.block_tokens, dtype_name(placed.kept_as), config.tp)
-    layout.num_blocks_in(config.kv_memory)  # refuse what cannot fit before the long part
+    num_blocks = layout.num_blocks_in(config.kv_memory)  # refuse what cannot fit before the long part
+    source = source.within(max(num_blocks * config.block_tokens, _LEAST_CONTEXT))
     staging = DeviceStaging(layout, placed.device, config.kv_staging) if placed.on_gpu else None
     placed = _fit(config, source, layout, placed)
     threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // config.tp)
@@ -197,6 +200,7 @@ def _load_shards(
             in_one_form=len(placed.arithmetic.dtypes) == 1,
             lora=config.lora,
             kv_dtype=config.kv_dtype,
+            max_context=source.config.max_context,
         )
     )
     try:

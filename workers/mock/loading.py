@@ -68,7 +68,7 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
 def _described(spec: str) -> tuple[str, TokenizerAssets, int]:
     """Return the name, the tokenizer and the context length of the model ``spec``."""
     if spec == NAME:
-        return NAME, _byte_level(), _MAX_CONTEXT
+        return NAME, byte_level(), _MAX_CONTEXT
     folder = Path(spec).expanduser()
     if (folder / "config.json").is_file() and not any(folder.glob("*.safetensors")):
         shape = config_from_hf(read_json(folder / "config.json"))
@@ -78,7 +78,7 @@ def _described(spec: str) -> tuple[str, TokenizerAssets, int]:
     return source.name, load_tokenizer_assets(source), source.config.max_context
 
 
-def _byte_level() -> TokenizerAssets:
+def byte_level() -> TokenizerAssets:
     """Make a tokenizer with a token for each byte and one that ends a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({text: index for index, text in enumerate(alphabet)}, []))

@@ -15,7 +15,7 @@ from multiprocessing.reduction import recv_handle
 import torch
 
 from tanghulu.workers.compute.attention.backends import AttentionNeeds, pick_attention
-from tanghulu.workers.compute.device import device_of_rank, pick_device
+from tanghulu.workers.compute.device import device_of_rank, pick_device, wait_for
 from tanghulu.workers.compute.forward_batch import build_forward_batch
 from tanghulu.workers.compute.kv_cache import DeviceKvCache, KvCache
 from tanghulu.workers.compute.linear import Arithmetic
@@ -45,7 +45,8 @@ def _serve(worker: Connection) -> None:
     device = device_of_rank(pick_device(task.device), task.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    source, dtype = resolve_model(task.model, task.lora), pick_dtype(task.dtype, device)
+    source = resolve_model(task.model, task.lora).within(task.max_context)
+    dtype = pick_dtype(task.dtype, device)
     windows = source.config.sliding is not None
     kept_as = getattr(torch, kv_dtype_name(task.kv_dtype, dtype))
     needs = AttentionNeeds(device, dtype, source.config.head_dim, task.block_tokens, windows, kept_as)
@@ -68,6 +69,7 @@ def _make_cache(worker: Connection, model: Model, task: RankTask) -> DeviceKvCac
     import torch.multiprocessing  # it teaches connections to carry memory of GPUs  # noqa: F401
 
     cache = DeviceKvCache(_layout(model, task), worker.recv(), model.device)
+    wait_for(model.device)  # it is zeroed before the worker copies blocks into it
     worker.send(cache.memory)
     return cache
 

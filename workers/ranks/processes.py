@@ -23,6 +23,7 @@ from multiprocessing.reduction import send_handle
 from typing import TYPE_CHECKING
 
 from tanghulu.errors import ConfigError
+from tanghulu.workers.weights.fields import MAX_COUNT
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +50,7 @@ class RankTask:
     in_one_form: bool = False
     lora: str = ""
     kv_dtype: str = "auto"
+    max_context: int = MAX_COUNT
     rank: int = 0
     meeting_file: str = ""
 

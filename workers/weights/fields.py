@@ -48,11 +48,18 @@ class Fields:
         value = self._get(name, default)
         return None if value is None else self.integer(name, value, least=least)
 
-    def number(self, name: str, default: object = _REQUIRED) -> float:
-        """Return a number above 0."""
+    def number(self, name: str, default: object = _REQUIRED, *, least: float = 0) -> float:
+        """Return a number above 0, and from ``least`` on."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MAX_NUMBER:
-            raise self.unusable(name, "it must be a number above 0")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < _MAX_NUMBER
+            or value < least
+        ):
+            raise self.unusable(
+                name, f"it must be a number from {least} on" if least else "it must be a number above 0"
+            )
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:

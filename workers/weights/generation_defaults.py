@@ -59,7 +59,7 @@ def _checked(given: Mapping[str, Any]) -> GenerationDefaults:
     try:
         numbers = {name: float(value) for name, value in given.items() if name != "top_k"}
         defaults = GenerationDefaults(**numbers, top_k=max(int(given.get("top_k", 0)), 0))  # -1 is off as well
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ModelUnsupported(f"the model's sampling defaults {dict(given)} are no numbers: {error}") from error
     if not (
         0 <= defaults.temperature <= 100

@@ -94,8 +94,8 @@ def _context(fields: Fields) -> int:
 def _rope_scaling(fields: Fields) -> RopeScaling:
     # Llama 3's scaling does not stand here: GGUF ships its result as the tensor rope_freqs.weight.
     kind = fields.text("rope.scaling.type", "linear")
-    older = fields.number("rope.scale_linear", 1.0)
-    factor = fields.number("rope.scaling.factor", older)
+    older = fields.number("rope.scale_linear", 1.0, least=1)
+    factor = fields.number("rope.scaling.factor", older, least=1)
     if kind not in ("none", "linear"):
         raise ModelUnsupported(f"rope scaling {kind!r} cannot be run; this worker runs none and linear from GGUF")
     return RopeScaling() if kind == "none" or factor == 1 else RopeScaling("linear", factor=factor)

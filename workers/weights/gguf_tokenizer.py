@@ -1,8 +1,9 @@
 """A `tokenizers.Tokenizer` out of GGUF metadata: byte-level BPE (*gpt2*) or SentencePiece's (*llama*).
 
 Of byte-level BPE, GGUF keeps tokens, merges and token types, but of the pre-tokenizer only a name
-(``tokenizer.ggml.pre``). The splits behind the names are those of the models' own tokenizer.json; an unknown name is
-refused, because a wrong split yields plausible but different tokens.
+(``tokenizer.ggml.pre``). The splits behind the names are those of the models' own tokenizer.json. An unknown name is
+refused, and so is a file without one (llama.cpp's ``default``), because a wrong split yields plausible but different
+tokens.
 
 Of SentencePiece (Llama 2, Mistral), GGUF keeps pieces with scores. SentencePiece's BPE joins, of all neighbours whose
 join is a piece, those whose piece has the highest score, until none is left. `tokenizers` joins by a list of merges, so
@@ -21,6 +22,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tanghulu.errors import ModelUnsupported
+from tanghulu.workers.weights.fields import Fields, names_in
+from tanghulu.workers.weights.hf_tokenizer import typed_errors
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 
@@ -51,7 +54,6 @@ def _split_by(pattern: str) -> Any:
 
 
 _PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
-    "default": _gpt2,
     "gpt-2": _gpt2,
     "smollm": _smollm,
     "llama-bpe": lambda: _split_by(_LLAMA3_SPLIT),
@@ -63,20 +65,44 @@ _PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
 _IGNORES_MERGES = frozenset({"llama-bpe", "tekken"})
 #: What a file that does not say so means, as llama.cpp reads it.
 _ADDS_BOS = frozenset({"llama-bpe", "tekken"})
+#: Keys of ``tokenizer.ggml`` that say nothing about how a text is cut.
+_HARMLESS = names_in(
+    """
+    cls_token_id eom_token_id eos_token_id eot_token_id fim_mid_token_id fim_pad_token_id fim_pre_token_id
+    fim_rep_token_id fim_sep_token_id fim_suf_token_id mask_token_id merges middle_token_id padding_token_id
+    prefix_token_id scores seperator_token_id suffix_token_id token_type_count unknown_token_id
+    """
+)
 
 
 def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
     """Build the tokenizer that ``metadata`` describes, and say whether it puts BOS in front of a text.
 
-    Raises ModelUnsupported that names the tokenizer model or pre-tokenizer that cannot be built.
+    Raises ModelUnsupported that names the tokenizer model or pre-tokenizer that cannot be built, or the malformed key.
     """
-    model, pre = str(metadata.get("tokenizer.ggml.model", "absent")), str(metadata.get("tokenizer.ggml.pre", "default"))
-    tokenizer = build_sentencepiece(metadata) if model == "llama" else _byte_level(metadata, model, pre)
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    _add_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type", ()))
-    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", model == "llama" or pre in _ADDS_BOS))
-    bos_id = metadata.get("tokenizer.ggml.bos_token_id")
-    if bos_id is None:
+    fields = Fields(metadata, "GGUF metadata", "tokenizer.ggml.")
+    with typed_errors("the vocabulary in the GGUF metadata cannot be built"):
+        return _built(fields)
+
+
+def _built(fields: Fields) -> tuple[Tokenizer, bool]:
+    model, pre = fields.text("model"), fields.text("pre", "default")
+    tokenizer = _sentencepiece(fields) if model == "llama" else _byte_level(fields, model, pre)
+    tokens = fields.items("tokens", str, required=True)
+    types = fields.items("token_type", int)
+    if types and len(types) != len(tokens):
+        raise fields.unusable("token_type", f"there are {len(tokens)} tokens")
+    _add_tokens(tokenizer, tokens, types)
+    add_bos = fields.flag("add_bos_token", model == "llama" or pre in _ADDS_BOS)
+    fields.only("add_eos_token", False)
+    fields.only("add_sep_token", False)
+    fields.flag("add_space_prefix")
+    special = {name: min(fields.ids(f"{name}_token_id"), default=None) for name in ("bos", "eos")}
+    for name, index in special.items():
+        if index is not None and index >= len(tokens):
+            raise fields.unusable(f"{name}_token_id", f"the vocabulary has {len(tokens)} tokens")
+    fields.refuse_others(_HARMLESS)
+    if (bos_id := special["bos"]) is None:
         return tokenizer, False
     if add_bos:
         bos = tokens[bos_id]
@@ -86,10 +112,10 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
     return tokenizer, add_bos
 
 
-def _byte_level(metadata: Mapping[str, Any], model: str, pre: str) -> Tokenizer:
+def _byte_level(fields: Fields, model: str, pre: str) -> Tokenizer:
     _require_buildable(model, pre)
-    merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", ())]
-    vocabulary = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    merges = [_pair(merge) for merge in fields.items("merges", str)]
+    vocabulary = {token: index for index, token in enumerate(fields.items("tokens", str, required=True))}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _IGNORES_MERGES))
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
     tokenizer.decoder = decoders.ByteLevel()
@@ -103,7 +129,10 @@ def _require_buildable(model: str, pre: str) -> None:
             "use the model's safetensors directory with its tokenizer.json"
         )
     if pre not in _PRE_TOKENIZERS:
-        raise ModelUnsupported(f"GGUF pre-tokenizer {pre!r} is unknown; known: {', '.join(_PRE_TOKENIZERS)}")
+        raise ModelUnsupported(
+            f"GGUF pre-tokenizer {pre!r} (tokenizer.ggml.pre) cannot be built, only {', '.join(_PRE_TOKENIZERS)}; "
+            "convert the model again, or use its safetensors directory with its tokenizer.json"
+        )
 
 
 def _pair(merge: str) -> tuple[str, str]:
@@ -123,13 +152,14 @@ def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> No
     tokenizer.add_tokens(plain)
 
 
-def build_sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
+def _sentencepiece(fields: Fields) -> Tokenizer:
     """Build the tokenizer of ``tokenizer.ggml.model`` *llama*, without added tokens and BOS.
 
     Raises ModelUnsupported if the pieces come without scores or types.
     """
-    pieces: list[str] = metadata["tokenizer.ggml.tokens"]
-    scores, types = (metadata.get(f"tokenizer.ggml.{name}", ()) for name in ("scores", "token_type"))
+    pieces: list[str] = fields.items("tokens", str, required=True)
+    scores, types = fields.items("scores", float), fields.items("token_type", int)
+    fields.only("remove_extra_whitespaces", False)
     if not len(pieces) == len(scores) == len(types):
         raise ModelUnsupported(
             f"a GGUF vocabulary of SentencePiece needs a score and a type for each of its {len(pieces)} pieces; "
@@ -141,7 +171,7 @@ def build_sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
     tokenizer = Tokenizer(
         models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=_BYTE in types)
     )
-    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    prefixed = fields.flag("add_space_prefix", True)
     steps = [normalizers.Replace(" ", _SPACE)]
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *steps] if prefixed else steps)
     tokenizer.decoder = _decoder(prefixed)

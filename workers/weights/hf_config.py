@@ -199,11 +199,11 @@ def _rope(section: Fields, theta: float, positions: int, *, old_name: bool) -> t
     section.only("partial_rotary_factor", None, 1)
     theta, scaling = section.number("rope_theta", theta), RopeScaling()
     if kind == "linear":
-        scaling = RopeScaling("linear", factor=section.number("factor"))
+        scaling = RopeScaling("linear", factor=section.number("factor", least=1))
     elif kind == "llama3":
         scaling = RopeScaling(
             "llama3",
-            factor=section.number("factor"),
+            factor=section.number("factor", least=1),
             low_freq_factor=section.number("low_freq_factor"),
             high_freq_factor=section.number("high_freq_factor"),
             original_context=section.integer("original_max_position_embeddings", positions),

@@ -7,6 +7,8 @@ of tokenizer_config.json and, in the second case, of special_tokens_map.json.
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +28,10 @@ _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """The special tokens that files beside tokenizer.json name, each once, and the two that templates ask for."""
+    """The special tokens that files beside tokenizer.json have; ``named`` are those with a name of their own."""
 
     tokens: tuple[AddedToken, ...]
-    bos: str | None
-    eos: str | None
+    named: Mapping[str, str]
 
     @classmethod
     def of(cls, folder: Path, config: Mapping[str, Any]) -> SpecialTokens:
@@ -38,10 +39,27 @@ class SpecialTokens:
         map_path, where = folder / "special_tokens_map.json", "tokenizer_config.json"
         if "added_tokens_decoder" not in config and map_path.exists():
             config, where = {**config, **read_json(map_path)}, f"{where} or special_tokens_map.json"
-        named = {key: _token(config[key], key, where) for key in _NAMED if config.get(key) is not None}
-        more = [_token(value, key, where) for key, value in _extra(config, where)]
-        bos, eos = (named[key].content if key in named else None for key in ("bos_token", "eos_token"))
-        return cls((*named.values(), *more), bos, eos)
+        own = [key for key, value in config.items() if key.endswith("_token") and isinstance(value, str) and value]
+        names = [*(key for key in _NAMED if config.get(key) is not None), *(key for key in own if key not in _NAMED)]
+        named = {key: _token(config[key], key, where) for key in names}
+        key = "extra_special_tokens" if config.get("extra_special_tokens") else "additional_special_tokens"
+        more = config.get(key) or []
+        if isinstance(more, dict):
+            named |= {name: _token(value, name, where) for name, value in more.items()}
+            more = []
+        if not isinstance(more, list):
+            raise ModelUnsupported(f"{where} has {key!r} = {shown(more)}; it must be a list or an object of tokens")
+        tokens = (*named.values(), *(_token(value, key, where) for value in more))
+        return cls(tokens, {name: token.content for name, token in named.items()})
+
+    def set_in(self, template: str) -> str:
+        """``template`` with the tokens set that it mentions, but for the two that every template is given."""
+        missing = [name for name in self.named if name in template and name not in ("bos_token", "eos_token")]
+        own = [name for name in missing if name.isidentifier()]
+        return (
+            "".join(f"{{%- set {name} = {json.dumps(self.named[name], ensure_ascii=False)} -%}}" for name in own)
+            + template
+        )
 
 
 def read_tokenizer(
@@ -57,10 +75,8 @@ def read_tokenizer(
         raise ModelUnsupported(
             f"{folder} has no tokenizer.json; convert its tokenizer with transformers' save_pretrained"
         )
-    try:
+    with typed_errors(f"cannot read {path}"):
         tokenizer = Tokenizer.from_buffer(path.read_bytes())
-    except Exception as error:  # the Rust library raises Exception itself; it is typed here
-        raise ModelUnsupported(f"cannot read {path}: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     Fields(config, "tokenizer_config.json").only("split_special_tokens", None, False)
@@ -71,6 +87,20 @@ def read_tokenizer(
         if token.content not in known:
             _add(tokenizer, token, None, vocab)
     return tokenizer
+
+
+@contextlib.contextmanager
+def typed_errors(what: str) -> Iterator[None]:
+    """Raise ModelUnsupported that begins with ``what`` for whatever the Rust of `tokenizers` raises inside.
+
+    It raises Exception itself, and panics, which are no Exception.
+    """
+    try:
+        yield
+    except (ModelUnsupported, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ModelUnsupported(f"{what}: {error}") from error
 
 
 def _added(folder: Path, config: Mapping[str, Any], special: SpecialTokens) -> Iterator[tuple[int, AddedToken]]:
@@ -101,17 +131,6 @@ def _add(tokenizer: Tokenizer, token: AddedToken, number: int | None, vocab: int
     if number not in (None, got):
         _log.warning("tokenizer.number_differs", token=token.content, number=got, in_its_file=number)
     tokenizer.add_tokens([token])
-
-
-def _extra(config: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
-    """Special tokens beyond the usual ones: a list, or keys of their own."""
-    key = "extra_special_tokens" if config.get("extra_special_tokens") else "additional_special_tokens"
-    extra = config.get(key) or []
-    if not isinstance(extra, list | dict):
-        raise ModelUnsupported(f"{where} has {key!r} = {shown(extra)}; it must be a list or an object of tokens")
-    yield from ((key, value) for value in (extra.values() if isinstance(extra, dict) else extra))
-    own = (key for key, value in config.items() if key.endswith("_token") and isinstance(value, str) and value)
-    yield from ((key, config[key]) for key in own if key not in _NAMED)
 
 
 def _number(value: object, where: str) -> int:

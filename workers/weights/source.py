@@ -44,6 +44,10 @@ class ModelSource:
         """The GGUF file, or None for a safetensors directory."""
         return None if self.config_dir is not None else self.weight_files[0]
 
+    def within(self, num_tokens: int) -> ModelSource:
+        """The same model with a context of at most ``num_tokens``: memory is planned for no more than that."""
+        return replace(self, config=replace(self.config, max_context=min(self.config.max_context, num_tokens)))
+
     def open_weights(self) -> WeightSource:
         """Map the weight files for reading; raises ModelUnsupported."""
         weights = self._open_base()

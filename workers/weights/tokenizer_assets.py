@@ -84,13 +84,15 @@ def assets_of_folder(
     tokenizer = read_tokenizer(folder, config, special, vocab)
     fields = Fields(config, str(config_path))
     ends = set(eos_ids)
-    if special.eos is not None and (end := tokenizer.token_to_id(special.eos)) is not None:
+    bos, eos = special.named.get("bos_token"), special.named.get("eos_token")
+    if eos is not None and (end := tokenizer.token_to_id(eos)) is not None:
         ends.add(end)
+    template = _chat_template(folder, fields)
     return TokenizerAssets(
         tokenizer_json=tokenizer.to_str().encode(),
-        chat_template=_chat_template(folder, fields),
-        bos_token=special.bos,
-        eos_token=special.eos,
+        chat_template=None if template is None else special.set_in(template),
+        bos_token=bos,
+        eos_token=eos,
         add_bos=fields.flag("add_bos_token"),
         bos_id=bos_id,
         eos_ids=tuple(sorted(ends)),

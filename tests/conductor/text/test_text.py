@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import zlib
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from tanghulu.conductor.routing.requests import ModelCard
 from tanghulu.conductor.text.chat_template import ChatTemplate
 from tanghulu.conductor.text.detokenizer import DetokenizerFactory, WindowDetokenizer, is_byte_level
+from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.conductor.text.stop_strings import StopMatcher
 from tanghulu.errors import InvalidRequest, ModelUnsupported
+from tanghulu.types import Fingerprint
 from tests.conductor.fake_worker import TEMPLATE, TOKENIZER
 
 
@@ -155,3 +159,16 @@ class TestChatTemplate:
             ChatTemplate("{{ ''.__class__.__mro__ }}", "", "").render(self.MESSAGES, {})
         with pytest.raises(ModelUnsupported):
             ChatTemplate("{% if %}", "", "")
+
+
+async def test_a_truncation_in_the_card_cuts_no_prompt():
+    """Nor does its padding fill one up: a trainer left them in the model's tokenizer.json."""
+    saved = Tokenizer.from_str(TOKENIZER.to_str())
+    saved.enable_truncation(3)
+    saved.enable_padding(length=200)
+    saved_zlib = zlib.compress(saved.to_str().encode())
+    card = ModelCard("m", Fingerprint(b"f" * 16), "xxh3_128", 64, 512, 300, (), saved_zlib, "", "", "", False, 1)
+    text = "a prompt of more than three tokens"
+    assert (await ServedModel(card).encode(text, False)).tolist() == TOKENIZER.encode(
+        text, add_special_tokens=False
+    ).ids

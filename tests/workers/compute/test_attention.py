@@ -20,7 +20,14 @@ from tanghulu.workers.compute.attention import paged as attention_paged
 from tanghulu.workers.compute.attention import varlen as attention_varlen
 from tanghulu.workers.compute.attention.backends import AttentionNeeds, can, pick_attention
 from tanghulu.workers.compute.attention.base import AttentionBackend, SdpaAttention
-from tanghulu.workers.compute.attention.varlen import Kernel, VarlenAttention, pick_kernel, try_kernel, why_not
+from tanghulu.workers.compute.attention.varlen import (
+    Kernel,
+    VarlenAttention,
+    flash_attention,
+    pick_kernel,
+    try_kernel,
+    why_not,
+)
 from tanghulu.workers.compute.decode_batch import DecodeShape, decode_batch, is_decode, pack_decodes
 from tanghulu.workers.compute.device import CPU
 from tanghulu.workers.compute.forward_batch import ForwardBatch, SequenceChunk, build_forward_batch
@@ -201,10 +208,58 @@ class TestTrial:
         ],
     )
     def test_what_it_can_do_is_what_it_is_used_for(self, monkeypatch, kernel, block_tokens, reads_tables, key_starts):
-        monkeypatch.setattr(attention_varlen, "_varlen_attn", lambda: kernel)
+        monkeypatch.setattr(attention_varlen, "flash_attention", kernel)
         picked, reason = pick_kernel(CPU, torch.bfloat16, 16, block_tokens)
         assert (picked.reads_tables, picked.key_starts) == (reads_tables, key_starts)
         assert reason == ("" if reads_tables else "Paged KV cache block size must be divisible by 256")
+
+
+#: Schemas of torch's operator behind its nine positional arguments.
+SCHEMAS = {
+    "2.6 to 2.11": "Tensor? seqused_k=None, Tensor? alibi_slopes=None",
+    "2.12 on": "Tensor? seqused_k=None, Tensor? alibi_slopes=None, Tensor? block_table=None, int? num_splits=None",
+}
+POSITIONAL = (
+    "Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, "
+    "float dropout_p, bool is_causal, bool return_debug_mask"
+)
+WINDOWS = "*, float? scale=None, SymInt? window_size_left=None, SymInt? window_size_right=None"
+
+
+class Operator:
+    """The operator of a torch: it takes what its schema names, computed by the stand-in."""
+
+    def __init__(self, more: str) -> None:
+        self._schema = torch._C.parse_schema(f"aten::flash({POSITIONAL}, {WINDOWS}, {more}) -> Tensor")
+
+    def __call__(self, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> tuple[torch.Tensor]:
+        assert more.keys() <= {argument.name for argument in self._schema.arguments}
+        cu_q, cu_k, max_q, max_k, *flags = rest
+        assert flags == [0.0, False, False]
+        window = (more.pop("window_size_left"), more.pop("window_size_right"))
+        splits = {"num_splits": 1, "block_table": None} | more
+        return (varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, window_size=window, **splits),)
+
+
+@pytest.mark.parametrize("torchs", SCHEMAS)
+def test_each_torch_gets_the_arguments_that_it_has(monkeypatch, torchs):
+    monkeypatch.setattr(torch.ops.aten._flash_attention_forward, "default", Operator(SCHEMAS[torchs]))
+    assert try_kernel(Kernel(flash_attention, False), CPU, torch.bfloat16, 16, 16) is None
+    picked, reason = pick_kernel(CPU, torch.bfloat16, 16, 256)
+    assert picked.reads_tables == (torchs == "2.12 on")
+    assert ("reads no block tables" in reason) != picked.reads_tables
+
+
+def test_the_schema_of_this_torch_is_known():
+    names = {argument.name for argument in torch.ops.aten._flash_attention_forward.default._schema.arguments}
+    assert names >= {"window_size_left", "window_size_right", "seqused_k"}
+
+
+def test_a_kernel_without_an_argument_is_not_used():
+    def older(*args: Any) -> torch.Tensor:
+        raise AssertionError
+
+    assert "unexpected keyword argument" in str(try_kernel(Kernel(older, False), CPU, torch.bfloat16, 16, 16))
 
 
 class TestRegistry:
@@ -212,7 +267,7 @@ class TestRegistry:
 
     @pytest.mark.parametrize("kept_as", [torch.int8, torch.float32])
     def test_no_kernel_reads_tables_of_kv_of_another_type(self, monkeypatch, kept_as):
-        monkeypatch.setattr(attention_varlen, "_varlen_attn", lambda: varlen_attn)
+        monkeypatch.setattr(attention_varlen, "flash_attention", varlen_attn)
         assert pick_kernel(CPU, torch.bfloat16, 16, 256, kept_as=torch.bfloat16)[0].reads_tables
         picked, reason = pick_kernel(CPU, torch.bfloat16, 16, 256, kept_as=kept_as)
         assert not picked.reads_tables
@@ -220,11 +275,11 @@ class TestRegistry:
 
     def test_a_cpu_attends_by_sdpa(self):
         assert isinstance(pick_attention("auto", self.NEEDS), SdpaAttention)
-        assert can("varlen", self.NEEDS) == "varlen_attn runs on GPUs, not on cpu"
+        assert can("varlen", self.NEEDS) == "FlashAttention runs on GPUs, not on cpu"
         assert can("sdpa", self.NEEDS) is None
 
     def test_what_cannot_be_is_refused_with_the_reason(self):
-        with pytest.raises(ConfigError, match="--attention varlen: varlen_attn runs on GPUs"):
+        with pytest.raises(ConfigError, match="--attention varlen: FlashAttention runs on GPUs"):
             pick_attention("varlen", self.NEEDS)
         with pytest.raises(ConfigError, match="choose auto, varlen, sdpa"):
             pick_attention("magic", self.NEEDS)

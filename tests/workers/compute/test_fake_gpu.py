@@ -55,7 +55,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def backends() -> dict[str, AttentionBackend]:
-    attend = attention_varlen._varlen_attn()
+    attend = attention_varlen.flash_attention
     return {
         "sdpa": SdpaAttention(),
         "gathering": VarlenAttention(Kernel(attend, reads_tables=False)),

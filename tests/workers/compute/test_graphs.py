@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from tanghulu.transfer_engine.gpu.staging import CudaCopier
 from tanghulu.workers.compute import cuda_graphs
 from tanghulu.workers.compute.cuda_graphs import DecodeGraphs
 from tanghulu.workers.compute.decode_batch import decode_batch, pack_decodes
+from tanghulu.workers.compute.device import CPU
 from tanghulu.workers.compute.device_runner import DeviceRunner
 from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
@@ -48,6 +50,7 @@ def texts(core: EngineCore) -> dict[str, list[int]]:
 
 def played(model: Model, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineCore, Played]:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
     runner = DeviceRunner(model, block_tokens=BLOCK, num_blocks=64)
     graphs = runner._graphs = Played(model, runner.cache)
     return EngineCore(runner, EngineCoreConfig(block_tokens=BLOCK, debug_checks=True)), graphs
@@ -83,8 +86,9 @@ class Stream:
 
     made: ClassVar[list[Stream]] = []
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
         self.asked: list[str] = []
+        self.priority = priority
         Stream.made.append(self)
 
     def wait_stream(self, other: str) -> None:
@@ -101,11 +105,28 @@ def test_copies_of_a_half_have_a_stream_of_their_own(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the caller's")
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(stream.asked.append("copy")))
-    copier = CudaCopier(settled=settled)
+    copier = CudaCopier([CPU], settled=settled)
     source, target = torch.arange(5), torch.zeros(5, dtype=torch.int64)
     for half in (0, 1, 1):
         copier.copy(half, target, source)
     assert torch.equal(target, source)
     copier.wait(1)
+    assert {stream.priority for stream in Stream.made} == {-1}, "a pool of streams that no graph is recorded on"
     each = ["copy"] if settled else ["after the caller's", "copy"]
     assert [stream.asked for stream in Stream.made] == [each, [*each, *each, "wait"]]
+
+
+def test_streams_are_made_before_the_first_copy(tiny_model: Model, monkeypatch: pytest.MonkeyPatch):
+    """So threads that copy first at once share the half's stream, and no recording decides which it is."""
+    monkeypatch.setattr(Stream, "made", [])
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(stream.asked.append("copy")))
+    copier, rest = CudaCopier([CPU, CPU], settled=True), torch.zeros(2)
+    assert len(Stream.made) == 2
+    core, _ = played(tiny_model, monkeypatch)
+    texts(core)
+    assert len(Stream.made) == 3, "all warm-ups have one"
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda _: copier.copy(0, torch.zeros(2), rest), range(8)))
+    copier.wait(0)
+    assert [stream.asked for stream in Stream.made] == [["copy"] * 8 + ["wait"], [], []]

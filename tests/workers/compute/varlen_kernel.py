@@ -1,4 +1,4 @@
-"""A stand-in for torch's varlen kernel that holds callers to its rules."""
+"""A stand-in for torch's FlashAttention that holds callers to its rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def varlen_attn(
     max_k: int,
     *,
     window_size: tuple[int, int],
-    enable_gqa: bool,
+    enable_gqa: bool = True,
     seqused_k: torch.Tensor,
     block_table: torch.Tensor | None,
     num_splits: int | None,

@@ -458,3 +458,15 @@ def test_too_little_pinned_memory_is_refused():
         DeviceStaging(LAYOUT, CPU, 15 * LAYOUT.block_bytes)
     staging = DeviceStaging(LAYOUT, CPU, 16 * LAYOUT.block_bytes)
     assert staging.segment_bytes == 8 * LAYOUT.block_bytes
+
+
+def test_the_cache_is_zeroed_before_blocks_may_be_copied(tiny_model: Model, monkeypatch: pytest.MonkeyPatch):
+    """No copier waits for the stream that zeroes it."""
+    done: list[str] = []
+    monkeypatch.setattr(kv_staging, "wait_for", lambda device: done.append(f"waited for {device}"))
+    monkeypatch.setattr(kv_staging, "make_copier", lambda *devices, settled: done.append("copier") or HostCopier())
+    runner = DeviceRunner(tiny_model, block_tokens=BLOCK, num_blocks=4, graphs=False)
+    staging = DeviceStaging(runner.layout, CPU, 16 * runner.layout.block_bytes)
+    staging.open(runner, None, memoryview(bytearray(staging.segment_bytes)))
+    assert done == ["waited for cpu", *["copier"] * (kv_staging.NUM_RINGS + 1)]
+    staging.close()

@@ -25,7 +25,8 @@ def test_weights_are_those_of_the_file(tiny: TinyModel) -> None:
 
 def test_ranks_share_the_layers_and_each_has_the_embedding(tiny: TinyModel) -> None:
     embedding = tiny.config["vocab_size"] * tiny.config["hidden_size"] * 4
-    assert _plan(tiny, num_ranks=2).weights_bytes - _plan(tiny).weights_bytes == embedding
+    rotary = 2 * tiny.config["max_position_embeddings"] * tiny.config["head_dim"] * 4
+    assert _plan(tiny, num_ranks=2).weights_bytes - _plan(tiny).weights_bytes == embedding + rotary
 
 
 def test_more_tokens_in_a_step_take_more_workspace(tiny: TinyModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.loading import torch_loading
 from tanghulu.workers.weights import resolve_model
 from tanghulu.workers.weights.fingerprint import fingerprint
-from tests.workers.tiny import TinyModel
+from tests.workers.tiny import TinyModel, write_tiny
 
 
 def test_weights_have_one_form_where_two_do_not_fit(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,3 +57,23 @@ def test_kv_of_other_arithmetic_has_another_fingerprint(tiny: TinyModel) -> None
     source = resolve_model(str(tiny.path))
     names = {fingerprint(source, dtype="float32", block_tokens=8, arithmetic=each) for each in (b"", b"one", b"two")}
     assert len(names) == 3
+
+
+def test_memory_is_planned_for_the_context_that_the_cache_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not for the million tokens that the model could see: tables and masks of that size fit on few hosts."""
+    tiny = write_tiny(tmp_path, max_position_embeddings=1 << 20)
+    config = WorkerConfig(model=str(tiny.path), device="cpu", kv_memory=1 << 20)
+    contexts: list[int] = []
+    monkeypatch.setattr(torch_loading, "load_tokenizer_assets", lambda source: None)
+    plan = torch_loading._plan
+
+    def planned(config: Any, source: Any, *rest: Any) -> Any:
+        contexts.append(source.config.max_context)
+        return plan(config, source, *rest)
+
+    monkeypatch.setattr(torch_loading, "_plan", planned)
+    loaded = torch_loading.load(config, lambda fraction: None)
+    runner = loaded.make_runner(memoryview(bytearray(1 << 20)))
+    assert contexts[0] == runner.max_context == max(4096, runner.cache.num_blocks * config.block_tokens)

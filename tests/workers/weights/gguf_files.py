@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ def write_gguf(
     rope_freqs: Weights | None = None,
     quantisation: gguf.GGMLQuantizationType | None = None,
     metadata: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    tensors: Mapping[str, Weights] | None = None,
 ) -> None:
-    """``quantisation`` is of all matrices; ``metadata`` may add to the head."""
+    """``quantisation`` is of all matrices; ``metadata`` may add to the head, ``tensors`` to the rest."""
     config = tiny.config
     architecture = _ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
@@ -56,6 +57,8 @@ def write_gguf(
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), stored, raw_dtype=kind)
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", rope_freqs)
+    for name, data in (tensors or {}).items():
+        writer.add_tensor(name, data)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -18,7 +18,7 @@ from tanghulu.workers.compute.models.registry import load_model
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.weights import fingerprint, resolve_model
-from tests.workers.tiny import BLOCK, TinyModel, engine, request, run_all
+from tests.workers.tiny import BLOCK, TinyModel, engine, request, run_all, write_tiny
 from tests.workers.weights.gguf_files import write_gguf
 
 PROMPT = [5, 17, 44, 8, 90, 3, 61, 22, 13]
@@ -130,6 +130,16 @@ def test_it_is_a_model_of_its_own(tiny: TinyModel, adapter: Path, tmp_path: Path
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
         ({"r": 0}, "'r' = 0"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights"),
+        ({"init_lora_weights": "corda"}, "init_lora_weights"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights"),
+        ({"alora_invocation_tokens": [1, 1]}, "alora_invocation_tokens"),
+        ({"layers_to_transform": [0]}, "layers_to_transform"),
+        ({"target_modules": "("}, "target_modules"),
+        ({"unheard_of": 3}, "unheard_of"),
     ],
 )
 def test_what_would_be_passed_over_is_refused(
@@ -138,6 +148,46 @@ def test_what_would_be_passed_over_is_refused(
     adapter = write_adapter(tiny, tmp_path / "adapter", **changes)
     with pytest.raises(ModelUnsupported, match=text):
         resolve_model(str(tiny.path), f"mine={adapter}")
+
+
+def test_what_has_no_effect_is_accepted(tiny: TinyModel, tmp_path: Path) -> None:
+    """An adapter_config.json with all that PEFT 0.17 writes."""
+    nothing = ("auto_mapping", "corda_config", "eva_config", "exclude_modules", "layer_replication", "layers_pattern")
+    nothing += ("layers_to_transform", "megatron_config", "modules_to_save", "revision", "target_parameters")
+    off = dict.fromkeys(("fan_in_fan_out", "lora_bias", "use_dora", "use_qalora", "use_rslora"), False)
+    written = {
+        **dict.fromkeys((*nothing, "trainable_token_indices")),
+        **off,
+        **{"alpha_pattern": {}, "loftq_config": {}, "rank_pattern": {}},
+        **{"base_model_name_or_path": "x", "inference_mode": True, "init_lora_weights": True, "lora_dropout": 0.05},
+        **{"megatron_core": "megatron.core", "peft_version": "0.17.1", "qalora_group_size": 16},
+    }
+    adapter = write_adapter(tiny, tmp_path / "adapter", **written)
+    plain = write_adapter(tiny, tmp_path / "plain", target_modules=r".*\.(q_proj|o_proj|gate_proj|down_proj)")
+    assert torch.equal(logits(str(tiny.path), f"mine={adapter}"), logits(str(tiny.path), f"mine={plain}"))
+
+
+@pytest.mark.parametrize("changes", [{"r": 8}, {"target_modules": ["q_proj"]}, {"target_modules": ".*q_proj"}])
+def test_tensors_that_the_config_does_not_have_are_refused(
+    tiny: TinyModel, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    adapter = write_adapter(tiny, tmp_path / "adapter", **changes)
+    with pytest.raises(ModelUnsupported, match="the adapter's tensor"):
+        load_model(resolve_model(str(tiny.path), f"mine={adapter}"), torch.float32)
+
+
+def test_an_adapter_of_a_tied_head_is_refused(tmp_path: Path) -> None:
+    """Merged into the file's copy of the head, it would not be in the embedding that is computed with."""
+    tied, adapter = write_tiny(tmp_path, tie_word_embeddings=True), tmp_path / "adapter"
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors", {"format": "pt"})
+    write_adapter(tied, adapter, target_modules=["lm_head"])
+    factors = {"A": torch.ones(4, embedding.shape[1]), "B": torch.ones(len(embedding), 4)}
+    names = {f"base_model.model.lm_head.lora_{kind}.weight": factor for kind, factor in factors.items()}
+    save_file(names, adapter / "adapter_model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelUnsupported, match=r"lm_head\.weight"):
+        load_model(resolve_model(str(tmp_path), f"mine={adapter}"), torch.float32)
 
 
 def test_tensors_without_a_place_are_named(tiny: TinyModel, adapter: Path) -> None:

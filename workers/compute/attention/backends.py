@@ -41,7 +41,7 @@ class _Kind(NamedTuple):
 
 def _why_not_varlen(needs: AttentionNeeds) -> str | None:
     if needs.has_windows:
-        return "varlen_attn is not used for models with sliding windows"
+        return "FlashAttention is not used for models with sliding windows"
     return attention_varlen.why_not(*needs[:3])
 
 

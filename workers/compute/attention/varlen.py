@@ -1,10 +1,11 @@
-"""Attention on GPUs by torch's varlen_attn (FlashAttention): prompts and decodes of a step in one call a layer.
+"""Attention on GPUs by torch's FlashAttention: prompts and decodes of a step in one call a layer.
 
 Where the kernel reads block tables at this block size it reads the cache as it lies. Torch's own FlashAttention 2 does
 so for blocks of a multiple of 256 tokens; FlashAttention 3, if somebody activated it, for all. Elsewhere a step's
 blocks are gathered first, which costs prompts little (2,048 tokens behind 32,000 multiply for some milliseconds a
 layer and gather for a tenth of one).
 
+The operator is called itself: `varlen_attn` in front of it lacks arguments in torch 2.11 that the operator has.
 What the kernel can do is tried once, with numbers, and never assumed. Two of its ways are avoided by construction: its
 split of long contexts is wrong for queries packed one behind the other (pytorch issue 194167), so it is allowed only
 where the kernel lays the queries out evenly: one query a sequence, more heads than KV heads, no causal window.
@@ -36,7 +37,7 @@ _TOLERANCE = 0.02
 
 
 class Kernel(NamedTuple):
-    """A variant of the kernel, and how to call it: ``attend`` is `varlen_attn`.
+    """A variant of the kernel, and how to call it: ``attend`` is `flash_attention`.
 
     ``reads_tables``: it takes the cache and block tables, else gathered blocks; ``key_starts``: with tables it wants
     the keys' offsets too (FlashAttention 2 does, 3 refuses them).
@@ -91,7 +92,6 @@ class VarlenRun:
             lengths.max_queries,
             lengths.max_context,
             window_size=_ALL if one_each else _CAUSAL,
-            enable_gqa=True,
             seqused_k=lengths.contexts,
             block_table=self.tables,
             num_splits=None if may_split else 1,
@@ -100,7 +100,7 @@ class VarlenRun:
 
 
 class VarlenAttention:
-    """The backend of `varlen_attn`. It gathers at most `MAX_GATHERED_TOKENS` keys at a time, or one sequence's."""
+    """The backend of `flash_attention`. It gathers at most `MAX_GATHERED_TOKENS` keys at a time, or one sequence's."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -160,18 +160,14 @@ class VarlenAttention:
 def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Say why this backend cannot be used; None if it can, which is tried with numbers."""
     if device.type != "cuda":
-        return f"varlen_attn runs on GPUs, not on {device.type}"
+        return f"FlashAttention runs on GPUs, not on {device.type}"
     if dtype not in _DTYPES:
-        return f"varlen_attn computes bfloat16 and float16, not {dtype}"
+        return f"FlashAttention computes bfloat16 and float16, not {dtype}"
     if head_dim > _MAX_HEAD_DIM or head_dim % 8:
-        return f"varlen_attn takes heads of a multiple of 8 up to {_MAX_HEAD_DIM}, not {head_dim}"
+        return f"FlashAttention takes heads of a multiple of 8 up to {_MAX_HEAD_DIM}, not {head_dim}"
     if not multiplies_bfloat16(device):
-        return "varlen_attn needs a GPU of compute capability 8.0 or more"
-    try:
-        attend = _varlen_attn()
-    except ImportError as error:
-        return f"this torch has no varlen_attn: {error}"
-    return try_kernel(Kernel(attend, reads_tables=False), device, dtype, head_dim, 16)
+        return "FlashAttention needs a GPU of compute capability 8.0 or more"
+    return try_kernel(Kernel(flash_attention, reads_tables=False), device, dtype, head_dim, 16)
 
 
 def pick_kernel(
@@ -181,7 +177,7 @@ def pick_kernel(
 
     None does where KV is ``kept_as`` another type than ``dtype``, in which it is computed with.
     """
-    reason, attend = "", _varlen_attn()
+    reason, attend = "", flash_attention
     if kept_as not in (None, dtype):
         return Kernel(attend, reads_tables=False), f"KV is kept as {kept_as} and computed with as {dtype}"
     for kernel in (Kernel(attend, reads_tables=True), Kernel(attend, reads_tables=True, key_starts=False)):
@@ -192,11 +188,36 @@ def pick_kernel(
     return Kernel(attend, reads_tables=False), reason
 
 
-def _varlen_attn() -> Any:
-    """Import the kernel when it is needed: the import brings torch's compiler along, which takes seconds."""
-    from torch.nn.attention.varlen import varlen_attn
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor,
+    key_starts: torch.Tensor | None,
+    max_queries: int,
+    max_context: int,
+    *,
+    window_size: tuple[int, int],
+    seqused_k: torch.Tensor,
+    block_table: torch.Tensor | None,
+    num_splits: int | None,
+) -> torch.Tensor:
+    """Call torch's FlashAttention with the arguments that its version has; they are those of `varlen_attn`.
 
-    return varlen_attn
+    Raises RuntimeError for block tables where this torch's kernel takes none; one without ``num_splits`` never splits.
+    """
+    operator = torch.ops.aten._flash_attention_forward.default
+    known = {argument.name for argument in operator._schema.arguments}
+    more: dict[str, Any] = {"seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits}
+    if block_table is not None and "block_table" not in known:
+        raise RuntimeError(f"FlashAttention of torch {torch.__version__} reads no block tables")
+    attended: torch.Tensor = operator(
+        query, key, value, starts, key_starts, max_queries, max_context, 0.0, False, False,
+        window_size_left=window_size[0],
+        window_size_right=window_size[1],
+        **{name: given for name, given in more.items() if name in known or name == "seqused_k"},
+    )[0]  # fmt: skip
+    return attended
 
 
 def try_kernel(
@@ -216,7 +237,7 @@ def try_kernel(
             key, value = (each.index_select(0, run.block_ids).flatten(0, 1) for each in (key, value))
         try:
             got = run.call(queries[: sum(counts)], key, value).float()
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             return str(error).splitlines()[0]
         at = 0
         for count, context, own in zip(counts, contexts, ([2, 1], [3]), strict=True):
@@ -226,7 +247,7 @@ def try_kernel(
             )
             worst = max(worst, float((got[at : at + count] - wanted).abs().max()))
             at += count
-    return None if worst < _TOLERANCE else f"varlen_attn's answer is off by {worst:.3f}"
+    return None if worst < _TOLERANCE else f"FlashAttention's answer is off by {worst:.3f}"
 
 
 def _trial_run(

@@ -30,8 +30,9 @@ class RotaryTable:
         frequencies = _scaled(frequencies, config.rope_scaling)
         angles = torch.outer(torch.arange(config.max_context, dtype=torch.float64), frequencies)
         # The sine carries rotate_half's sign, so that applying needs a roll and no negation.
-        self._cos = torch.cat((angles.cos(), angles.cos()), dim=1).float().to(device)
-        self._sin = torch.cat((-angles.sin(), angles.sin()), dim=1).float().to(device)
+        cos, sin = angles.cos().float(), angles.sin().float()
+        self._cos = torch.cat((cos, cos), dim=1).to(device)
+        self._sin = torch.cat((-sin, sin), dim=1).to(device)
 
     def rows(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and signed sine of ``positions``, each [N, 1, head_dim]."""
