@@ -135,7 +135,7 @@ class TransferFailed(TanghuluError):
 
 
 class InvalidRequest(TanghuluError):
-    """The request is malformed or out of bounds; sending it again will fail again. ``param`` names the field at fault."""
+    """The request is malformed or out of bounds and will fail again. ``param`` names the field at fault, if known."""
 
     code = "INVALID_REQUEST"
     param: str | None = None
