@@ -85,6 +85,8 @@ _SEND_AHEAD_CHUNKS = 64
 #: Of the segment, what the mapped leases of one client, and those of all together, may hold; beyond it clients get
 #: copies.
 _MAX_MAPPED_FRACTION, _MAX_MAPPED_TOGETHER = 0.5, 0.75
+#: Of a range that comes into use this much is touched at once: 20 ms of the loop where all of it is new.
+_MOST_TOUCHED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +148,14 @@ class NodeMemory:
             prefault=prefault,
             published_bytes=index_bytes(self.index.num_buckets),
         )
+        self._is_touched = prefault
         assert self.segment.published is not None
         self.published = Published(IndexWriter(self.segment.published.view, self.index.seed, now_s))
+
+    def touch(self, offset: int, length: int) -> None:
+        """Make a range this process's memory before a client writes it; of a very long one the first part, in time."""
+        if not self._is_touched:
+            self.segment.touch(offset, min(length, _MOST_TOUCHED_BYTES))
 
 
 class Node:
@@ -213,6 +221,7 @@ class Node:
             published=self._memory.published,
             tenants=tenants,
             buffer_memory=(self._segment.view, self._memory.buffers_begin),
+            on_taken=self._memory.touch,
             make_tier=None if config.ssd_path is None else partial(self._open_tier, config.ssd_path),
         )
 

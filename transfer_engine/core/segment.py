@@ -20,6 +20,7 @@ import structlog
 
 from tanghulu.errors import InvalidRequest
 from tanghulu.runtime.fork import keep_reserved
+from tanghulu.transfer_engine.core.page_touch import PageToucher
 
 _log = structlog.get_logger(__name__)
 
@@ -83,6 +84,7 @@ class MemorySegment:
         self.size_bytes = len(area)
         self.view = memoryview(area)
         self._area = area
+        self._toucher = PageToucher(area, least_bytes=1)
         self._closed = False
 
     @classmethod
@@ -108,6 +110,10 @@ class MemorySegment:
             os.close(fd)
             area.close()
             raise
+
+    def touch(self, offset: int, length: int) -> None:
+        """Touch the pages of a range first, so that they count as this process's memory and not as a peer's."""
+        self._toucher.touch(offset, length)
 
     def descriptors(self, *, writable: bool) -> list[int]:
         """What a peer maps: the segment for reading, the published area, the segment for writing if it may write."""

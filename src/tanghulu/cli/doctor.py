@@ -19,6 +19,7 @@ import click
 from tanghulu.cli.printing import print_json, print_table
 from tanghulu.errors import TanghuluError
 from tanghulu.runtime.extras import EXTRAS, PURPOSES, install_command, missing_modules
+from tanghulu.rpc.peer_process import inode_of_process
 from tanghulu.runtime.machine_memory import memory_bounds
 from tanghulu.transfer_engine.topology.discovery import load
 from tanghulu.transfer_engine.topology_command import abilities
@@ -138,6 +139,18 @@ def huge_pages(root: Path) -> Iterator[Finding]:
     yield Finding("huge pages for shared memory", Level.FINE if fine else Level.NOTE, chosen, remedy)
 
 
+def containers(root: Path) -> Iterator[Finding]:
+    """Whether the kernel tells processes of other PID namespaces apart, as every container has one of its own."""
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        known = inode_of_process(pidfd) != 0
+    finally:
+        os.close(pidfd)
+    found = "memory is mapped" if known else "values are copied: the kernel is older than Linux 6.9"
+    remedy = "" if known else "share the PID namespace (compose: pid: service:node, Kubernetes: hostPID)"
+    yield Finding("memory between containers", Level.FINE if known else Level.NOTE, found, remedy)
+
+
 def clock(root: Path) -> Iterator[Finding]:
     """Whether the kernel takes its clock for synchronised; logs and traces of several hosts need it, nothing else."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -182,9 +195,9 @@ def ports(root: Path) -> Iterator[Finding]:
 _EVERYWHERE: tuple[Check, ...] = (python, cpu, memory, limits, clock)
 NEEDS: dict[str, tuple[Check, ...]] = {
     "master": (python, cpu, memory, limits, clock),
-    "node": (*_EVERYWHERE, huge_pages, transports),
+    "node": (*_EVERYWHERE, huge_pages, containers, transports),
     "conductor": (*_EVERYWHERE, extras),
-    "worker": (*_EVERYWHERE, worker_packages, default_model, gpus, extras, transports),
+    "worker": (*_EVERYWHERE, worker_packages, default_model, gpus, extras, containers, transports),
     "up": (*_EVERYWHERE, worker_packages, default_model, gpus, extras, huge_pages, transports, ports),
 }
 

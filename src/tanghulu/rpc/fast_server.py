@@ -70,10 +70,10 @@ class Peer:
     """What a server knows of one connection. ``state`` is the service's own: it sets and reads it.
 
     ``identity`` is who it has shown to be, where there is a gate; ``hang_up`` ends the connection. ``version`` is what
-    both speak: the lowest, if no HELLO has told another.
+    both speak: the lowest, if no HELLO has told another. ``pidfd`` opens a pidfd of the process, for the caller.
     """
 
-    pid: int | None  # of the process at the other end, told by the kernel (Unix sockets only)
+    pid: int | None  # of the process at the other end (Unix sockets only); see ``peer_process``
     is_unix: bool
     name: str
     state: Any = None
@@ -81,6 +81,7 @@ class Peer:
     identity: Identity | None = None
     version: int = SPOKEN.lowest
     hang_up: Callable[[], None] = lambda: None
+    pidfd: Callable[[], int] | None = None
 
 
 class Later:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 
+from tanghulu.rpc.peer_process import peer_uid
 from tanghulu.types import Address
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ANY = ("", "0.0.0.0", "::")
-_UCRED = struct.Struct("3i")
 
 
 def listener(host: str, port: int) -> socket.socket | None:
@@ -41,7 +40,7 @@ def dial(address: Address) -> socket.socket | None:
     try:
         sock.setblocking(False)  # a listener that takes nobody in must not hold us up
         sock.connect(_name(address.port))
-        _pid, uid, _gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        uid = peer_uid(sock)
     except OSError:
         sock.close()
         return None

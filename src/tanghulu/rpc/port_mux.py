@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from tanghulu.rpc.fast_server import HELLO_S, FastServerProtocol, FastService, P
 from tanghulu.rpc.frames import PREAMBLE
 from tanghulu.rpc.grpc_edge import SERVER_OPTIONS
 from tanghulu.rpc.pacing import notice_dead_peer, unpace_within_machine
+from tanghulu.rpc.peer_process import peer_pidfd, peer_process, peer_uid
 from tanghulu.runtime.accepting import accept_no_more
 from tanghulu.types import Address
 
@@ -42,7 +42,6 @@ MAX_GRPC_CALLS = 16384
 DESCRIPTORS_PER_CONNECTION = 4
 #: How often the files of TLS are looked at.
 _CERTIFICATES_S = 30.0
-_UCRED = struct.Struct("3i")
 
 
 class PortMux:
@@ -337,15 +336,14 @@ def _may_come_plain(transport: asyncio.Transport) -> bool:
     sock = transport.get_extra_info("socket")
     if sock is None or sock.family != socket.AF_UNIX:
         return transport.get_extra_info("sslcontext") is not None
-    _pid, uid, _gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    return uid in (os.geteuid(), 0)
+    return peer_uid(sock) in (os.geteuid(), 0)
 
 
 def _peer(transport: asyncio.Transport) -> Peer:
     sock, name = transport.get_extra_info("socket"), transport.get_extra_info("peername")
     if sock is not None and sock.family == socket.AF_UNIX:
-        pid, _uid, _gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-        return Peer(pid=pid, is_unix=True, name=f"pid {pid}")
+        pid = peer_process(sock)
+        return Peer(pid=pid, is_unix=True, name=f"pid {pid}", pidfd=partial(peer_pidfd, sock))
     if sock is not None and name:
         unpace_within_machine(sock, name)
     return Peer(pid=None, is_unix=False, name=str(name))

@@ -28,6 +28,7 @@ from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.fork import tell_in_children
 from tanghulu.store.client.drivers.connections import (
     NodeSessions,
+    OtherNode,
     Target,
     is_proven,
     late_replies,
@@ -37,7 +38,6 @@ from tanghulu.store.client.drivers.connections import (
     refuse_closed,
     silent,
     take_proof,
-    target_of,
     unproven,
     warn_unclosed,
 )
@@ -391,37 +391,43 @@ class AsyncioDriver:
             if peer == MASTER:
                 target = Target(await self._masters.find(), None, self.settings.uses_unix)
             else:
-                target = target_of(peer, self.settings, self.context.nodes, self.context.clock.now_s())
+                target = self._sessions.target(peer)
             try:
-                connection = await AsyncFastConnection.connect(
-                    target.address,
-                    target.unix_path,
-                    shortcut=target.shortcut,
-                    tls=self.settings.master.credentials.tls,
-                    on_late=late_replies(self.context, peer, self.flush),
-                )
-            except NodeUnavailable as error:
-                if not is_owner(peer):
-                    self.context.nodes.expire()
-                if isinstance(error, PeerSilent) and _is_node(peer):
-                    self.context.nodes.note_silent(peer, self.context.clock.now_s())
-                raise
-            try:
-                if _is_node(peer):
-                    await self._greet(peer, connection, self._sessions.patience_s(peer, deadline_s))
-                else:
-                    await greet(connection, self.settings.master.credentials, deadline_s)
-                    self._has_met_master = self._has_met_master or peer == MASTER
-            except (TanghuluError, asyncio.CancelledError) as error:
-                await connection.close()
-                if _is_node(peer) and isinstance(error, DeadlineExceeded):
-                    raise self._sessions.unanswered(peer, error) from None
-                raise
+                connection = await self._connect(peer, target, deadline_s)
+            except OtherNode:
+                connection = await self._connect(peer, self._sessions.target(peer), deadline_s)
             self._connections[peer] = connection
             return connection
 
-    async def _greet(self, peer: PeerId, connection: AsyncFastConnection, deadline_s: float) -> None:
-        target = target_of(peer, self.settings, self.context.nodes, self.context.clock.now_s())
+    async def _connect(self, peer: PeerId, target: Target, deadline_s: float) -> AsyncFastConnection:
+        try:
+            connection = await AsyncFastConnection.connect(
+                target.address,
+                target.unix_path,
+                shortcut=target.shortcut,
+                tls=self.settings.master.credentials.tls,
+                on_late=late_replies(self.context, peer, self.flush),
+            )
+        except NodeUnavailable as error:
+            if not is_owner(peer):
+                self.context.nodes.expire()
+            if isinstance(error, PeerSilent) and _is_node(peer):
+                self.context.nodes.note_silent(peer, self.context.clock.now_s())
+            raise
+        try:
+            if _is_node(peer):
+                await self._greet(peer, target, connection, self._sessions.patience_s(peer, deadline_s))
+            else:
+                await greet(connection, self.settings.master.credentials, deadline_s)
+                self._has_met_master = self._has_met_master or peer == MASTER
+        except (TanghuluError, asyncio.CancelledError) as error:
+            await connection.close()
+            if _is_node(peer) and isinstance(error, DeadlineExceeded):
+                raise self._sessions.unanswered(peer, error) from None
+            raise
+        return connection
+
+    async def _greet(self, peer: PeerId, target: Target, connection: AsyncFastConnection, deadline_s: float) -> None:
         call = self._sessions.hello(peer, target)
         reply = await connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s)
         welcome = self._sessions.greeted(peer, target, reply)

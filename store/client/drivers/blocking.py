@@ -35,6 +35,7 @@ from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.fork import tell_in_children
 from tanghulu.store.client.drivers.connections import (
     NodeSessions,
+    OtherNode,
     Target,
     is_proven,
     late_replies,
@@ -43,7 +44,6 @@ from tanghulu.store.client.drivers.connections import (
     obeyed,
     refuse_closed,
     take_proof,
-    target_of,
     unproven,
     warn_unclosed,
 )
@@ -511,8 +511,11 @@ class BlockingDriver:
         if peer == MASTER:
             target = Target(self._masters.find_blocking(), None, self.settings.uses_unix)
         else:
-            target = target_of(peer, self.settings, self.context.nodes, self.context.clock.now_s())
-        return self._connect(peer, target, until_s), False
+            target = self._sessions.target(peer)
+        try:
+            return self._connect(peer, target, until_s), False
+        except OtherNode:
+            return self._connect(peer, self._sessions.target(peer), until_s), False
 
     def _connect(self, peer: PeerId, target: Target, until_s: float) -> FastConnection:
         to_master = peer == MASTER or is_owner(peer)

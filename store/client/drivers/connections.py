@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tanghulu.errors import (
     DeadlineExceeded,
@@ -42,6 +42,10 @@ class Target:
     shortcut: bool = False
 
 
+class OtherNode(NodeUnavailable):
+    """Another node listens at a node's Unix path, as in a container with a run directory of its own: use TCP."""
+
+
 class NodeSessions:
     """The nodes that one client has greeted: how each answered, and their open segments."""
 
@@ -49,6 +53,14 @@ class NodeSessions:
         self._settings, self._context = settings, context
         self._welcomes: dict[PeerId, Welcome] = {}
         self._links: dict[tuple[int, bool], NodeLink] = {}  # by session, and whether it copies
+        self._of_others: dict[PeerId, str] = {}  # Unix paths of nodes at which, in this mount namespace, others listen
+
+    def target(self, peer: PeerId) -> Target:
+        """As ``target_of``, by TCP alone if the node's Unix path has turned out to be another's here."""
+        target = target_of(peer, self._settings, self._context.nodes, self._context.clock.now_s())
+        if target.unix_path is not None and self._of_others.get(peer) == target.unix_path:
+            return replace(target, unix_path=None)
+        return target
 
     def hello(self, peer: PeerId, target: Target) -> messages.AnyCall:
         """The first call on a connection to the node ``peer``."""
@@ -57,8 +69,14 @@ class NodeSessions:
         return messages.hello(settings.client_id, settings.master.credentials, settings.host_id, wants_shm, held)
 
     def greeted(self, peer: PeerId, target: Target, reply: messages.AnyReply) -> Welcome:
-        """The answer to ``hello``; raises NodeUnavailable if another node answered. A new session ends the old one."""
+        """The answer to ``hello``; a new session ends the old one.
+
+        Raises OtherNode if another node listens at the Unix path, and NodeUnavailable if one does at the address.
+        """
         welcome = messages.welcome(reply)
+        if welcome.instance_id != peer and target.unix_path is not None:
+            self._of_others[peer] = target.unix_path
+            raise OtherNode(f"at {target.unix_path} {welcome.instance_id} listens, not {peer}")
         if welcome.instance_id != peer:
             raise NodeUnavailable(f"{target.address} is {welcome.instance_id} now, not {peer}")
         known = self._welcomes.get(peer)
@@ -89,6 +107,7 @@ class NodeSessions:
         for peer in gone:
             context.departed.discard(peer)
             context.greeted.discard(peer)
+            self._of_others.pop(peer, None)
             welcome = self._welcomes.pop(peer, None)
             if welcome is not None:
                 self._close_links(welcome)

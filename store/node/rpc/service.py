@@ -144,7 +144,7 @@ class NodeService:
         client_id = request.client_id if who is None else who.scope + request.client_id
         may_write = who is None or who.may(Right.WRITE)
         held = frozenset(request.held_lease_ids)
-        greeting = Greeting(client_id, peer.pid if may_map else None, shm, held, may_write)
+        greeting = Greeting(client_id, peer.pid if may_map else None, shm, held, may_write, peer.pidfd)
         session = self._sessions.open(greeting)
         peer.state = session
         peer.on_close.append(lambda: self._sessions.leave(session))

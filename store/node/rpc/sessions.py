@@ -8,11 +8,12 @@ still holds.
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
+
+import structlog
 
 from tanghulu.errors import Overloaded, Unauthorized
 from tanghulu.rpc.fast_server import Handler
@@ -20,7 +21,14 @@ from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import Holder
 from tanghulu.transfer_engine.owner.process_watch import ProcessWatch
 
+_log = structlog.get_logger(__name__)
+
 MAX_SESSIONS = 16384
+#: The reason why memory is not mapped across PID namespaces, and the remedy.
+OTHER_NAMESPACE = (
+    "a client of another PID namespace cannot be recognised before Linux 6.9; "
+    "share the namespace (compose: pid: service:node, Kubernetes: hostPID) or it gets copies"
+)
 _MAX_CLIENT_ID = 128
 
 
@@ -38,13 +46,14 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What a client says of itself; ``pid`` is the kernel's word (Unix sockets), never the client's."""
+    """What a client says of itself; ``pid`` and ``pidfd`` are the kernel's word (Unix sockets), never the client's."""
 
     client_id: str
     pid: int | None
     wants_shm: bool
     held_lease_ids: Container[int] = field(default=frozenset())
     may_write: bool = True
+    pidfd: Callable[[], int] | None = None
 
 
 class Sessions:
@@ -57,6 +66,7 @@ class Sessions:
         self._by_client: dict[tuple[str, int | None], Session] = {}
         self._lost: dict[tuple[str, int | None], tuple[int, ...]] = {}
         self._pids: dict[int, tuple[str, int | None]] = {}  # watched session -> its client
+        self._has_logged_unknown = False
 
     def __len__(self) -> int:
         return len(self._by_client)
@@ -79,7 +89,7 @@ class Sessions:
             lost = tuple(each for each in lost if self._leases.has_session(each))
         session_id = secrets.randbits(62) + 1
         self._leases.open_session(session_id, greeting.pid, may_write=greeting.may_write)
-        maps = greeting.wants_shm and greeting.pid is not None and self._watch_process(session_id, greeting.pid)
+        maps = greeting.wants_shm and self._watch_process(session_id, greeting)
         session = Session(session_id, greeting.client_id, greeting.pid, Holder(session_id, maps), (session_id, *lost))
         self._by_client[client] = session
         if maps:
@@ -112,12 +122,24 @@ class Sessions:
 
     # --- inside
 
-    def _watch_process(self, session_id: int, pid: int) -> bool:
+    def _watch_process(self, session_id: int, greeting: Greeting) -> bool:
+        """Watch for the end of the client's process; False if that is unknown: the client then gets copies."""
+        if greeting.pid is None or greeting.pidfd is None:
+            return False
+        if greeting.pid == 0:
+            self._log_unknown()
+            return False
         try:
-            self._watch.add(session_id, os.pidfd_open(pid))
+            self._watch.add(session_id, greeting.pidfd())
         except OSError:
-            return False  # gone already, or not of this pid namespace: it gets copies
+            return False  # gone already
         return True
+
+    def _log_unknown(self) -> None:
+        """Say once what keeps clients in containers of their own from mapping this node's memory."""
+        if not self._has_logged_unknown:
+            self._has_logged_unknown = True
+            _log.warning("client.gets_copies", reason=OTHER_NAMESPACE)
 
     def _exited(self, session_id: int) -> None:
         self._state.session_exited(session_id)

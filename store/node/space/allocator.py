@@ -16,7 +16,7 @@ offset 128. free(0, 100), free(128, 10), free(192, 64) melt into one hole of 102
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 from sortedcontainers import SortedDict, SortedList
@@ -25,12 +25,22 @@ from tanghulu.errors import InvalidRequest
 from tanghulu.store.node.space.frames import Frames
 
 DEFAULT_ALIGNMENT = 64
+OnTaken = Callable[[int, int], None]
+
+
+def ignore_taken(offset: int, length: int) -> None:
+    """Do nothing with a range that is taken."""
 
 
 class OffsetAllocator:
-    """Every call is O(log n) in the number of free ranges. Sizes are rounded up to ``alignment``."""
+    """Every call is O(log n) in the number of free ranges. Sizes are rounded up to ``alignment``.
 
-    def __init__(self, capacity_bytes: int, alignment: int = DEFAULT_ALIGNMENT) -> None:
+    ``on_taken`` is called with the offset and length of each range that is taken.
+    """
+
+    def __init__(
+        self, capacity_bytes: int, alignment: int = DEFAULT_ALIGNMENT, on_taken: OnTaken = ignore_taken
+    ) -> None:
         if capacity_bytes < alignment or alignment & (alignment - 1):
             raise InvalidRequest(f"capacity {capacity_bytes} must hold one unit of {alignment} (a power of two)")
         self.alignment = alignment
@@ -39,6 +49,7 @@ class OffsetAllocator:
         self._by_offset = SortedDict({0: self.capacity_bytes})  # start of a free range -> its length
         self._by_length = SortedList([(self.capacity_bytes, 0)])  # (length, start) of the same ranges, if not fenced
         self._fence = (0, 0)
+        self._on_taken = on_taken
         self.frames = Frames(self.capacity_bytes, alignment)
 
     @property
@@ -92,6 +103,7 @@ class OffsetAllocator:
         return True
 
     def _take(self, offset: int, length: int) -> None:
+        self._on_taken(offset, length)
         self._used_bytes += length
         self.frames.taken(offset, length)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from tanghulu.errors import ChunkNotFound, InvalidRequest, Overloaded, StoreFull, TanghuluError
 from tanghulu.eviction.base import Policy
 from tanghulu.runtime.clock import Clock
-from tanghulu.store.node.space.allocator import OffsetAllocator
+from tanghulu.store.node.space.allocator import OffsetAllocator, OnTaken, ignore_taken
 from tanghulu.store.node.space.space import Space
 from tanghulu.store.node.state.chunk import Chunk, ChunkEvent, ChunkState, compact
 from tanghulu.store.node.state.chunk_leases import ChunkLeases
@@ -409,14 +409,15 @@ def make_node_state(
     tenants: TenantUsage | None = None,
     buffer_memory: tuple[memoryview, int | None] = (memoryview(b""), None),
     make_tier: Callable[[Callable[[SsdChunk], None]], LowerTier] | None = None,
+    on_taken: OnTaken = ignore_taken,
 ) -> NodeState:
     """A node's decisions over ``capacity_bytes`` of memory, with its parts wired together.
 
     ``max_value_bytes`` 0: what fits into the memory. ``buffer_memory``: the memory, and where it has AREA_BYTES for the
     heads and records of write buffers; without it there are none. ``make_tier`` is given a function that the tier calls
-    for every chunk that it has let go.
+    for every chunk that it has let go. ``on_taken`` is called with each range of the memory that comes into use.
     """
-    allocator = OffsetAllocator(capacity_bytes)
+    allocator = OffsetAllocator(capacity_bytes, on_taken=on_taken)
     published = published or Published()
     table, reports, waiters = ChunkTable(published), ReportQueues(), WaitQueue()
     memory, area = buffer_memory

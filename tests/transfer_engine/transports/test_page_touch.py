@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tanghulu.transfer_engine.transports.shm.page_touch import UNIT_BYTES, PageToucher, TouchedUnits
+from tanghulu.transfer_engine.core.page_touch import UNIT_BYTES, PageToucher, TouchedUnits
 
 MIB = 1 << 20
 

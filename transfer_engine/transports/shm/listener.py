@@ -13,9 +13,9 @@ import asyncio
 import contextlib
 import os
 import socket
-import struct
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, TanghuluError, Unauthorized
+from tanghulu.rpc.peer_process import peer_pidfd, peer_process, peer_uid
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.segment import MAX_NAME_BYTES, Endpoint
 from tanghulu.transfer_engine.core.transport import ServeContext
@@ -31,8 +31,6 @@ from tanghulu.transfer_engine.core.wire import (
 
 _HELLO_TIMEOUT_S = 5.0
 _BACKLOG = 128
-_SO_PEERPIDFD = 77  # Linux 6.5: the peer's pidfd, without a race against the pid's reuse
-_CREDENTIALS = struct.Struct("3i")
 
 
 class ShmListener:
@@ -150,7 +148,7 @@ class ShmListener:
 
     def _admit(self, peer: socket.socket, name: str, generation: int, session_id: int) -> bool:
         """Raise what refuses the peer; else tell whether it may write."""
-        pid, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        uid = peer_uid(peer)
         if uid != os.getuid():
             raise Unauthorized(f"uid {uid} may not map the memory of uid {os.getuid()}; use tcp")
         if name != self._segment.name or generation != self._generation:
@@ -162,15 +160,15 @@ class ShmListener:
             raise Overloaded(f"{self._max_connections} peers map this segment; use tcp")
         if self._access is None:
             return True
-        self._admit_session(peer, self._access, pid, session_id)
+        self._admit_session(peer, self._access, session_id)
         return self._access.may_write(session_id)
 
-    def _admit_session(self, peer: socket.socket, access: AccessTable, pid: int, session_id: int) -> None:
-        session_pid = access.session_pid(session_id)
-        if pid <= 0 or session_pid != pid:
+    def _admit_session(self, peer: socket.socket, access: AccessTable, session_id: int) -> None:
+        pid, session_pid = peer_process(peer), access.session_pid(session_id)
+        if not pid or session_pid != pid:
             raise Unauthorized(f"session {session_id} belongs to process {session_pid}, not to {pid}; use tcp")
         try:
-            pidfd = _peer_pidfd(peer, pid)
+            pidfd = peer_pidfd(peer)
         except OSError as error:
             raise InvalidRequest(f"process {pid} cannot be watched ({error}); use tcp") from error
         self._watch_process(session_id, pidfd)
@@ -191,15 +189,6 @@ async def _receive(peer: socket.socket, num_bytes: int) -> bytes:
             raise MalformedMessage("the peer hung up inside its hello")
         data += piece
     return data
-
-
-def _peer_pidfd(peer: socket.socket, pid: int) -> int:
-    try:
-        pidfd = peer.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-        os.set_inheritable(pidfd, False)
-        return pidfd
-    except OSError:  # an older kernel: the peer waits for our answer, so its pid cannot have been reused
-        return os.pidfd_open(pid)
 
 
 def _unlink_if_dead(path: str) -> None:

@@ -21,11 +21,11 @@ import numpy as np
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.transfer_engine.core.copying import Bytes, Memory, copy
+from tanghulu.transfer_engine.core.page_touch import PageToucher
 from tanghulu.transfer_engine.core.segment import map_shared
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.core.wire import digest_of
 from tanghulu.transfer_engine.transports.shm.long_copy import CopyHelper, Digest
-from tanghulu.transfer_engine.transports.shm.page_touch import PageToucher
 
 _DIGEST_PIECE_BYTES = 64 << 20
 _READ = Opcode.READ  # found at every copy, and an Enum takes ten times as long (Python 3.11)

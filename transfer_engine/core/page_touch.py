@@ -1,4 +1,4 @@
-"""Maps pages of a peer's segment, many at a time, before the first long write touches them.
+"""Maps pages of a segment, many at a time, before the first write touches them.
 
 Each process that maps a segment has page tables of its own, empty at first: a write to a page that it has not touched
 costs a fault, and a segment of gigabytes has millions of pages. A read's fault maps the pages around it as well, and
@@ -6,6 +6,9 @@ pages of shared memory come in writable that way. So MADV_POPULATE_READ (Linux 5
 would do, leaves few faults for itself and none for the writes. Measured (EPYC, Linux 6.18, one copy of 1 MiB into pages
 that exist): 626 us with 256 faults; 310 + 107 us after MADV_POPULATE_WRITE, as many faults; 98 + 98 us after
 MADV_POPULATE_READ, 16 faults. Before reads it would be of no use.
+
+The owner does the same before it lends a range: a page of shared memory is charged to the control group of the process
+that touches it first, and what a node holds must not count as the memory of its clients' containers.
 
 ``TouchedUnits`` decides which part of a range is new; ``PageToucher`` asks the kernel.
 """
@@ -43,16 +46,19 @@ class TouchedUnits:
 
 
 class PageToucher:
-    """Maps pages of ``areas``, which show the same memory, before it is written. Nothing on kernels that cannot."""
+    """Maps pages of ``areas``, which show the same memory, before it is written. Nothing on kernels that cannot.
 
-    def __init__(self, *areas: mmap.mmap) -> None:
-        self._areas = areas
+    Ranges below ``least_bytes`` are left to the faults.
+    """
+
+    def __init__(self, *areas: mmap.mmap, least_bytes: int = UNIT_BYTES) -> None:
+        self._areas, self._least_bytes = areas, least_bytes
         self._units: TouchedUnits | None = TouchedUnits(len(areas[0]))
 
     def touch(self, offset: int, length: int) -> None:
-        """Map a range that is about to be written. Short ones are left to the faults, as cheap for few pages."""
+        """Map a range that is about to be written."""
         units = self._units
-        if length < UNIT_BYTES or units is None:
+        if length < self._least_bytes or units is None:
             return
         fresh = units.fresh(offset, length)
         if fresh is not None:
