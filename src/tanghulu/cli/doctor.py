@@ -18,8 +18,8 @@ import click
 
 from tanghulu.cli.printing import print_json, print_table
 from tanghulu.errors import TanghuluError
-from tanghulu.runtime.extras import EXTRAS, PURPOSES, install_command, missing_modules
 from tanghulu.rpc.peer_process import inode_of_process
+from tanghulu.runtime.extras import EXTRAS, PURPOSES, install_command, missing_modules
 from tanghulu.runtime.machine_memory import memory_bounds
 from tanghulu.transfer_engine.topology.discovery import load
 from tanghulu.transfer_engine.topology_command import abilities
