@@ -162,7 +162,7 @@ _SLICE_VALUES = 256
 
 
 #: What many clients take for the end of a line of a stream, and JSON has as it is.
-_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+_LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 def dumps(value: Any) -> str:
@@ -172,7 +172,10 @@ def dumps(value: Any) -> str:
 
 def in_lines(text: str) -> str:
     """``text``, of JSON, with no character in it that ends a line, but for those between the events of a stream."""
-    return text if text.isascii() else text.translate(_LINE_ENDS)
+    if not text.isascii():
+        for character, escaped in _LINE_ENDS.items():  # ``translate`` would look at each character by itself
+            text = text.replace(character, escaped)
+    return text
 
 
 def dumps_large(value: Any) -> bytes:
