@@ -60,10 +60,16 @@ def router(service: Service) -> APIRouter:
         async with reading(request, service, DetokenizeBody) as body:
             model = await service.find_model(body.model)
             await made_ready(body.is_large, model.checked_tokens, body.tokens)
-            text = await in_thread(model.decode, body.tokens, body.skip_special_tokens)
-        return Response(dumps({"prompt": text, "text": text}), media_type="application/json")
+            shown = await in_thread(_detokenised, body, model)
+        return Response(shown, media_type="application/json")
 
     return api
+
+
+def _detokenised(body: DetokenizeBody, model: ServedModel) -> bytes:
+    """The answer of /detokenize, as JSON."""
+    text = model.decode(body.tokens, body.skip_special_tokens)
+    return dumps({"prompt": text, "text": text}).encode()
 
 
 def _tokenised(texts: Sequence[Tokens], is_list: bool, model: ServedModel) -> bytes:

@@ -14,6 +14,7 @@ from tanghulu.conductor.http import openai_format as shape
 from tanghulu.conductor.http.reply import DONE, last_events
 from tanghulu.conductor.inference.generation import GenerationCall, TextDelta
 from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
+from tanghulu.conductor.text.preparing import made_ready
 from tanghulu.conductor.tools.events import (
     TOOL_CALLS,
     AnswerEvent,
@@ -140,7 +141,10 @@ async def whole_answer(call: GenerationCall, choices: Sequence[Choice], logprobs
     while not call.ended:
         for index, delta in await call.read():
             choices[index].keep(delta)
-    return shape.whole_chat(
-        call,
-        [(c.message(), logprobs(c.logprobs) if logprobs is not None else None, c.finish_reason) for c in choices],
-    )
+
+    def formed() -> dict[str, Any]:
+        shown = [(logprobs(choice.logprobs) if logprobs is not None else None) for choice in choices]
+        parts = [(c.message(), each, c.finish_reason) for c, each in zip(choices, shown, strict=True)]
+        return shape.whole_chat(call, parts)
+
+    return await made_ready(call.shows_much, formed)

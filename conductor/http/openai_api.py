@@ -20,7 +20,7 @@ from tanghulu.conductor.inference.preprocess import ParsedRequest, parse_chat, p
 from tanghulu.conductor.inference.schema import ChatBody, CompletionBody, OpenAIBody
 from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
-from tanghulu.conductor.text.preparing import in_thread
+from tanghulu.conductor.text.preparing import in_thread, made_ready
 from tanghulu.errors import TanghuluError
 
 #: The logprobs of a choice's next tokens, as the API shows them.
@@ -90,7 +90,8 @@ def _whole_reply(
     """The reply that goes out as a whole, with the prompt's log probabilities under vLLM's name if they are wanted."""
 
     async def answer() -> dict[str, Any]:
-        return with_prompt_logprobs(await compute(), call, body.prompt_logprobs)
+        computed = await compute()
+        return await made_ready(call.shows_scores, with_prompt_logprobs, computed, call, body.prompt_logprobs)
 
     return JsonWhenDone(call, service.forget, answer)
 
@@ -134,8 +135,12 @@ async def _whole_text(
             texts[index] += delta.pieces
             values[index] += delta.logprobs
             finishes[index] = delta.finish or finishes[index]
-    shown = [logprobs(i, each) if logprobs is not None else None for i, each in enumerate(values)]
-    return form(call, list(zip(map("".join, texts), shown, finishes, strict=True)))
+
+    def formed() -> dict[str, Any]:
+        shown = [logprobs(i, each) if logprobs is not None else None for i, each in enumerate(values)]
+        return form(call, list(zip(map("".join, texts), shown, finishes, strict=True)))
+
+    return await made_ready(call.shows_much, formed)
 
 
 class _TextStream:

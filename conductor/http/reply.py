@@ -12,7 +12,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from codecs import BOM_UTF8
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -28,7 +28,7 @@ from tanghulu.conductor.inference.json_marks import MARK_BYTES, check_marks
 from tanghulu.conductor.inference.schema import Api, Body, RoutedBody
 from tanghulu.conductor.inference.service import Service, UnknownFields
 from tanghulu.conductor.stories.origin import Origin, sender_of
-from tanghulu.conductor.text.preparing import INLINE_BYTES, made_ready
+from tanghulu.conductor.text.preparing import INLINE_BYTES, in_thread, made_ready
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.web.bodies import DEADLINE_S, STALL_S, IncomingBody, pieces
 from tanghulu.web.errors import BadField, WrongContentType, body_of, from_validation, log_failure, status_of
@@ -199,10 +199,12 @@ def event(payload: str) -> bytes:
 
 
 _encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+#: Values of a list that are encoded at one time, where there are many.
+_SLICE_VALUES = 256
 
 
 #: What many clients take for the end of a line of a stream, and JSON has as it is.
-_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+_LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 def dumps(value: Any) -> str:
@@ -212,7 +214,23 @@ def dumps(value: Any) -> str:
 
 def in_lines(text: str) -> str:
     """``text``, of JSON, with no character in it that ends a line, but for those between the events of a stream."""
-    return text if text.isascii() else text.translate(_LINE_ENDS)
+    if not text.isascii():
+        for character, escaped in _LINE_ENDS.items():  # ``translate`` would look at each character by itself
+            text = text.replace(character, escaped)
+    return text
+
+
+def dumps_large(value: Any) -> bytes:
+    """JSON as of ``dumps``, encoded in slices, for a thread: an encoder keeps the interpreter to itself."""
+    if not isinstance(value, dict | list):
+        return dumps(value).encode()
+    if isinstance(value, dict):
+        parts = [b"%b:%b" % (dumps(name).encode(), dumps_large(inner)) for name, inner in value.items()]
+        return b"{%b}" % b",".join(parts)
+    if len(value) <= _SLICE_VALUES:
+        return b"[%b]" % b",".join([dumps_large(inner) for inner in value])
+    slices = [value[start : start + _SLICE_VALUES] for start in range(0, len(value), _SLICE_VALUES)]
+    return b"[%b]" % b",".join([dumps(each)[1:-1].encode() for each in slices])
 
 
 async def hung_up(receive: Receive) -> None:
@@ -293,10 +311,14 @@ class EventStream(_Watched):
         """The next events, at least one."""
         piece = b""
         while not piece:
-            piece = b"".join([self._streamed.take(index, delta) for index, delta in await self._call.read()])
+            taken = await self._call.read()
+            piece = await made_ready(self._call.shows_scores, self._take, taken)
             if self._call.ended:
                 piece += self._streamed.end()
         return piece
+
+    def _take(self, taken: Sequence[tuple[int, TextDelta]]) -> bytes:
+        return b"".join([self._streamed.take(index, delta) for index, delta in taken])
 
 
 class JsonWhenDone(_Watched):
@@ -311,7 +333,10 @@ class JsonWhenDone(_Watched):
     async def answer(self, scope: Scope, send: Send) -> None:
         """Compute, then send."""
         computed = await self._compute()
-        body = computed if isinstance(computed, bytes) else dumps(computed).encode()
+        body = computed
+        if not isinstance(computed, bytes):
+            is_large = self._call.shows_much
+            body = await in_thread(dumps_large, computed) if is_large else dumps(computed).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -12,12 +12,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from tanghulu.conductor.http.prompt_logprobs import sglang_input_logprobs
-from tanghulu.conductor.http.reply import DONE, EventStream, JsonWhenDone, dumps, last_events, reading
+from tanghulu.conductor.http.reply import DONE, EventStream, JsonWhenDone, dumps, dumps_large, last_events, reading
 from tanghulu.conductor.inference.generation import Generation, GenerationCall, TextDelta
 from tanghulu.conductor.inference.preprocess import parse_generate
 from tanghulu.conductor.inference.schema import AbortBody, GenerateBody
 from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
+from tanghulu.conductor.text.preparing import made_ready
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import TanghuluError
 from tanghulu.version import __version__
@@ -185,6 +186,9 @@ class _Reader:
                 self._take(index, delta)
         for answer in self._answers:
             answer.finish = answer.finish or FinishReason.ABORTED
+        return await made_ready(self._call.shows_scores, self._all_shown)
+
+    def _all_shown(self) -> bytes:
         shown = [self._shown(index, stream=False) for index in range(len(self._answers))]
         return b"[" + b",".join(shown) + b"]" if self._is_batch else shown[0]
 
@@ -238,7 +242,7 @@ class _Reader:
         shows = answer.shows_input or (answer.finish is not None and not self._deltas)
         answer.shows_input = False
         found = sglang_input_logprobs(generation, self._with_text) if shows else {}
-        return {name: dumps(found.get(name, [])) for name in ("token", "top", "token_ids")}
+        return {name: dumps_large(found.get(name, [])).decode() for name in ("token", "top", "token_ids")}
 
 
 def _finish_reason(generation: Generation, finish: FinishReason | None) -> dict[str, Any] | None:

@@ -18,6 +18,8 @@ from tanghulu.conductor.text.stop_regex import PatternMatcher, StopPattern
 from tanghulu.conductor.text.stop_strings import StopMatcher
 from tanghulu.errors import TanghuluError
 
+_MANY_TOKENS = 8192
+
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
@@ -192,6 +194,17 @@ class GenerationCall:
     def cached_tokens(self) -> int:
         """Prompt tokens that were not computed, of each prompt's first choice."""
         return sum(g.cached_tokens for g in self.generations[:: self.num_choices])
+
+    @property
+    def shows_scores(self) -> bool:
+        """Whether log probabilities of prompts are shown, thousands at a time."""
+        return any(generation.request.scoring is not None for generation in self.generations)
+
+    @property
+    def shows_much(self) -> bool:
+        """Whether the whole answer is better written in a thread."""
+        shows_logprobs = any(each.request.sampling.num_logprobs is not None for each in self.generations)
+        return shows_logprobs or self.shows_scores or self.num_generated > _MANY_TOKENS
 
     def abort(self) -> None:
         for generation in self.generations:

@@ -50,6 +50,8 @@ _SEED_MASK = (1 << 64) - 1
 #: The least top_p and repetition_penalty: as 32-bit floats smaller ones are 0, which stands for "not given".
 LEAST_SHARE = 1e-30
 MAX_ID_DIGITS = 10
+#: Log probabilities of prompts in one answer.
+MAX_PROMPT_SCORES = 1 << 18
 #: Different stop expressions of one body; and the work for a character of all its sequences.
 MAX_DIFFERENT_PATTERNS = 16
 MAX_PATTERN_MOVES = 16_384
@@ -297,6 +299,7 @@ def _sequences(
             f"at most {MAX_SEQUENCES} sequences, n <= {MAX_CHOICES}",
             "n",
         )
+    _check_scores(prompts, wanted, num_choices)
     session = body.prompt_cache_key or (body.session_id if isinstance(body, GenerateBody) else None) or ""
     routing = body.routing.overrides() if body.routing is not None else NO_OVERRIDES
     made = _MadeOnce(model, num_choices)
@@ -328,6 +331,18 @@ def _sequences(
             for choice in range(num_choices)
         ]
     return ParsedRequest(model, requests, rules, num_choices)
+
+
+def _check_scores(prompts: Sequence[Tokens], wanted: Sequence[_Wanted], num_choices: int) -> None:
+    """Refuse more log probabilities of prompts than one answer has. Raises BadField."""
+    pairs = zip(prompts, wanted, strict=True)
+    scored = [(len(prompt) - each.scoring.start, each.scoring.num_top) for prompt, each in pairs if each.scoring]
+    count = num_choices * sum(num_tokens * (1 + num_top) for num_tokens, num_top in scored)
+    if count > MAX_PROMPT_SCORES:
+        raise BadField(
+            f"{count} log probabilities of prompts are too many for one answer, which has at most {MAX_PROMPT_SCORES}: "
+            "ask for fewer of each token, or send fewer prompts"
+        )
 
 
 class _MadeOnce:

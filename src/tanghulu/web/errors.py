@@ -74,6 +74,7 @@ _CHALLENGE = {401: "Bearer"}
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 #: Parts of a fault's path that name one of several kinds which a value may have, and no field.
 _KIND = re.compile(r"[\[(-]|^(str|int|float|bool|[A-Z]\w*)$")
+_MOST_NAME_CHARACTERS = 64
 #: The rest of a body that stopped coming would be taken for the next request.
 _CONNECTION = {REQUEST_TIMEOUT: "close"}
 
@@ -167,12 +168,12 @@ def _from_request(error: RequestValidationError) -> BadField:
 
 
 def _bad_field(kind: str, message: str, where_in: tuple[int | str, ...]) -> BadField:
-    path = ".".join(str(part) for part in where_in if not _KIND.search(str(part)))
+    names = [str(part)[:_MOST_NAME_CHARACTERS] for part in where_in]  # a client's own are among them
+    path = ".".join(name for name in names if not _KIND.search(name))
     message = message.removeprefix("Value error, ")
     if kind == "json_invalid":
         return BadField(f"the body is not JSON: {message}")
-    where = where_in[0] if where_in else None
-    return BadField(f"{path}: {message}" if path else message, str(where) if where is not None else None)
+    return BadField(f"{path}: {message}" if path else message, names[0] if names else None)
 
 
 def status_of(error: TanghuluError) -> int:

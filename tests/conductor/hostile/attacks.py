@@ -208,6 +208,38 @@ def body(random: Random) -> tuple[str, bytes]:
     return path, encoded[:MOST_BYTES]
 
 
+def costly(random: Random) -> Iterator[tuple[str, bytes]]:
+    """Paths and bodies that are let in, or nearly, and whose work or answer is as large as it may be."""
+    words = "".join(random.choice(["the ", "in ", "é", "ab, ", "x\n"]) for _ in range(2000))
+    ids = [random.randrange(250) for _ in range(8000)]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    tool["function"]["parameters"]["properties"] = {f"p{i}": {"type": "string"} for i in range(900)}  # type: ignore[index]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    chat, completions, generate = "/v1/chat/completions", "/v1/completions", "/generate"
+    stops = [{"max_new_tokens": 20, "stop": [f"{i}{j}{words[:900]}" for j in range(64)]} for i in range(64)]
+    cases: list[tuple[str, dict[str, Any]]] = [
+        (completions, {"prompt": [ids] * 128, "max_tokens": 1}),
+        (completions, {"prompt": [words] * 128, "max_tokens": 1, "echo": True}),
+        (completions, {"prompt": [words[:1000]] * 10, "max_tokens": 1, "echo": True, "logprobs": 5}),
+        (completions, {"prompt": ids, "max_tokens": 1, "prompt_logprobs": 20}),
+        (completions, {"prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": True}),
+        (generate, {"input_ids": ids, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 20}),
+        (completions, {"prompt": ["a"] * 128, "max_tokens": 100, "ignore_eos": True, "logprobs": 20}),
+        (generate, {"text": ["a"] * 64, "sampling_params": stops}),
+        (generate, {"text": ["a"] * 128, "stream": True, "sampling_params": {"max_new_tokens": 200}}),
+        (completions, {"prompt": "x", "max_tokens": 500, "stop_regex": [f"[a-z, H!ö{c}]{{2000}}q" for c in "abcd"]}),
+        (completions, {"prompt": ["x"] * 128, "max_tokens": 100, "stop_regex": "[a-z, H!ö]{60}q"}),
+        (chat, {"messages": [{"role": "user", "content": "x"}] * 2000, "max_tokens": 1}),
+        (chat, {"messages": [{"role": "assistant", "tool_calls": [call] * 500}, _USER], "max_tokens": 1}),
+        (chat, {"messages": [_USER], "tools": [tool], "tool_choice": "required", "max_tokens": 1}),
+        (chat, {"messages": [_USER], "chat_template_kwargs": {f"k{i}": i for i in range(40_000)}, "max_tokens": 1}),
+        ("/tokenize", {"prompt": [words] * 128}),
+        ("/detokenize", {"tokens": ids * 120}),
+        ("/v1/responses", {"input": [{"role": "user", "content": "x"}] * 1000, "max_output_tokens": 1}),
+    ]
+    yield from ((path, json.dumps(given).encode()) for path, given in cases)
+
+
 def _head(path: str, *fields: str) -> bytes:
     lines = [f"POST {path} HTTP/1.1", "host: x", "content-type: application/json", *fields, "", ""]
     return "\r\n".join(lines).encode()

@@ -152,7 +152,10 @@ def attack(conductor: Conductor, random: Random) -> str:
                 code = error.code()
             assert code not in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN), code
             return f"grpc {message.WhichOneof('prompt')}: {code.name}"
-    path, body = attacks.body(random)
+    return _sent(conductor, *attacks.body(random))
+
+
+def _sent(conductor: Conductor, path: str, body: bytes) -> str:
     conductor.longest_live_s = 0.0  # that of making the body is this process's own
     status, answer = conductor.send("POST", path, body)
     assert status < 500 or status in (503, 504), (status, path, body[:300], answer[:300])
@@ -164,13 +167,18 @@ def run(seconds: float, seed: int) -> list[tuple[float, float, str]]:
     costs: list[tuple[float, float, str]] = []
     with Conductor() as conductor:
         before_kib = conductor.take()["kib"]["now"]
-        over_s, number = time.monotonic() + seconds, 0
-        while time.monotonic() < over_s:
-            number += 1
-            what = f"seed {seed}, request {number}: {attack(conductor, Random(f'{seed} {number}'))}"
+
+        def note(what: str) -> None:
             found = conductor.take()
             growth = (found["kib"]["peak"] - before_kib) / 1024
             costs.append((found["stall_s"], growth, f"{what} (/live {found['live_s']:.2f} s)"))
+
+        over_s, number = time.monotonic() + seconds, 0
+        for path, body in attacks.costly(Random(seed)):
+            note(_sent(conductor, path, body))
+        while time.monotonic() < over_s:
+            number += 1
+            note(f"seed {seed}, request {number}: {attack(conductor, Random(f'{seed} {number}'))}")
     return costs
 
 

@@ -15,8 +15,9 @@ from pydantic import ValidationError
 import tanghulu.conductor.inference.schema as schema_module
 import tanghulu.web.bodies as web_bodies
 from tanghulu.conductor.http import reply
-from tanghulu.conductor.http.reply import dumps, parse_fields
+from tanghulu.conductor.http.reply import dumps, dumps_large, parse_fields
 from tanghulu.conductor.http.responses.bodies import ResponsesBody
+from tanghulu.conductor.inference import preprocess
 from tanghulu.conductor.inference.json_marks import BRACKET_MARKS, JsonMarks
 from tanghulu.conductor.inference.schema import (
     AbortBody,
@@ -321,3 +322,26 @@ async def test_many_short_texts_are_not_tokenised_in_the_loop(cluster, monkeypat
     assert threading.main_thread().name not in threads
     refused = await cluster.http.post("/tokenize", json={"prompt": ["a"] * 129})
     assert refused.status_code == 400
+
+
+def test_a_large_answer_is_encoded_as_any_other():
+    entries = [{"token": f"\u2028{number}", "logprob": -0.5, "bytes": [1, 2]} for number in range(1000)]
+    for value in ({"choices": [{"logprobs": {"content": entries}, "n": None}], "id": "x"}, entries, [], {}, "a", [[]]):
+        assert dumps_large(value) == dumps(value).encode()
+
+
+async def test_log_probabilities_of_prompts_have_a_bound(cluster, monkeypatch):
+    await cluster.add()
+    monkeypatch.setattr(preprocess, "MAX_PROMPT_SCORES", 100)
+    few = {"prompt": [1] * 40, "max_tokens": 1, "prompt_logprobs": 1}
+    assert (await cluster.http.post("/v1/completions", json=few)).status_code == 200
+    asked = [
+        ("/v1/completions", {**few, "prompt_logprobs": 2}),
+        ("/v1/completions", {**few, "n": 2}),
+        ("/v1/completions", {"prompt": [[1] * 40] * 2, "echo": True, "logprobs": 1}),
+        ("/generate", {"input_ids": [1] * 60, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}),
+    ]
+    for path, body in asked:
+        refused = await cluster.http.post(path, json=body)
+        assert refused.status_code == 400, refused.text
+        assert "log probabilities" in refused.json()["error"]["message"]

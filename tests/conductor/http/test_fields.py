@@ -294,6 +294,18 @@ class TestWhatWorks:
         assert response.status_code == 400
         assert "stop_regex" in response.json()["error"]["message"]
 
+    @pytest.mark.parametrize("least", [1e-6, 1e-44, 1e-46, 1e-300])
+    async def test_a_tiny_share_is_not_none(self, cluster, least):
+        """As a 32-bit float it would be 0, which says that nothing is given."""
+        worker = await cluster.add()
+        for path, body in (("/v1/completions", COMPLETION), ("/generate", {"text": "x"})):
+            given = {"top_p": least, "repetition_penalty": least}
+            body = {**body, **given} if path != "/generate" else {**body, "sampling_params": given}
+            assert (await cluster.http.post(path, json=body)).status_code == 200
+            sampling = worker.submits[-1].sampling
+            assert 0 < sampling.top_p <= 1.1e-6
+            assert 0 < sampling.repetition_penalty <= 1.1e-6
+
     async def test_grammars_under_all_their_names(self, cluster):
         worker = await cluster.add()
         schema_text = '{"type": "object"}'

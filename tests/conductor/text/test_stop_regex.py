@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tanghulu.conductor.text import stop_regex
 from tanghulu.conductor.text.stop_regex import MAX_EDGES, PatternMatcher, StopPattern
 from tanghulu.errors import InvalidRequest
 
@@ -86,3 +87,20 @@ def test_a_hostile_expression_costs_no_more_than_its_edges():
     matcher = PatternMatcher([pattern])
     assert matcher.feed("a" * 2000) == ""
     assert matcher.feed("c") == "a" * 2000 + "c"
+
+
+def test_a_class_is_made_and_looked_through_once_however_often_it_is_repeated(monkeypatch):
+    """2,000 places with 980 letters each, in any case, would take a second and more for each new character."""
+    looked: list[str] = []
+
+    class Spy(set):
+        def __contains__(self, character):
+            looked.append(character)
+            return super().__contains__(character)
+
+    monkeypatch.setattr(stop_regex, "set", Spy, raising=False)
+    many = "".join(chr(0x4E00 + number) for number in range(980))
+    pattern = StopPattern(f"[{many}x]{{2000}}")
+    assert pattern.step({}, "x", 0)
+    assert looked == ["x"]
+    assert pattern.num_moves == 2000 + 1999

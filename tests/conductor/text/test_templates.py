@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tanghulu.conductor.text.chat_template import ChatTemplate, TemplateTooCostly
+from tanghulu.conductor.text.template_bounds import is_within
 from tanghulu.errors import InvalidRequest, ModelUnsupported
 from tanghulu.types import Role
 from tests.conductor.cluster import running_cluster
@@ -153,3 +154,11 @@ async def test_a_costly_template_is_a_400_and_the_conductor_goes_on(tmp_path: Pa
             assert answer.status_code == 400
             assert "cannot be rendered" in answer.json()["error"]["message"]
         assert (await cluster.http.get("/live")).status_code == 200
+
+
+def test_the_size_of_values_is_looked_at_no_further_than_it_matters():
+    assert is_within({"a": ["bc", 1]}, 11)
+    assert not is_within({"a": ["bc", 1]}, 10)
+    endless: list[object] = []
+    endless.append(endless)
+    assert not is_within(endless, 1000)
