@@ -18,9 +18,9 @@ from tanghulu.store.admin import orders, rows
 from tanghulu.store.admin.rows import Beginning, Row, plain
 from tanghulu.store.admin.steps import perform
 from tanghulu.store.client import Client, connect
-from tanghulu.store.client.model import MasterView, NodeView, TenantView
+from tanghulu.store.client.model import MAX_REPLICAS, MAX_TTL_S, MasterView, NodeView, TenantView
 from tanghulu.store.directory_feed import follow_directory
-from tanghulu.types import format_size, parse_size
+from tanghulu.types import format_size, parse_size, printable
 
 
 @click.command(short_help="Move a node's chunks away, to stop it.")
@@ -102,10 +102,12 @@ def evict(keys: tuple[str, ...], num_bytes: int, node_id: str, master: Masters, 
 
 @click.command(short_help="Have keys copied ahead of demand.")
 @click.argument("keys", nargs=-1, required=True)
-@click.option("--holders", type=click.IntRange(1, 1000), default=2, show_default=True, help="nodes that hold each")
+@click.option(
+    "--holders", type=click.IntRange(1, MAX_REPLICAS), default=2, show_default=True, help="nodes that hold each"
+)
 @click.option(
     "--for-s",
-    type=FiniteRange(0, MOST),
+    type=FiniteRange(0, MAX_TTL_S, min_open=True),
     default=60.0,
     show_default=True,
     help="seconds for which they are wanted; copies that nobody reads go afterwards",
@@ -152,7 +154,7 @@ async def _watch(masters: Masters, prefix: str, snapshot: bool, count: int | Non
 
 
 def _line(row: Row, as_json: bool) -> str:
-    return json.dumps(row) if as_json else " ".join(filter(None, (row["event"], row["node"], row["key"])))
+    return json.dumps(row) if as_json else printable(" ".join(filter(None, (row["event"], row["node"], row["key"]))))
 
 
 @click.command("masters", short_help="List the masters and the keys that each has.")

@@ -33,6 +33,7 @@ from tanghulu.rpc.pacing import notice_dead_peer
 from tanghulu.rpc.unsent import SLOW_PEER_S, SlowPeer, UnsentAnswers
 from tanghulu.rpc.versions import SPOKEN
 from tanghulu.rpc.wire import Body, encode, parser_of, status_of
+from tanghulu.runtime.descriptors import refuse_last_descriptors
 
 _log = structlog.get_logger(__name__)
 
@@ -267,6 +268,13 @@ class FastServerProtocol(asyncio.Protocol):
         self._known()
         if len(service.peers) - len(service.unknown) > service.max_connections:
             self._end(Overloaded(f"this process serves {service.max_connections} connections and takes no more"))
+            return
+        connection = self._transport.get_extra_info("socket") if self._transport is not None else None
+        if connection is not None:
+            try:
+                refuse_last_descriptors(connection.fileno())
+            except Overloaded as error:
+                self._end(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End what the connection had started and tell the service."""

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Final, TextIO, cast
 
 import structlog
@@ -19,6 +20,7 @@ from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
+from tanghulu.errors import TanghuluError
 from tanghulu.version import __version__
 
 #: Seconds between two lines of the same event in a ``RareLog``.
@@ -28,16 +30,41 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
-class _LossyStderr:
-    """Standard error for the log: what it cannot take, as a file on a full disk, is lost, and nothing else."""
+class LossyStream:
+    """A stream for what may be lost where it cannot be taken, as by a full disk or a closed terminal."""
+
+    def __init__(self, stream: Callable[[], TextIO]) -> None:
+        self._stream = stream
 
     def write(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            sys.stderr.write(text)
+        """Write ``text`` if that can be done."""
+        with contextlib.suppress(OSError, TanghuluError):
+            self._stream().write(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            sys.stderr.flush()
+        """Flush the stream if that can be done."""
+        with contextlib.suppress(OSError, TanghuluError):
+            self._stream().flush()
+
+    def isatty(self) -> bool:
+        """Whether the stream is a terminal."""
+        return self._stream().isatty()
+
+    @property
+    def encoding(self) -> str:
+        """The encoding of the stream."""
+        return self._stream().encoding
+
+
+class _LibraryLog(logging.Handler):
+    """Lines of libraries as lines of the log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log ``record``."""
+        log = structlog.get_logger("library")
+        log.log(
+            record.levelno, "library.logged", logger=record.name, text=record.getMessage(), exc_info=record.exc_info
+        )
 
 
 def configure_log(component: str, level: str = "info") -> None:
@@ -54,11 +81,12 @@ def configure_log(component: str, level: str = "info") -> None:
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _LossyStderr())),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, LossyStream(lambda: sys.stderr))),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(component=component)
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+    logging.basicConfig(handlers=[_LibraryLog()], level=logging.WARNING)
+    logging.captureWarnings(capture=True)
 
 
 class RareLog:

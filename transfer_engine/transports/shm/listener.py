@@ -15,6 +15,8 @@ import os
 import socket
 import struct
 
+import structlog
+
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, TanghuluError, Unauthorized
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.segment import MAX_NAME_BYTES, Endpoint
@@ -29,7 +31,10 @@ from tanghulu.transfer_engine.core.wire import (
     parse_shm_hello,
 )
 
+_log = structlog.get_logger(__name__)
 _HELLO_TIMEOUT_S = 5.0
+#: The pause after a connection could not be accepted.
+_ACCEPT_AGAIN_S = 1.0
 _BACKLOG = 128
 _SO_PEERPIDFD = 77  # Linux 6.5: the peer's pidfd, without a race against the pid's reuse
 _CREDENTIALS = struct.Struct("3i")
@@ -101,7 +106,12 @@ class ShmListener:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            peer, _ = await loop.sock_accept(listener)
+            try:
+                peer, _ = await loop.sock_accept(listener)
+            except OSError as error:  # no descriptor is free; peers use tcp meanwhile
+                _log.warning("shm.cannot_accept", path=self._path, error=str(error))
+                await asyncio.sleep(_ACCEPT_AGAIN_S)
+                continue
             task = asyncio.create_task(self._serve(peer))
             self._peers.add(task)
             task.add_done_callback(self._peers.discard)
