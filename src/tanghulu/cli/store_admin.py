@@ -85,15 +85,22 @@ def _size(context: click.Context, parameter: click.Parameter, value: str) -> int
 def evict(keys: tuple[str, ...], num_bytes: int, node_id: str, master: Masters, as_json: bool) -> None:
     """Evict KEYS, or the chunks that would go next; unlike after rm, any client may put them again at once.
 
-    What is being read or pinned hard stays. With an SSD tier evicted chunks go down to it.
+    What is being read or pinned hard stays. With an SSD tier evicted chunks go down to it. Exit code 3 if a key is not
+    in the store.
     """
     if bool(keys) == bool(num_bytes):
         raise click.UsageError("name KEYS or give --bytes SIZE")
     with connect(master) as store:
+        missing = perform(store, orders.missing(keys))
         evicted = perform(store, orders.evict(node_id, keys, num_bytes))
     if as_json:
         print_json(evicted)
-        return
+    else:
+        _show_evicted(evicted)
+    orders.complain_of(missing)
+
+
+def _show_evicted(evicted: Row) -> None:
     for each, outcome in evicted.items():
         click.echo(f"{each}: evicted {counted(outcome['num_chunks'], 'chunk')}, {format_size(outcome['num_bytes'])}")
     if not any(outcome["num_chunks"] for outcome in evicted.values()):
@@ -114,13 +121,18 @@ def evict(keys: tuple[str, ...], num_bytes: int, node_id: str, master: Masters, 
 )
 @store_options
 def replicate(keys: tuple[str, ...], holders: int, for_s: float, master: Masters, as_json: bool) -> None:
-    """Have KEYS copied to more nodes ahead of demand; the master does it in the background."""
+    """Have KEYS copied to more nodes ahead of demand; the master does it in the background.
+
+    Exit code 3 if one is not in the store; the others are copied.
+    """
     with connect(master) as store:
+        missing = perform(store, orders.missing(keys))
         outcome = perform(store, orders.replicate(keys, holders, for_s))
     if as_json:
         print_json(outcome)
     else:
         click.echo(f"{outcome['taken']} of {len(keys)} keys shall have {holders} holders for {for_s:g} s")
+    orders.complain_of(missing)
 
 
 @click.command(short_help="Follow what is stored and removed.")

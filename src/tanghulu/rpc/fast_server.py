@@ -34,6 +34,7 @@ from tanghulu.rpc.unsent import SLOW_PEER_S, SlowPeer, UnsentAnswers
 from tanghulu.rpc.versions import SPOKEN
 from tanghulu.rpc.wire import Body, encode, parser_of, status_of
 from tanghulu.runtime.descriptors import refuse_last_descriptors
+from tanghulu.runtime.telemetry import RareLog
 
 _log = structlog.get_logger(__name__)
 
@@ -180,6 +181,7 @@ class FastService:
     coming: UnsentAnswers = field(default_factory=partial(UnsentAnswers, MAX_COMING_BYTES))
     max_connections: int = MAX_CONNECTIONS
     guarded: bool = False
+    rare_log: RareLog = field(default_factory=lambda: RareLog(_log))
 
     def register(self, method: Method[Any, Any], handler: Handler) -> None:
         """Answer ``method`` by ``handler(peer, request, attachment)``; each method once."""
@@ -342,7 +344,7 @@ class FastServerProtocol(asyncio.Protocol):
                 self._read_by(_Bulk(self, partial))
 
     def _end_of_sense(self, error: InvalidRequest) -> None:
-        _log.warning("fast_lane.bad_frame", peer=self._peer.name, error=error.message)
+        self._service.rare_log.warning("fast_lane.bad_frame", peer=self._peer.name, error=error.message)
         self._end(error)
 
     def _place(self, method: int, body: bytes, attachment_bytes: int) -> memoryview | None:

@@ -25,6 +25,8 @@ from tanghulu.version import __version__
 
 #: Seconds between two lines of the same event in a ``RareLog``.
 RARE_S: Final = 30.0
+#: Kinds of lines of libraries that are told apart.
+MAX_KINDS: Final = 256
 LOG_LEVELS = ("debug", "info", "warning", "error")
 #: Else each counter and histogram comes with a second line that says when it began, and nobody asks for it.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -54,17 +56,6 @@ class LossyStream:
     def encoding(self) -> str:
         """The encoding of the stream."""
         return self._stream().encoding
-
-
-class _LibraryLog(logging.Handler):
-    """Lines of libraries as lines of the log."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Log ``record``."""
-        log = structlog.get_logger("library")
-        log.log(
-            record.levelno, "library.logged", logger=record.name, text=record.getMessage(), exc_info=record.exc_info
-        )
 
 
 def configure_log(component: str, level: str = "info") -> None:
@@ -109,6 +100,24 @@ class RareLog:
         self._last_s[event] = now_s
         omitted = self._omitted.pop(event, 0)
         self._log.warning(event, **self._values, **values, **({"omitted": omitted} if omitted else {}))
+
+
+class _LibraryLog(logging.Handler):
+    """Lines of libraries as lines of the log, each kind once in a while: strangers cause some, as of HTTP's parser."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kinds: dict[tuple[str, str], RareLog] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log ``record``."""
+        said = {"logger": record.name, "text": record.getMessage(), "exc_info": record.exc_info}
+        log = structlog.get_logger("library")
+        if record.levelno > logging.WARNING or len(self._kinds) >= MAX_KINDS:
+            log.log(record.levelno, "library.logged", **said)
+            return
+        kind = self._kinds.setdefault((record.name, str(record.msg)), RareLog(log))
+        kind.warning("library.logged", **said)
 
 
 def new_registry() -> CollectorRegistry:
