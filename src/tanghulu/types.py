@@ -96,6 +96,13 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+def printable(text: str) -> str:
+    """``text`` for a terminal: control characters, line ends and the like as escapes, so that it is one line."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 def check_host(host: str) -> str:
     """``host``, which is an IP address or can be a name. Raises InvalidRequest that says why it can be neither."""
     try:

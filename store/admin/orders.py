@@ -75,8 +75,19 @@ class RemovalOutcome:
         """Raise the failure, if there is one, or ChunkNotFound for keys that were not there."""
         if self.failure is not None:
             raise self.failure
-        if self.missing:
-            raise ChunkNotFound(f"not in the store: {' '.join(self.missing)}")
+        complain_of(self.missing)
+
+
+def complain_of(missing: Sequence[str]) -> None:
+    """Raise ChunkNotFound if there are keys that are not in the store."""
+    if missing:
+        raise ChunkNotFound(f"not in the store: {' '.join(missing)}")
+
+
+def missing(keys: Sequence[str]) -> Order[list[str]]:
+    """Those of ``keys`` that are not in the store."""
+    there: list[bool] = yield asking("exists_many", keys)
+    return [key for key, is_there in zip(keys, there, strict=True) if not is_there]
 
 
 def remove(keys: Sequence[str]) -> Order[RemovalOutcome]:

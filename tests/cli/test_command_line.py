@@ -152,3 +152,28 @@ def test_up_gives_a_refusal_s_reason_at_once(tmp_path):
     assert done.returncode == 1
     assert "node-0: --memory 0 is less than one page" in done.stderr
     assert "restarted" not in done.stderr
+
+
+def _printing(redirection, **variables):
+    line = f"{sys.executable} -W error -m tanghulu topology {redirection}"
+    return subprocess.run(["bash", "-c", line], capture_output=True, timeout=60, env=os.environ | variables)
+
+
+@pytest.mark.parametrize(("redirection", "why"), [("> /dev/full", "No space left"), (">&-", "Bad file descriptor")])
+def test_output_that_cannot_be_written_ends_in_a_sentence(redirection, why):
+    done = _printing(redirection)
+    assert (done.returncode, done.stderr.count(b"\n")) == (1, 1)
+    assert f"tanghulu: cannot write to standard output: {why}".encode() in done.stderr
+
+
+def test_a_reader_that_goes_ends_a_command_without_a_word():
+    done = _printing("| head -c 1; exit ${PIPESTATUS[0]}")
+    assert (done.returncode in (0, 1), done.stderr) == (True, b"")
+
+
+def test_text_that_the_terminal_cannot_show_is_escaped():
+    code = "import sys; from tanghulu.cli.main import _mend_streams; _mend_streams(); print('\\u00fc')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, timeout=60, env=os.environ | {"PYTHONIOENCODING": "ascii"}
+    )
+    assert (done.stdout, done.stderr) == (b"\\xfc\n", b"")

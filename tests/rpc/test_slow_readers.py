@@ -181,7 +181,7 @@ async def test_a_call_whose_connection_is_lost_at_once_leaves_nothing(served: Se
     protocol = fast_server.FastServerProtocol(served.service, Peer(None, False, "test"))
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        protocol.connection_made(Mock(asyncio.Transport))
+        protocol.connection_made(Mock(asyncio.Transport, get_extra_info=lambda _: None))
         protocol.data_received(request_of(SLOW, 1))
         protocol.connection_lost(None)
         await until(lambda: not protocol._tasks)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import resource
+import signal
 import socket
 import subprocess
 import sys
 
 import pytest
+from structlog.testing import capture_logs
 
-from tanghulu.errors import ConfigError
-from tanghulu.runtime import process
+from tanghulu.errors import ConfigError, Overloaded
+from tanghulu.runtime import descriptors, process
 from tanghulu.runtime.process import ProcessConfig, own_address
+from tanghulu.runtime.tasks import beside
+from tanghulu.runtime.telemetry import RareLog
 
 
 def _machine(monkeypatch: pytest.MonkeyPatch, named: str, elsewhere: str) -> None:
@@ -73,3 +80,59 @@ def test_a_process_that_fails_at_once_ends_in_order_under_its_supervisor() -> No
         done = subprocess.run(command, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=120)
         assert (done.returncode, done.stdout) == (0, "the end\n"), done
         assert ours.recv(100) == b'{"event": "failed"}\n'
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
+def test_a_process_ends_in_order_and_ignores_signals_that_ask_for_nothing(ending: signal.Signals) -> None:
+    command = [sys.executable, "-m", "tanghulu", "master", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        while "process.ready" not in running.stderr.readline():
+            assert running.poll() is None
+        for number in (signal.SIGUSR1, signal.SIGUSR2, ending):
+            running.send_signal(number)
+        assert "process.stopped" in running.stderr.read()
+    assert running.returncode == 0
+
+
+def test_a_process_under_nohup_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_IGN)
+    assert signal.SIGHUP not in process.stop_signals()
+
+
+@pytest.mark.parametrize("limit", [16, 24, 40])
+def test_with_too_few_descriptors_a_start_is_refused_in_a_sentence(limit: int) -> None:
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+
+    command = [sys.executable, "-m", "tanghulu", "node", "--port", "0", "--memory", "1MiB"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, preexec_fn=few)
+    assert (done.returncode, done.stderr.count("\n")) == (7, 1)
+    assert f"only {limit} files may be open, and 64 are needed at least" in done.stderr
+
+
+async def test_the_last_descriptors_refuse_connections_and_say_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (128, 128))
+    monkeypatch.setattr(descriptors, "_rare_log", RareLog(descriptors._log))
+    with capture_logs() as logs:
+        descriptors.refuse_last_descriptors(119)
+        for number in (120, 127):
+            with pytest.raises(Overloaded, match="has none left for a connection"):
+                descriptors.refuse_last_descriptors(number)
+    assert [line["event"] for line in logs] == ["process.out_of_descriptors"]
+
+
+async def test_a_process_that_can_open_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descriptors, "_rare_log", RareLog(descriptors._log))
+    with capture_logs() as logs:
+        async with beside(descriptors.watch_descriptors()):
+            await asyncio.sleep(0)
+            assert logs == []
+
+        def nothing(*_: object) -> int:
+            raise OSError(24, "Too many open files")
+
+        monkeypatch.setattr(os, "open", nothing)
+        async with beside(descriptors.watch_descriptors()):
+            await asyncio.sleep(0)
+    assert [line["event"] for line in logs] == ["process.out_of_descriptors"]

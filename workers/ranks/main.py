@@ -29,7 +29,8 @@ from tanghulu.workers.weights.source import resolve_model
 
 def main() -> None:
     """Serve the worker behind the socket whose number is the only argument."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's ^C is the worker's to handle
+    for number in (signal.SIGINT, signal.SIGHUP):  # the terminal's signals are the worker's to handle
+        signal.signal(number, signal.SIG_IGN)
     with Connection(int(sys.argv[1])) as worker:
         try:
             _serve(worker)

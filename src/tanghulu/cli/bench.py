@@ -17,6 +17,7 @@ import numpy as np
 
 from tanghulu.cli.printing import print_json, print_table, store_options
 from tanghulu.conductor.replay.live import SeenAnswer, find_target
+from tanghulu.errors import StoreFull
 from tanghulu.masters import Masters
 from tanghulu.runtime.config import PREFIX, FiniteRange
 from tanghulu.runtime.master_options import TLS_CA_HELP, HttpClientOptions
@@ -188,8 +189,17 @@ class StoreFigures:
 @store_options
 def store(sizes: Sequence[str], seconds: float, master: Masters, as_json: bool) -> None:
     """Put, find, get and remove chunks of some sizes, one call after the other."""
-    with connect(master) as client:
-        rows = [row for size in sizes for row in measure_store(client, parse_size(size), seconds)]
+    rows = list[StoreFigures]()
+    try:
+        with connect(master) as client:
+            for num_bytes in map(parse_size, sizes):
+                rows += measure_store(client, num_bytes, seconds)
+    finally:
+        if rows or as_json:
+            _show(rows, as_json)
+
+
+def _show(rows: Sequence[StoreFigures], as_json: bool) -> None:
     if as_json:
         print_json([asdict(row) for row in rows])
         return
@@ -202,30 +212,39 @@ def _rounded(row: StoreFigures) -> tuple[str, str, str]:
     return f"{row.p50_us:.1f}", f"{row.p99_us:.1f}", f"{row.gb_per_s:.2f}"
 
 
-#: Chunks that one measurement leaves in the store at a time.
+#: Chunks that one measurement leaves in the store at a time; fewer where a node's memory holds not twice as many.
 _KEPT = 16
+
+
+def _num_kept(client: Client, num_bytes: int) -> int:
+    """Raises StoreFull for chunks of which no node can hold one."""
+    capacities = [node.capacity_bytes for node in client.nodes()]
+    if num_bytes > max(capacities, default=num_bytes):
+        raise StoreFull(f"--size {format_size(num_bytes)}: the largest node has {format_size(max(capacities))}")
+    return max(1, min(_KEPT, min(capacities, default=0) // 2 // max(1, num_bytes)))
 
 
 def measure_store(client: Client, num_bytes: int, seconds: float) -> list[StoreFigures]:
     """Figures of put, exists, get and remove; each for about ``seconds``. The chunks are removed, whatever happens."""
+    num_kept = _num_kept(client, num_bytes)
     payload, prefix = os.urandom(num_bytes), f"bench/{uuid.uuid4().hex}"
-    keys = [f"{prefix}/{number}" for number in range(_KEPT)]
+    keys = [f"{prefix}/{number}" for number in range(num_kept)]
 
     def put(number: int) -> None:
-        client.put(keys[number % _KEPT], payload)
+        client.put(keys[number % num_kept], payload)
 
     def get(number: int) -> None:
-        with client.get(keys[number % _KEPT]) as chunk:
+        with client.get(keys[number % num_kept]) as chunk:
             assert len(chunk) == num_bytes
 
     def remove(number: int) -> None:
-        client.remove(keys[number % _KEPT])
+        client.remove(keys[number % num_kept])
 
     try:
         puts = _timed(put, seconds, before=remove)
-        for number in range(_KEPT):
+        for number in range(num_kept):
             put(number)
-        finds = _timed(lambda number: client.exists(keys[number % _KEPT]), seconds)
+        finds = _timed(lambda number: client.exists(keys[number % num_kept]), seconds)
         gets = _timed(get, seconds)
         removals = _timed(remove, seconds, before=put)
     finally:

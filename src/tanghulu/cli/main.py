@@ -6,9 +6,13 @@ Commands are imported when they are used, so that ``tanghulu store ls`` does not
 from __future__ import annotations
 
 import importlib
+import io
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -20,6 +24,8 @@ from tanghulu.runtime.config import (
     variables,
     variables_of,
 )
+from tanghulu.runtime.descriptors import require_descriptors
+from tanghulu.types import printable
 from tanghulu.version import __version__
 
 #: name -> (module, attribute, help); the help stands here so that ``tanghulu --help`` imports nothing.
@@ -94,6 +100,9 @@ def load_command(name: str) -> click.Command | None:
 @click.pass_context
 def root(ctx: click.Context, config: Path | None) -> None:
     """A distributed KV-cache store with a conductor for LLM inference."""
+    if ctx.obj is not None:
+        ctx.obj()
+    require_descriptors()
     forget_service_variables()
     _check_variables(ctx)
     if config is not None:
@@ -113,10 +122,60 @@ def _all_commands() -> dict[str, click.Command]:
     return {name: found for name, found in loaded.items() if found is not None}
 
 
+class OutputFailed(TanghuluError):
+    """Standard output cannot take what a command prints: it is closed, or a file on a full disk."""
+
+    code = "OUTPUT_FAILED"
+
+
+class _Stdout(io.FileIO):
+    """Standard output whose failures are typed errors. A pipe whose reader has gone stays click's to end quietly."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # what is left in buffers goes nowhere
+            raise OutputFailed(f"cannot write to standard output: {error.strerror}") from error
+
+
+def _mend_streams() -> None:
+    """Have the standard streams be there, whatever they were started with, and take any text."""
+    for number, mode in ((0, os.O_WRONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):  # the wrong way: to use it is an error
+        try:
+            os.fstat(number)
+        except OSError:
+            os.dup2(os.open(os.devnull, mode), number)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    encoding = sys.stdout.encoding if sys.stdout is not None else "utf-8"
+    buffered = io.BufferedWriter(_Stdout(1, "w", closefd=False))
+    sys.stdout = io.TextIOWrapper(buffered, encoding, "backslashreplace", line_buffering=os.isatty(1))
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
+def _log_to_stderr() -> None:
+    """Keep the log out of what commands print."""
+    from tanghulu.runtime.telemetry import configure_log  # here: `tanghulu --help` needs none
+
+    configure_log("cli", "warning")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; exits with click's codes, or with that of a typed error."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines are none of the log; what matters comes as an error
+    _mend_streams()
     try:
-        root.main(args=arguments, prog_name="tanghulu")
+        try:
+            root.main(args=arguments, prog_name="tanghulu", obj=_log_to_stderr)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)
     except TanghuluError as error:
-        click.echo(f"tanghulu: {error.message}", err=True)
+        click.echo(f"tanghulu: {printable(error.message)}", err=True)
         sys.exit(EXIT_CODES.get(error.code, 1))

@@ -23,6 +23,7 @@ from tanghulu.runtime.master_options import (
     TLS_KEY_HELP,
     TOKEN_HELP,
 )
+from tanghulu.types import printable
 
 _PIPED_WIDTH = 200
 _MASTER = click.option(
@@ -72,7 +73,7 @@ def print_table(columns: tuple[str, ...], rows: Iterable[Iterable[Any]]) -> None
     """Rows under ``columns``; without columns, as they come."""
     table = Table(*columns, show_header=bool(columns), box=None, pad_edge=False)
     for row in rows:
-        cells = [Text(str(cell)) for cell in row]  # not str: rich would take "[x]" in a key for markup
+        cells = [Text(printable(str(cell))) for cell in row]  # not str: rich would take "[x]" in a key for markup
         for _ in range(0 if columns else len(cells) - len(table.columns)):
             table.add_column(overflow="fold")
         table.add_row(*cells)

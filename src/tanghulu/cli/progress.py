@@ -9,10 +9,12 @@ import shutil
 import sys
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from tanghulu.runtime.telemetry import LossyStream
 
 _WELCOME = """
 [bold green]ready[/] {model} at {url}
@@ -37,7 +39,8 @@ class Board:
     """The live display; a context manager."""
 
     def __init__(self) -> None:
-        self.console = Console()
+        terminal = sys.stdout  # a live display puts itself in its place
+        self.console = Console(file=cast(TextIO, LossyStream(lambda: terminal)))
         self._live = self.console.is_terminal  # until everything is ready: then changes are lines, as elsewhere
         self._progress = Progress(
             SpinnerColumn(finished_text="[green]*"),

@@ -25,7 +25,7 @@ from tanghulu.runtime.scraping import scrape, summed
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.client import aio
 from tanghulu.store.client.model import MasterView, NodeView
-from tanghulu.types import Role, format_size
+from tanghulu.types import Role, format_size, printable
 
 _DEADLINE_S = 5.0
 
@@ -181,7 +181,7 @@ def _table(status: ClusterStatus) -> Table:
         hits = "-" if part.hit_ratio is None else f"{part.hit_ratio:.1%}"
         since = "-" if part.uptime_s is None else _span(part.uptime_s)
         cells = (part.role, part.id, part.address, part.health, part.load, hits, since, part.metrics_address or "-")
-        table.add_row(*map(Text, cells))
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     if status.problems:
         table.caption = Text("\n".join(status.problems))
         table.caption_justify = "left"

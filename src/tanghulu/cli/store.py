@@ -14,17 +14,17 @@ from tanghulu.cli import store_admin, store_check, store_top
 from tanghulu.cli.printing import counted, print_json, print_table, store_options
 from tanghulu.errors import InvalidRequest
 from tanghulu.masters import Masters
-from tanghulu.runtime.config import MOST, FiniteRange, command
+from tanghulu.runtime.config import FiniteRange, command
 from tanghulu.runtime.process import run
 from tanghulu.store.admin import orders, rows
 from tanghulu.store.admin.orders import RemovalOutcome
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.admin.steps import perform
 from tanghulu.store.client import Client, connect
-from tanghulu.store.client.model import ChunkInfo, NodeView
+from tanghulu.store.client.model import MAX_REPLICAS, MAX_TTL_S, ChunkInfo, NodeView
 from tanghulu.store.gateway.config import GatewayConfig
 from tanghulu.store.protocol.types import Tier
-from tanghulu.types import Role, format_size
+from tanghulu.types import Role, format_size, printable
 
 _DEFAULT_LIMIT = 1000
 
@@ -54,7 +54,14 @@ def ls(prefix: str, limit: int, after: str, master: Masters, as_json: bool) -> N
         return
     print_table(("key", "size", "nodes"), ((k.key, format_size(k.size_bytes), " ".join(k.nodes)) for k in keys))
     if limit and len(keys) == limit:
-        click.echo(f"(the first {limit}; --limit 0 lists all, --after {shlex.quote(keys[-1].key)} the next)", err=True)
+        click.echo(f"(the first {limit}; --limit 0 lists all, --after {_quoted(keys[-1].key)} the next)", err=True)
+
+
+def _quoted(key: str) -> str:
+    """``key`` as a shell takes it."""
+    return (
+        shlex.quote(key) if key.isprintable() else "$'" + printable(key.replace("\\", r"\\")).replace("'", r"\'") + "'"
+    )
 
 
 @COMMAND.command(short_help="All about some chunks, or the store as a whole.")
@@ -145,37 +152,53 @@ def _state(node: NodeView) -> str:
 @COMMAND.command(short_help="Put a file under a key.")
 @click.argument("key")
 @click.argument("file", type=click.File("rb"))
-@click.option("--replicas", type=click.IntRange(1, 1000), default=1, show_default=True, help="nodes that shall hold it")
+@click.option(
+    "--replicas", type=click.IntRange(1, MAX_REPLICAS), default=1, show_default=True, help="nodes that shall hold it"
+)
 @click.option("--pin", type=click.Choice(["none", "soft", "hard"]), default="none", help="how it stands to eviction")
-@click.option("--ttl-s", type=FiniteRange(0, MOST, min_open=True), help="seconds after which it may go")
+@click.option("--ttl-s", type=FiniteRange(0, MAX_TTL_S, min_open=True), help="seconds after which it may go")
 @store_options
 def put(key: str, file: Any, replicas: int, pin: str, ttl_s: float | None, master: Masters, as_json: bool) -> None:
     """Put the contents of FILE (- for standard input) under KEY."""
+    try:
+        value = file.read()
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {file.name}: {error.strerror}") from error
     with connect(master) as store:
-        status = store.put(key, file.read(), replicas=replicas, pin=pin, ttl_s=ttl_s)
+        status = store.put(key, value, replicas=replicas, pin=pin, ttl_s=ttl_s)
     if as_json:
         print_json(rows.put(status))
     else:
         click.echo(
-            f"{key} was there already" if status.existed else f"{key} is on {counted(status.num_replicas, 'node')}"
+            f"{printable(key)} was there already"
+            if status.existed
+            else f"{printable(key)} is on {counted(status.num_replicas, 'node')}"
         )
 
 
 @COMMAND.command(short_help="Write a value to standard output or a file.")
 @click.argument("key")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="write to this file, not to standard output")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="write to this file; - is standard output")
 @store_options
 def get(key: str, output: Path | None, master: Masters, as_json: bool) -> None:
     """Write the value of KEY to standard output or a file; with --json only its size is printed."""
+    to_file = output is not None and str(output) != "-"
     with connect(master) as store, store.get(key) as chunk:
         value = chunk.bytes()
-    if output is not None:
-        output.write_bytes(value)
+    if output is not None and to_file:
+        _write(output, value)
     elif not as_json:
         sys.stdout.buffer.write(value)
         sys.stdout.buffer.flush()
     if as_json:
-        print_json({"key": key, "size_bytes": len(value), "output": str(output) if output is not None else None})
+        print_json({"key": key, "size_bytes": len(value), "output": str(output) if to_file else None})
+
+
+def _write(output: Path, value: bytes) -> None:
+    try:
+        output.write_bytes(value)
+    except OSError as error:
+        raise InvalidRequest(f"cannot write {output}: {error.strerror}") from error
 
 
 @COMMAND.command(short_help="Remove chunks by key or pattern.")
@@ -215,7 +238,7 @@ def _would_remove(pattern: str | None, master: Masters, as_json: bool) -> None:
         print_json({"would_remove": found})
         return
     for key in found:
-        click.echo(key)
+        click.echo(printable(key))
     click.echo(f"{counted(len(found), 'key')} would be removed", err=True)
 
 

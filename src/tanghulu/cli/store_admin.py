@@ -18,9 +18,9 @@ from tanghulu.store.admin import orders, rows
 from tanghulu.store.admin.rows import Beginning, Row, plain
 from tanghulu.store.admin.steps import perform
 from tanghulu.store.client import Client, connect
-from tanghulu.store.client.model import MasterView, NodeView, TenantView
+from tanghulu.store.client.model import MAX_REPLICAS, MAX_TTL_S, MasterView, NodeView, TenantView
 from tanghulu.store.directory_feed import follow_directory
-from tanghulu.types import format_size, parse_size
+from tanghulu.types import format_size, parse_size, printable
 
 
 @click.command(short_help="Move a node's chunks away, to stop it.")
@@ -85,15 +85,22 @@ def _size(context: click.Context, parameter: click.Parameter, value: str) -> int
 def evict(keys: tuple[str, ...], num_bytes: int, node_id: str, master: Masters, as_json: bool) -> None:
     """Evict KEYS, or the chunks that would go next; unlike after rm, any client may put them again at once.
 
-    What is being read or pinned hard stays. With an SSD tier evicted chunks go down to it.
+    What is being read or pinned hard stays. With an SSD tier evicted chunks go down to it. Exit code 3 if a key is not
+    in the store.
     """
     if bool(keys) == bool(num_bytes):
         raise click.UsageError("name KEYS or give --bytes SIZE")
     with connect(master) as store:
+        missing = perform(store, orders.missing(keys))
         evicted = perform(store, orders.evict(node_id, keys, num_bytes))
     if as_json:
         print_json(evicted)
-        return
+    else:
+        _show_evicted(evicted)
+    orders.complain_of(missing)
+
+
+def _show_evicted(evicted: Row) -> None:
     for each, outcome in evicted.items():
         click.echo(f"{each}: evicted {counted(outcome['num_chunks'], 'chunk')}, {format_size(outcome['num_bytes'])}")
     if not any(outcome["num_chunks"] for outcome in evicted.values()):
@@ -102,23 +109,30 @@ def evict(keys: tuple[str, ...], num_bytes: int, node_id: str, master: Masters, 
 
 @click.command(short_help="Have keys copied ahead of demand.")
 @click.argument("keys", nargs=-1, required=True)
-@click.option("--holders", type=click.IntRange(1, 1000), default=2, show_default=True, help="nodes that hold each")
+@click.option(
+    "--holders", type=click.IntRange(1, MAX_REPLICAS), default=2, show_default=True, help="nodes that hold each"
+)
 @click.option(
     "--for-s",
-    type=FiniteRange(0, MOST),
+    type=FiniteRange(0, MAX_TTL_S, min_open=True),
     default=60.0,
     show_default=True,
     help="seconds for which they are wanted; copies that nobody reads go afterwards",
 )
 @store_options
 def replicate(keys: tuple[str, ...], holders: int, for_s: float, master: Masters, as_json: bool) -> None:
-    """Have KEYS copied to more nodes ahead of demand; the master does it in the background."""
+    """Have KEYS copied to more nodes ahead of demand; the master does it in the background.
+
+    Exit code 3 if one is not in the store; the others are copied.
+    """
     with connect(master) as store:
+        missing = perform(store, orders.missing(keys))
         outcome = perform(store, orders.replicate(keys, holders, for_s))
     if as_json:
         print_json(outcome)
     else:
         click.echo(f"{outcome['taken']} of {len(keys)} keys shall have {holders} holders for {for_s:g} s")
+    orders.complain_of(missing)
 
 
 @click.command(short_help="Follow what is stored and removed.")
@@ -152,7 +166,7 @@ async def _watch(masters: Masters, prefix: str, snapshot: bool, count: int | Non
 
 
 def _line(row: Row, as_json: bool) -> str:
-    return json.dumps(row) if as_json else " ".join(filter(None, (row["event"], row["node"], row["key"])))
+    return json.dumps(row) if as_json else printable(" ".join(filter(None, (row["event"], row["node"], row["key"]))))
 
 
 @click.command("masters", short_help="List the masters and the keys that each has.")

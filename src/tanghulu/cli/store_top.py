@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from tanghulu.auth.credentials import Credentials
 from tanghulu.auth.tls import client_context
@@ -23,7 +24,7 @@ from tanghulu.runtime.scraping import metrics_url
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.client import Client, connect
 from tanghulu.store.client.model import NodeView
-from tanghulu.types import format_size
+from tanghulu.types import format_size, printable
 
 _METRICS_DEADLINE_S = 1.0
 _COUNTERS = {
@@ -104,7 +105,7 @@ def _table(rows: list[Row]) -> Table:
         used = f"{format_size(each.used_bytes)} of {format_size(each.capacity_bytes)}"
         counts = ("-" if v is None else f"{v:.0f}" for v in (each.puts, each.hits, each.misses, each.evictions))
         sizes = ("-" if v is None else format_size(v) for v in (each.read_bytes, each.written_bytes))
-        table.add_row(each.node, used, str(each.num_chunks), each.state, *counts, *sizes)
+        table.add_row(Text(printable(each.node)), used, str(each.num_chunks), each.state, *counts, *sizes)
     return table
 
 

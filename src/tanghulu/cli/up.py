@@ -33,7 +33,7 @@ from tanghulu.eviction import POLICIES
 from tanghulu.runtime import extras
 from tanghulu.runtime.config import MOST_PORT, check_bounds, command, configuration_file, option, table_in
 from tanghulu.runtime.machine_memory import refuse_too_much
-from tanghulu.runtime.process import own_address
+from tanghulu.runtime.process import own_address, stop_signals
 from tanghulu.runtime.tasks import cancelled
 from tanghulu.types import is_loopback
 
@@ -180,8 +180,9 @@ class Cluster:
     async def run(self) -> None:
         """Start all, keep them running until a signal or a child's final death; raises TanghuluError for the latter."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._signalled)
+        for number in stop_signals():
+            # A terminal that is closed may send more than one SIGHUP: that is no haste.
+            loop.add_signal_handler(number, self._end if number is signal.SIGHUP else self._signalled)
         self._add_master()
         announce = asyncio.create_task(self._announce_ready())
         watch = asyncio.create_task(self._kill_the_hung())

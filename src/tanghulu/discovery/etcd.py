@@ -22,6 +22,7 @@ from tanghulu.discovery.instance_wire import instance_from_proto, instance_to_pr
 from tanghulu.discovery.mirror import InstanceMirror
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.protos import common_pb2, etcd_pb2
+from tanghulu.runtime.telemetry import RareLog
 from tanghulu.types import Address, Role
 
 _log = structlog.get_logger(__name__)
@@ -89,6 +90,7 @@ class EtcdDiscovery:
     def __init__(self, *addresses: Address, prefix: str = "/tanghulu") -> None:
         self.client = EtcdClient(addresses)
         self._prefix = prefix
+        self._rare_log = RareLog(_log)
         self._registrations: set[EtcdRegistration] = set()
         #: Entries that were passed over because they could not be read.
         self.num_unreadable = 0
@@ -131,7 +133,7 @@ class EtcdDiscovery:
                     async for event in events:
                         yield event
             except TanghuluError as error:
-                _log.warning("discovery.etcd_unavailable", error=error.message)
+                self._rare_log.warning("discovery.etcd_unavailable", error=error.message)
             await asyncio.sleep(_RETRY_S)
 
     async def _follow(

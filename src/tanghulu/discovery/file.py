@@ -31,6 +31,7 @@ from tanghulu.discovery.base import DEFAULT_TTL_S, Instance, InstanceEvent
 from tanghulu.discovery.mirror import InstanceMirror
 from tanghulu.errors import InvalidRequest, MasterUnavailable, TanghuluError
 from tanghulu.runtime.clock import SystemClock
+from tanghulu.runtime.telemetry import RareLog
 from tanghulu.types import Address, InstanceId, Place, Role
 
 _log = structlog.get_logger(__name__)
@@ -167,6 +168,7 @@ class FileDiscovery:
         self._directory = directory
         self._poll_s = poll_s
         self._clock = SystemClock()
+        self._rare_log = RareLog(_log)
 
     async def __aenter__(self) -> Self:
         return self
@@ -196,7 +198,7 @@ class FileDiscovery:
             try:
                 present = await asyncio.to_thread(reader.scan)
             except OSError as error:
-                _log.warning("discovery.watch_interrupted", directory=str(self._directory), error=str(error))
+                self._rare_log.warning("discovery.watch_interrupted", directory=str(self._directory), error=str(error))
             else:
                 mirror.begin()
                 for instance in present:

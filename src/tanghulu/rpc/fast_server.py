@@ -33,6 +33,8 @@ from tanghulu.rpc.pacing import notice_dead_peer
 from tanghulu.rpc.unsent import SLOW_PEER_S, SlowPeer, UnsentAnswers
 from tanghulu.rpc.versions import SPOKEN
 from tanghulu.rpc.wire import Body, encode, parser_of, status_of
+from tanghulu.runtime.descriptors import refuse_last_descriptors
+from tanghulu.runtime.telemetry import RareLog
 
 _log = structlog.get_logger(__name__)
 
@@ -180,6 +182,7 @@ class FastService:
     coming: UnsentAnswers = field(default_factory=partial(UnsentAnswers, MAX_COMING_BYTES))
     max_connections: int = MAX_CONNECTIONS
     guarded: bool = False
+    rare_log: RareLog = field(default_factory=lambda: RareLog(_log))
 
     def register(self, method: Method[Any, Any], handler: Handler) -> None:
         """Answer ``method`` by ``handler(peer, request, attachment)``; each method once."""
@@ -268,6 +271,13 @@ class FastServerProtocol(asyncio.Protocol):
         self._known()
         if len(service.peers) - len(service.unknown) > service.max_connections:
             self._end(Overloaded(f"this process serves {service.max_connections} connections and takes no more"))
+            return
+        connection = self._transport.get_extra_info("socket") if self._transport is not None else None
+        if connection is not None:
+            try:
+                refuse_last_descriptors(connection.fileno())
+            except Overloaded as error:
+                self._end(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End what the connection had started and tell the service."""
@@ -335,7 +345,7 @@ class FastServerProtocol(asyncio.Protocol):
                 self._read_by(_Bulk(self, partial))
 
     def _end_of_sense(self, error: InvalidRequest) -> None:
-        _log.warning("fast_lane.bad_frame", peer=self._peer.name, error=error.message)
+        self._service.rare_log.warning("fast_lane.bad_frame", peer=self._peer.name, error=error.message)
         self._end(error)
 
     def _place(self, method: int, body: bytes, attachment_bytes: int) -> memoryview | None:

@@ -31,6 +31,7 @@ from tanghulu.rpc.grpc_edge import SERVER_OPTIONS
 from tanghulu.rpc.pacing import notice_dead_peer, unpace_within_machine
 from tanghulu.rpc.peer_process import peer_pidfd, peer_process, peer_uid
 from tanghulu.runtime.accepting import accept_no_more
+from tanghulu.runtime.telemetry import RareLog
 from tanghulu.types import Address
 
 _log = structlog.get_logger(__name__)
@@ -63,6 +64,7 @@ class PortMux:
         self.grpc_server = grpc.aio.server(
             options=SERVER_OPTIONS, interceptors=interceptors, maximum_concurrent_rpcs=max_grpc_calls
         )
+        self.rare_log = RareLog(_log)
         self._undecided: dict[asyncio.Transport, None] = {}
         self._handshakes: Handshakes | None = None
         self._num_relays = 0
@@ -296,7 +298,7 @@ class _Sniffer(asyncio.Protocol):
             self._pass_on(self._transport)
         elif self._first.startswith(_HTTP2):
             if not self._mux.begin_relay():
-                _log.warning("port_mux.too_many_grpc_connections", most=self._mux.service.max_connections)
+                self._mux.rare_log.warning("port_mux.too_many_grpc_connections", most=self._mux.service.max_connections)
                 self._transport.abort()
                 return
             self._relays = True
@@ -304,7 +306,7 @@ class _Sniffer(asyncio.Protocol):
             self._transport.pause_reading()
             self._task = asyncio.ensure_future(self._connect_grpc(self._transport))
         else:
-            _log.warning("port_mux.unknown_protocol", first_bytes=self._first[:16].hex())
+            self._mux.rare_log.warning("port_mux.unknown_protocol", first_bytes=self._first[:16].hex())
             self._transport.close()
 
     def _pass_on(self, transport: asyncio.Transport) -> None:
@@ -321,7 +323,7 @@ class _Sniffer(asyncio.Protocol):
         try:
             back = await self._mux.relay_target(transport)
         except OSError as error:
-            _log.warning("port_mux.grpc_unreachable", error=str(error))
+            self._mux.rare_log.warning("port_mux.grpc_unreachable", error=str(error))
             transport.close()
             return
         self._target = _Relay(back)

@@ -36,10 +36,11 @@ from tanghulu.auth.tokens import TokensFile
 from tanghulu.errors import ConfigError, TanghuluError
 from tanghulu.runtime import garbage
 from tanghulu.runtime.config import describe, option
+from tanghulu.runtime.descriptors import watch_descriptors
 from tanghulu.runtime.master_options import HttpOptions, MasterOptions, TlsOptions
 from tanghulu.runtime.metrics_server import MetricsAuthorizer, MetricsServer
 from tanghulu.runtime.stalls import LoopWatch
-from tanghulu.runtime.tasks import cancelled
+from tanghulu.runtime.tasks import beside, cancelled
 from tanghulu.runtime.telemetry import LOG_LEVELS, configure_log, new_registry
 from tanghulu.types import Address, InstanceId, Place, Role, is_loopback
 
@@ -143,6 +144,12 @@ class SupervisorLine:
             self._loop = None
 
 
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals that end a process in order. SIGHUP, which a closed terminal sends, not for one under nohup."""
+    always = (signal.SIGTERM, signal.SIGINT)
+    return always if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (*always, signal.SIGHUP)
+
+
 class StoppedEarly(Exception):
     """The process was told to stop before it served: an orderly end."""
 
@@ -235,30 +242,28 @@ async def _run(role: Role, config: P, serve: Serve[P]) -> None:
     stopping = asyncio.Event()
     status = SupervisorLine(config.status_fd, stopping.set)
     status.watch(loop)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         loop.add_signal_handler(number, stopping.set)
     own_dir = config.run_dir is None
     run_dir = config.run_dir or Path(tempfile.mkdtemp(prefix="tanghulu-"))
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     registry = new_registry()
-    metrics, collecting = None, None
+    metrics = None
     try:
         tls = _metrics_tls(config)
         metrics = MetricsServer(registry, config.host, config.metrics_port, _metrics_authorizer(config), tls)
         generation = secrets.randbits(48)
         metrics_address = ("https://" if tls else "") + str(Address(config.reachable_host, metrics.port))
         process = Process(role, config, run_dir, status, registry, metrics_address, generation, stopping)
-        collecting = asyncio.create_task(_collect_garbage(process))
         with LoopWatch(registry):
-            await serve(process, config)
+            async with beside(_collect_garbage(process), watch_descriptors()):
+                await serve(process, config)
     except StoppedEarly:
         _log.info("process.stopped_early")
     except TanghuluError as error:
         status.send("failed", code=error.code, message=error.message)
         raise
     finally:
-        if collecting is not None:
-            collecting.cancel()
         if metrics is not None:
             metrics.close()
         if own_dir or status.orphaned:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Final, TextIO, cast
 
 import structlog
@@ -19,25 +20,42 @@ from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
+from tanghulu.errors import TanghuluError
 from tanghulu.version import __version__
 
 #: Seconds between two lines of the same event in a ``RareLog``.
 RARE_S: Final = 30.0
+#: Kinds of lines of libraries that are told apart.
+MAX_KINDS: Final = 256
 LOG_LEVELS = ("debug", "info", "warning", "error")
 #: Else each counter and histogram comes with a second line that says when it began, and nobody asks for it.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
-class _LossyStderr:
-    """Standard error for the log: what it cannot take, as a file on a full disk, is lost, and nothing else."""
+class LossyStream:
+    """A stream for what may be lost where it cannot be taken, as by a full disk or a closed terminal."""
+
+    def __init__(self, stream: Callable[[], TextIO]) -> None:
+        self._stream = stream
 
     def write(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            sys.stderr.write(text)
+        """Write ``text`` if that can be done."""
+        with contextlib.suppress(OSError, TanghuluError):
+            self._stream().write(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            sys.stderr.flush()
+        """Flush the stream if that can be done."""
+        with contextlib.suppress(OSError, TanghuluError):
+            self._stream().flush()
+
+    def isatty(self) -> bool:
+        """Whether the stream is a terminal."""
+        return self._stream().isatty()
+
+    @property
+    def encoding(self) -> str:
+        """The encoding of the stream."""
+        return self._stream().encoding
 
 
 def configure_log(component: str, level: str = "info") -> None:
@@ -54,11 +72,12 @@ def configure_log(component: str, level: str = "info") -> None:
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _LossyStderr())),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, LossyStream(lambda: sys.stderr))),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(component=component)
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+    logging.basicConfig(handlers=[_LibraryLog()], level=logging.WARNING)
+    logging.captureWarnings(capture=True)
 
 
 class RareLog:
@@ -81,6 +100,24 @@ class RareLog:
         self._last_s[event] = now_s
         omitted = self._omitted.pop(event, 0)
         self._log.warning(event, **self._values, **values, **({"omitted": omitted} if omitted else {}))
+
+
+class _LibraryLog(logging.Handler):
+    """Lines of libraries as lines of the log, each kind once in a while: strangers cause some, as of HTTP's parser."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kinds: dict[tuple[str, str], RareLog] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log ``record``."""
+        said = {"logger": record.name, "text": record.getMessage(), "exc_info": record.exc_info}
+        log = structlog.get_logger("library")
+        if record.levelno > logging.WARNING or len(self._kinds) >= MAX_KINDS:
+            log.log(record.levelno, "library.logged", **said)
+            return
+        kind = self._kinds.setdefault((record.name, str(record.msg)), RareLog(log))
+        kind.warning("library.logged", **said)
 
 
 def new_registry() -> CollectorRegistry:

@@ -7,6 +7,7 @@ Knows places, lengths and heads; what is worth keeping is ``tier_state``'s busin
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -36,9 +37,12 @@ from tanghulu.store.node.state.ssd_record import (
     tier_format,
 )
 from tanghulu.transfer_engine.core.segment import unmap
+from tanghulu.types import format_size
 
 _log = structlog.get_logger(__name__)
 
+#: So many times its file system a size can only be a mistake; less is lived with.
+ABSURD = 16
 #: What a scan reads at once: of heads that lie far from each other the first unit, elsewhere everything.
 _SPARSE_WINDOW = UNIT
 _DENSE_WINDOW = 1 << 20
@@ -111,10 +115,29 @@ class TierFile:
         self._wiped = memoryview(self._wiped_area)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            self._compare_with_disk(size_bytes)
             self._fd = self._open()
             self.file_id = self._take_over()
         except OSError as error:
             raise ConfigError(f"cannot use {path} as SSD tier: {error.strerror or error}; choose another") from error
+
+    def _compare_with_disk(self, size_bytes: int) -> None:
+        """Raise ConfigError for a size that can only be a mistake, log one that is larger than the file system."""
+        found = os.statvfs(self.path.parent)
+        disk_bytes = found.f_blocks * found.f_frsize
+        if not disk_bytes or size_bytes <= disk_bytes:
+            return
+        if size_bytes > disk_bytes * ABSURD:
+            raise ConfigError(
+                f"--ssd-size {format_size(size_bytes)}: the file system of {self.path} has {format_size(disk_bytes)}"
+            )
+        _log.warning(
+            "tier.larger_than_its_disk",
+            path=str(self.path),
+            size_bytes=size_bytes,
+            disk_bytes=disk_bytes,
+            now="lives in what the disk gives",
+        )
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -252,15 +275,31 @@ class TierFile:
     def _length(self) -> int:
         return os.fstat(self._fd).st_size - HEADER_BYTES
 
+    def unbacked(self) -> list[tuple[int, int]]:
+        """(offset, length) of all that has no room on the disk yet, in whole units; nothing where that is not known."""
+        found: list[tuple[int, int]] = []
+        position = 0
+        with contextlib.suppress(OSError):
+            while position < self.capacity_bytes:
+                begin = self._seek(position, os.SEEK_HOLE)
+                position = min(self._seek(begin, os.SEEK_DATA), self.capacity_bytes)
+                begin, end = -(-begin // UNIT) * UNIT, position // UNIT * UNIT
+                if begin < end:
+                    found.append((begin, end - begin))
+        return found
+
+    def _seek(self, offset: int, whence: int) -> int:
+        """Where data or a hole begins next; the end if nothing does."""
+        try:
+            return os.lseek(self._fd, HEADER_BYTES + offset, whence) - HEADER_BYTES
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return offset if whence == os.SEEK_HOLE else self.capacity_bytes
+
     def _next_data(self, position: int) -> int:
         """Skip what was never written."""
-        try:
-            place = os.lseek(self._fd, HEADER_BYTES + position, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:
-                return self.capacity_bytes
-            raise
-        return max(place - HEADER_BYTES, position) // UNIT * UNIT
+        return max(self._seek(position, os.SEEK_DATA), position) // UNIT * UNIT
 
 
 def _all(call: object, fd: int, view: memoryview, position: int) -> None:

@@ -9,7 +9,7 @@ start would find it: its wipe comes before the write that reuses its range, unle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeAlias
@@ -103,18 +103,20 @@ class TierState:
         self._doomed: dict[int, SsdChunk] = {}  # by offset
         self._residents = _Residents(self._entries, self._doomed)
         self._space: Space[SsdChunk] = Space(OffsetAllocator(capacity_bytes, UNIT), self._residents, make_policy)
+        self._retired: list[tuple[int, int]] = []  # (offset, length) of what the disk has no room for
+        self._retired_bytes = 0
         self._ends = SortedList()  # (expires_s, id, entry) of those in _entries that end by time
         self._sequence = 0
 
     @property
     def capacity_bytes(self) -> int:
         """What the file can hold."""
-        return self._space.allocator.capacity_bytes
+        return self._space.allocator.capacity_bytes - self._retired_bytes
 
     @property
     def used_bytes(self) -> int:
         """What of it is not free."""
-        return self._space.allocator.used_bytes
+        return self._space.allocator.used_bytes - self._retired_bytes
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -196,9 +198,21 @@ class TierState:
         if entry.expires_s is not None:
             self._ends.add((entry.expires_s, id(entry), entry))
 
-    def written(self, entry: SsdChunk, *, ok: bool) -> list[Instruction]:
-        """The write of ``entry`` ended; after a failure the chunk is lost, and what was written of it is wiped."""
-        self.admission.write_ended(ok, self._clock.now_s())
+    def retire(self, unbacked: Sequence[tuple[int, int]]) -> None:
+        """The disk is full: use what is free among these (offset, length) no more, until the next start."""
+        for start, length in self._space.allocator.holes():
+            for offset, size_bytes in unbacked:
+                begin, end = max(start, offset), min(start + length, offset + size_bytes)
+                if begin < end and self._space.allocator.claim(begin, end - begin):
+                    self._retired.append((begin, end - begin))
+                    self._retired_bytes += end - begin
+
+    def written(self, entry: SsdChunk, *, ok: bool, pause: bool = True) -> list[Instruction]:
+        """The write of ``entry`` ended; after a failure the chunk is lost, and what was written of it is wiped.
+
+        Without ``pause`` others are written all the same: the tier makes room for them where the disk has some.
+        """
+        self.admission.write_ended(ok or not pause, self._clock.now_s())
         if ok:
             self.counters.written += 1
             self.counters.written_bytes += entry.range_bytes
@@ -315,7 +329,7 @@ class TierState:
         """Assert that entries and free ranges tile the file, and that all but hard pins can be evicted."""
         self.admission.check()
         self._space.check()
-        self._space.allocator.check_tiles((each.offset, each.range_bytes) for each in self)
+        self._space.allocator.check_tiles(chain(((each.offset, each.range_bytes) for each in self), self._retired))
         for key, entry in self._entries.items():
             assert entry.key == key
             assert entry.held, f"{entry!r} is found"

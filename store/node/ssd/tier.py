@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,8 @@ from tanghulu.types import ChunkKey
 _log = structlog.get_logger(__name__)
 
 MIN_SSD_BYTES = 1 << 20
+#: Errors of a disk, a quota or a limit that has no room left.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 #: Bytes on their way down, and on their way up; also the largest record of each.
 QUEUE_BYTES = 64 << 20
 NUM_READ_THREADS = 4
@@ -93,7 +96,7 @@ class SsdTier:
         self._readers = ThreadPoolExecutor(NUM_READ_THREADS, thread_name_prefix="tier-read")
         self._sync_wanted = False
         self._wipe_error: OSError | None = None
-        self._closed = False
+        self._closed = self._has_shrunk = False
 
     async def populate(self) -> None:
         """Take the memory of what is on its way down; else the first large evictions would do so, and hold the loop."""
@@ -221,20 +224,32 @@ class SsdTier:
 
     def _written(self, future: asyncio.Future[list[_Outcome]]) -> None:
         batch, self._under_way = self._under_way, []
+        is_full = any(error is not None and error.errno in _FULL for error in future.result())
+        unbacked = self.file.unbacked() if is_full else []
         for pending, error in zip(batch, future.result(), strict=True):
             if pending.buffer is not None:
                 self._down.give_back(pending.buffer)
-            if error is not None:
+            if error is not None and not unbacked:
                 _log.error("tier.write_failed", path=str(self.file.path), error=str(error))
             if isinstance(pending.instruction, Write):
-                self._perform(self.state.written(pending.instruction.entry, ok=error is None))
+                self._perform(self.state.written(pending.instruction.entry, ok=error is None, pause=not unbacked))
             elif error is not None:
                 self.state.counters.write_errors += 1
                 if pending.final:
                     self._wipe_error = error
+        if unbacked:
+            self._shrink(unbacked)
         self._num_done += len(batch)
         self._tell_settled()
         self._work()
+
+    def _shrink(self, unbacked: Sequence[tuple[int, int]]) -> None:
+        """Live in what the disk has given so far, and say so once."""
+        self.state.retire(unbacked)
+        if not self._has_shrunk:
+            self._has_shrunk = True
+            sizes = {"size_bytes": self.file.capacity_bytes, "now_bytes": self.state.capacity_bytes}
+            _log.warning("tier.disk_full", path=str(self.file.path), **sizes, hint="make room and restart the node")
 
     def _tell_settled(self) -> None:
         while self._settling and self._settling[0][0] <= self._num_done:

@@ -18,7 +18,14 @@ from tanghulu.cli.main import EXIT_CODES
 from tanghulu.cli.store import COMMAND
 from tanghulu.cli.store_check import Disagreement
 from tanghulu.conductor.replicating import CopyRequester
-from tanghulu.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, MasterUnavailable, TanghuluError
+from tanghulu.errors import (
+    ChecksumMismatch,
+    ChunkNotFound,
+    DeadlineExceeded,
+    InvalidRequest,
+    MasterUnavailable,
+    TanghuluError,
+)
 from tanghulu.store.admin.check import CheckFinding, Kind, compare
 from tanghulu.store.client import Client
 from tanghulu.store.client.model import KeyInfo, Verified
@@ -255,9 +262,13 @@ def test_evict_by_key_and_by_bytes(trio: Cluster, store: Client) -> None:
     node = trio.nodes[0].name
     for index in range(10):
         store.put(f"e/{index}", bytes(100 * KIB), prefer_node=node, pin="hard" if index == 9 else "none")
-    named = run(trio, "evict", "e/3", "e/9", "nowhere", "--node", node)[node]
+    named = run(trio, "evict", "e/3", "e/9", "--node", node)[node]
     assert named == {"num_chunks": 1, "num_bytes": 100 * KIB}, "a hard pin stays"
     eventually(lambda: not store.exists("e/3"))
+    with pytest.raises(ChunkNotFound, match=r"not in the store: e/nowhere$"):
+        run(trio, "evict", "e/8", "e/nowhere")
+    eventually(lambda: not store.exists("e/8"))
+    store.put("e/8", bytes(100 * KIB), prefer_node=node)
     more = run(trio, "evict", "--bytes", "250KiB", "--node", node)[node]
     assert more["num_chunks"] == 3
     left = [f"e/{i}" for i in range(4, 10)]
@@ -284,8 +295,10 @@ def test_keys_are_copied_ahead_when_somebody_asks(trio: Cluster, store: Client) 
     keys = [f"ahead/{index}" for index in range(20)]
     for index, key in enumerate(keys):
         store.put(key, value_of(index))
-    said = run(trio, "replicate", *keys[:10], "ahead/unknown", "--holders", "3", "--for-s", "30")
-    assert said == {"taken": 10, "keys": 11, "holders": 3, "for_s": 30.0}
+    with pytest.raises(ChunkNotFound, match=r"not in the store: ahead/unknown$"):
+        run(trio, "replicate", *keys[:5], "ahead/unknown", "--holders", "3", "--for-s", "30")
+    said = run(trio, "replicate", *keys[:10], "--holders", "3", "--for-s", "30")
+    assert said == {"taken": 10, "keys": 10, "holders": 3, "for_s": 30.0}
     eventually(lambda: all(len(holders(store, key)) == 3 for key in keys[:10]))
     assert all(len(holders(store, key)) == 1 for key in keys[10:]), "nobody asked for these"
     assert all(store.get(key).bytes() == value_of(index) for index, key in enumerate(keys))

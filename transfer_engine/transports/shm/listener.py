@@ -14,6 +14,8 @@ import contextlib
 import os
 import socket
 
+import structlog
+
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, TanghuluError, Unauthorized
 from tanghulu.rpc.peer_process import peer_pidfd, peer_process, peer_uid
 from tanghulu.transfer_engine.core.access import AccessTable
@@ -29,7 +31,10 @@ from tanghulu.transfer_engine.core.wire import (
     parse_shm_hello,
 )
 
+_log = structlog.get_logger(__name__)
 _HELLO_TIMEOUT_S = 5.0
+#: The pause after a connection could not be accepted.
+_ACCEPT_AGAIN_S = 1.0
 _BACKLOG = 128
 
 
@@ -99,7 +104,12 @@ class ShmListener:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            peer, _ = await loop.sock_accept(listener)
+            try:
+                peer, _ = await loop.sock_accept(listener)
+            except OSError as error:  # no descriptor is free; peers use tcp meanwhile
+                _log.warning("shm.cannot_accept", path=self._path, error=str(error))
+                await asyncio.sleep(_ACCEPT_AGAIN_S)
+                continue
             task = asyncio.create_task(self._serve(peer))
             self._peers.add(task)
             task.add_done_callback(self._peers.discard)

@@ -8,9 +8,11 @@ import mmap
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from tanghulu.errors import ConfigError
 from tanghulu.eviction import POLICIES, make_policy
@@ -196,6 +198,52 @@ def test_a_failed_write_loses_the_chunk_and_pauses() -> None:
     assert state.counters.admissions[Demotion.PAUSED] == 1
     clock.advance(1.0)
     assert evict(state, record("m"))[0] is not None
+
+
+def test_on_a_full_disk_the_tier_lives_in_what_it_has() -> None:
+    state = make_state(ManualClock())
+    capacity_bytes = state.capacity_bytes
+    stored, failing = evict(state, record("stored"))[0], evict(state, record("failing"))[0]
+    assert stored is not None
+    assert failing is not None
+    state.written(stored, ok=True)
+    backed_bytes = failing.offset
+    state.written(failing, ok=False, pause=False)
+    state.retire([(backed_bytes, capacity_bytes - backed_bytes)])
+    state.check()
+    assert (state.capacity_bytes, state.used_bytes) == (backed_bytes, stored.range_bytes)
+    entry, instructions = evict(state, record("next"))
+    assert entry is not None
+    assert entry.offset == stored.offset
+    assert state.counters.evictions == 1
+    assert [type(each) for each in instructions] == [LostChunk, Write]
+    state.retire([(0, capacity_bytes)])  # what is in use stays
+    state.check()
+    assert state.find(ChunkKey("next")) is entry
+
+
+def test_a_file_says_what_has_no_room_on_the_disk_yet(path: Path) -> None:
+    file = TierFile(path, 1 << 20)
+    try:
+        assert file.unbacked() == [(0, file.capacity_bytes)]
+        unit = memoryview(mmap.mmap(-1, UNIT))
+        file.write(16 * UNIT, unit)
+        holes = file.unbacked()
+        assert all(not begin <= 16 * UNIT < begin + length for begin, length in holes)
+        assert sum(length for _, length in holes) < file.capacity_bytes
+    finally:
+        file.close()
+
+
+def test_a_size_that_can_only_be_a_mistake_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = os.statvfs(path.parent)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=64, f_frsize=1 << 10))
+    with pytest.raises(ConfigError, match=r"--ssd-size 1\.1 MiB: the file system of .* has 64\.0 KiB"):
+        TierFile(path, (1 << 20) + (100 << 10))
+    monkeypatch.setattr(os, "statvfs", lambda _: disk)
+    with capture_logs() as logs:
+        TierFile(path, 1 << 20).close()
+    assert logs == [] or logs[0]["event"] == "tier.no_direct_io"
 
 
 def test_soft_pinned_chunks_go_last_and_time_ends_others() -> None:

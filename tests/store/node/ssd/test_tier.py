@@ -197,7 +197,9 @@ def test_a_full_disk_costs_chunks_and_nothing_else(tmp_path: Path) -> None:
             keys = fill(client, node)
             eventually(lambda: node.metric("tanghulu_node_ssd_queued_bytes") == 0)
             assert node.metric("tanghulu_node_ssd_write_errors_total") > 0
-            assert node.metric("tanghulu_node_ssd_admissions_total", verdict="paused") > 0
+            assert node.metric("tanghulu_node_ssd_admissions_total", verdict="paused") == 0
+            assert node.metric("tanghulu_node_ssd_evictions_total") > 0, "it goes on in what the disk has given"
+            assert 0 < node.metric("tanghulu_node_ssd_capacity_bytes") <= 8 * MIB
             # What was evicted is told a moment later.
             eventually(lambda: sum(client.exists_many(keys)) < NUM)
             assert sum(client.exists_many(keys)) > 16
