@@ -73,6 +73,10 @@ class Place:
         return f"{self.zone}/{self.rack}/{self.host}"
 
 
+#: A name or an IPv4 address, or an IPv6 address, perhaps with brackets around and a zone behind it; and a port.
+_ADDRESS = re.compile(r"(?P<host>[\w.-]+|\[[0-9a-f:.]+(%[\w.-]+)?\]|[0-9a-f:.]+):(?P<port>[0-9]{1,5})$", re.IGNORECASE)
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
     """A TCP address, printed and parsed as ``host:port``."""
@@ -83,10 +87,10 @@ class Address:
     @classmethod
     def parse(cls, text: str) -> Address:
         """Read ``host:port``; raises InvalidRequest with the text that was wrong."""
-        host, separator, port = text.rpartition(":")
-        if not separator or not host or not port.isdigit() or int(port) > 65535:
+        match = _ADDRESS.match(text)
+        if match is None or int(match["port"]) > 65535:
             raise InvalidRequest(f"address {text!r} is not of the form host:port")
-        return cls(host.strip("[]"), int(port))
+        return cls(match["host"].strip("[]"), int(match["port"]))
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
