@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials, TlsFiles
-from tanghulu.errors import TanghuluError
+from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.masters import Masters
 from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.drivers.asynchronous import AsyncioDriver
@@ -65,6 +65,11 @@ class Connecting:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._client: AsyncClient | None = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if hasattr(AsyncClient, name):
+            raise InvalidRequest(f"{name}: this client is not open yet; write client = await tanghulu.aio.connect(...)")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __await__(self) -> Generator[Any, None, AsyncClient]:
         return self._open().__await__()
@@ -397,6 +402,9 @@ class AsyncClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a client cannot be copied or pickled; call tanghulu.aio.connect() where another is wanted")
 
     def __del__(self) -> None:
         driver = getattr(self, "_driver", None)

@@ -48,6 +48,14 @@ class Chunk:
     def __buffer__(self, flags: int) -> memoryview:
         return self.view
 
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        array = self.numpy()
+        return array.copy() if copy else array if dtype is None else array.astype(dtype, copy=bool(copy))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the bytes: neither memory nor lease goes along."""
+        return Chunk, (self.key, self.version, self.bytes())
+
     def __bytes__(self) -> bytes:
         return self.bytes()
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Self
 
+from tanghulu.arguments import above_zero, text, whole
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
 from tanghulu.store.protocol.types import Pin, Tier
@@ -64,18 +65,31 @@ class PutOptions:
     part_bytes: int = 0
 
 
-@lru_cache(maxsize=256)
 def put_options(
     replicas: int, pin: str, ttl_s: float | None, prefer_node: str | None, visible: bool, part_bytes: int
 ) -> PutOptions:
     """The options; raises InvalidRequest that names the bad one."""
-    if not 1 <= replicas <= MAX_REPLICAS:
-        raise InvalidRequest(f"replicas={replicas} is not within 1..{MAX_REPLICAS}")
-    if ttl_s is not None and not 0 < ttl_s <= MAX_TTL_S:
-        raise InvalidRequest(f"ttl_s={ttl_s} is not within 0..{MAX_TTL_S:.0f} seconds")
-    if part_bytes < 0:
-        raise InvalidRequest(f"part_bytes={part_bytes} is negative")
-    return PutOptions(replicas, Pin.parse(pin), ttl_s, prefer_node, visible, part_bytes)
+    try:
+        return _put_options(replicas, pin, ttl_s, prefer_node, visible, part_bytes)
+    except TypeError:  # it cannot even be hashed
+        raise InvalidRequest(
+            f"replicas={replicas!r}, pin={pin!r}, ttl_s={ttl_s!r}, prefer_node={prefer_node!r}, "
+            f"part_bytes={part_bytes!r}: numbers and names are wanted"
+        ) from None
+
+
+@lru_cache(maxsize=256, typed=True)  # equal values may be of types of which one is refused
+def _put_options(
+    replicas: int, pin: str, ttl_s: float | None, prefer_node: str | None, visible: bool, part_bytes: int
+) -> PutOptions:
+    return PutOptions(
+        whole("replicas", replicas, 1, MAX_REPLICAS),
+        Pin.parse(text("pin", pin)),
+        None if ttl_s is None else above_zero("ttl_s", ttl_s, MAX_TTL_S),
+        None if prefer_node is None else text("prefer_node", prefer_node),
+        bool(visible),
+        whole("part_bytes", part_bytes, 0, 1 << 62),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import math
 import secrets
 from dataclasses import dataclass, field
 
+from tanghulu.arguments import above_zero, text
 from tanghulu.discovery.masters import ATTEMPT_S
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.masters import Masters
@@ -13,6 +14,7 @@ from tanghulu.runtime.busy_polling import MAX_SPIN_S, SPIN_S, BusyPoller, LonePo
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.process import host_id
 from tanghulu.store.client.logic.effects import MASTER, PeerId, is_owner
+from tanghulu.types import Place
 
 DEFAULT_DEADLINE_S = 5.0
 WAIT_S = 10.0
@@ -21,6 +23,17 @@ ENGINE_ANSWER_S = 1.0
 TRANSPORTS = ("shm", "ucx", "tcp")
 #: A call is several hundred microseconds where to wake is dear, of which polling spares the end.
 _SPIN_GAIN = 0.1
+
+
+#: Longer deadlines, and infinite ones, are taken for this; nodes refuse longer ones.
+MAX_DEADLINE_S = 24 * 3600.0
+#: What a call may take that is not to wait: its answer has to come all the same.
+AT_ONCE_S = 0.05
+
+
+def deadline_seconds(seconds: float) -> float:
+    """A caller's deadline; raises InvalidRequest unless it is a number above 0."""
+    return min(above_zero("deadline_s", seconds), MAX_DEADLINE_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +58,20 @@ class Settings:
     def __post_init__(self) -> None:
         if self.transport is not None and self.transport not in TRANSPORTS:
             raise InvalidRequest(f"transport {self.transport!r} is unknown; known: {', '.join(TRANSPORTS)}, or None")
-        if not self.deadline_s > 0:
-            raise InvalidRequest(f"a deadline of {self.deadline_s} s leaves no time for anything")
-        if not self.master_answer_s > 0:
-            raise InvalidRequest(f"master_answer_s={self.master_answer_s} leaves no time to ask the master")
+        object.__setattr__(self, "deadline_s", deadline_seconds(self.deadline_s))
+        above_zero("master_answer_s", self.master_answer_s)
+        if self.place:
+            Place.parse(text("place", self.place))
         if not 0 <= self.spin_s <= MAX_SPIN_S:
             raise InvalidRequest(
                 f"spin_s={self.spin_s}: from 0 (never) to {MAX_SPIN_S}; it is for waits of microseconds"
             )
+
+    def deadline_of(self, seconds: float | None) -> float:
+        """The time of a call whose caller said ``seconds``; 0 does not wait. Raises InvalidRequest."""
+        if seconds is None:
+            return self.deadline_s
+        return AT_ONCE_S if seconds == 0 else deadline_seconds(seconds)
 
     def poller_for(self, peer: PeerId, waiters: Waiters) -> BusyPoller | None:
         """How the answers of one connection are waited for; None: asleep. ``waiters``: that of the client's threads.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import struct
-import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -30,24 +29,6 @@ _HEAD = struct.Struct("<8sI")
 _ALIGNMENT = 64
 #: A shape of more than a thousand dimensions is none.
 MAX_HEADER_BYTES = 16 << 10
-
-
-def is_tensor(value: Any) -> bool:
-    """Whether ``value`` is a torch tensor; does not import torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
-def as_array(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """The bytes of a contiguous CPU tensor of any dtype, without a copy. Raises InvalidRequest for others."""
-    import torch
-
-    if tensor.device.type != "cpu":
-        raise InvalidRequest(f"a tensor on {tensor.device} is not in host memory; move it with .cpu() first")
-    if not tensor.is_contiguous():
-        raise InvalidRequest("a tensor that is not contiguous is no value; call .contiguous() first")
-    flat: npt.NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return flat
 
 
 def from_array(array: npt.NDArray[np.uint8], dtype: torch.dtype | None, shape: tuple[int, ...] | None) -> torch.Tensor:
@@ -74,7 +55,7 @@ def with_header(tensor: Any) -> list[Any]:
 
     if not isinstance(tensor, torch.Tensor):
         raise InvalidRequest(f"a {type(tensor).__name__} is no torch tensor; put() takes arrays and bytes")
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         raise InvalidRequest(
             f"a {tensor.dtype} tensor of layout {tensor.layout} has no plain bytes; make it dense first"
         )
@@ -82,8 +63,8 @@ def with_header(tensor: Any) -> list[Any]:
     text = json.dumps(described, separators=(",", ":")).encode()
     header_bytes = -(-(_HEAD.size + len(text)) // _ALIGNMENT) * _ALIGNMENT
     header = (_HEAD.pack(_MAGIC, header_bytes) + text).ljust(header_bytes)
-    elements = as_array(tensor.detach().resolve_conj().resolve_neg().contiguous())
-    return [header, elements] if elements.size else [header]
+    elements = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return [header, elements] if elements.nbytes else [header]
 
 
 def from_value(key: str, value: npt.NDArray[np.uint8], *, shared: bool) -> torch.Tensor:

@@ -6,12 +6,16 @@ Owns the address and the guard against use after ``unregister``.
 from __future__ import annotations
 
 import ctypes
+import re
 from typing import Any
 
 import numpy as np
 
 from tanghulu.errors import InvalidRequest
 from tanghulu.transfer_engine.core.copying import Bytes
+
+#: In the format of a buffer (PEP 3118): references and pointers; and what only looks so, names and complex numbers.
+_POINTER, _NO_POINTERS = re.compile(r"[O&PzZX]"), re.compile(r":[^:]*:|Z[fdg]")
 
 
 class Buffer:
@@ -25,12 +29,7 @@ class Buffer:
     __slots__ = ("address", "array", "memory", "read_only", "regions", "registered", "size_bytes")
 
     def __init__(self, source: Any) -> None:
-        try:
-            self.array: Bytes = _bytes_of(source)
-        except (TypeError, ValueError, BufferError) as error:
-            raise InvalidRequest(
-                f"{type(source).__name__} is no C-contiguous buffer of at least one byte: {error}"
-            ) from None
+        self.array: Bytes = bytes_of(source)
         #: All of it, of format ``B``.
         self.memory: memoryview = self.array.data
         self.size_bytes: int = self.array.size
@@ -53,14 +52,59 @@ class Buffer:
         return f"Buffer({access}{self.size_bytes} bytes at {self.address:#x}{'' if self.registered else ', gone'})"
 
 
-def _bytes_of(source: Any) -> Bytes:
-    """The memory of a buffer or of a torch tensor (known by its methods: torch is not imported for it)."""
-    if not hasattr(source, "data_ptr"):
-        return np.frombuffer(source, dtype=np.uint8)
+def bytes_of(source: Any) -> Bytes:
+    """The memory of a buffer, a numpy array or a torch tensor, as it lies there: flat, of uint8, without a copy.
+
+    Raises InvalidRequest for memory that is empty, not C-contiguous, or on a device, and for what its bytes alone do
+    not say: references and pointers, masks, a tensor's pending conjugation.
+    """
+    try:
+        if hasattr(source, "data_ptr"):
+            array = _of_tensor(source)
+        elif isinstance(source, np.ndarray):
+            array = _of_array(source)
+        else:
+            array = _of_buffer(source)
+    except (TypeError, ValueError, BufferError, RuntimeError, AttributeError) as error:
+        raise InvalidRequest(f"{type(source).__name__} is no C-contiguous buffer of bytes: {error}") from None
+    if not array.size:
+        raise InvalidRequest(f"{type(source).__name__} is empty; at least one byte is wanted")
+    return array
+
+
+def _of_array(source: np.ndarray[Any, Any]) -> Bytes:
+    if isinstance(source, np.ma.MaskedArray):
+        raise TypeError("its mask would be lost; use .filled()")
+    if source.dtype.hasobject:
+        raise TypeError(f"{source.dtype} holds references to objects; convert it first")
+    if not source.flags.c_contiguous:
+        raise ValueError("copy it with numpy.ascontiguousarray")
+    return np.asarray(source).reshape(-1).view(np.uint8)
+
+
+def _of_buffer(source: Any) -> Bytes:
+    view = memoryview(source)
+    if _POINTER.search(_NO_POINTERS.sub("", view.format)):
+        raise TypeError(f"its format {view.format!r} holds pointers")
+    return np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
+
+
+def _of_tensor(source: Any) -> Bytes:
+    """The memory of a torch tensor, known by its methods: torch is not imported for it."""
     if source.device.type != "cpu":
-        raise TypeError(f"it lies on {source.device}; move it by gpu.staging.GpuStaging(engine).transfer")
-    if not source.is_contiguous() or source.nbytes == 0:
-        raise ValueError(f"a tensor of shape {tuple(source.shape)} with strides {source.stride()}")
+        raise TypeError(
+            f"it lies on {source.device}; move it with .cpu(), or by gpu.staging.GpuStaging(engine).transfer"
+        )
+    if str(source.layout) != "torch.strided" or source.is_nested or source.is_quantized:
+        raise TypeError(f"a {source.dtype} tensor of layout {source.layout} has no plain bytes; make it dense first")
+    if source.is_conj() or source.is_neg():
+        raise TypeError("it is a view that conjugates or negates; use .resolve_conj() or .resolve_neg()")
+    if not source.is_contiguous():
+        raise ValueError(f"shape {tuple(source.shape)}, strides {source.stride()}; use .contiguous()")
+    if not source.nbytes:
+        return np.empty(0, np.uint8)
+    if not source.data_ptr():
+        raise ValueError("it has no memory")
     memory = (ctypes.c_uint8 * source.nbytes).from_address(source.data_ptr())
     memory.owner = source  # keeps the tensor while somebody has the array
     return np.frombuffer(memory, dtype=np.uint8)

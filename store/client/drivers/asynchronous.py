@@ -102,8 +102,7 @@ class AsyncioDriver:
         """Drive ``logic`` to its end; returns its result or raises its error."""
         if self._closed:
             refuse_closed(self._pid, "tanghulu.aio.connect")
-        if asyncio.get_running_loop() is not self._loop:
-            raise InvalidRequest("this client belongs to another event loop; call tanghulu.aio.connect() in this one")
+        self._require_loop()
         if self.context.leases.dropped or self.context.reads.due:
             await self._give_back()
         try:
@@ -134,7 +133,7 @@ class AsyncioDriver:
 
     def deadline(self, seconds: float | None) -> Deadline:
         """The end of an operation that begins now."""
-        return Deadline(self._loop.time() + (seconds or self.settings.deadline_s), self._loop.time)
+        return Deadline(self._loop.time() + self.settings.deadline_of(seconds), self._loop.time)
 
     def flush(self) -> None:
         """Give back, soon, the leases that nobody needs any more."""
@@ -151,6 +150,10 @@ class AsyncioDriver:
         """Give back all leases that are not needed, close all connections and segments; in a forked child nothing."""
         if self._closed:
             return
+        if self._loop.is_closed():
+            self._let_go()
+            return
+        self._require_loop()
         await self._give_back()
         self._closed = True
         if self._flushing is not None:
@@ -169,13 +172,21 @@ class AsyncioDriver:
         """Nobody refers to ``client`` any more: warn if it was not closed, and hang up."""
         if self._closed:
             return
+        self._let_go()
+        warn_unclosed(client)
+
+    def _let_go(self) -> None:
+        """Hang up without a word."""
         self._closed = True
         if not self._loop.is_closed():
             for connection in self._connections.values():
                 connection.abort()
         LateLeases(self.settings, self.context, self._sessions).watch()
         self._engine.close()
-        warn_unclosed(client)
+
+    def _require_loop(self) -> None:
+        if asyncio.get_running_loop() is not self._loop:
+            raise InvalidRequest("this client belongs to another event loop; call tanghulu.aio.connect() in this one")
 
     def forget_in_child(self) -> None:
         """Refuse all calls: connections, leases and mapped memory are the parent's."""

@@ -155,7 +155,7 @@ class BlockingDriver:
 
     def deadline(self, seconds: float | None) -> Deadline:
         """The end of an operation that begins now."""
-        return Deadline(time.monotonic() + (seconds or self.settings.deadline_s), time.monotonic)
+        return Deadline(time.monotonic() + self.settings.deadline_of(seconds), time.monotonic)
 
     def flush(self, deadline_s: float | None = None) -> None:
         """Give back the leases that nobody needs any more; nodes that cannot be told find out by themselves."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tanghulu.errors import InvalidRequest, TanghuluError
+from tanghulu.arguments import above_zero, text, whole
+from tanghulu.errors import TanghuluError
 from tanghulu.protos import directory_pb2, store_pb2
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic import query as directory
@@ -18,6 +19,8 @@ from tanghulu.store.protocol.types import validate_keys
 
 #: A master that stands still is not waited for any longer; the others have answered.
 _MASTER_S = 2.0
+#: What fits into a message; the master and the nodes have bounds of their own.
+MAX_HOLDERS, MAX_BYTES = (1 << 31) - 1, (1 << 62) - 1
 
 
 def drain(context: Context, node: str, draining: bool) -> Logic[None]:
@@ -30,8 +33,7 @@ def drain(context: Context, node: str, draining: bool) -> Logic[None]:
 def evict(context: Context, node: str, keys: Sequence[str], num_bytes: int) -> Logic[Evicted]:
     """Evict ``keys`` as far as they are there and neither read nor pinned hard, then ``num_bytes`` by the policy."""
     validate_keys(keys)
-    if num_bytes < 0:
-        raise InvalidRequest(f"{num_bytes} bytes cannot be evicted")
+    num_bytes = whole("num_bytes", num_bytes, 0, MAX_BYTES)
     request = store_pb2.EvictRequest(keys=keys, num_bytes=num_bytes)
     reply = yield from ask_node(context, node, methods.EVICT.call(request))
     for key in keys:
@@ -42,10 +44,11 @@ def evict(context: Context, node: str, keys: Sequence[str], num_bytes: int) -> L
 def replicate(context: Context, deadline: Deadline, keys: Sequence[str], holders: int, for_s: float) -> Logic[int]:
     """Ask the master to have each of ``keys`` held by so many nodes for a while; how many of them it took."""
     validate_keys(keys)
+    holders, for_s = whole("holders", holders, 0, MAX_HOLDERS), above_zero("for_s", for_s)
     num_taken = 0
     for start in range(0, len(keys), directory.KEYS_PER_CALL):
         part = keys[start : start + directory.KEYS_PER_CALL]
-        request = directory_pb2.ReplicateRequest(keys=part, holders=max(0, holders), for_s=for_s)
+        request = directory_pb2.ReplicateRequest(keys=part, holders=holders, for_s=for_s)
         reply = yield from ask_owners(context, deadline, methods.REPLICATE.call(request))
         num_taken += reply.message.num_taken
     return num_taken
@@ -117,6 +120,7 @@ def verify(context: Context, node: str, after: str, drop_corrupt: bool, report: 
 
     ``report`` has the node tell the master again everything that it holds.
     """
+    after = text("after", after)
     request = store_pb2.VerifyRequest(after=after, drop_corrupt=drop_corrupt, report=report)
     reply = yield from ask_node(context, node, methods.VERIFY.call(request))
     chunks = tuple(Verified(c.key, c.version, c.size_bytes, c.corrupt) for c in reply.message.chunks)

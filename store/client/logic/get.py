@@ -92,9 +92,10 @@ class _Pinned:
 
 
 def fetch(context: Context, deadline: Deadline, ops: Sequence[GetOp], flush: Callable[[], None]) -> Logic[None]:
-    """Set the ``result`` of all ``ops``. ``flush`` is what a Chunk without a copy calls when it is closed."""
+    """Set the ``result`` of all ``ops`` that have none; a Chunk without a copy calls ``flush`` when it is closed."""
     for op in ops:
-        _look_locally(context, op)
+        if op.result is None:
+            _look_locally(context, op)
     yield from _rounds(context, deadline, [op for op in ops if op.result is None], flush)
 
 

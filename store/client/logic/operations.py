@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.store.client import tensors
 from tanghulu.store.client.chunk import Chunk
@@ -35,8 +33,9 @@ from tanghulu.store.client.model import (
     VerifiedPage,
 )
 from tanghulu.store.protocol import checksums as sums
+from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, NewChunk, validate_key
-from tanghulu.transfer_engine.core.buffers import Buffer
+from tanghulu.transfer_engine.core.buffers import Buffer, bytes_of
 
 T = TypeVar("T")
 #: What ``put_many`` takes.
@@ -101,6 +100,8 @@ class Operations:
             value = readable(b"".join(pieces) if pieces else item.value)
             pieces, size = (), value.nbytes
         given = item.checksums
+        if not isinstance(given, Checksums):
+            raise InvalidRequest(f"checksums are a Checksums, not {given!r:.80}")
         if given.parts:
             sums.validate(given, size)
         elif size <= MAX_INLINE_BYTES:
@@ -131,7 +132,7 @@ class Operations:
         self, deadline: Deadline, keys: Sequence[str], raise_errors: bool = False
     ) -> Logic[list[Chunk | TanghuluError]]:
         """A chunk or an error for each key."""
-        ops = [GetOp(validate_key(key)) for key in as_keys(keys)]
+        ops = [_get_op(key) for key in as_keys(keys)]
         yield from gets.fetch(self._context, deadline, ops, self._flush)
         chunks: list[Chunk | TanghuluError] = [op.result for op in ops]  # type: ignore[misc]  # no buffers: no sizes
         if raise_errors:
@@ -178,7 +179,7 @@ class Operations:
             raise InvalidRequest(f"{len(keys)} keys and {len(buffers)} buffers do not belong together")
         many = [[writable(each) for each in b] if isinstance(b, list | tuple) else None for b in buffers]
         ops = [
-            GetOp(validate_key(key), writable(buffer) if pieces is None else None)
+            _get_op(key, writable(buffer) if pieces is None else None)
             for key, buffer, pieces in zip(keys, buffers, many, strict=True)
         ]
         yield from gets.fetch(self._context, deadline, ops, self._flush)
@@ -286,6 +287,14 @@ class Operations:
         return (yield from directory.list_keys(self._context, deadline, prefix, limit, after))
 
 
+def _get_op(key: str, buffer: Buffer | None = None) -> GetOp:
+    """The get of one of many keys; a key that is none is its own outcome."""
+    try:
+        return GetOp(validate_key(key), buffer)
+    except InvalidRequest as error:
+        return GetOp("", buffer, result=error)
+
+
 # --- callers' keys and items
 
 
@@ -309,6 +318,8 @@ def put_items(items: Items) -> list[PutItem]:
             f"put_many() takes (key, value) pairs, PutItems, or a dict, not the {type(pairs).__name__}"
         )
     found = []
+    if not isinstance(pairs, Iterable):
+        raise InvalidRequest(f"put_many() takes (key, value) pairs, PutItems, or a dict, not {pairs!r:.80}")
     for each in pairs:
         if isinstance(each, PutItem):
             found.append(each)
@@ -332,50 +343,35 @@ def raise_first(outcomes: Sequence[object]) -> None:
 
 
 def readable(value: Any) -> memoryview:
-    """The bytes of ``value`` (bytes-like, numpy array, torch tensor, Buffer), without a copy.
+    """The bytes of ``value`` (bytes-like, numpy array, torch tensor, Buffer, Chunk), without a copy.
 
-    Raises InvalidRequest for anything else, for memory that is not C-contiguous, and for an empty value.
+    Raises InvalidRequest for anything else, see ``bytes_of``.
     """
-    if type(value) is bytes:
-        view = memoryview(value)
-    elif isinstance(value, Buffer):
-        view = value.view(0, value.size_bytes)
-    elif tensors.is_tensor(value):
-        view = tensors.as_array(value).data
-    else:
-        view = _contiguous(value)
-    if not view.nbytes:
-        raise InvalidRequest("the value is empty; a chunk has at least one byte")
-    return view
+    if isinstance(value, Buffer):
+        return value.view(0, value.size_bytes)
+    if isinstance(value, Chunk):
+        return value.view
+    if type(value) is bytes and value:
+        return memoryview(value)
+    return bytes_of(value).data
 
 
 def readable_pieces(values: Sequence[Any]) -> tuple[memoryview, ...]:
     """The bytes of each of ``values``, which make one value together; raises InvalidRequest as ``readable``."""
     if not 0 < len(values) <= MAX_PIECES:
         raise InvalidRequest(f"a value in {len(values)} pieces; 1 to {MAX_PIECES} are allowed")
-    return tuple(readable(value) for value in values)
-
-
-def _contiguous(value: Any) -> memoryview:
-    if isinstance(value, np.ndarray):
-        if not value.flags.c_contiguous:
-            raise InvalidRequest("an array that is not C-contiguous is no value; copy it with numpy.ascontiguousarray")
-        if value.dtype.hasobject:
-            raise InvalidRequest(f"an array of {value.dtype} holds references, which are no value; convert it first")
-        return value.reshape(-1).view(np.uint8).data
-    try:
-        view = memoryview(value)
-        return view if view.format == "B" and view.ndim == 1 and view.c_contiguous else view.cast("B")
-    except (TypeError, ValueError, BufferError) as error:
-        raise InvalidRequest(f"{type(value).__name__} is no contiguous buffer of bytes: {error}") from None
+    pieces: list[memoryview] = []
+    for number, value in enumerate(values):
+        try:
+            pieces.append(readable(value))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"piece {number} of the value: {error.message}") from None
+    return tuple(pieces)
 
 
 def writable(buffer: Any) -> Buffer:
     """``buffer`` as the destination of a transfer. Raises InvalidRequest if it is read-only or not contiguous."""
-    if isinstance(buffer, Buffer):
-        named = buffer
-    else:
-        named = Buffer(tensors.as_array(buffer) if tensors.is_tensor(buffer) else buffer)
+    named = buffer if isinstance(buffer, Buffer) else Buffer(buffer)
     if named.read_only:
         raise InvalidRequest("the buffer to read into is read-only")
     return named

@@ -27,6 +27,8 @@ SILENT_PAUSE_S = 5.0
 PROBE_S, PROBE_PAUSE_S = 0.5, 1.0
 #: For so long others come before a suspect node; then it is tried again, with a probe.
 AVOID_S = 5.0
+#: Names of nodes that are remembered, those that left included.
+MAX_SEEN = 1 << 14
 _NO_VERSION = ListVersion()
 
 
@@ -43,6 +45,7 @@ class NodeTable:
         self._largest_bytes = 0
         self._advice: dict[int, tuple[float, tuple[PeerId, ...]]] = {}
         self._fresh_until_s = float("-inf")
+        self._seen: set[PeerId] = set()
         self._silent_until_s: dict[PeerId, float] = {}
         self._suspects: dict[PeerId, float] = {}  # until when others come before them
         self._avoided = frozenset[PeerId]()
@@ -57,6 +60,7 @@ class NodeTable:
             if node.host_id == self._host_id and not node.draining
         ]
         with self._lock:
+            self._see(table)
             self._nodes, self._local, self.version = table, local, version
             self._silent_until_s = {node: until_s for node, until_s in self._silent_until_s.items() if node in table}
             self._suspects = {node: until_s for node, until_s in self._suspects.items() if node in table}
@@ -76,7 +80,17 @@ class NodeTable:
         """Add nodes that came with another answer."""
         with self._lock:
             self._nodes = {**self._nodes, **{PeerId(node.id): node for node in nodes}}
+            self._see(self._nodes)
             self._largest_bytes = max((node.capacity_bytes for node in self._nodes.values()), default=0)
+
+    def _see(self, nodes: Iterable[PeerId]) -> None:
+        self._seen.update(nodes)
+        if len(self._seen) > MAX_SEEN:
+            self._seen = set(nodes)
+
+    def has_seen(self, node: PeerId) -> bool:
+        """Whether there is such a node, or was one."""
+        return node in self._seen
 
     def is_fresh(self, now_s: float) -> bool:
         """Whether the list need not be asked for again."""

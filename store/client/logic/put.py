@@ -181,6 +181,8 @@ def _conclude(op: PutOp) -> None:
 
 def _choose_nodes(context: Context, ops: Sequence[PutOp], options: PutOptions) -> Logic[None]:
     largest = context.nodes.largest_capacity_bytes
+    if options.prefer_node is not None:
+        yield from _require_known(context, PeerId(options.prefer_node))
     for op in ops:
         size = op.new.size_bytes
         if largest and size > largest:
@@ -195,6 +197,17 @@ def _choose_nodes(context: Context, ops: Sequence[PutOp], options: PutOptions) -
         op.candidates = context.nodes.trusted_first(list(dict.fromkeys(op.candidates)))
         if options.replicas > 1:
             op.candidates = context.nodes.spread(op.candidates)
+
+
+def _require_known(context: Context, node: PeerId) -> Logic[None]:
+    """Raise InvalidRequest for the name of a node that never was one; a node that left may be preferred."""
+    if context.nodes.has_seen(node):
+        return
+    reply = yield from common.ask_master(messages.nodes())
+    known = common.take_nodes(context, reply)
+    if not messages.is_rebuilding(reply) and not context.nodes.has_seen(node):
+        names = ", ".join(view.id for view in known) or "none"
+        raise InvalidRequest(f"prefer_node={node!r}: no node is called that; there are: {names}")
 
 
 def _too_large(new: NewChunk, largest: int) -> InvalidRequest:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from tanghulu.arguments import text, whole
 from tanghulu.discovery.masters import ATTEMPT_S
 from tanghulu.errors import (
     ChunkNotFound,
@@ -32,6 +33,8 @@ from tanghulu.store.protocol.types import validate_key, validate_keys
 
 KEYS_PER_PAGE = 10_000
 KEYS_PER_CALL = 8192
+#: Of a listing.
+MAX_LIMIT = 1 << 62
 #: match_prefix asks this many keys first, then doubles: short matches stay cheap.
 _FIRST_PREFIX_STEP = 1024
 #: What is left of a waiting call's time for its answer to come back; the master counts its time in steps of 0.05 s.
@@ -128,8 +131,11 @@ def list_keys(
     context: Context, deadline: Deadline, prefix: str, limit: int | None = None, after: str = ""
 ) -> Logic[list[KeyInfo]]:
     """All keys that begin with ``prefix`` and come behind ``after``, in order; at most ``limit``."""
+    prefix = text("prefix", prefix)
     if after:
         validate_key(after)
+    if limit is not None:
+        limit = whole("limit", limit, 0, MAX_LIMIT)
     keys: list[KeyInfo] = []
     more = True
     while more and (limit is None or len(keys) < limit):
@@ -146,8 +152,7 @@ def remove(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[l
     """Drop the chunks on all their holders; for each key whether there was one, or why a holder could not drop it."""
     removed: list[bool | TanghuluError] = []
     for start in range(0, len(keys), KEYS_PER_CALL):
-        some = [validate_key(key) for key in keys[start : start + KEYS_PER_CALL]]
-        removed += yield from _remove(context, deadline, some)
+        removed += yield from _remove(context, deadline, keys[start : start + KEYS_PER_CALL])
     return removed
 
 
@@ -158,9 +163,15 @@ def _remove(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[
     it finds elsewhere. A holder that it still names GONE_S later is the key's outcome.
     """
     removed: list[bool | TanghuluError] = [False] * len(keys)
-    left: Sequence[int] = range(len(keys))
+    left: list[int] = []
+    for index, key in enumerate(keys):
+        try:
+            validate_key(key)
+            left.append(index)
+        except InvalidRequest as invalid:
+            removed[index] = invalid
     backoff, patience = Backoff(_GONE_PAUSE_S, _GONE_MOST_S, context.rng), deadline.within(GONE_S)
-    while True:
+    while left:
         unreached = yield from _remove_once(context, deadline, keys, left, removed)
         pause_s = backoff.pause_s()
         if not unreached or patience.remaining_s() <= pause_s:
@@ -169,6 +180,7 @@ def _remove(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[
             return removed
         left = list(unreached)
         yield Sleep(pause_s)
+    return removed
 
 
 def _remove_once(
@@ -214,7 +226,7 @@ def remove_matching(context: Context, deadline: Deadline, pattern: str) -> Logic
 
     Raises DirectoryIncomplete while a master that is rebuilding cannot list all keys.
     """
-    if not pattern:
+    if not text("pattern", pattern):
         raise InvalidRequest("an empty pattern would remove every key; to remove every key, say '^'")
     try:
         wanted = re.compile(pattern)
@@ -281,7 +293,7 @@ def eviction_policy(context: Context, node: str, name: str) -> Logic[str]:
 
 def ask_node(context: Context, node: str, call: messages.AnyCall) -> Logic[messages.AnyReply]:
     """One call to the node of that id; raises InvalidRequest if there is none, or the node's typed error."""
-    if node not in context.nodes.ids():
+    if text("node", node) not in context.nodes.ids():
         known = yield from leaders_nodes(context)
         if all(view.id != node for view in known):
             raise InvalidRequest(f"no node is called {node!r}; there are: {', '.join(v.id for v in known) or 'none'}")

@@ -13,12 +13,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tanghulu.arguments import whole
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.transfer_engine.core.buffers import Buffer
+
+#: No value is longer.
+MAX_VALUE_BYTES = (1 << 44) - 1
 
 
 class Range(NamedTuple):
@@ -68,8 +72,9 @@ def too_small(op: GetOp, size_bytes: int) -> bool:
 
 def make_range(offset: int, length: int | None) -> Range | None:
     """The range, checked; None is the whole value. Raises InvalidRequest."""
-    if offset < 0 or (length is not None and length < 1):
-        raise InvalidRequest(f"offset={offset}, length={length} is no range of at least one byte")
+    offset = whole("offset", offset, 0, MAX_VALUE_BYTES)
+    if length is not None:
+        length = whole("length", length, 1, MAX_VALUE_BYTES)
     return None if offset == 0 and length is None else Range(offset, length)
 
 

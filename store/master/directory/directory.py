@@ -101,8 +101,12 @@ class Directory:
         if len(self._tombstones) > MAX_TOMBSTONES:
             self._tombstones.popitem(last=False)
 
+    def is_entombed(self, key: str, version: int) -> bool:
+        """Whether a tombstone keeps that version from further nodes."""
+        return (key, version) in self._tombstones
+
     def _is_buried(self, node_id: str, key: str, version: int) -> bool:
-        if (key, version) not in self._tombstones:
+        if not self.is_entombed(key, version):
             return False
         found = self.table.find(key)
         return found is None or found.version != version or node_id not in found.node_ids

@@ -386,6 +386,10 @@ class RangeDirectories:
                 self._of(key).entomb(key, chunk.version)
         return found
 
+    def is_entombed(self, key: str, version: int) -> bool:
+        """Whether no other node may become a holder of that version."""
+        return self._of(key).is_entombed(key, version)
+
     def holds(self, keys: Sequence[str]) -> bytes:
         """For each key 1 if a live node holds it, else 0. A 0 is a "not found" unless ``is_incomplete``."""
         tables, numbered = self._tables, zip(ranges_of(keys), keys, strict=True)

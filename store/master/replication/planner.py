@@ -41,6 +41,8 @@ MAX_LACKING = 1 << 16
 #: How long a chunk whose copy failed is left alone.
 FAILED_PAUSE_S = 2.0
 MAX_FAILED = 1 << 14
+#: A client that removes a chunk is long gone after that.
+REMOVAL_S = 30.0
 #: Time between two walks over wanted replicas.
 WALK_PAUSE_S = 0.5
 #: A node is filled while the others' mean fullness is at least FILL_FULL: from below half that mean to just under it.
@@ -94,6 +96,7 @@ class CopyPlanner:
         self._wanted: dict[str, int] = {}
         self._lacking: dict[str, float] = {}
         self._failed: dict[str, float] = {}  # key -> until when it is left alone
+        self._removing: dict[str, float] = {}  # key -> since when its removal keeps a copy from it
         self._drains: dict[str, _Drain] = {}
         self._filling: set[str] = set()
         self._extra: dict[str, _Extra] = {}
@@ -150,6 +153,20 @@ class CopyPlanner:
     def _holds(self, node_id: str, key: str, version: int) -> bool:
         found = self._directory.find(key)
         return found is not None and found.version == version and node_id in found.node_ids
+
+    def _is_being_removed(self, key: str, found: FoundChunk, now_s: float) -> bool:
+        """Whether a client is removing the chunk, so that it gets no copies; one that went away is helped out.
+
+        Else a draining node that holds the chunk would never be drained.
+        """
+        if not self._directory.is_entombed(key, found.version):
+            self._removing.pop(key, None)
+            return False
+        if len(self._removing) < MAX_FAILED and now_s - self._removing.setdefault(key, now_s) >= REMOVAL_S:
+            del self._removing[key]
+            for node_id in found.node_ids:
+                self.orders.drop(node_id, Drop(key, found.version, removed=True))
+        return True
 
     def _drop_removed(self) -> None:
         """Order the stale holders of removed chunks to drop them."""
@@ -257,6 +274,7 @@ class CopyPlanner:
             was_quiet = drain.quiet_since_s is not None and drain.quiet_since_s < self._walk_began_s
             drain.num_begun = self._walk_num_begun
             drain.drained = was_quiet and not drain.num_unsafe
+        self._removing = {key: since_s for key, since_s in self._removing.items() if now_s < since_s + 2 * REMOVAL_S}
         self._begin_walk(now_s)
 
     def _walk_wanted(self, nodes: dict[str, PlacementCandidate], now_s: float, num_keys: int) -> None:
@@ -302,6 +320,8 @@ class CopyPlanner:
         self, key: str, found: FoundChunk, nodes: dict[str, PlacementCandidate], reason: Reason, now_s: float
     ) -> bool:
         """Order one more copy; True also if no node could ever take it, which a later walk finds again."""
+        if self._is_being_removed(key, found, now_s):
+            return True
         holding = [nodes[node_id] for node_id in {*found.node_ids, *self.orders.targets_of(key)} if node_id in nodes]
         target = place_copy(list(nodes.values()), holding, found.size_bytes, self._rng)
         sources = [node_id for node_id in found.node_ids if node_id in nodes]
@@ -373,6 +393,7 @@ class CopyPlanner:
         assert len(self._lacking) <= MAX_LACKING
         assert len(self._extra) <= MAX_EXTRA_KEYS
         assert len(self._failed) <= MAX_FAILED
+        assert len(self._removing) <= MAX_FAILED
         assert not self._drains.keys() & self._filling
 
     def __repr__(self) -> str:

@@ -251,7 +251,8 @@ class DirectoryCalls:
         """Answer LOCATE of gRPC: who holds these keys, or only whether somebody does. Raises NotLeader."""
         forwarding = self.through(None, request.keys)
         if forwarding is not None:
-            return wire.located_to_wire(await forwarding.locate(list(request.keys), count_only=request.count_only))
+            asked = LocateRequest(list(request.keys), request.count_only, request.removing)
+            return wire.located_to_wire(await forwarding.locate(asked))
         self._server.require_owned(request.keys)
         if request.count_only:
             held = self.holds(request.keys)
@@ -276,7 +277,7 @@ class DirectoryCalls:
         return LocateReply(incomplete, locations, b"", *self._server.signature)
 
     async def _forward_locate(self, forwarding: Forwarding, request: LocateRequest) -> LocateReply:
-        reply = await forwarding.locate(request.keys, count_only=request.count_only)
+        reply = await forwarding.locate(request)
         return LocateReply(reply.incomplete, reply.locations, reply.found, *self._server.signature)
 
     def place(self, request: pb.PlaceRequest) -> pb.PlaceReply:

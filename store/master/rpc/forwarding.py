@@ -66,11 +66,11 @@ class Forwarding:
 
     # --- calls
 
-    async def locate(self, keys: Sequence[str], *, count_only: bool) -> LocateReply:
-        """Who holds ``keys``, or only whether somebody does."""
-        check_count(len(keys))
-        with self._room(_size_of(keys)):
-            reply: LocateReply = await self._ask(methods.LOCATE.call(LocateRequest(keys, count_only)))
+    async def locate(self, request: LocateRequest) -> LocateReply:
+        """Who holds its keys, or only whether somebody does."""
+        check_count(len(request.keys))
+        with self._room(_size_of(request.keys)):
+            reply: LocateReply = await self._ask(methods.LOCATE.call(request))
         return reply
 
     async def wait(self, request: pb.WaitRequest) -> pb.WaitReply:

@@ -102,6 +102,9 @@ def test_another_size_is_a_miss(store: GuardedStore, chunks: Chunks, kept: bytes
     chunks.kept["a"] = kept
     assert store.read(["a"], [bytearray(8)], [8]) == [False]
     assert store.is_open
+    assert store.has(["a"]) == [False], "it is removed, so that another can take its place"
+    assert store.write(["a"], [b"12345678"]) == [True]
+    assert store.read(["a"], [bytearray(8)], [8]) == [True]
 
 
 def test_a_full_store_is_an_answer(store: GuardedStore, chunks: Chunks) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -233,7 +234,19 @@ def test_options_name_what_is_wrong():
         ({}, 'needs "master"'),
         ({"master": "h:1", "mastre": 1}, "unknown option 'mastre'"),
         ({"master": "h:1", "save": "some"}, "known: all, prompt, none"),
-        ({"master": "h:1", "threads": 0}, "threads=0 must be more than 0"),
+        ({"master": "h:1", "threads": 0}, "threads=0 is not within 1 to"),
+        ({"master": "h:1", "threads": 2.5}, r"threads=2\.5 is not a whole number"),
+        ({"master": "h:1", "threads": "2"}, "threads='2' is not a whole number"),
+        ({"master": "h:1", "min_blocks": None}, "min_blocks=None is not a whole number"),
+        ({"master": "h:1", "load_deadline_s": "5"}, "load_deadline_s='5' is not a number"),
+        ({"master": "h:1", "save_deadline_s": math.inf}, "save_deadline_s=inf must be more than 0 and at most"),
+        ({"master": "h:1", "lookup_deadline_ms": math.nan}, "lookup_deadline_ms=nan must be more than 0"),
+        ({"master": "h:1", "save_pending_bytes": -5}, "save_pending_bytes=-5 is not within 0 to"),
+        ({"master": "h:1", "save_pending_bytes": None}, "save_pending_bytes=None is not a whole number"),
+        ({"master": "h:1", "namespace": None}, "namespace=None is not a str"),
+        ({"master": "h:1", "token": 5}, "token is not a str"),
+        ({"master": ["h:1"]}, "master=.* is not a str"),
+        ({"master": "h:1;h:2"}, "host:port"),
         ({"master": "h:1", "save_pending_bytes": "much"}, "save_pending_bytes"),
     ]:
         with pytest.raises(ConfigError, match=message):

@@ -20,7 +20,7 @@ from tanghulu.store.master.replication.demand import (
     ReplicaRequests,
 )
 from tanghulu.store.master.replication.orders import Copy, Drop, Reason
-from tanghulu.store.master.replication.planner import GRACE_S, CopyPlanner
+from tanghulu.store.master.replication.planner import GRACE_S, REMOVAL_S, CopyPlanner
 from tanghulu.store.protocol.key_slots import NUM_SLOTS, range_of, slot_of
 from tanghulu.types import Address, InstanceId, Place, Role
 
@@ -374,3 +374,32 @@ def test_a_node_that_is_told_to_drop_what_it_removes_itself_is_not_waited_for() 
     assert world.planner.orders.active
     assert heard("b", "k0000") == []
     assert not world.planner.orders.active
+
+
+def test_a_copy_that_the_master_refused_is_not_made() -> None:
+    world = World("a", "b")
+    world.put("a", num=700)
+    world.planner.walk(0.1, 1000)
+    copies, _ = world.planner.orders.take("b", 0.1)
+    assert copies[0].reason is Reason.FILL
+    for version, stands in ((8, False), (7, True)):
+        entry = ChunkEntry(copies[0].key, version, SIZE)
+        announcement = NodeAnnouncement("b", 1, [entry], capacity_bytes=CAPACITY)
+        assert world.directory.announce(announcement, 0.1).accepted == [stands]
+        world.planner.heard(announcement, 0.1)
+        _, drops = world.planner.orders.take("a", 0.1)
+        assert drops == ([Drop(copies[0].key, 7)] if stands else []), "b put another value of the key"
+
+
+def test_what_a_client_began_to_remove_holds_up_no_drain() -> None:
+    world = World("a", "b")
+    world.put("a", num=3)
+    world.directory.locate_to_remove(["k0001"])  # and its client is gone
+    world.say("b")
+    world.drain("a")
+    world.run(REMOVAL_S - 1)
+    assert not world.drops
+    world.run(5.0)
+    assert world.drops == [("a", Drop("k0001", 7, removed=True))]
+    assert world.planner.progress("a").drained
+    assert sorted(world.chunks["b"]) == ["k0000", "k0002"]

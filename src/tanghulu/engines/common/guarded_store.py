@@ -6,15 +6,18 @@ Calls block; they belong in threads, of which several may call. A store that doe
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from tanghulu.engines.common.lookup import SharedBreaker
+from tanghulu.engines.common.lookup import SharedBreaker, is_odd
 from tanghulu.errors import TanghuluError
 from tanghulu.runtime.clock import Clock, SystemClock
+
+_log = logging.getLogger(__name__)
 
 #: Questions that fail in a row before the store is left alone; of transfers one is enough, it took a whole deadline.
 MAX_FAILED_QUESTIONS = 3
@@ -83,8 +86,17 @@ class GuardedStore:
             return [False] * len(keys)
         self._transfers.judge([each for each in outcomes if isinstance(each, TanghuluError)])
         good = [each == size for each, size in zip(outcomes, sizes, strict=True)]
+        self._remove_odd([key for key, each, size in zip(keys, outcomes, sizes, strict=True) if is_odd(each, size)])
         self._count(keys_loaded=sum(good), keys_not_loaded=len(good) - sum(good))
         return good
+
+    def _remove_odd(self, keys: Sequence[str]) -> None:
+        """Let the next save put these keys anew: the first put of a key stands, and theirs has another size."""
+        if keys:
+            _log.warning(
+                "tanghulu: %d stored values have another size and are removed, the first is %s", len(keys), keys[0]
+            )
+            self.remove(keys)
 
     def write(self, keys: Sequence[str], values: Sequence[Any]) -> list[bool]:
         """Put each value (or list of buffers); whether its key is there now, put by this call or before."""

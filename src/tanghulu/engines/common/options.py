@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
+from tanghulu.arguments import above_zero, text, whole
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials, TlsFiles
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.masters import Masters
 from tanghulu.store.client.client import Client
-from tanghulu.store.client.settings import ENGINE_ANSWER_S, Settings
+from tanghulu.store.client.settings import ENGINE_ANSWER_S, MAX_DEADLINE_S, Settings
 from tanghulu.types import parse_size
 
 SAVE_CHOICES = ("all", "prompt", "none")
+
+
+#: No number of threads or blocks is larger.
+MAX_COUNT = 1 << 20
+
+
+def _size(name: str, value: Any) -> None:
+    if isinstance(value, str):
+        try:
+            value = parse_size(value)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{name}: {error.message}") from None
+    whole(name, value, 0, 1 << 62)
+
+
+#: By the type of an option, which is how it is checked: numbers are above 0, and times are finite.
+_CHECKS: dict[str, Callable[[str, Any], object]] = {
+    "str": text,
+    "int": lambda name, value: whole(name, value, 1, MAX_COUNT),
+    "float": lambda name, value: above_zero(name, value, MAX_DEADLINE_S),
+    "int | str": _size,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +67,15 @@ class StoreOptions:
         return cls(**values)
 
     def __post_init__(self) -> None:
-        for name in self.positive():
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be more than 0")
-
-    def positive(self) -> tuple[str, ...]:
-        """The names of options that must be above 0."""
-        return ("load_deadline_s", "save_deadline_s")
+        for each in fields(self):
+            try:
+                _CHECKS[str(each.type)](each.name, getattr(self, each.name))
+            except InvalidRequest as error:
+                raise ConfigError(error.message if each.repr else f"{each.name} is not a str") from None
+        try:
+            Masters.parse(self.master)
+        except InvalidRequest as error:
+            raise ConfigError(f"master: {error.message}") from None
 
     def open_client(self) -> Client:
         """A client that finds its master when it is first used, and anew after a failure: the store may be away."""
@@ -67,16 +92,6 @@ class ThreadedOptions(StoreOptions):
     threads: int = 2
     save_pending_bytes: int | str = "512MiB"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        try:
-            parse_size(self.save_pending_bytes)
-        except InvalidRequest as error:
-            raise ConfigError(f"save_pending_bytes: {error.message}") from None
-
-    def positive(self) -> tuple[str, ...]:
-        return (*super().positive(), "threads")
-
     @property
     def max_pending_bytes(self) -> int:
         return parse_size(self.save_pending_bytes)
@@ -87,9 +102,6 @@ class LevelOptions(ThreadedOptions):
     """Options of the store as a further level of an engine's own cache, which asks in threads."""
 
     lookup_deadline_s: float = 1.0
-
-    def positive(self) -> tuple[str, ...]:
-        return (*super().positive(), "lookup_deadline_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +116,3 @@ class ConnectorOptions(ThreadedOptions):
         super().__post_init__()
         if self.save not in SAVE_CHOICES:
             raise ConfigError(f"save={self.save!r} is unknown; known: {', '.join(SAVE_CHOICES)}")
-
-    def positive(self) -> tuple[str, ...]:
-        return (*super().positive(), "lookup_deadline_ms", "min_blocks")

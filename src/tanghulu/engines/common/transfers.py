@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from tanghulu.engines.common.lookup import Answers, Breaker, SharedBreaker
+from tanghulu.engines.common.lookup import Answers, Breaker, SharedBreaker, is_odd
 from tanghulu.engines.common.options import ConnectorOptions
 from tanghulu.engines.common.requests import LoadJob
 from tanghulu.engines.common.saves import SaveJob
-from tanghulu.errors import InvalidRequest, TanghuluError
+from tanghulu.errors import TanghuluError
 from tanghulu.runtime.clock import Clock, SystemClock
 from tanghulu.types import ChunkKey
 
@@ -28,11 +28,6 @@ _log = logging.getLogger(__name__)
 #: Questions that fail in a row before the store is left alone; of transfers one is enough, it took a whole deadline.
 MAX_FAILED_QUESTIONS = 3
 MAX_FAILED_TRANSFERS = 1
-
-
-def _is_odd(size: int | TanghuluError, block_bytes: int) -> bool:
-    """Whether the chunk is there and has another size: less, or more than fits (InvalidRequest)."""
-    return isinstance(size, InvalidRequest) or (not isinstance(size, TanghuluError) and size != block_bytes)
 
 
 class StoreClient(Protocol):
@@ -186,7 +181,7 @@ class Transfers:
         num_good = next((at for at, size in enumerate(sizes) if size != memory.block_bytes), len(sizes))
         self._breaker.judge([size for size in sizes if isinstance(size, TanghuluError)])
         took_s = self._clock.now_s() - began_s
-        self._remove_odd([key for key, size in zip(keys, sizes, strict=False) if _is_odd(size, memory.block_bytes)])
+        self._remove_odd([key for key, size in zip(keys, sizes, strict=False) if is_odd(size, memory.block_bytes)])
         self._count(loads=1, blocks_loaded=num_good, blocks_not_loaded=len(keys) - num_good, load_s=took_s)
         return num_good
 

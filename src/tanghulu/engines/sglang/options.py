@@ -37,6 +37,3 @@ class HiCacheOptions(StoreOptions):
                 "--hicache-storage-backend-extra-config"
             )
         return options
-
-    def positive(self) -> tuple[str, ...]:
-        return (*super().positive(), "lookup_deadline_s")
