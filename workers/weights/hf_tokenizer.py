@@ -77,6 +77,8 @@ def read_tokenizer(
         )
     with typed_errors(f"cannot read {path}"):
         tokenizer = Tokenizer.from_buffer(path.read_bytes())
+    if dropout := getattr(tokenizer.model, "dropout", None):
+        raise ModelUnsupported(f"{path} has 'dropout' = {dropout}: a text would have other tokens each time")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     Fields(config, "tokenizer_config.json").only("split_special_tokens", None, False)

@@ -214,6 +214,9 @@ def test_a_broken_tokenizer_is_named(folder: Path) -> None:
         (folder / "tokenizer.json").write_text(json.dumps(values))
         with contextlib.suppress(ModelUnsupported):
             load_tokenizer_assets(resolve_model(str(folder)))
+    (folder / "tokenizer.json").write_text(json.dumps(good | {"model": good["model"] | {"dropout": 0.5}}))
+    with pytest.raises(ModelUnsupported, match=r"tokenizer\.json has 'dropout' = 0\.5"):
+        load_tokenizer_assets(resolve_model(str(folder)))
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelUnsupported, match=r"tokenizer\.json"):
         load_tokenizer_assets(resolve_model(str(folder)))
