@@ -40,7 +40,7 @@ class SpecialTokens:
         if "added_tokens_decoder" not in config and map_path.exists():
             config, where = {**config, **read_json(map_path)}, f"{where} or special_tokens_map.json"
         own = [key for key, value in config.items() if key.endswith("_token") and isinstance(value, str) and value]
-        names = [*(key for key in _NAMED if config.get(key) is not None), *(key for key in own if key not in _NAMED)]
+        names = [*(key for key in _NAMED if config.get(key)), *(key for key in own if key not in _NAMED)]
         named = {key: _token(config[key], key, where) for key in names}
         key = "extra_special_tokens" if config.get("extra_special_tokens") else "additional_special_tokens"
         more = config.get(key) or []
@@ -77,6 +77,8 @@ def read_tokenizer(
         )
     with typed_errors(f"cannot read {path}"):
         tokenizer = Tokenizer.from_buffer(path.read_bytes())
+    if dropout := getattr(tokenizer.model, "dropout", None):
+        raise ModelUnsupported(f"{path} has 'dropout' = {dropout}: a text would have other tokens each time")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     Fields(config, "tokenizer_config.json").only("split_special_tokens", None, False)

@@ -128,7 +128,7 @@ def _targets(config: Fields) -> tuple[str, ...] | re.Pattern[str] | None:
         return tuple(config.items("target_modules", str))
     pattern = config.text("target_modules")
     try:
-        return None if pattern == "all-linear" else re.compile(pattern)
+        return re.compile(r"(?!lm_head$).*" if pattern == "all-linear" else pattern)
     except re.error as error:
         raise config.unusable("target_modules", f"it must be a list of names or a pattern: {error}") from error
 

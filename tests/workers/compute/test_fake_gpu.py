@@ -30,6 +30,8 @@ from tests.workers.compute.fake_gpu import GPU, fake_gpu
 from tests.workers.tiny import VOCAB, TinyModel, write_tiny
 
 BLOCK = 16
+#: FlashAttention of torch before 2.12 reads no block tables.
+HAS_TABLES = "block_table" in attention_varlen.operator_arguments()
 #: Architectures that differ in what they compute, not only in names.
 KINDS = {
     "llama": {},
@@ -84,7 +86,7 @@ def steps(cache: DeviceKvCache) -> Iterator[tuple[str, ForwardBatch, int]]:
     yield "decodes", decode_batch(device.upload(packed, GPU), BLOCK), 4
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "gathering", "tables"])
+@pytest.mark.parametrize("backend", ["sdpa", "gathering", *(["tables"] if HAS_TABLES else [])])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_step_stays_on_the_device(
     tmp_path_factory: pytest.TempPathFactory, without_gpu: None, kind: str, backend: str

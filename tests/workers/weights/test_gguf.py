@@ -18,6 +18,7 @@ from tanghulu.workers.compute.kv_cache import KvCache
 from tanghulu.workers.compute.models.registry import load_model
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.weights import resolve_model
+from tanghulu.workers.weights.gguf_config import config_from_gguf
 from tanghulu.workers.weights.gguf_tokenizer import build_gguf_tokenizer
 from tests.workers.tiny import BLOCK, VOCAB, TinyModel, write_tiny
 from tests.workers.weights.gguf_files import write_gguf
@@ -80,6 +81,68 @@ def _rounded(tiny: TinyModel, kind: gguf.GGMLQuantizationType) -> TinyModel:
             tensors[name] = torch.tensor(gguf.dequantize(gguf.quantize(tensor.numpy(), kind), kind))
     save_file(tensors, file, {"format": "pt"})
     return tiny
+
+
+#: Metadata as published files have it, by llama.cpp's converter and others, but for long lists.
+GENERAL = {
+    "general.type": "model", "general.name": "x", "general.basename": "x", "general.size_label": "8B",
+    "general.license": "apache-2.0", "general.tags": ["text-generation"], "general.languages": ["en"],
+    "general.file_type": 15, "general.quantization_version": 2, "general.base_model.count": 1,
+    "general.source.url": "https://example.org", "general.sampling.temp": 0.6, "general.quantized_by": "x",
+    "quantize.imatrix.file": "x.dat", "quantize.imatrix.entries_count": 224, "tokenizer.chat_template": "x",
+    "tokenizer.ggml.tokens": ["<s>", "</s>", "a"], "tokenizer.ggml.token_type": [3, 3, 1],
+    "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.padding_token_id": 1,
+    "split.count": 0, "mradermacher.quantized_by": "x",
+}  # fmt: skip
+BYTES = {"model": "gpt2", "merges": [], "add_bos_token": False, "add_eos_token": False, "add_space_prefix": False}
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": (
+        {
+            "block_count": 32, "context_length": 131_072, "embedding_length": 4096, "feed_forward_length": 14_336,
+            "attention.head_count": 32, "attention.head_count_kv": 8, "rope.freq_base": 5e5, "vocab_size": 128_256,
+            "attention.layer_norm_rms_epsilon": 1e-5, "rope.dimension_count": 128, "attention.key_length": 128,
+            "attention.value_length": 128,
+        },
+        BYTES | {"pre": "llama-bpe"},
+    ),
+    "llama, mistral's": (
+        {
+            "block_count": 32, "context_length": 32_768, "embedding_length": 4096, "feed_forward_length": 14_336,
+            "attention.head_count": 32, "attention.head_count_kv": 8, "rope.freq_base": 1e6, "vocab_size": 32_000,
+            "attention.layer_norm_rms_epsilon": 1e-5, "rope.dimension_count": 128, "expert_count": 0,
+            "expert_used_count": 0, "tensor_data_layout": "Meta AI original pth", "rope.scaling.type": "none",
+        },
+        {"model": "llama", "scores": [0.0, 0.0, -1.0], "unknown_token_id": 0, "add_bos_token": True, "pre": "default"},
+    ),
+    "qwen2": (
+        {
+            "block_count": 28, "context_length": 32_768, "embedding_length": 3584, "feed_forward_length": 18_944,
+            "attention.head_count": 28, "attention.head_count_kv": 4, "rope.freq_base": 1e6,
+            "attention.layer_norm_rms_epsilon": 1e-6,
+        },
+        BYTES | {"pre": "qwen2"},
+    ),
+    "qwen3": (
+        {
+            "block_count": 28, "context_length": 40_960, "embedding_length": 1024, "feed_forward_length": 3072,
+            "attention.head_count": 16, "attention.head_count_kv": 8, "rope.freq_base": 1e6,
+            "attention.layer_norm_rms_epsilon": 1e-6, "attention.key_length": 128, "attention.value_length": 128,
+        },
+        BYTES | {"pre": "qwen2"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_metadata_of_published_files_is_read(name: str) -> None:
+    numbers, vocabulary = PUBLISHED[name]
+    architecture = name.partition(",")[0]
+    metadata = GENERAL | {"general.architecture": architecture}
+    metadata |= {f"{architecture}.{key}": value for key, value in numbers.items()}
+    metadata |= {f"tokenizer.ggml.{key}": value for key, value in vocabulary.items()}
+    config = config_from_gguf(metadata, ["output.weight", "blk.0.attn_q.bias"])
+    assert (config.head_dim, config.max_context, config.eos_ids) == (128, numbers["context_length"], {1})
+    assert build_gguf_tokenizer(metadata)[1] == vocabulary["add_bos_token"]
 
 
 def test_other_architectures_and_split_files_are_refused_by_name(tiny: TinyModel, tmp_path: Path) -> None:

@@ -49,6 +49,11 @@ GGUF_REFUSED: dict[str, Any] = {
     "general.type": "adapter",
     "general.alignment": 0,
 }
+GGUF_NEUTRAL = [
+    *(["llama.rope.scaling.type", kind] for kind in ("linear", "none")),
+    *([f"llama.rope.{name}", 1] for name in ("scaling.factor", "scale_linear")),
+    *(["llama.attention.sliding_window", value] for value in (0, 10**6)),
+]
 GGUF_TOKENIZER_REFUSED: dict[str, Any] = {
     "tokenizer.ggml.pre": "default",
     "tokenizer.ggml.add_eos_token": True,
@@ -115,6 +120,19 @@ def test_no_value_in_gguf_metadata_is_a_traceback(head: tuple[Path, dict[str, An
                 assert config_from_gguf(metadata | {key: value}, ()).num_layers >= 1
             with contextlib.suppress(ModelUnsupported):
                 build_gguf_tokenizer(metadata | {key: value})
+
+
+def test_no_number_in_gguf_metadata_is_passed_over(head: tuple[Path, dict[str, Any]]) -> None:
+    """Another value of a key is refused or gives another model; or it is one that changes nothing."""
+    _, metadata = head
+    base = config_from_gguf(metadata, ())
+    more = ("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear", "attention.sliding_window", "logit_scale")
+    for key in {*(key for key in metadata if key.startswith("llama.")), *(f"llama.{name}" for name in more)}:
+        for value in [*ANYTHING, 0.5, 3, 40, "none"]:
+            with contextlib.suppress(ModelUnsupported):
+                is_other = config_from_gguf(metadata | {key: value}, ()) != base
+                is_empty = value is None or value is False or value in ("", [], {})
+                assert is_other or is_empty or [key, value] in GGUF_NEUTRAL or value == metadata.get(key), (key, value)
 
 
 @pytest.mark.parametrize("key", [*GGUF_REFUSED])
@@ -196,6 +214,9 @@ def test_a_broken_tokenizer_is_named(folder: Path) -> None:
         (folder / "tokenizer.json").write_text(json.dumps(values))
         with contextlib.suppress(ModelUnsupported):
             load_tokenizer_assets(resolve_model(str(folder)))
+    (folder / "tokenizer.json").write_text(json.dumps(good | {"model": good["model"] | {"dropout": 0.5}}))
+    with pytest.raises(ModelUnsupported, match=r"tokenizer\.json has 'dropout' = 0\.5"):
+        load_tokenizer_assets(resolve_model(str(folder)))
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelUnsupported, match=r"tokenizer\.json"):
         load_tokenizer_assets(resolve_model(str(folder)))

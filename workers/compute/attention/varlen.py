@@ -188,6 +188,11 @@ def pick_kernel(
     return Kernel(attend, reads_tables=False), reason
 
 
+def operator_arguments() -> frozenset[str]:
+    """Return the names of the arguments that FlashAttention has in this torch."""
+    return frozenset(argument.name for argument in torch.ops.aten._flash_attention_forward.default._schema.arguments)
+
+
 def flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -206,8 +211,7 @@ def flash_attention(
 
     Raises RuntimeError for block tables where this torch's kernel takes none; one without ``num_splits`` never splits.
     """
-    operator = torch.ops.aten._flash_attention_forward.default
-    known = {argument.name for argument in operator._schema.arguments}
+    operator, known = torch.ops.aten._flash_attention_forward.default, operator_arguments()
     more: dict[str, Any] = {"seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits}
     if block_table is not None and "block_table" not in known:
         raise RuntimeError(f"FlashAttention of torch {torch.__version__} reads no block tables")
