@@ -126,10 +126,19 @@ async def parse_held(model: type[B], body: bytes | memoryview, service: Service,
     return parsed
 
 
-def parse(model: type[M], body: bytes | memoryview) -> M:
-    """``body`` as ``model``. Raises BadField."""
+async def parse(model: type[M], body: bytes) -> M:
+    """``body`` as ``model``, parsed in a thread where it is long. Raises BadField."""
+    is_large = len(body) > INLINE_BYTES
+    await made_ready(is_large, check_marks, body)
+    return await made_ready(is_large, _parse, model, body)
+
+
+def _parse(model: type[M], body: bytes) -> M:
     with _faults_named():
-        return model.model_validate(_decoded(body))
+        given = _decoded(body)
+        if isinstance(given, dict) and len(given) > len(model.model_fields):
+            raise BadField(f"the body has {len(given)} fields; there are {', '.join(model.model_fields)}")
+        return model.model_validate(given)
 
 
 def parse_fields(model: type[B], body: bytes | memoryview) -> B:

@@ -13,6 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tanghulu.conductor.http.reply import DONE, dumps, event, parse, read_body
+from tanghulu.conductor.inference.schema import MAX_LABELS, at_most
 from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
 from tanghulu.conductor.routing_service import types
 from tanghulu.conductor.routing_service.generate import ForwardedAnswer, Generator
@@ -81,7 +82,7 @@ class QuestionBody(StrictBody):
     request_id: str = ""
     session: str = ""
     policy: str = ""
-    weights: dict[str, float] = Field(default_factory=dict)
+    weights: Annotated[dict[str, float], at_most(MAX_LABELS)] = Field(default_factory=dict)
     prefill_worker: str = ""
     decode_worker: str = ""
     explain: bool = False
@@ -173,7 +174,7 @@ def _add_workers(app: FastAPI, service: RoutingService, max_body_bytes: int) -> 
     @app.put("/workers")
     async def put_worker(request: Request) -> dict[str, Any]:
         """A worker is there."""
-        body = parse(WorkerBody, await read_body(request, max_body_bytes))
+        body = await parse(WorkerBody, await read_body(request, max_body_bytes))
         service.put_worker(InstanceId(body.worker), types.role_of(body.role), types.place_of(body.place), body.url)
         return {}
 
@@ -187,14 +188,14 @@ def _add_workers(app: FastAPI, service: RoutingService, max_body_bytes: int) -> 
     @app.post("/report_load")
     async def report_load(request: Request) -> dict[str, Any]:
         """A worker's own figures."""
-        body = parse(LoadBody, await read_body(request, max_body_bytes))
+        body = await parse(LoadBody, await read_body(request, max_body_bytes))
         service.report(InstanceId(body.worker), WorkerLoad(**body.model_dump(exclude={"worker"})))
         return {}
 
     @app.post("/publish_events")
     async def publish_events(request: Request) -> dict[str, Any]:
         """What a worker's cache gained and lost."""
-        body = parse(EventsBody, await read_body(request, max_body_bytes))
+        body = await parse(EventsBody, await read_body(request, max_body_bytes))
         change = KvChange(tuple(_hashes(body.stored)), tuple(_hashes(body.removed)), body.cleared)
         service.kv_event(InstanceId(body.worker), change)
         return {}
@@ -209,7 +210,7 @@ def _add_requests(
     app: FastAPI, service: RoutingService, hasher: types.Hasher, clock: Clock, max_body_bytes: int
 ) -> None:
     async def parsed(request: Request) -> tuple[QuestionBody, RoutingQuery]:
-        body = parse(QuestionBody, await read_body(request, max_body_bytes))
+        body = await parse(QuestionBody, await read_body(request, max_body_bytes))
         overrides = types.overrides_of(body.policy, body.weights, body.prefill_worker, body.decode_worker)
         tokens = None if body.tokens is None else as_tokens(body.tokens)
         hashes = _hashes(body.block_hashes)
@@ -242,14 +243,14 @@ def _add_requests(
     @app.post("/prefill_completed")
     async def prefill_completed(request: Request) -> dict[str, Any]:
         """The first token has come."""
-        body = parse(RequestBody, await read_body(request, max_body_bytes))
+        body = await parse(RequestBody, await read_body(request, max_body_bytes))
         service.prefill_completed(body.request_id, clock.now_s())
         return {}
 
     @app.post("/free")
     async def free(request: Request) -> dict[str, Any]:
         """The request has ended."""
-        body = parse(RequestBody, await read_body(request, max_body_bytes))
+        body = await parse(RequestBody, await read_body(request, max_body_bytes))
         return {"freed": service.free(body.request_id)}
 
     @app.post("/overlaps")

@@ -45,9 +45,8 @@ def grammar_of(schema: Mapping[str, Any] | bool, strict: bool, writing: Mapping[
     if isinstance(schema, bool):
         return "true" if schema else "false"
     own = _copy(schema)
-    for part in () if strict else _parts(own):
-        if isinstance(pattern := part.get("pattern"), str) and _LOOKS_AROUND.search(pattern):
-            del part["pattern"]
+    for part in () if strict else list(_parts(own)):
+        _leave_out_looking_around(part)
     own["x-guidance"] = {**(writing or {}), "coerce_one_of": True, "lenient": not strict}
     return msgspec.json.encode(own).decode()
 
@@ -105,6 +104,15 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
         if "properties" in part and not _OPEN & part.keys():
             part["additionalProperties"] = False
     return own
+
+
+def _leave_out_looking_around(part: dict[str, Any]) -> None:
+    if isinstance(pattern := part.get("pattern"), str) and _LOOKS_AROUND.search(pattern):
+        del part["pattern"]
+    named = part.get("patternProperties")
+    if isinstance(named, dict) and any(map(_LOOKS_AROUND.search, named)):
+        part["patternProperties"] = {name: inner for name, inner in named.items() if not _LOOKS_AROUND.search(name)}
+        part.pop("additionalProperties", None)  # what the pattern let in is one of them now
 
 
 def _copy(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,8 +55,11 @@ class Conductor:
         self._ended.set()
         self._prober.join()
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
-        assert self._process.wait(60) == 0
+        status = self._process.wait(60)
+        self._process.stdout.close()
+        assert status == 0
 
     def take(self) -> dict[str, Any]:
         """The longest stall and the memory since the last call."""

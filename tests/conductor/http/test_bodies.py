@@ -178,7 +178,7 @@ class TestJson:
 
     async def test_a_string_that_fits_no_context_is_refused_before_it_is_parsed(self, cluster, monkeypatch):
         await cluster.add()
-        monkeypatch.setattr(reply, "parse", None)  # would fail
+        monkeypatch.setattr(reply, "parse_fields", None)  # would fail
         text = "x, " * (MAX_JSON_BYTES_PER_TOKEN * CONTEXT // 3 + 1)
         response = await cluster.http.post("/v1/completions", json={**ASK, "prompt": text})
         assert response.status_code == 400

@@ -146,6 +146,11 @@ ORDINARY = {
     "not": {"type": "integer", "not": {"const": 3}},
     "if": {"type": "object", "if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}},
     "look-ahead": {"type": "string", "format": "email", "pattern": r"^(?!\.)(?!.*\.\.)[a-z]+@[a-z]+$"},
+    "look-ahead in names": {
+        "type": "object",
+        "patternProperties": {"^(?!x)a": {"type": "integer"}},
+        "additionalProperties": False,
+    },
     "a reference in a pattern": {"type": "string", "pattern": r"^(a)\1$"},
     "contains": {"type": "array", "contains": {"type": "integer"}, "minContains": 1},
     "dependentRequired": {"type": "object", "properties": {"a": {}}, "dependentRequired": {"a": ["b"]}},
