@@ -12,7 +12,9 @@ from click.testing import CliRunner
 
 from tanghulu.cli.bench import StreamLoad, prompts
 from tanghulu.cli.main import root
+from tanghulu.errors import StoreFull
 from tests.e2e.cluster import LiveCluster, running_cluster
+from tests.store.cluster import Cluster
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,18 @@ def test_store(cluster: LiveCluster) -> None:
     ]
     assert all(row["p99_us"] >= row["p50_us"] > 0 for row in rows)
     assert "bench/" not in CliRunner().invoke(root, ["store", "ls", "--master", cluster.master]).output
+
+
+@pytest.mark.slow
+def test_a_store_that_is_smaller_than_sixteen_chunks() -> None:
+    with Cluster(1, memory="8MiB") as small:
+        sizes = ("--size", "1MiB", "--size", "9MiB")
+        result = CliRunner().invoke(
+            root, ["bench", "store", "--master", small.address, "--seconds", "0.05", *sizes, "--json"]
+        )
+    assert isinstance(result.exception, StoreFull)
+    assert "the largest node has" in result.exception.message
+    assert {row["num_bytes"] for row in json.loads(result.stdout)} == {1 << 20}, "what was measured is printed"
 
 
 def test_nobody_there_is_one_line() -> None:

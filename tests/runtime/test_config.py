@@ -161,7 +161,8 @@ class Bounded:
     free: int = option(-1, "anything", least=-1)
     port: int = option(0, "port")
     memory: int = option(0, "memory", size=True)
-    host: str = option("", "host")
+    host: str = option("127.0.0.1", "host")
+    advertise_host: str = option("", "host")
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -179,6 +180,7 @@ class Bounded:
         ({"port": 65536}, "--port is 65536; it must be at most 65535"),
         ({"port": -1}, "--port is -1; it cannot be negative"),
         ({"memory": 1 << 51}, f"--memory is {1 << 51}; it must be at most 1024.0 TiB"),
+        ({"host": ""}, "--host: a host is empty; 0.0.0.0 stands for all addresses of a machine"),
         ({"host": "a..b"}, "--host: 'a..b' is no host: each part of a name has 1 to 63 characters"),
         ({"host": "a b"}, "--host: 'a b' is no host: ' ' stands in neither a name nor an address of IPv4"),
     ],

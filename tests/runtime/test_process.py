@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
@@ -136,3 +138,24 @@ async def test_a_process_that_can_open_nothing_says_so(monkeypatch: pytest.Monke
         async with beside(descriptors.watch_descriptors()):
             await asyncio.sleep(0)
     assert [line["event"] for line in logs] == ["process.out_of_descriptors"]
+
+
+def test_the_directory_of_a_killed_process_goes_with_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    command = [sys.executable, "-m", "tanghulu", "master", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as killed:
+        assert killed.stderr is not None
+        while "process.ready" not in killed.stderr.readline():
+            assert killed.poll() is None
+        [left] = tmp_path.glob("tanghulu-*")
+        with process.private_directory() as own:
+            assert sorted(tmp_path.glob("tanghulu-*")) == sorted((left, own)), "one that runs keeps its own"
+        killed.kill()
+    assert [*tmp_path.glob("tanghulu-*")] == [left]
+    with process.private_directory() as own:
+        assert [*tmp_path.glob("tanghulu-*")] == [own]
+    assert not [*tmp_path.glob("tanghulu-*")]
+    monkeypatch.setattr(tempfile, "tempdir", None)

@@ -8,11 +8,9 @@ import fcntl
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +31,7 @@ from tanghulu.eviction import POLICIES
 from tanghulu.runtime import extras
 from tanghulu.runtime.config import MOST_PORT, check_bounds, command, configuration_file, option, table_in
 from tanghulu.runtime.machine_memory import refuse_too_much
-from tanghulu.runtime.process import own_address, stop_signals
+from tanghulu.runtime.process import own_address, private_directory, stop_signals
 from tanghulu.runtime.tasks import cancelled
 from tanghulu.types import is_loopback
 
@@ -438,12 +436,10 @@ def run(config: UpConfig) -> None:
         refuse_too_much(config.nodes * config.node_memory, f"--nodes {config.nodes} of --node-memory, together")
     with _locked(config.state_dir):
         secure = prepare(config.state_dir / "secure", _names(config.host)) if config.secure else None
-        run_dir = Path(tempfile.mkdtemp(prefix="tanghulu-"))
         try:
-            with Board() as board:
+            with private_directory() as run_dir, Board() as board:
                 asyncio.run(Cluster(config, file, run_dir, board, secure).run())
         finally:
-            shutil.rmtree(run_dir, ignore_errors=True)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(config.state_dir / "cluster.json")
     sys.stdout.flush()

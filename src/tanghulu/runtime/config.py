@@ -69,7 +69,7 @@ def _check_values(config_class: type[Any], values: Mapping[str, Any]) -> None:
         rule = ""
         if isinstance(value, int | float) and not isinstance(value, bool):
             rule = _broken_rule(field.name, bounds, value)
-        elif isinstance(value, str) and value and _is_called(field.name, "host"):
+        elif isinstance(value, str) and (value or field.default) and _is_called(field.name, "host"):
             try:
                 check_host(value)
             except InvalidRequest as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import gc
 import json
@@ -21,7 +22,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -46,6 +47,8 @@ from tanghulu.types import Address, InstanceId, Place, Role, is_loopback
 
 _log = structlog.get_logger(__name__)
 T = TypeVar("T")
+#: Directories of processes for their sockets, and the file in each that its process holds locked.
+_RUN_DIR, _LOCK = "tanghulu-", ".tanghulu.lock"
 #: An address that is nobody's (RFC 5737).
 _ELSEWHERE = "192.0.2.1"
 
@@ -142,6 +145,33 @@ class SupervisorLine:
         if self._loop is not None and self._socket is not None:
             self._loop.remove_reader(self._socket.fileno())
             self._loop = None
+
+
+@contextlib.contextmanager
+def private_directory() -> Iterator[Path]:
+    """A directory of this user's for sockets, gone after the block; those of killed processes are removed before it."""
+    for lock in Path(tempfile.gettempdir()).glob(f"{_RUN_DIR}*/{_LOCK}"):
+        with contextlib.suppress(OSError):  # somebody else's, or held: its process lives
+            if lock.parent.lstat().st_uid == os.geteuid():
+                with lock.open("r+") as held:
+                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(lock.parent, ignore_errors=True)
+    path = Path(tempfile.mkdtemp(prefix=_RUN_DIR))
+    try:
+        with (path / f"{_LOCK}.new").open("w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            os.rename(path / f"{_LOCK}.new", path / _LOCK)  # nobody sees it before it is held
+            yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _leave_nothing(run_dir: Path) -> None:
+    """Remove the directory of a child whose supervisor died; the last child takes the supervisor's along."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        if [each.name for each in run_dir.parent.iterdir()] == [_LOCK]:
+            shutil.rmtree(run_dir.parent)
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
@@ -244,8 +274,8 @@ async def _run(role: Role, config: P, serve: Serve[P]) -> None:
     status.watch(loop)
     for number in stop_signals():
         loop.add_signal_handler(number, stopping.set)
-    own_dir = config.run_dir is None
-    run_dir = config.run_dir or Path(tempfile.mkdtemp(prefix="tanghulu-"))
+    stack = contextlib.ExitStack()
+    run_dir = config.run_dir or stack.enter_context(private_directory())
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     registry = new_registry()
     metrics = None
@@ -266,11 +296,9 @@ async def _run(role: Role, config: P, serve: Serve[P]) -> None:
     finally:
         if metrics is not None:
             metrics.close()
-        if own_dir or status.orphaned:
-            shutil.rmtree(run_dir, ignore_errors=True)
-        if status.orphaned:  # the last child takes the dead supervisor's directory along
-            with contextlib.suppress(OSError):
-                run_dir.parent.rmdir()
+        stack.close()
+        if status.orphaned:
+            _leave_nothing(run_dir)
         status.close()
         _log.info("process.stopped")
 
