@@ -213,8 +213,9 @@ class AsyncClient:
     async def get_many(
         self, keys: Sequence[str], *, raise_errors: bool = False, deadline_s: float | None = None
     ) -> list[Chunk | TanghuluError]:
-        """A chunk or an error for each key, also for one that is none. Give the keys of a prompt in order, for eviction.
+        """A chunk or an error for each key, bad keys included.
 
+        Give the keys of one prompt in their order: eviction then spares prefixes.
 
         ``raise_errors`` raises the first error instead, and closes the chunks that were found.
         """
