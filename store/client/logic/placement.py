@@ -130,9 +130,9 @@ class NodeTable:
         """Those of ``nodes`` that are not avoided."""
         return [node for node in nodes if node not in self._avoided]
 
-    def trusted_first(self, nodes: Sequence[PeerId]) -> list[PeerId]:
+    def trusted_first(self, nodes: Sequence[PeerId]) -> tuple[PeerId, ...]:
         """The same nodes in their order, avoided ones behind the others."""
-        return sorted(nodes, key=self._avoided.__contains__)
+        return tuple(sorted(nodes, key=self._avoided.__contains__) if self._avoided else nodes)
 
     def is_silent(self, node: PeerId, now_s: float) -> bool:
         """Whether the host of ``node`` did not answer a moment ago."""
