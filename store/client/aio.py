@@ -124,7 +124,8 @@ class AsyncClient:
         A list of values is stored as one, each behind the other, without joining them first.
 
         When this returns, a get from anywhere finds the key; ``visible=False`` does not wait for that. The value is
-        written to ``replicas`` nodes as far as there are so many (see Status). ``part_bytes`` asks for one checksum per
+        written to ``replicas`` nodes as far as there are so many (see Status). ``prefer_node``, by its id, comes first
+        while it can take the value. ``part_bytes`` asks for one checksum per
         run of so many bytes (a layer), ``checksums`` brings them along. Raises StoreFull, NodeUnavailable,
         MasterUnavailable, InvalidRequest, DeadlineExceeded.
         """
@@ -212,7 +213,9 @@ class AsyncClient:
     async def get_many(
         self, keys: Sequence[str], *, raise_errors: bool = False, deadline_s: float | None = None
     ) -> list[Chunk | TanghuluError]:
-        """A chunk or an error for each key. Keys of one prompt in their order: eviction then spares prefixes.
+        """A chunk or an error for each key, bad keys included.
+
+        Give the keys of one prompt in their order: eviction then spares prefixes.
 
         ``raise_errors`` raises the first error instead, and closes the chunks that were found.
         """
@@ -367,7 +370,10 @@ class AsyncClient:
         return await self._run(self._do.verify(deadline, node, after, drop_corrupt, report), deadline)
 
     async def remove(self, key: str, *, deadline_s: float | None = None) -> bool:
-        """Drop the chunk everywhere; whether there was one. ``exists`` says False once this has returned."""
+        """Drop the chunk everywhere, copies under way included; whether there was one.
+
+        ``exists`` says False once this has returned, until somebody puts the key again.
+        """
         deadline = self._deadline(deadline_s)
         return await self._run(self._do.remove(deadline, key), deadline)
 
@@ -379,7 +385,11 @@ class AsyncClient:
         return await self._run(self._do.remove_many(deadline, keys, raise_errors), deadline)
 
     async def remove_matching(self, pattern: str, *, deadline_s: float | None = None) -> int:
-        """Drop every chunk whose key the regular expression is found in; how many there were."""
+        """Drop every chunk whose key the regular expression is found in; how many there were.
+
+        Waits while a master that is rebuilding cannot list all keys; raises DirectoryIncomplete if that takes too long,
+        and InvalidRequest for an empty pattern: ``"^"`` is every key.
+        """
         deadline = self._deadline(deadline_s)
         return await self._run(self._do.remove_matching(deadline, pattern), deadline)
 

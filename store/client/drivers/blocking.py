@@ -160,10 +160,21 @@ class BlockingDriver:
     def flush(self, deadline_s: float | None = None) -> None:
         """Give back the leases that nobody needs any more; nodes that cannot be told find out by themselves."""
         deadline_s = self.settings.deadline_s if deadline_s is None else deadline_s
-        calls: Sequence[tuple[PeerId, AnyCall]] = () if self._closed else self.context.given_back()
-        while calls:
+        while calls := self._due_notices():
             self._notify(calls, deadline_s)
-            calls = self.context.given_back() if self.context.leases.dropped else ()  # as what a broken connection lost
+
+    def _due_notices(self) -> Sequence[tuple[PeerId, AnyCall]]:
+        """What is to be given back now; a node that did not answer, and would have to be greeted, can wait for it."""
+        if self._closed:
+            return ()
+        nodes, now_s = self.context.nodes, self.context.clock.now_s()
+        due: list[tuple[PeerId, AnyCall]] = []
+        for peer, call in self.context.given_back():
+            if nodes.is_avoided(peer, now_s) and not self._idle.get(peer):
+                self.context.untold([(peer, call)])
+            else:
+                due.append((peer, call))
+        return due
 
     def register(self, buffer: Any) -> Buffer:
         """See TransferEngine.register."""
@@ -239,7 +250,8 @@ class BlockingDriver:
         if len(calls) == 1:
             peer, call = calls[0]
             pool = self._idle.get(peer)
-            if pool and (peer[0] != OWNER if peer else not self._several):  # the commonest: a connection is open
+            is_direct = peer[0] != OWNER and not self.context.nodes.is_suspect(peer) if peer else not self._several
+            if pool and is_direct:  # the commonest: a connection is open
                 until_s = time.monotonic() + deadline_s
                 outcome = self._exchange_one(peer, pool, call, deadline_s, waits)
                 if outcome is not None:
@@ -390,12 +402,14 @@ class BlockingDriver:
         until_s = time.monotonic() + deadline_s
         for position, (peer, call) in enumerate(calls):
             try:
-                connection, _ = self._take(peer, until_s, fresh=False)
+                connection, _ = self._take(peer, until_s, fresh=False, probes=False)
                 try:
                     connection.post(call, deadline_s=_left_s(until_s))
                 finally:
                     self._put_back(peer, connection)
             except TanghuluError:
+                if self.context.nodes.is_suspect(peer):
+                    self.context.untold([(peer, call)])
                 continue
             except BaseException:  # an interrupt: raised on
                 self.context.untold(calls[position:])
@@ -497,9 +511,12 @@ class BlockingDriver:
 
     # --- connections
 
-    def _take(self, peer: PeerId, until_s: float, *, fresh: bool) -> tuple[FastConnection, bool]:
-        """A connection for this thread alone, and whether it was open before. Raises typed errors."""
-        pool = self._idle.get(peer)
+    def _take(self, peer: PeerId, until_s: float, *, fresh: bool, probes: bool = True) -> tuple[FastConnection, bool]:
+        """A connection for this thread alone, and whether it was open before. Raises typed errors.
+
+        ``probes``: that of a suspect node is a new one, which the node has to greet before anything waits for it.
+        """
+        pool = None if probes and self.context.nodes.is_suspect(peer) else self._idle.get(peer)
         while pool:
             try:
                 connection = pool.pop()
@@ -566,8 +583,6 @@ class BlockingDriver:
         if connection.closed:
             if connection.timed_out and peer != MASTER and not is_owner(peer):
                 self.context.nodes.suspect(peer, self.context.clock.now_s())
-                for other in self._idle.pop(peer, ()):  # calls on them would wait as long
-                    self._hang_up(peer, other)
             self.context.untold([(peer, call) for call in connection.unanswered])
             if connection.owes_replies:
                 self._owing.append((peer, connection))

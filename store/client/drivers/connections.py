@@ -22,7 +22,7 @@ from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import MASTER, NodeLink, PeerId, is_owner, owner_address
 from tanghulu.store.client.logic.messages import Welcome
-from tanghulu.store.client.logic.placement import PROBE_PAUSE_S, PROBE_S, NodeTable
+from tanghulu.store.client.logic.placement import PROBE_S, NodeTable
 from tanghulu.store.client.settings import Settings
 from tanghulu.store.protocol.messages import ProveReply
 from tanghulu.store.protocol.terms import Renewals, Term
@@ -94,12 +94,10 @@ class NodeSessions:
 
     def unanswered(self, peer: PeerId, error: DeadlineExceeded) -> TanghuluError:
         """The node ``peer`` did not answer in time; what the caller is told."""
-        nodes, now_s = self._context.nodes, self._context.clock.now_s()
-        if not nodes.is_suspect(peer):
-            nodes.suspect(peer, now_s)
-            return error
-        nodes.note_silent(peer, now_s, PROBE_PAUSE_S)
-        return silent(peer)
+        nodes = self._context.nodes
+        failure = silent(peer) if nodes.is_suspect(peer) else error
+        nodes.suspect(peer, self._context.clock.now_s())
+        return failure
 
     def take_departed(self) -> list[PeerId]:
         """Close the segments of nodes that are gone, and forget them; which these are."""

@@ -383,16 +383,17 @@ def locate(
     mentioned = {node for nodes, _ in holders for node in nodes}
     if any(context.nodes.get(node) is None for node in mentioned):
         yield from refresh_nodes(context, force=True)
-    return [_in_order(context.nodes, key, *found) for key, found in zip(keys, holders, strict=True)], incomplete
+    local, trusted_first = context.nodes.local_ids(), context.nodes.trusted_first
+    in_order = [_in_order(key, *found, local) for key, found in zip(keys, holders, strict=True)]
+    return [trusted_first(nodes) for nodes in in_order], incomplete
 
 
-def _in_order(table: NodeTable, key: str, nodes: tuple[PeerId, ...], num_warm: int) -> tuple[PeerId, ...]:
-    """Holders of this host first, of these and of the others those that have it in memory; suspect ones last.
+def _in_order(key: str, nodes: tuple[PeerId, ...], num_warm: int, local: frozenset[PeerId]) -> tuple[PeerId, ...]:
+    """Holders of this host first, of these and of the others those that have it in memory.
 
     Among equals the order differs by key and process, so that they share. ``nodes`` begin with ``num_warm`` warm ones.
     """
     if len(nodes) < 2:
         return nodes
-    cold, local = set(nodes[num_warm:]), table.local_ids()
-    in_order = sorted(nodes, key=lambda node: (node not in local, node in cold, hash((node, key))))
-    return tuple(table.trusted_first(in_order))
+    cold = set(nodes[num_warm:])
+    return tuple(sorted(nodes, key=lambda node: (node not in local, node in cold, hash((node, key)))))

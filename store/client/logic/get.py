@@ -153,7 +153,7 @@ def _look_locally(context: Context, op: GetOp) -> None:
                 op.holders = [node]
             return
     nodes = context.nodes
-    op.holders = nodes.trusted_first([node for node in context.locations.get(op.key) if nodes.get(node) is not None])
+    op.holders = nodes.trusted([node for node in context.locations.get(op.key) if nodes.get(node) is not None])
 
 
 def _nearest_first(context: Context, key: str) -> list[PeerId]:

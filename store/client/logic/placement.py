@@ -23,9 +23,9 @@ from tanghulu.store.client.model import NodeView
 NODES_TTL_S, NODES_SPREAD_S = 1.0, 1.0
 #: A node whose host did not answer is connected to by nobody for so long: each would wait as long again.
 SILENT_PAUSE_S = 5.0
-#: A suspect node (see ``suspect``) has so long to give a sign of life; if it does not, it is left alone for a while.
-PROBE_S, PROBE_PAUSE_S = 0.5, 1.0
-#: For so long others come before a suspect node; then it is tried again, with a probe.
+#: A suspect node (see ``suspect``) has so long to give a sign of life before each call.
+PROBE_S = 0.5
+#: For so long others come before a suspect node, and it is called for nothing that can wait.
 AVOID_S = 5.0
 #: Names of nodes that are remembered, those that left included.
 MAX_SEEN = 1 << 14
@@ -101,10 +101,10 @@ class NodeTable:
         self._fresh_until_s = float("-inf")
         self._advice.clear()
 
-    def note_silent(self, node: PeerId, now_s: float, pause_s: float = SILENT_PAUSE_S) -> None:
-        """``node``, or its host, does not answer: nobody else shall wait for it for a while."""
+    def note_silent(self, node: PeerId, now_s: float) -> None:
+        """The host of ``node`` does not answer: nobody else shall wait for it for a while."""
         self.suspect(node, now_s)
-        self._silent_until_s[node] = now_s + pause_s
+        self._silent_until_s[node] = now_s + SILENT_PAUSE_S
 
     def suspect(self, node: PeerId, now_s: float) -> None:
         """``node`` did not answer a call in time: it is probed before the next, and others come first a while."""
@@ -122,9 +122,17 @@ class NodeTable:
         """Whether the node has given no sign of life since it did not answer in time."""
         return node in self._suspects
 
-    def trusted_first(self, nodes: Sequence[PeerId]) -> list[PeerId]:
+    def is_avoided(self, node: PeerId, now_s: float) -> bool:
+        """Whether the node is suspect, and did not answer a moment ago."""
+        return now_s < self._suspects.get(node, now_s)
+
+    def trusted(self, nodes: Sequence[PeerId]) -> list[PeerId]:
+        """Those of ``nodes`` that are not avoided."""
+        return [node for node in nodes if node not in self._avoided]
+
+    def trusted_first(self, nodes: Sequence[PeerId]) -> tuple[PeerId, ...]:
         """The same nodes in their order, avoided ones behind the others."""
-        return sorted(nodes, key=self._avoided.__contains__)
+        return tuple(sorted(nodes, key=self._avoided.__contains__) if self._avoided else nodes)
 
     def is_silent(self, node: PeerId, now_s: float) -> bool:
         """Whether the host of ``node`` did not answer a moment ago."""

@@ -194,7 +194,7 @@ def _choose_nodes(context: Context, ops: Sequence[PutOp], options: PutOptions) -
         if options.prefer_node is not None:
             op.candidates.insert(0, PeerId(options.prefer_node))
         op.candidates += yield from _advice(context, size, options)
-        op.candidates = context.nodes.trusted_first(list(dict.fromkeys(op.candidates)))
+        op.candidates = list(context.nodes.trusted_first(list(dict.fromkeys(op.candidates))))
         if options.replicas > 1:
             op.candidates = context.nodes.spread(op.candidates)
 

@@ -87,6 +87,6 @@ def test_another_holder_comes_first_until_the_frozen_one_answers(two: Cluster, s
         outcome(lambda: store.eviction_policy(name, deadline_s=0.5))
         nodes = store._driver.context.nodes
         assert nodes.is_suspect(name)
-        assert nodes.trusted_first([name, other]) == [other, name]
+        assert nodes.trusted_first([name, other]) == (other, name)
     eventually(lambda: not isinstance(outcome(lambda: store.eviction_policy(name)), TanghuluError))
     assert not nodes.is_suspect(name)

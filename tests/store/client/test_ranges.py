@@ -65,7 +65,7 @@ def test_ranges_that_are_none(store: Client) -> None:
             with pytest.raises(InvalidRequest, match="is not within"):
                 store.get_range(key, offset, length)
         for offset, length in ((-1, 1), (0, 0)):
-            with pytest.raises(InvalidRequest, match="no range"):
+            with pytest.raises(InvalidRequest, match=r"offset=-1 is not within|length=0 is not within"):
                 store.get_range(key, offset, length)
         with pytest.raises(InvalidRequest, match=r"has 2 bytes|only 1"):
             store.get_into(key, bytearray(1), offset=3, length=2)

@@ -10,15 +10,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolTransferResult
 
 from tanghulu.engines.common.guarded_store import GuardedStore
 from tanghulu.engines.common.names import facts_of_model
+from tanghulu.engines.common.options import StoreOptions
 from tanghulu.engines.sglang.hits import HitPolicy, PoolPages, leading, usable_prefix
 from tanghulu.engines.sglang.metrics import Rates, StoreMetrics
-from tanghulu.engines.sglang.options import HiCacheOptions
 from tanghulu.engines.sglang.pools import KV, PagePool, memory_of
 from tanghulu.errors import ConfigError, TanghuluError
 
@@ -33,6 +34,32 @@ _ARGUMENTS = (
     *("kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args"),
     *("speculative_draft_model_path", "speculative_draft_model_revision"),
 )
+#: What SGLang itself reads in the same table.
+SGLANGS_OWN = frozenset(
+    {
+        *("backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "file_storage_path"),
+        *("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"),
+        "hicache_storage_pass_prefix_keys",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiCacheOptions(StoreOptions):
+    """See docs/engines/sglang.md; the names are those of the keys beside SGLang's own."""
+
+    lookup_deadline_s: float = 1.0
+
+    @classmethod
+    def of_sglang(cls, extra_config: Mapping[str, Any]) -> Self:
+        """Our part of the table; raises ConfigError that names an unknown key, or what is wrong with a value."""
+        options = cls.parse({name: value for name, value in extra_config.items() if name not in SGLANGS_OWN})
+        if not extra_config.get("interface_v1"):
+            _log.warning(
+                'tanghulu: every page is copied once more: put "interface_v1": 1 into '
+                "--hicache-storage-backend-extra-config"
+            )
+        return options
 
 
 class TanghuluHiCache(HiCacheStorage):
