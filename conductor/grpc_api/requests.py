@@ -30,6 +30,7 @@ from tanghulu.web.errors import BadField, from_validation
 
 B = TypeVar("B", bound=Body)
 _PROMPT = "prompt"
+_MESSAGE_MARKS = 16
 #: The fields of a request that its prompt may stand in.
 _PROMPTS = ("text", "texts", "input_ids", "input_id_lists", "chat")
 
@@ -42,6 +43,17 @@ async def body_of(message: pb.GenerateRequest | pb.TokenizeRequest) -> Body:
     if is_large:
         body.set_large()
     return body
+
+
+def num_marks(message: pb.GenerateRequest | pb.TokenizeRequest) -> int:
+    """About the marks that ``message`` would have as JSON: of its token ids, its messages and their calls."""
+    messages = message.chat.messages
+    calls = sum(len(each.tool_calls) for each in messages) if len(messages) <= MAX_MESSAGES else 0
+    marks = _MESSAGE_MARKS * (min(len(messages), MAX_MESSAGES) + min(calls, MAX_PARTS))
+    if isinstance(message, pb.GenerateRequest):
+        lists = message.input_id_lists.lists[:MAX_SEQUENCES]
+        marks += len(message.input_ids.ids) + sum(len(each.ids) for each in lists)
+    return marks
 
 
 def _generate_body(message: pb.GenerateRequest) -> OpenAIBody:

@@ -23,7 +23,8 @@ from tanghulu.auth.api_keys import ApiKey, ApiKeysFile, KeyRight
 from tanghulu.auth.credentials import AUTHORIZATION, from_metadata
 from tanghulu.auth.key_limits import RateLimitExceeded
 from tanghulu.conductor.grpc_api.replies import ReplyWriter
-from tanghulu.conductor.grpc_api.requests import body_of
+from tanghulu.conductor.grpc_api.requests import body_of, num_marks
+from tanghulu.conductor.inference.json_marks import MARK_BYTES
 from tanghulu.conductor.inference.preprocess import ParsedRequest, parse_chat, parse_completion, tokenise
 from tanghulu.conductor.inference.schema import ChatBody, CompletionBody, RoutedBody, TokenizeBody
 from tanghulu.conductor.inference.service import Service
@@ -51,8 +52,6 @@ RIGHTS: Final = {
 }
 _COME_BACK: Final = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
 _LONGEST_S: Final = 1e6
-#: Memory for each byte of a message once it is a body: two bytes are a number, or a text that is empty.
-_VALUE_BYTES: Final = 16
 
 
 @dataclass(eq=False)
@@ -180,8 +179,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     @contextlib.contextmanager
     def _held(self, message: pb.GenerateRequest | pb.TokenizeRequest) -> Iterator[None]:
         """Room for ``message`` and what it is made of. Raises BodiesFull."""
-        num_bytes, service = message.ByteSize(), self._service
-        with service.bodies.holding(num_bytes), service.values.holding(num_bytes * _VALUE_BYTES):
+        service = self._service
+        values_bytes = num_marks(message) * MARK_BYTES
+        with service.bodies.holding(message.ByteSize()), service.values.holding(values_bytes):
             yield
 
     async def _write(self, context: Context, reply: pb.GenerateReply) -> None:

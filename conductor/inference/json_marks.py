@@ -22,6 +22,9 @@ MAX_CHAT_MARKS: Final = 1 << 18
 MARK_BYTES: Final = 64
 #: What an object, an array or a name in an object costs a parser, in numbers.
 BRACKET_MARKS: Final = 4
+#: Of more marks it is looked at which stand in strings, unless the body is long: what they take counts as memory.
+_FEW_MARKS: Final = 512
+_CAREFUL_BYTES: Final = 1 << 20
 #: The interpreter is free for others between two pieces.
 _PIECE_BYTES: Final = 256 << 10
 
@@ -30,7 +33,8 @@ def check_marks(body: bytes | memoryview, most_string_bytes: float = math.inf, m
     """The marks of a body, at most. Raises BadField for too many, and ContextLengthExceeded for too long a string."""
     starts = range(0, len(body), _PIECE_BYTES)
     marks = sum(_marks_of(bytes(body[start : start + _PIECE_BYTES])) for start in starts)
-    if marks <= most_marks and len(body) <= most_string_bytes:
+    is_cheap = marks <= _FEW_MARKS or len(body) > _CAREFUL_BYTES
+    if is_cheap and marks <= most_marks and len(body) <= most_string_bytes:
         return marks
     counted = JsonMarks()
     for start in starts:

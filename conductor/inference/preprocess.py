@@ -5,6 +5,7 @@ Owns the defaults. Everything that can be wrong with a request beyond its shape 
 
 from __future__ import annotations
 
+import re
 import secrets
 import uuid
 from collections.abc import Callable, Sequence
@@ -46,6 +47,7 @@ from tanghulu.web.errors import BadField
 DEFAULT_COMPLETION_TOKENS = 16
 #: Variables of a template that chat_template_kwargs must not set.
 TEMPLATE_NAMES_TAKEN = frozenset(("messages", "tools", "self"))
+_DEVELOPER = re.compile(r"""['"]developer['"]""")
 _SEED_MASK = (1 << 64) - 1
 #: The least top_p and repetition_penalty: as 32-bit floats smaller ones are 0, which stands for "not given".
 LEAST_SHARE = 1e-30
@@ -121,7 +123,7 @@ def _shown(body: ChatPrompt, model: ServedModel, form: AnswerForm) -> _ShownChat
 
 
 def _for_template(messages: Sequence[Message], model: ServedModel) -> list[dict[str, Any]]:
-    knows_developer = "developer" in model.card.chat_template
+    knows_developer = _DEVELOPER.search(model.card.chat_template) is not None
     return [message.for_template(knows_developer) for message in messages]
 
 

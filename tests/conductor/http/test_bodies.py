@@ -18,7 +18,7 @@ from tanghulu.conductor.http import reply
 from tanghulu.conductor.http.reply import dumps, dumps_large, parse_fields
 from tanghulu.conductor.http.responses.bodies import ResponsesBody
 from tanghulu.conductor.inference import preprocess
-from tanghulu.conductor.inference.json_marks import BRACKET_MARKS, JsonMarks
+from tanghulu.conductor.inference.json_marks import BRACKET_MARKS, JsonMarks, check_marks
 from tanghulu.conductor.inference.schema import (
     AbortBody,
     ChatBody,
@@ -345,3 +345,7 @@ async def test_log_probabilities_of_prompts_have_a_bound(cluster, monkeypatch):
         refused = await cluster.http.post(path, json=body)
         assert refused.status_code == 400, refused.text
         assert "log probabilities" in refused.json()["error"]["message"]
+
+
+def test_marks_inside_of_strings_take_no_memory():
+    assert check_marks(json.dumps({"prompt": "[1, 2], " * 1000}).encode()) == 2 * BRACKET_MARKS
