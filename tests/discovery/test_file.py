@@ -48,6 +48,24 @@ def test_what_killed_writers_leave_is_passed_over_and_swept(tmp_path: Path, monk
     assert {path.name for path in space.iterdir()} == {"broken.json", "young.json.1.tmp"}
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"id": 3},
+        {"attributes": []},
+        {"attributes": {"scheme": 3}},
+        {"ttl_s": float("nan")},
+        {"ttl_s": "long"},
+        {"address": "h:99999"},
+        {"namespace": None},
+    ],
+)
+def test_a_value_of_another_kind_is_no_instance(changed: dict[str, object]) -> None:
+    values = {**json.loads(encode(instance(), 3.0)), **changed}
+    with pytest.raises(InvalidRequest, match="not an instance's file"):
+        decode(json.dumps(values).encode())
+
+
 async def test_a_host_whose_clock_is_ahead_sees_the_living_and_deletes_nothing(tmp_path: Path) -> None:
     async with FileDiscovery(tmp_path) as discovery:
         await discovery.register(instance(), ttl_s=30)

@@ -28,6 +28,7 @@ from urllib.parse import quote
 import structlog
 
 from tanghulu.discovery.base import DEFAULT_TTL_S, Instance, InstanceEvent
+from tanghulu.discovery.leases import MAX_TTL_S
 from tanghulu.discovery.mirror import InstanceMirror
 from tanghulu.errors import InvalidRequest, MasterUnavailable, TanghuluError
 from tanghulu.runtime.clock import SystemClock
@@ -38,6 +39,12 @@ _log = structlog.get_logger(__name__)
 POLL_S = 0.1
 #: A file that a reader has seen unchanged for this long is litter.
 LITTER_S = 600.0
+
+
+#: The types of an instance's values, whoever wrote the file.
+_TEXTS = ("id", "role", "address", "namespace", "metrics_address", "place", "unix_path")
+_KINDS: dict[str, type | tuple[type, ...]] = {**dict.fromkeys(_TEXTS, str), "generation": int, "attributes": dict}
+_KINDS["ttl_s"] = (int, float)
 
 
 def encode(instance: Instance, ttl_s: float) -> bytes:
@@ -53,6 +60,11 @@ def decode(data: bytes) -> tuple[Instance, float]:
     """The instance and its ttl_s; raises InvalidRequest for contents that are no instance."""
     try:
         values: dict[str, Any] = json.loads(data)
+        for name, kind in _KINDS.items():
+            if not isinstance(values[name], kind):
+                raise TypeError(f"{name} is {values[name]!r:.80}")
+        if not all(isinstance(each, str) for pair in values["attributes"].items() for each in pair):
+            raise TypeError("attributes are texts")
         instance = Instance(
             id=InstanceId(values["id"]),
             role=Role(values["role"]),
@@ -64,8 +76,10 @@ def decode(data: bytes) -> tuple[Instance, float]:
             unix_path=values["unix_path"],
             attributes=values["attributes"],
         )
+        if not 0 <= values["ttl_s"] <= MAX_TTL_S:
+            raise ValueError(f"ttl_s is {values['ttl_s']:g}")
         return instance, float(values["ttl_s"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidRequest) as error:
         raise InvalidRequest(f"not an instance's file: {type(error).__name__}: {error}") from error
 
 
