@@ -302,7 +302,7 @@ def test_keys_are_copied_ahead_when_somebody_asks(trio: Cluster, store: Client) 
     eventually(lambda: all(len(holders(store, key)) == 3 for key in keys[:10]))
     assert all(len(holders(store, key)) == 1 for key in keys[10:]), "nobody asked for these"
     assert all(store.get(key).bytes() == value_of(index) for index, key in enumerate(keys))
-    with pytest.raises(InvalidRequest, match="copies were asked for 0 s"):
+    with pytest.raises(InvalidRequest, match="for_s=0 must be more than 0"):
         store.replicate(keys, for_s=0)
 
 
