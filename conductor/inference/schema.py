@@ -95,6 +95,8 @@ ChoiceTexts = Annotated[
     AfterValidator(_fit_in_a_grammar),
 ]
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+#: A name that no model has is not found, however long it is.
+ModelName = Annotated[str, Field(max_length=MAX_CLIENT_CHARS)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 NumTokens = Annotated[int, Field(ge=1, le=_UINT32)]
 NumTokensOrNone = Annotated[int, Field(ge=0, le=_UINT32)]
@@ -305,7 +307,7 @@ class RoutingFields(Body):
 class RoutedBody(Body):
     """The fields that say which model serves a request, and how it is queued and routed."""
 
-    model: Name | None = None
+    model: ModelName | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     extra_key: Annotated[str, Field(max_length=256)] | None = None
@@ -725,7 +727,7 @@ class AbortBody(Body):
 class TokenizeBody(ChatPrompt):
     """POST /tokenize: a text, texts or a chat."""
 
-    model: Name | None = None
+    model: ModelName | None = None
     prompt: Annotated[str | Texts | None, BeforeValidator(_few_prompts)] = None
     add_special_tokens: bool = True
 
@@ -740,7 +742,7 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     max_marks: ClassVar[int] = MAX_MARKS
-    model: Name | None = None
+    model: ModelName | None = None
     tokens: TokenIds
     skip_special_tokens: bool = False
 
