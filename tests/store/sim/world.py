@@ -446,7 +446,8 @@ class World:
     async def _remove_matching(self, client: AsyncClient, rng: Random, key: str) -> None:
         prefix = key[: rng.choice((4, 5, 6))]
         with contextlib.ExitStack() as stack:
-            keys = [each for each in self.keys if each.startswith(prefix)]
+            keys = [f"key-{number}" for number in range(self.plan.num_keys)]  # those put first meanwhile are meant, too
+            keys = [each for each in keys if each.startswith(prefix)]
             removing = [stack.enter_context(self._removing(each)) for each in keys]
             await client.remove_matching(f"^{prefix}", deadline_s=DEADLINE_S)
             for ended in removing:
