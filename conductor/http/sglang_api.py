@@ -159,7 +159,6 @@ class _Reader:
         self._is_batch = is_batch
         self._deltas = body.stream_output
         self._with_text = body.return_text_in_logprobs
-        self._started_s = time.monotonic()
         self._answers = [_Answer() for _ in call.generations]
 
     def take(self, index: int, delta: TextDelta) -> bytes:
@@ -216,7 +215,7 @@ class _Reader:
             "completion_tokens": generation.num_generated,
             "cached_tokens": generation.cached_tokens,
             "finish_reason": _finish_reason(generation, answer.finish),
-            "e2e_latency": time.monotonic() - self._started_s,
+            "e2e_latency": time.monotonic() - generation.stream.story.began_s,
         }
         parts: list[bytes | bytearray] = [b'{"text":"', answer.text, b'"']
         if self._deltas or answer.finish is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from enum import Enum
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
@@ -231,7 +231,7 @@ class StreamOptions(Body):
 
 
 #: The JSON schema of any object.
-ANY_OBJECT = '{"type": "object"}'
+ANY_OBJECT: Final = grammar_of({"type": "object"}, strict=False)
 
 
 class JsonSchema(Body):

@@ -22,6 +22,12 @@ MAX_SCHEMA_DEPTH: Final = 64
 _NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 #: As models write JSON: a space behind a colon and a comma, and none where one might go on and on.
 _GUIDANCE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+#: As people write JSON, with blank lines and indentation; unbounded, a model at a loss writes blanks to the end of its
+#: tokens.
+_BLANKS: Final = {"whitespace_pattern": r"[ \t]{0,2}(\r?\n){0,2}[ \t]{0,64}"}
+#: Bounds of numbers that a grammar cannot hold, and their magnitude: those of 64-bit integers among them.
+_BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_TOO_LARGE: Final = 2**63 - 1
 #: What no grammar can look for in a pattern.
 _LOOKS_AROUND: Final = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")
 #: Values of these keys are data, not schemas.
@@ -36,18 +42,19 @@ _COMBINING: Final = frozenset(("allOf", "if", "not", "dependentSchemas", "$dynam
 _BESIDE_PROPERTIES: Final = frozenset(("$ref", "anyOf", "oneOf"))
 
 
-def grammar_of(schema: Mapping[str, Any] | bool, strict: bool, writing: Mapping[str, Any] | None = None) -> str:
+def grammar_of(schema: Mapping[str, Any] | bool, strict: bool, writing: Mapping[str, Any] = _BLANKS) -> str:
     """``schema`` as the text of a grammar, with ``writing``, llguidance's options for blanks.
 
-    What a grammar cannot hold (sets, ``not``, ``if``, formats that are unknown, patterns that look around) is left
-    out, unless it is to be ``strict``: then workers refuse it. ``oneOf`` is held as ``anyOf`` either way.
+    What a grammar cannot hold (sets, ``not``, ``if``, formats that are unknown, patterns that look around, bounds
+    beyond 64 bits) is left out, unless it is to be ``strict``: then workers refuse it. ``oneOf`` is held as ``anyOf``
+    either way.
     """
-    if isinstance(schema, bool):
-        return "true" if schema else "false"
-    own = _copy(schema)
+    if schema is False:
+        return "false"
+    own = {} if schema is True else _copy(schema)
     for part in () if strict else list(_parts(own)):
-        _leave_out_looking_around(part)
-    own["x-guidance"] = {**(writing or {}), "coerce_one_of": True, "lenient": not strict}
+        _leave_out(part)
+    own["x-guidance"] = {**writing, "coerce_one_of": True, "lenient": not strict}
     return msgspec.json.encode(own).decode()
 
 
@@ -106,13 +113,17 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return own
 
 
-def _leave_out_looking_around(part: dict[str, Any]) -> None:
+def _leave_out(part: dict[str, Any]) -> None:
+    """Take out of one schema what llguidance refuses even where it is lenient."""
     if isinstance(pattern := part.get("pattern"), str) and _LOOKS_AROUND.search(pattern):
         del part["pattern"]
     named = part.get("patternProperties")
     if isinstance(named, dict) and any(map(_LOOKS_AROUND.search, named)):
         part["patternProperties"] = {name: inner for name, inner in named.items() if not _LOOKS_AROUND.search(name)}
         part.pop("additionalProperties", None)  # what the pattern let in is one of them now
+    for name in _BOUNDS:
+        if isinstance(bound := part.get(name), int | float) and abs(bound) >= _TOO_LARGE:
+            del part[name]
 
 
 def _copy(schema: Mapping[str, Any]) -> dict[str, Any]:

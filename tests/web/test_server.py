@@ -219,3 +219,24 @@ async def test_what_is_not_http_gets_an_error_in_the_usual_shape() -> None:
         assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
         assert json.loads(body)["error"]["code"] == "invalid_request"
         writer.close()
+
+
+async def _in_two_pieces(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    headers = [(b"content-length", b"6")] if scope["path"] == "/known" else []
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b"abc", "more_body": True})
+    await send({"type": "http.response.body", "body": b"def"})
+
+
+@pytest.mark.parametrize("path", [b"/known", b"/unknown"])
+@pytest.mark.parametrize(("method", "body"), [(b"GET", b"abcdef"), (b"HEAD", b"")])
+async def test_a_client_of_http_1_0_gets_no_chunks(path: bytes, method: bytes, body: bytes) -> None:
+    async with served(_in_two_pieces) as (host, port):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"%s %s HTTP/1.0\r\n\r\n" % (method, path))
+        head, _, shown = (await reader.read()).partition(b"\r\n\r\n")
+        assert shown == body
+        assert b"transfer-encoding" not in head
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert (b"content-length: 6" in head) == (path == b"/known")
+        writer.close()

@@ -49,10 +49,10 @@ class ResponseReader:
         return self._tell(self._end(self._finish))
 
     def failed(self, error: TanghuluError) -> bytes:
-        """The event that says so, and the error as all streams have it."""
-        return self._tell([("response.failed", {"response": self._response("failed", error=error)})]) + last_events(
-            error
-        )
+        """The end of the last item, the event that says so, and the error as all streams have it."""
+        told = self._output.finish(complete=False)
+        told.append(("response.failed", {"response": self._response("failed", error=error)}))
+        return self._tell(told) + last_events(error)
 
     async def whole(self) -> dict[str, Any]:
         """The whole response, when its text has ended."""

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, cast
 
 import structlog
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from tanghulu.auth.tls import REFRESH_S, ServerTls
@@ -92,6 +92,20 @@ async def _too_many_connections(scope: Scope, receive: Receive, send: Send) -> N
     await response(scope, receive, send)
 
 
+def _ended_by_closing(cycle: RequestResponseCycle, app: Any) -> Any:
+    """``app`` for a client of HTTP/1.0, which takes no chunks: its answer ends with the connection."""
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_plain(message: Message) -> None:
+            cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        cycle.chunked_encoding = False
+        await app(scope, receive, send_plain)
+
+    return served
+
+
 def _unread_in_kernel(transport: asyncio.Transport) -> int:
     """Bytes that the kernel has of an answer and the client's has not acknowledged; 0 where it does not say."""
     connection = transport.get_extra_info("socket")
@@ -145,7 +159,9 @@ class _Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Run ``app``, or, where uvicorn means to refuse by itself, answer in the shape of all other errors."""
         served: Any = app if app is self.app else _too_many_connections
-        super()._start_asgi_task(cycle, served)
+        super()._start_asgi_task(
+            cycle, served if cycle.scope["http_version"] != "1.0" else _ended_by_closing(cycle, served)
+        )
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

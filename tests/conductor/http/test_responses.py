@@ -230,6 +230,15 @@ async def test_an_error_in_a_stream_is_told(tmp_path):
             await read()
         assert (events[-1].type, events[-1].response.status) == ("response.failed", "failed")
         assert events[-1].response.error.message == "it cannot go on"
+        text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        (item,) = events[-1].response.output
+        assert text
+        assert (item.status, item.content[0].text, item.model_extra) == ("incomplete", text, {})
+        assert [event.type for event in events[-4:-1]] == [
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+        ]
 
 
 async def test_without_a_worker(cluster):

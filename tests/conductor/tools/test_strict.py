@@ -154,6 +154,8 @@ ORDINARY = {
     "a reference in a pattern": {"type": "string", "pattern": r"^(a)\1$"},
     "contains": {"type": "array", "contains": {"type": "integer"}, "minContains": 1},
     "dependentRequired": {"type": "object", "properties": {"a": {}}, "dependentRequired": {"a": ["b"]}},
+    "64-bit integers": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+    "large floats": {"type": "number", "minimum": -3.4e38, "exclusiveMaximum": 1.7976931348623157e308},
 }
 
 
@@ -180,9 +182,23 @@ def test_strict_schemas_are_refused_where_a_grammar_holds_less(kind):
 @pytest.mark.parametrize("strict", [True, False])
 def test_options_of_the_compiler_are_not_the_client_s(strict):
     given = {"type": "integer", "x-guidance": {"lenient": True, "whitespace_pattern": "x*"}}
-    shown = json.loads(grammar_of(given, strict))
-    assert shown["x-guidance"] == {"coerce_one_of": True, "lenient": not strict}
+    shown = json.loads(grammar_of(given, strict))["x-guidance"]
+    assert shown.pop("whitespace_pattern") != "x*"
+    assert shown == {"coerce_one_of": True, "lenient": not strict}
     assert given["x-guidance"]["lenient"]
+
+
+@pytest.mark.parametrize("schema", [True, {"type": "object"}, {"type": ["object", "array"]}])
+@pytest.mark.parametrize("strict", [True, False])
+def test_json_is_indented_as_people_do_and_not_without_end(schema, strict):
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(grammar_of(schema, strict))
+    tokenizer = _tokenizer(special=False)
+    data = {"a": {"b": [1, {"c": []}], "d": {}}}
+    texts = [
+        json.dumps(data, indent=indent, separators=pair) for indent in (None, 1, 8, "\t") for pair in (None, (",", ":"))
+    ]
+    assert all(_taken(grammar, tokenizer, text) for text in [*texts, '{\r\n\n  "a" : 1\r\n}', "{ }"])
+    assert not any(_taken(grammar, tokenizer, "{" + blank * 200 + "}") for blank in (" ", "\n", "\t", " \n", "\n  "))
 
 
 def test_a_named_function_s_answer_is_its_arguments():
