@@ -25,9 +25,10 @@ _GUIDANCE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_s
 #: As people write JSON, with blank lines and indentation; unbounded, a model at a loss writes blanks to the end of its
 #: tokens.
 _BLANKS: Final = {"whitespace_pattern": r"[ \t]{0,2}(\r?\n){0,2}[ \t]{0,64}"}
-#: Bounds of numbers that a grammar cannot hold, and their magnitude: those of 64-bit integers among them.
-_BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_TOO_LARGE: Final = 2**63 - 1
+#: The keys of numbers' bounds, and the side that each is on.
+_BOUNDS: Final = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
+#: The largest magnitude of a bound that a grammar holds: the last double below 2^63.
+_MOST: Final = 2**63 - 1024
 #: What no grammar can look for in a pattern.
 _LOOKS_AROUND: Final = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")
 #: Values of these keys are data, not schemas.
@@ -45,15 +46,17 @@ _BESIDE_PROPERTIES: Final = frozenset(("$ref", "anyOf", "oneOf"))
 def grammar_of(schema: Mapping[str, Any] | bool, strict: bool, writing: Mapping[str, Any] = _BLANKS) -> str:
     """``schema`` as the text of a grammar, with ``writing``, llguidance's options for blanks.
 
-    What a grammar cannot hold (sets, ``not``, ``if``, formats that are unknown, patterns that look around, bounds
-    beyond 64 bits) is left out, unless it is to be ``strict``: then workers refuse it. ``oneOf`` is held as ``anyOf``
+    What a grammar cannot hold (sets, ``not``, ``if``, formats that are unknown, patterns that look around, bounds of
+    2^63 and more) is left out, unless it is to be ``strict``: then workers refuse it. ``oneOf`` is held as ``anyOf``
     either way.
     """
     if schema is False:
         return "false"
     own = {} if schema is True else _copy(schema)
-    for part in () if strict else list(_parts(own)):
-        _leave_out(part)
+    for part in list(_parts(own)):
+        _bound(part, strict)
+        if not strict:
+            _leave_out_patterns(part)
     own["x-guidance"] = {**writing, "coerce_one_of": True, "lenient": not strict}
     return msgspec.json.encode(own).decode()
 
@@ -113,16 +116,24 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return own
 
 
-def _leave_out(part: dict[str, Any]) -> None:
-    """Take out of one schema what llguidance refuses even where it is lenient."""
+def _leave_out_patterns(part: dict[str, Any]) -> None:
+    """Take out of one schema the patterns that llguidance refuses even where it is lenient."""
     if isinstance(pattern := part.get("pattern"), str) and _LOOKS_AROUND.search(pattern):
         del part["pattern"]
     named = part.get("patternProperties")
     if isinstance(named, dict) and any(map(_LOOKS_AROUND.search, named)):
         part["patternProperties"] = {name: inner for name, inner in named.items() if not _LOOKS_AROUND.search(name)}
         part.pop("additionalProperties", None)  # what the pattern let in is one of them now
-    for name in _BOUNDS:
-        if isinstance(bound := part.get(name), int | float) and abs(bound) >= _TOO_LARGE:
+
+
+def _bound(part: dict[str, Any], strict: bool) -> None:
+    """Have the bounds of one schema be such as grammars hold: those of 64-bit integers a little closer, others none."""
+    for name, side in _BOUNDS.items():
+        if not isinstance(bound := part.get(name), int | float) or abs(bound) <= _MOST:
+            continue
+        if part.get("type") == "integer" and bound * side > 0:
+            part[name] = side * _MOST
+        elif not strict:
             del part[name]
 
 

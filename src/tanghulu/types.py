@@ -73,9 +73,6 @@ class Place:
         return f"{self.zone}/{self.rack}/{self.host}"
 
 
-#: A name or an IPv4 address, or an IPv6 address, perhaps with brackets around and a zone behind it; and a port.
-
-
 @dataclass(frozen=True, slots=True)
 class Address:
     """A TCP address, printed and parsed as ``host:port``."""

@@ -177,3 +177,28 @@ def test_text_that_the_terminal_cannot_show_is_escaped():
         [sys.executable, "-c", code], capture_output=True, timeout=60, env=os.environ | {"PYTHONIOENCODING": "ascii"}
     )
     assert (done.stdout, done.stderr) == (b"\\xfc\n", b"")
+
+
+@pytest.mark.parametrize("key", ["caf\u00e9", "sk-a\nb", b"caf\xe9"])
+@pytest.mark.parametrize(
+    "command", [("chat", "--message", "hi", "--api-key"), ("status", "--token"), ("bench", "http", "--api-key")]
+)
+def test_a_key_that_no_header_takes_is_refused(command, key):
+    done = _run(*command, key)
+    assert done.returncode == 7, done.stderr
+    assert "ASCII" in done.stderr or "--api-key is not UTF-8" in done.stderr
+    assert "caf" not in done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--message", "--system", "--model"])
+def test_text_that_is_not_utf_8_is_refused(flag):
+    done = _run("chat", "--message", "hi", flag, b"caf\xe9")
+    assert done.returncode == 7, done.stderr
+    assert f"{flag} is not UTF-8" in done.stderr
+
+
+def test_standard_input_that_is_not_utf_8_is_refused():
+    command = [sys.executable, "-m", "tanghulu", "chat", "--model", "tiny"]
+    done = subprocess.run(command, input=b"caf\xe9", capture_output=True, timeout=60)
+    assert done.returncode == 7
+    assert b"standard input is not UTF-8" in done.stderr

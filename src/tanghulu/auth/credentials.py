@@ -71,12 +71,21 @@ def from_metadata(metadata: tuple[tuple[str, str | bytes], ...]) -> Credentials:
 def read_token(text: str) -> str:
     """The token in ``text``, or in the file FILE if ``text`` is ``@FILE``; raises ConfigError."""
     if not text.startswith("@"):
-        return text
+        return _sendable(text, "the token")
     path = Path(text[1:])
     try:
-        return path.read_bytes().decode("utf-8-sig").strip()
+        return _sendable(path.read_bytes().decode("utf-8-sig").strip(), f"the token in {path}")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the token in {path}: {error}") from error
+
+
+def _sendable(token: str, name: str) -> str:
+    """``token``, which headers and metadata take as it is; raises ConfigError."""
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(
+            f"{name} has characters that are not printable ASCII, which no token has; was it copied whole?"
+        )
+    return token
 
 
 NOTHING_TO_SHOW = Credentials()

@@ -152,6 +152,13 @@ def _turn(conversation: Conversation, text: str, console: Console) -> None:
         console.print(f"[red]{error.message}[/]")
 
 
+def _piped() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not UTF-8: {error}") from error
+
+
 def run(config: ChatConfig) -> None:
     """Talk until the person ends it, or answer one --message."""
     console = Console()
@@ -165,7 +172,7 @@ def run(config: ChatConfig) -> None:
         ) as http:
             model = config.model or _first_model(http)
             conversation = Conversation(http, config, model)
-            message = config.message or ("" if sys.stdin.isatty() else sys.stdin.read().strip())
+            message = config.message or ("" if sys.stdin.isatty() else _piped())
             if message:
                 _answer(conversation, message, console)
             else:

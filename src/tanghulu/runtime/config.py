@@ -67,6 +67,8 @@ def _check_values(config_class: type[Any], values: Mapping[str, Any]) -> None:
         if bounds is None:
             continue
         rule = ""
+        if isinstance(value, str) and not _is_text(value):
+            raise ConfigError(f"--{field.name.replace('_', '-')} is not UTF-8")
         if isinstance(value, int | float) and not isinstance(value, bool):
             rule = _broken_rule(field.name, bounds, value)
         elif isinstance(value, str) and (value or field.default) and _is_called(field.name, "host"):
@@ -76,6 +78,11 @@ def _check_values(config_class: type[Any], values: Mapping[str, Any]) -> None:
                 raise ConfigError(f"--{field.name.replace('_', '-')}: {error.message}") from None
         if rule:
             raise ConfigError(f"--{field.name.replace('_', '-')} is {value}; it {rule}")
+
+
+def _is_text(value: str) -> bool:
+    """Whether ``value`` came in UTF-8; Python has other bytes of a command line as surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _broken_rule(name: str, bounds: Mapping[str, Any], value: float) -> str:

@@ -51,7 +51,7 @@ def summed_by(samples: Samples, name: str, *labels: str) -> dict[tuple[str, ...]
 async def scrape(addresses: Iterable[str], credentials: Credentials = NOTHING_TO_SHOW) -> list[Samples | None]:
     """The metrics at each of ``addresses``, for which ``credentials`` are shown.
 
-    None of one that does not answer, nothing of an empty address, or of one that says that these are not allowed to.
+    None of one that does not answer, nothing of an empty address, or of one that does not let these credentials in.
     """
     slots = asyncio.Semaphore(AT_ONCE)
     async with httpx.AsyncClient(
@@ -74,7 +74,7 @@ async def _page(http: httpx.AsyncClient, slots: asyncio.Semaphore, address: str)
     async with slots:
         try:
             answer = await http.get(metrics_url(address))
-            if answer.status_code == httpx.codes.FORBIDDEN:
+            if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
                 return []
             return samples_in(answer.raise_for_status().text)
         except (httpx.HTTPError, OSError, ValueError):  # ssl's errors may come as they are
