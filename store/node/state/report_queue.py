@@ -198,9 +198,8 @@ class ReportQueue:
 
     def is_version_pending(self, chunk: Holding) -> bool:
         """The same of ``chunk``, or of what holds its bytes in another tier."""
-        queues = (self._added, self._patient, self._parked)
-        held = filter(None, (queue.get(chunk.key) for queue in queues))
-        return self.is_pending(chunk) or any(each.version == chunk.version for each in held)
+        held = [queue.get(chunk.key) for queue in (self._added, self._patient, self._parked)]
+        return self.is_pending(chunk) or any(each is not None and each.version == chunk.version for each in held)
 
     def hasten(self, chunk: Holding) -> None:
         """Somebody waits for the master's answer on ``chunk`` now: it is told without delay."""
