@@ -125,6 +125,7 @@ class Reporter:
 
     def tick(self) -> None:
         """To be called every few hundredths of a second."""
+        self._queues.settle_gone()
         if self._queues.report_wanted:
             self._state.report_wanted()
         if self._queues.is_unsorted and (self._sorting is None or self._sorting.done()):

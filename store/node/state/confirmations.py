@@ -61,6 +61,11 @@ class Confirmations:
                 waiting.done(waiting.words)
 
     @property
+    def awaited(self) -> list[Holding]:
+        """The chunks that somebody waits for."""
+        return list(self._by_chunk)
+
+    @property
     def next_s(self) -> float | None:
         """When the first of them has waited long enough."""
         return min((waiting.until_s for waiting in self._open), default=None)

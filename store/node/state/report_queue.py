@@ -196,6 +196,11 @@ class ReportQueue:
             return True
         return under_way is not None and chunk in under_way.added and under_way.concerns(key)
 
+    def is_version_pending(self, chunk: Holding) -> bool:
+        """The same of ``chunk``, or of what holds its bytes in another tier."""
+        held = [queue.get(chunk.key) for queue in (self._added, self._patient, self._parked)]
+        return self.is_pending(chunk) or any(each is not None and each.version == chunk.version for each in held)
+
     def hasten(self, chunk: Holding) -> None:
         """Somebody waits for the master's answer on ``chunk`` now: it is told without delay."""
         if self._patient.get(chunk.key) is chunk:

@@ -152,6 +152,12 @@ class ReportQueues:
         """Tell the putters that wait for the master's answer on ``chunk`` whether it ``stands``."""
         self._confirmations.settle(chunk, stands)
 
+    def settle_gone(self) -> None:
+        """End the waits for chunks that were dropped before a master was asked about them: nobody will be."""
+        for chunk in self._confirmations.awaited:
+            if not chunk.held and not self.of(chunk.key).is_version_pending(chunk):
+                self.settle(chunk, stands=True)
+
     def expire(self, now_s: float, error: TanghuluError) -> list[Holding]:
         """End waits that lasted long enough with ``error``; returns the chunks that nobody waits for any more."""
         return self._confirmations.expire(now_s, error)

@@ -11,7 +11,9 @@ from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.space.space import MAX_CARVED
 from tanghulu.store.node.state import report_queue
 from tanghulu.store.node.state.chunk import TRANSITIONS, Chunk, ChunkEvent, ChunkState, compact
+from tanghulu.store.node.state.confirmations import ReportOutcome
 from tanghulu.store.node.state.counters import EvictionReason
+from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import Existed, Reserved, Waiter
 from tanghulu.store.node.state.report_queue import MAX_RETRACTED
 from tanghulu.store.node.state.report_queues import ReportQueues
@@ -356,6 +358,45 @@ def test_withdrawals_are_bounded() -> None:
     assert queues.has_retracted(ChunkKey("k"), 10**6)
     assert not queues.has_retracted(ChunkKey("k"), 0)
     queues.check()
+
+
+def awaited_put(state: NodeState, key: str) -> tuple[Chunk, list[list[ReportOutcome]]]:
+    """A put that waits for the master's word, and where the words will come."""
+    words: list[list[ReportOutcome]] = []
+    chunk = put(state, new(key)).chunk
+    assert isinstance(chunk, Chunk)
+    assert state.reports.confirm([chunk], 5.0, words.append)
+    return chunk, words
+
+
+def test_a_put_of_what_is_removed_before_it_is_reported_does_not_wait_for_its_deadline() -> None:
+    state = make_state()
+    _, words = awaited_put(state, "a")
+    state.reports.settle_gone()
+    assert not words, "the master is still to be asked"
+    assert state.chunks.remove(ChunkKey("a"))
+    state.reports.settle_gone()
+    assert words == [[True]]
+    state.check()
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_put_of_what_is_removed_while_its_report_is_under_way_ends_with_that(arrives: bool) -> None:
+    state = make_state()
+    chunk, words = awaited_put(state, "a")
+    message = state.reports.leader.take()
+    assert message.added == [chunk]
+    assert state.chunks.remove(ChunkKey("a"))
+    state.reports.settle_gone()
+    assert not words, "the master's answer is on its way"
+    if arrives:
+        state.reports.leader.done()
+        state.reported(chunk, accepted=False)
+    else:
+        state.reports.leader.requeue()
+    state.reports.settle_gone()
+    assert words == [[not arrives]]
+    state.check()
 
 
 def test_a_report_comes_in_pieces() -> None:
