@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import structlog
+from google.protobuf.message import DecodeError
 from structlog.testing import capture_logs
 
 from tanghulu.runtime import telemetry
@@ -51,3 +52,14 @@ def test_lines_of_libraries_are_lines_of_the_log() -> None:
     (line,) = logs
     said = (line["event"], line["logger"], line["text"], line["log_level"])
     assert said == ("library.logged", "uvicorn.error", "Invalid request", "warning")
+
+
+def test_bytes_that_are_no_message_are_a_rare_line_without_a_trace() -> None:
+    fault = (DecodeError, DecodeError("Wire format was corrupt"), None)
+    record = logging.LogRecord("grpc._cython.cygrpc", logging.ERROR, "f.py", 1, "Unexpected %s", ("fault",), fault)
+    handler = telemetry._LibraryLog()
+    with capture_logs() as logs:
+        for _ in range(100):
+            handler.emit(record)
+    (line,) = logs
+    assert (line["log_level"], line["text"], line.get("exc_info")) == ("warning", "Unexpected fault", None)

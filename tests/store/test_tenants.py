@@ -105,7 +105,7 @@ def test_what_a_token_does_not_allow(cluster: Secured) -> None:
         ):
             with pytest.raises(Forbidden, match="'admin'"):
                 forbidden()
-        assert reader.eviction_policy(node) == "lru"
+        assert reader.eviction_policy(node) == "reuse"
         assert writer.remove("guarded")
 
 

@@ -103,7 +103,10 @@ class RareLog:
 
 
 class _LibraryLog(logging.Handler):
-    """Lines of libraries as lines of the log, each kind once in a while: strangers cause some, as of HTTP's parser."""
+    """Lines of libraries as lines of the log, each kind once in a while: strangers cause some, as of HTTP's parser.
+
+    A trace of bytes that are no message, which gRPC logs as an error for each, says nothing and is left out.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +116,10 @@ class _LibraryLog(logging.Handler):
         """Log ``record``."""
         said = {"logger": record.name, "text": record.getMessage(), "exc_info": record.exc_info}
         log = structlog.get_logger("library")
-        if record.levelno > logging.WARNING or len(self._kinds) >= MAX_KINDS:
+        is_undecodable = record.exc_info is not None and getattr(record.exc_info[0], "__name__", "") == "DecodeError"
+        if is_undecodable:
+            del said["exc_info"]
+        if (record.levelno > logging.WARNING and not is_undecodable) or len(self._kinds) >= MAX_KINDS:
             log.log(record.levelno, "library.logged", **said)
             return
         kind = self._kinds.setdefault((record.name, str(record.msg)), RareLog(log))

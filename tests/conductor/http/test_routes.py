@@ -21,7 +21,7 @@ BAD_COMPLETIONS = [
     ({"model": "nosuch"}, 404, "model_not_found", None),
     ({"prompt": 7}, 400, "invalid_request", "prompt"),
     ({"prompt": []}, 400, "invalid_request", "prompt"),
-    ({"prompt": [100_000]}, 400, "invalid_request", None),
+    ({"prompt": [100_000]}, 400, "invalid_request", "prompt"),
     ({"prompt": [1] * CONTEXT}, 400, "context_length_exceeded", None),
     ({"prompt": ""}, 400, "invalid_request", None),
     ({"max_tokens": "4"}, 400, "invalid_request", "max_tokens"),

@@ -196,7 +196,7 @@ def test_a_place_is_checked(place: Any) -> None:
     "address", ["host:1;host:2", "host", ":1", "host:", "host:70000", "127.0.0.1:²", "a b:1", "[x]:1"]
 )
 def test_an_address_is_checked(address: str) -> None:
-    with pytest.raises(InvalidRequest, match="address|host"):
+    with pytest.raises(InvalidRequest, match=r"address|host"):
         tanghulu.connect(address)
 
 
