@@ -211,6 +211,8 @@ class AsyncioDriver:
             case OpenSegment(node, copies):
                 return await self._open_segment(node, copies)
             case Sleep(seconds):
+                if self._closed:  # by another task: what this call would try again fails for ever
+                    refuse_closed(self._pid, "tanghulu.aio.connect")
                 return await asyncio.sleep(seconds)
 
     async def _call_peers(

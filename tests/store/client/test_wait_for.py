@@ -12,7 +12,7 @@ import pytest
 
 import tanghulu
 from tanghulu import aio
-from tanghulu.errors import ChunkNotFound, MasterUnavailable
+from tanghulu.errors import ChunkNotFound, InvalidRequest, MasterUnavailable
 from tanghulu.protos import directory_pb2, directory_pb2_grpc
 from tanghulu.rpc.grpc_edge import channel
 from tanghulu.store.client.chunk import Chunk
@@ -39,6 +39,17 @@ def test_what_is_there_is_told_at_once_and_what_is_not_at_the_deadline(cluster: 
         assert 0.35 < time.monotonic() - began < 10.0
         assert store.remove("here")
         assert not store.wait_for("here", deadline_s=0.1)
+
+
+async def test_a_wait_of_a_task_ends_when_the_client_is_closed(cluster: Cluster) -> None:
+    store = await aio.connect(cluster.address)
+    waiting = asyncio.create_task(store.wait_for("nowhere", deadline_s=600))
+    while not await asyncio.to_thread(cluster.master.metric, "tanghulu_master_waiting_calls"):
+        assert not waiting.done()
+    await store.close()
+    with pytest.raises(InvalidRequest, match="the client is closed"):
+        async with asyncio.timeout(60):
+            await waiting
 
 
 def test_a_put_wakes_who_waits(cluster: Cluster) -> None:
