@@ -146,6 +146,8 @@ def test_the_context_ends_where_it_did(invariant_model: Model) -> None:
 
 def test_a_text_under_a_grammar_has_no_drafts(invariant_model: Model) -> None:
     class Anything:
+        failure = None
+
         def __init__(self) -> None:
             self.seen: list[int] = []
 
