@@ -15,7 +15,7 @@ from tanghulu.errors import InvalidRequest
 
 _PROMPTS = ("messages", "prompt", "input", "input_ids", "text")
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens")
-#: The most tokens and seconds that are told apart.
+#: Larger numbers of tokens and seconds are all taken for this one.
 _MOST = 1 << 32
 
 

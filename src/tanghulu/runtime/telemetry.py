@@ -25,7 +25,7 @@ from tanghulu.version import __version__
 
 #: Seconds between two lines of the same event in a ``RareLog``.
 RARE_S: Final = 30.0
-#: Kinds of lines of libraries that are told apart.
+#: Kinds of library lines that are limited separately.
 MAX_KINDS: Final = 256
 LOG_LEVELS = ("debug", "info", "warning", "error")
 #: Else each counter and histogram comes with a second line that says when it began, and nobody asks for it.

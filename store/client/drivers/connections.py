@@ -93,7 +93,7 @@ class NodeSessions:
         return min(left_s, PROBE_S) if self._context.nodes.is_suspect(peer) else left_s
 
     def unanswered(self, peer: PeerId, error: DeadlineExceeded) -> TanghuluError:
-        """The node ``peer`` did not answer in time; what the caller is told."""
+        """Note that the node ``peer`` did not answer in time; return the error for the caller."""
         nodes = self._context.nodes
         failure = silent(peer) if nodes.is_suspect(peer) else error
         nodes.suspect(peer, self._context.clock.now_s())

@@ -23,9 +23,9 @@ from tanghulu.store.client.model import NodeView
 NODES_TTL_S, NODES_SPREAD_S = 1.0, 1.0
 #: A node whose host did not answer is connected to by nobody for so long: each would wait as long again.
 SILENT_PAUSE_S = 5.0
-#: A suspect node (see ``suspect``) has so long to give a sign of life before each call.
+#: Seconds for a suspect node (see ``suspect``) to answer a probe before each call.
 PROBE_S = 0.5
-#: For so long others come before a suspect node, and it is called for nothing that can wait.
+#: Seconds for which other nodes are preferred to a suspect one, which only gets calls that cannot wait.
 AVOID_S = 5.0
 #: Names of nodes that are remembered, those that left included.
 MAX_SEEN = 1 << 14

@@ -41,7 +41,7 @@ from tanghulu.types import format_size
 
 _log = structlog.get_logger(__name__)
 
-#: So many times its file system a size can only be a mistake; less is lived with.
+#: A size of more than this many times its file system can only be a mistake; a smaller one shrinks to what is there.
 ABSURD = 16
 #: What a scan reads at once: of heads that lie far from each other the first unit, elsewhere everything.
 _SPARSE_WINDOW = UNIT

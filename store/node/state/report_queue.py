@@ -297,8 +297,8 @@ class ReportQueue:
     ) -> None:
         """Tell all of the ranges that wait for a report, or of all if one is to stand for removals.
 
-        ``is_reported`` says of a chunk whether it is to be told still; unconfirmed ones are told as new ones are. What
-        clients ``deleted`` lately is repeated, so that a new master does not take a copy of it for a chunk.
+        ``is_reported`` selects the chunks that belong in the report; unconfirmed ones are announced like new ones. The
+        last removals by clients, ``deleted``, are repeated so that a new master does not admit copies of those chunks.
         """
         unconfirmed = self._unconfirmed
 

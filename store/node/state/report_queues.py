@@ -26,7 +26,7 @@ from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.terms import Term
 from tanghulu.types import Address, ChunkKey
 
-#: Removals by clients that a master is told again with a report: it may have followed one that knew of them.
+#: Removals by clients that are repeated with a report, as the master may have succeeded the one that received them.
 MAX_REPEATED = 1 << 14
 
 
