@@ -86,8 +86,11 @@ def test_a_process_that_fails_at_once_ends_in_order_under_its_supervisor() -> No
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
 def test_a_process_ends_in_order_and_ignores_signals_that_ask_for_nothing(ending: signal.Signals) -> None:
+    def not_under_nohup() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
     command = [sys.executable, "-m", "tanghulu", "master", "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=not_under_nohup) as running:
         assert running.stderr is not None
         while "process.ready" not in running.stderr.readline():
             assert running.poll() is None
