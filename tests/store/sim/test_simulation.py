@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from tanghulu.store.client.logic import carriers, get, messages
+from tanghulu.store.client.logic import carriers, context, get
 from tanghulu.store.client.logic.commit import CommitCall
+from tanghulu.store.client.logic.effects import Sleep
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.pending_commits import PendingCommits
 from tanghulu.store.master.directory.ranges import RangeDirectories
@@ -118,6 +119,12 @@ def test_what_is_removed_while_it_moves_is_gone() -> None:
     assert counts["remove_many"]
 
 
+def test_a_removal_wins_against_moves_however_slow_its_client_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "locate", _slow_to_remove(context.locate))
+    for seed in (6, 8, 9):  # in which the mutation below is caught
+        World(seed, _FILLING).run()
+
+
 @pytest.mark.slow
 def test_a_hundred_nodes() -> None:
     counts = World(4, Plan(100, 12, 400, seconds=6.0, node_bytes=1 << 20, fault_every_s=0.4)).run()
@@ -182,11 +189,20 @@ def _lets_removed_chunks_return(original: Callable[..., Any]) -> Callable[..., A
     return lambda self, key, version: None
 
 
-def _removes_where_the_key_was_seen(original: Any) -> Any:
-    def locate(keys: Any, *, count_only: bool = False, removing: bool = False) -> Any:
-        return original(keys, count_only=count_only)  # a copy that is under way becomes a holder all the same
+def _slow_to_remove(original: Any, *, removing_said: bool = True) -> Any:
+    """A client that takes its time between locating a key and removing it, while the key's chunk moves."""
+
+    def locate(*arguments: Any, removing: bool = False, **more: Any) -> Any:
+        found = yield from original(*arguments, removing=removing and removing_said, **more)
+        if removing:
+            yield Sleep(0.3)
+        return found
 
     return locate
+
+
+def _removes_where_the_key_was_seen(original: Any) -> Any:
+    return _slow_to_remove(original, removing_said=False)  # a copy under way becomes a holder all the same
 
 
 def _is_never_incomplete(original: Any) -> Any:
@@ -284,7 +300,7 @@ MUTATIONS = [
     (NodeChunks, "_drop", _frees_what_is_leased, _CROWDED),
     (OffsetAllocator, "free", _hands_out_too_much, _CROWDED),
     (Directory, "entomb", _lets_removed_chunks_return, _LONELY),
-    (messages, "locate", _removes_where_the_key_was_seen, _FILLING),
+    (context, "locate", _removes_where_the_key_was_seen, _FILLING),
     (Rebuild, "knows", _is_never_incomplete, _REBORN),
     (Rebuild, "told", _takes_time_for_knowledge, _REBORN),
     (Rebuild, "told", _keeps_what_was_known_once, _LONELY),
