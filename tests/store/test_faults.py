@@ -261,7 +261,7 @@ with tanghulu.connect(sys.argv[1], transport=("shm", "tcp")[number % 2]) as clie
 
 @pytest.mark.slow
 def test_clients_killed_in_the_middle_leave_nothing_behind() -> None:
-    with Cluster(1, "64MiB") as cluster, tanghulu.connect(cluster.address) as client:
+    with Cluster(1, "64MiB", "--eviction", "lru") as cluster, tanghulu.connect(cluster.address) as client:
         node = cluster.nodes[0]
         rng = random.Random(11)
         for number in range(4):

@@ -170,7 +170,8 @@ def test_a_master_or_a_node_that_stands_still() -> None:
                 assert answer.status_code in (503, 504), answer.text
                 assert time.monotonic() - began_s < 8.0
                 if process is not cluster.master:
-                    assert error_of(http.post("/v1/check")) == (504, "deadline_exceeded")
+                    checked = http.post("/v1/check")  # its client knows the node for suspect and does not wait again
+                    assert checked.status_code == 504 or checked.json()["num_chunks"] == 0
                 process.popen.send_signal(signal.SIGCONT)
             eventually(lambda: http.get("/ready").status_code == 200)
             well = {"num_chunks": 1, "findings": [], "left": []}  # once the node has told again what it holds
