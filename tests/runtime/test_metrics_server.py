@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter
 from tanghulu.auth.api_keys import ApiKeysFile, new_key
 from tanghulu.auth.credentials import Credentials, TlsFiles
 from tanghulu.auth.tenants import hash_of, new_token
-from tanghulu.auth.tls import HTTP1, ServerTls
+from tanghulu.auth.tls import HTTP1, ServerTls, client_context
 from tanghulu.auth.tokens import TokensFile, load
 from tanghulu.errors import ConfigError
 from tanghulu.runtime import metrics_server
@@ -82,6 +82,19 @@ async def test_with_tokens_those_with_the_right(tmp_path: Path, monkeypatch: pyt
         assert not await _seen(address, TOKENS["prometheus"])
 
 
+async def _live(address: str, tls: TlsFiles) -> int:
+    async with httpx.AsyncClient(trust_env=False, verify=client_context(tls)) as http:
+        url = address if "://" in address else f"http://{address}"
+        return (await http.get(f"{url}/live")).status_code
+
+
+async def test_probes_need_no_token(tmp_path: Path) -> None:
+    file = write_tokens(tmp_path / "tokens.toml", admin=RIGHTS["admin"])
+    with served(MetricsAuthorizer(TokensFile(file), None, Credentials())) as address:
+        assert not await _seen(address, "")
+        assert await _live(address, TlsFiles()) == 200
+
+
 async def test_over_tls_a_silent_client_stops_nobody(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "tls")
     cert, key = authority.sign("host")
@@ -90,7 +103,9 @@ async def test_over_tls_a_silent_client_stops_nobody(tmp_path: Path) -> None:
         host, _, port = address.removeprefix("https://").partition(":")
         with socket.create_connection((host, int(port))):
             assert await _seen(address, "", ours)
-        assert not await _seen(address, "", TlsFiles(ca=authority.ca))  # no certificate
+        stranger = TlsFiles(ca=authority.ca)
+        assert not await _seen(address, "", stranger)  # no certificate
+        assert await _live(address, stranger) == 200
         assert not await _seen(address.removeprefix("https://"), "")
         assert not await _seen(address, "")  # the authority is nobody's here
 

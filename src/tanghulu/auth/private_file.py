@@ -28,7 +28,8 @@ _MAX_BYTES = 16 << 20
 class PrivateFile(Generic[T]):
     """What ``parse`` makes of the file at ``path``, as it was when last looked at and well-formed.
 
-    ``called`` names the file in errors, such as "--tokens FILE". Raises ConfigError, also if others can read the file.
+    ``called`` names the file in errors, such as "--tokens FILE". Raises ConfigError, also if others can read the file:
+    only its owner may, or, of a file of root's, a group of this process.
     """
 
     def __init__(self, path: Path, called: str, parse: Callable[[dict[str, Any]], T]) -> None:
@@ -56,7 +57,7 @@ class PrivateFile(Generic[T]):
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 mode = stat.S_IMODE(status.st_mode)
-                if mode & 0o077:
+                if mode & 0o077 and not _is_mounted_secret(status):
                     raise ConfigError(f"{self._path} can be read by others (mode {mode:04o}): chmod 600")
                 return (status.st_ino, status.st_mtime_ns, status.st_size), file.read(_MAX_BYTES)
         except OSError as error:
@@ -72,6 +73,12 @@ class PrivateFile(Generic[T]):
             return self._parse(content)
         except (ConfigError, InvalidRequest) as error:
             raise ConfigError(f"{self._called}: {error.message}") from None
+
+
+def _is_mounted_secret(status: os.stat_result) -> bool:
+    """Whether root lets a group of this process read the file, and nobody else: how Kubernetes mounts a Secret."""
+    groups = {os.getegid(), *os.getgroups()}
+    return status.st_uid == 0 and status.st_gid in groups - {0} and not status.st_mode & 0o037
 
 
 def table_of(value: Any, what: str) -> dict[str, Any]:

@@ -34,6 +34,7 @@ _COMMANDS = {
     "status": ("tanghulu.cli.status", "COMMAND", "Show the whole cluster at a glance."),
     "doctor": ("tanghulu.cli.doctor", "COMMAND", "Say what this machine can do and what is missing."),
     "certs": ("tanghulu.cli.certs", "COMMAND", "Make certificates for the processes of a cluster."),
+    "secrets": ("tanghulu.cli.secure", "COMMAND", "Make the secrets of a cluster: certificates, tokens, an API key."),
     "bench": ("tanghulu.cli.bench", "COMMAND", "Measure a running cluster: its HTTP API or its store."),
     "keys": ("tanghulu.cli.keys", "COMMAND", "Make, list and revoke API keys of the HTTP API."),
     "chat": ("tanghulu.cli.chat", "COMMAND", "Talk to a running conductor."),

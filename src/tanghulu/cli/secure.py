@@ -1,9 +1,9 @@
-"""The keys, tokens and certificates of a cluster that ``tanghulu up --secure`` starts: made once, kept in its state.
+"""The keys, tokens and certificates of a cluster: ``tanghulu secrets init FOLDER``, and ``up --secure`` in its state.
 
-    secure/certs/      an authority and a certificate for each role (``tanghulu certs init``)
-    secure/tokens.toml the hashes of two tokens: the cluster's own, and the operator's
-    secure/cluster.token, operator.token, api.key      secrets, for their owner only
-    secure/keys.toml   the API keys (``tanghulu keys``); the first, ``operator``, is in api.key
+    certs/      an authority and a certificate for each role (``tanghulu certs init``)
+    tokens.toml the hashes of three tokens: the cluster's own, the operator's, and Prometheus's
+    cluster.token, operator.token, metrics.token, api.key      secrets, for their owner only
+    keys.toml   the API keys (``tanghulu keys``); the first, ``operator``, is in api.key
 
 Children get the names of these files and never a secret, so none is seen in ``ps``, in logs or in cluster.json.
 """
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import click
+
 from tanghulu.auth.api_keys import KeyRight, new_key
 from tanghulu.auth.credentials import TlsFiles
 from tanghulu.auth.tenants import Right, hash_of, new_token
@@ -22,7 +24,11 @@ from tanghulu.cli import certs, keys
 from tanghulu.errors import ConfigError
 
 _CERTIFICATES: Final = {"prefill": "worker", "decode": "worker", "gateway": "conductor"}
-_TOKENS: Final = {"cluster": (Right.READ, Right.WRITE, Right.JOIN), "operator": (Right.ADMIN,)}
+_TOKENS: Final = {
+    "cluster": (Right.READ, Right.WRITE, Right.JOIN),
+    "operator": (Right.ADMIN,),
+    "metrics": (Right.METRICS,),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +99,23 @@ def _write(path: Path, text: str) -> None:
     with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text + "\n")
     scratch.replace(path)
+
+
+@click.group("secrets", help="Make the secrets of a cluster: certificates, tokens, an API key.")
+def COMMAND() -> None:
+    """The group; its command follows."""
+
+
+@COMMAND.command("init", short_help="Make all secrets of a cluster.")
+@click.argument("folder", type=click.Path(path_type=Path), default=Path("secrets"))
+@click.option("--host", "hosts", multiple=True, help="a name or an address that the certificates hold for; repeatable")
+def init(folder: Path, hosts: tuple[str, ...]) -> None:
+    """Make what a secure cluster needs in FOLDER; what is there already stays.
+
+    Each process gets tokens.toml, cluster.token, certs/ca.pem and its role's certificate; conductors get keys.toml too.
+    operator.token is for `tanghulu store` and `tanghulu drain`, metrics.token for Prometheus, api.key for the HTTP API.
+    """
+    files = prepare(folder, hosts)
+    click.echo(f"{files.folder}: certificates, tokens and an API key")
+    for role in ("master", "node", "worker", "conductor"):
+        click.echo(f"\n  tanghulu {role} {' '.join([*files.options(role), *files.flags(role)])}")

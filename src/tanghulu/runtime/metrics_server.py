@@ -1,7 +1,9 @@
-"""GET /metrics on a process's --metrics-port, in threads of its own, so that a busy loop is still observed.
+"""GET /metrics and /live on a process's --metrics-port, in threads of its own, so that a busy loop is still observed.
 
-Where the process was started with ``--tokens`` or ``--api-keys``, who asks has to show one that may see metrics, or
-the token that the process itself shows to its master; where it has a certificate, the port speaks TLS.
+Where the process was started with ``--tokens`` or ``--api-keys``, whoever asks for /metrics has to show one that may
+see them, or the token that the process itself shows to its master. Where it has a certificate, the port speaks TLS, and
+with ``--tls-mutual`` /metrics is for callers with a certificate. /live is for orchestrators, which have none of these:
+it says that the process runs, and nothing else.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import hmac
 import http.client
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -29,6 +32,7 @@ from tanghulu.errors import ConfigError, Forbidden, Unauthorized
 _log = structlog.get_logger(__name__)
 _HANDSHAKE_S: Final = 10.0
 _REFRESH_S: Final = 1.0
+_CERTIFIED: Final = "tanghulu.certified"
 
 
 class MetricsAuthorizer:
@@ -88,10 +92,11 @@ class MetricsServer:
         authorizer: MetricsAuthorizer | None = None,
         tls: ServerTls | None = None,
     ) -> None:
-        app = make_wsgi_app(registry)
-        if authorizer is not None:
-            app = _authorized(app, authorizer)
+        mutual = tls is not None and tls.context.verify_mode is ssl.CERT_REQUIRED
+        if tls is not None and mutual:  # the handshake lets everybody in, for /live
+            tls.context.verify_mode = ssl.CERT_OPTIONAL
         try:
+            app = _guarded(make_wsgi_app(registry), authorizer, needs_certificate=mutual)
             self._server = make_server(host, port, app, _server_class(host), handler_class=_Handler)
         except OSError as error:
             raise ConfigError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from error
@@ -111,6 +116,11 @@ class _Handler(WSGIRequestHandler):
     """Quiet, and with an end to its patience."""
 
     timeout = _HANDSHAKE_S
+
+    def get_environ(self) -> dict[str, Any]:
+        """What the request says, and whether the caller has shown a certificate."""
+        certified = isinstance(self.connection, ssl.SSLSocket) and bool(self.connection.getpeercert())
+        return {**super().get_environ(), _CERTIFIED: certified}
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log no line a request."""
@@ -158,10 +168,18 @@ def _server_class(host: str) -> type[_Server]:
     return _ServerOverIpv6 if ":" in host else _Server
 
 
-def _authorized(app: Callable[..., Iterable[bytes]], authorizer: MetricsAuthorizer) -> Callable[..., Iterable[bytes]]:
-    def authorized(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+def _guarded(
+    app: Callable[..., Iterable[bytes]], authorizer: MetricsAuthorizer | None, *, needs_certificate: bool
+) -> Callable[..., Iterable[bytes]]:
+    def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ["PATH_INFO"] == "/live":
+            start_response("200 OK", [("content-type", "text/plain")])
+            return [b"live\n"]
         try:
-            authorizer.admit(environ.get("HTTP_AUTHORIZATION", ""))
+            if needs_certificate and not environ[_CERTIFIED]:
+                raise Forbidden("metrics need a client certificate here (--tls-mutual)")
+            if authorizer is not None:
+                authorizer.admit(environ.get("HTTP_AUTHORIZATION", ""))
         except Unauthorized as error:
             status = 403 if isinstance(error, Forbidden) else 401
             said = [("content-type", "text/plain; charset=utf-8"), ("www-authenticate", "Bearer")]
@@ -169,4 +187,4 @@ def _authorized(app: Callable[..., Iterable[bytes]], authorizer: MetricsAuthoriz
             return [error.message.encode() + b"\n"]
         return app(environ, start_response)
 
-    return authorized
+    return guarded
