@@ -6,7 +6,6 @@ from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from tanghulu.errors import TanghuluError, Unauthorized
@@ -30,11 +29,6 @@ def router(gateway: Gateway) -> APIRouter:
         """200 if a master answers and there are nodes; else 503 and what is missing."""
         missing = await _missing(gateway)
         return JSONResponse({"ready": not missing, "missing": missing}, 503 if missing else 200)
-
-    @api.get("/metrics", summary="Prometheus' text format; the same as on --metrics-port")
-    async def metrics() -> Response:
-        """The gateway's own; master and nodes have theirs."""
-        return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return api
 

@@ -38,10 +38,6 @@ EVICT = Method(20, "evict", store_pb2.EvictRequest, store_pb2.EvictReply, Rule("
 VERIFY = Method(21, "verify", store_pb2.VerifyRequest, store_pb2.VerifyReply, Rule("check", Right.ADMIN))
 TENANTS = Method(22, "tenants", store_pb2.TenantsRequest, store_pb2.TenantsReply, access.TENANTS)
 OPEN_BUFFER = Method(23, "open_buffer", m.OpenBufferRequest, m.OpenBufferReply, Rule("put", Right.WRITE))
-# How clients of protocol 4 stream a value: the node refuses the first, which they take as a sign to put it another way,
-# and does not answer the second, which has no answer.
-OLD_STREAM = Method(24, "old_stream", bytes, bytes, Rule("put", Right.WRITE))
-OLD_END_STREAM = Method(25, "old_end_stream", bytes, bytes, Rule("put", Right.WRITE))
 
 # --- of the master
 

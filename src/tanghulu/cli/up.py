@@ -365,10 +365,12 @@ class Cluster:
                 with contextlib.suppress(httpx.HTTPError):
                     url = f"{'http' if secure is None else 'https'}://{conductor.info['address']}"
                     if (await http.get(f"{url}/ready")).status_code == 200:
-                        models = (await http.get(f"{url}/v1/models")).json()["data"]
+                        models = await http.get(f"{url}/v1/models")
+                        # With API keys of the user's own (TANGHULU_API_KEYS) the list is not for us.
+                        model = models.json()["data"][0]["id"] if models.is_success else "MODEL"
                         master = self._children["master"].info["address"]
                         files = None if secure is None else (secure.key_file, secure.authority)
-                        welcome(self._board, url, models[0]["id"], master, self._store_url(), files)
+                        welcome(self._board, url, model, master, self._store_url(), files)
                         return
 
     def _store_url(self) -> str:

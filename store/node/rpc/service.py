@@ -126,8 +126,6 @@ class NodeService:
         for method, handler in handlers:
             service.register(method, after_drain(self._state, handler))
         service.register_sink(methods.RESERVE, self.receive)
-        service.register(methods.OLD_STREAM, _refuse_old_stream)
-        service.register(methods.OLD_END_STREAM, lambda peer, request, attachment: NO_ANSWER)
 
     # --- sessions
 
@@ -598,10 +596,6 @@ class NodeService:
 
     def _until(self, deadline_ms: int) -> float:
         return asyncio.get_running_loop().time() + remaining_s(deadline_ms, DEFAULT_DEADLINE_S)
-
-
-def _refuse_old_stream(peer: Peer, request: bytes, attachment: memoryview) -> Answer:
-    raise InvalidRequest("this node takes streamed values by RESERVE only; put the value another way")
 
 
 def _reserve_reply(reserved: Sequence[Written]) -> ReserveReply:

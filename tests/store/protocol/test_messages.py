@@ -255,8 +255,7 @@ def test_rows() -> None:
     assert len({row.number for row in rows}) == len({row.name for row in rows}) == len(rows)
     for row in methods.METHODS:
         assert row.rule is not None
-        is_refused = row in (methods.OLD_STREAM, methods.OLD_END_STREAM)
-        assert issubclass(row.request, bytes if is_refused else FastMessage | Message)
+        assert issubclass(row.request, FastMessage | Message)
 
 
 IDENTITY = Identity("token", frozenset(Right), "acme")
