@@ -240,12 +240,8 @@ def grpc_rows() -> Iterator[Row]:
 
 def _grpc(name: str, request: Callable[[World, str], Message]) -> Callable[[World, Caller, str], Answer]:
     service, method = name.split("/")
-    described = next(
-        each.DESCRIPTOR.services_by_name[service]
-        for each in _GRPC_MODULES
-        if service in each.DESCRIPTOR.services_by_name
-    )
-    streams = described.methods_by_name[method].server_streaming
+    services = (module.DESCRIPTOR.services_by_name.get(service) for module in _GRPC_MODULES)
+    described = next(each for each in services if each is not None).methods_by_name[method]
 
     def call(world: World, caller: Caller, target: str) -> Answer:
         address = {
@@ -259,7 +255,7 @@ def _grpc(name: str, request: Callable[[World, str], Message]) -> Callable[[Worl
         }[service]()
         secret = caller.key if service in ("Inference", "Router") else caller.token
         shown = (("authorization", f"Bearer {secret}"),) if secret else ()
-        return rpc(world, shown, address, f"/tanghulu.v1.{name}", request(world, target), streams=streams)
+        return rpc(world, shown, address, described, request(world, target))
 
     return call
 

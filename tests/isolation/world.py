@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,6 +19,9 @@ import grpc
 import httpx
 import psutil
 import pytest
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 import tanghulu
 from tanghulu.auth.api_keys import new_key
@@ -32,7 +36,7 @@ from tanghulu.rpc.methods import HELLO, Method
 from tanghulu.store.client import Client
 from tanghulu.store.client.logic import messages
 from tanghulu.types import Address
-from tests.e2e.cluster import LiveCluster, eventually, running_cluster
+from tests.e2e.cluster import START_DEADLINE_S, LiveCluster, eventually, running_cluster
 from tests.free_ports import free_port
 
 #: Stands in everything that belongs to tenant acme and that nobody else may learn of.
@@ -40,11 +44,24 @@ MARK = "strictly-acme"
 KEY, VALUE = f"{MARK}-key", f"{MARK}-value".encode() * 4096
 PROMPT = f"{MARK}-prompt " * 40
 #: A name that nothing has; as long as those that something has.
+_POOLS = """[[pool]]
+name = "all"
+urls = ["{url}"]
+[prefill]
+ttft_s = [1.0]
+prompt_tokens = [131072]
+pools = [["all"]]
+[decode]
+tbt_s = [0.05]
+context_tokens = [131072]
+pools = [["all"]]
+"""
 STRANGERS = ("stranger", "unknown", "mallory")
 DEADLINE_S = 20.0
 
 #: What came of a call: a word for how it ended, and all that was told.
 Answer: TypeAlias = tuple[str, str]
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
 @dataclass
@@ -145,26 +162,21 @@ def fast(world: World, caller: Caller, address: str, method: Method[Any, Any], r
         connection.close()
 
 
-def rpc(
-    world: World, shown: tuple[tuple[str, str], ...], address: str, path: str, request: Any, *, streams: bool
-) -> Answer:
+def rpc(world: World, shown: Metadata, address: str, method: MethodDescriptor, request: Message) -> Answer:
     """One gRPC call; of a stream what comes within a moment."""
+    streams, path = method.server_streaming, f"/{method.containing_service.full_name}/{method.name}"
+    told: list[str] = []
     with world.channel(address) as channel:
         kind = channel.unary_stream if streams else channel.unary_unary
-        call = kind(path, request_serializer=type(request).SerializeToString, response_deserializer=bytes)
+        reply = GetMessageClass(method.output_type).FromString
+        call = kind(path, request_serializer=type(request).SerializeToString, response_deserializer=reply)
         try:
-            if not streams:
-                return "OK", repr(call(request, timeout=DEADLINE_S, metadata=shown))
-            told: list[bytes] = []
-            with contextlib.suppress(StopIteration):
-                stream = call(request, timeout=2.0, metadata=shown)
-                for piece in stream:
-                    told.append(piece)
-            return "OK", repr(told)
+            answer = call(request, timeout=2.0 if streams else DEADLINE_S, metadata=shown)
+            told.extend(map(str, answer if streams else [answer]))
         except grpc.RpcError as error:
-            if streams and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                return "OK", repr(told)
-            return error.code().name, error.details() or ""
+            if not streams or error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                return error.code().name, error.details() or ""
+        return "OK", "".join(told)
 
 
 def http(world: World, url: str, method: str, path: str, headers: dict[str, str], body: Any = None) -> Answer:
@@ -242,11 +254,11 @@ def _start_routers(world: World, stack: contextlib.ExitStack, folder: Path) -> N
     service_port, service_grpc, pool_port = free_port(), free_port(), free_port()
     conductor = world.url(world.address("conductor"))
     pools = folder / "pools.toml"
-    pools.write_text(f'[[pool]]\nname = "all"\nurls = ["{conductor}"]\n')
+    pools.write_text(_POOLS.format(url=conductor))
     tls = world.files.options("conductor")[:6] if world.tls else []
-    common = [*tls, "--api-keys", str(world.files.folder / "keys.toml")]
+    common = ["--discovery", "none", *tls, "--api-keys", str(world.files.folder / "keys.toml")]
     for flags in (
-        ["--port", str(service_port), "--grpc-port", str(service_grpc), "--discovery", "none", *common],
+        ["--port", str(service_port), "--grpc-port", str(service_grpc), *common],
         ["--port", str(pool_port), "--pools", str(pools), *common],
     ):
         log = stack.enter_context((folder / f"router-{flags[1]}.log").open("wb"))
@@ -256,7 +268,8 @@ def _start_routers(world: World, stack: contextlib.ExitStack, folder: Path) -> N
     world.service, world.pool_router = f"127.0.0.1:{service_port}", f"127.0.0.1:{pool_port}"
     world.service_grpc = f"127.0.0.1:{service_grpc}"
     for address in (world.service, world.pool_router):
-        eventually(lambda address=address: _is_live(world, address), what=f"{address} answers")
+        log = folder / f"router-{address.rpartition(':')[2]}.log"
+        eventually(partial(_is_live, world, address), START_DEADLINE_S, f"{address} answers: {log.read_text()}")
 
 
 def _is_live(world: World, address: str) -> bool:
