@@ -45,7 +45,9 @@ OLD_END_STREAM = Method(25, "old_end_stream", bytes, bytes, Rule("put", Right.WR
 
 # --- of the master
 
-ANNOUNCE = Method(30, "announce", directory_pb2.AnnounceRequest, directory_pb2.AnnounceReply, access.ANNOUNCE)
+ANNOUNCE = Method(
+    30, "announce", directory_pb2.AnnounceRequest, directory_pb2.AnnounceReply, Rule("announcing chunks", Right.JOIN)
+)
 LOCATE = Method(31, "locate", m.LocateRequest, m.LocateReply, Rule("exists", access.to_locate, _KEYS))
 PLACE = Method(32, "place", directory_pb2.PlaceRequest, directory_pb2.PlaceReply, Rule("put", Right.WRITE))
 NODES = Method(33, "nodes", directory_pb2.NodesRequest, directory_pb2.NodesReply, Rule("nodes", None))
@@ -92,7 +94,7 @@ MASTER_GRPC_RULES: dict[str, Rule | None] = {
     _DIRECTORY + "Wait": WAIT.rule,
     _DIRECTORY + "Replicate": REPLICATE.rule,
     _DIRECTORY + "Events": access.EVENTS,
-    _MEMBERSHIP + "Register": access.REGISTER,
+    _MEMBERSHIP + "Register": Rule("registering", Right.JOIN),
     _MEMBERSHIP + "KeepAlive": Rule("registering", Right.JOIN),
     _MEMBERSHIP + "Deregister": Rule("registering", Right.JOIN),
     _MEMBERSHIP + "Watch": Rule("watching instances", None),

@@ -6,7 +6,7 @@ import asyncio
 import json
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import grpc
 import grpc.aio
@@ -17,7 +17,7 @@ import tanghulu
 from tanghulu import aio
 from tanghulu.auth.credentials import Credentials
 from tanghulu.cli.store import COMMAND as STORE
-from tanghulu.errors import ChunkNotFound, Forbidden, InvalidRequest, TanghuluError, Unauthorized
+from tanghulu.errors import ChunkNotFound, Conflict, Forbidden, InvalidRequest, TanghuluError, Unauthorized
 from tanghulu.masters import Masters
 from tanghulu.protos import (
     common_pb2,
@@ -188,18 +188,54 @@ async def test_grpc(cluster: Secured) -> None:
         await _call(node, "get", "")
     with pytest.raises(Forbidden, match="'read'"):
         await _call(node, "get", "secret-acme-writer")
-    for call in ("join", "announce"):
+    for call in ("node", "join", "announce"):
         with pytest.raises(Forbidden, match="'join'"):
             await _call(master, call, "secret-acme")
-    for call in ("node", "announce"):
-        with pytest.raises(Forbidden, match="a node needs an operator's"):
-            await _call(master, call, "secret-acme-worker")
     with cluster.connect("acme") as acme:
         assert acme.exists("third")
     assert [info.key for info in (await _call(master, "list", "secret-acme")).keys] == ["third"]
     assert not (await _call(master, "list", "secret-initech")).keys
     with cluster.connect("operator") as operator:
         assert operator.remove("@acme/third")
+
+
+async def test_nobody_takes_the_place_of_a_node(cluster: Secured) -> None:
+    """Not even an operator, whose token is another than the node's; and clients do not see who there is."""
+    with cluster.connect("acme") as acme:
+        acme.put("stays", b"x")
+        seen = [event.instance.id async for event in _watch(cluster.address, "secret-node") if event.instance.id]
+        assert {node.name for node in cluster.nodes} <= set(seen)
+        assert [event.kind async for event in _watch(cluster.address, "secret-acme")] == [SYNCED]
+        for component, said in (("decode", "is a node and cannot register as a decode"), ("node", "another token")):
+            with pytest.raises(Conflict, match=said):
+                await _register(cluster.address, common_pb2.Instance(id=seen[0], component=component, address="h:1"))
+        fake = common_pb2.Instance(id="new", component="decode", address="h:1", metrics_address="http://h:1/x?y=")
+        with pytest.raises(InvalidRequest, match="metrics_address"):
+            await _register(cluster.address, fake)
+        assert acme.exists("stays")
+        assert acme.remove("stays")
+
+
+SYNCED = membership_pb2.InstanceEvent.SYNCED
+
+
+async def _watch(address: str, token: str) -> AsyncIterator[membership_pb2.InstanceEvent]:
+    async with channel(Address.parse(address)) as link:
+        stub = membership_pb2_grpc.MembershipStub(link)
+        async for event in stub.Watch(membership_pb2.WatchRequest(), metadata=Credentials("", token).metadata):
+            yield event
+            if event.kind == SYNCED:
+                return
+
+
+async def _register(address: str, instance: common_pb2.Instance) -> None:
+    async with channel(Address.parse(address)) as link:
+        stub = membership_pb2_grpc.MembershipStub(link)
+        try:
+            request = membership_pb2.RegisterRequest(instance=instance, ttl_ms=60_000)
+            await stub.Register(request, metadata=Credentials("", "secret-operator").metadata)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, address) from None
 
 
 def test_only_trusted_tenants_map_memory(cluster: Secured) -> None:
