@@ -70,8 +70,23 @@ def _with_scope(identity: Identity, reply: MastersReply) -> MastersReply:
     return msgspec.structs.replace(reply, key_scope=identity.scope)
 
 
+def _without_figures(identity: Identity, reply: Any) -> Any:
+    """A list of nodes for a tenant, which may not count what others hold; an answer may be encoded already."""
+    if identity.sees_metrics:
+        return reply
+    if isinstance(reply, bytes):
+        return _without_figures(identity, directory_pb2.NodesReply.FromString(reply)).SerializeToString()
+    for node in reply.nodes:
+        node.used_bytes = node.ssd_used_bytes = node.num_chunks = node.num_unsafe = 0
+    if isinstance(reply, directory_pb2.NodesReply):
+        reply.num_keys = 0
+    return reply
+
+
 EVICTION = Rule("switching the eviction policy", _to_switch)
 TENANTS = Rule("tenants", None, None, _only_itself)
+NODES = Rule("nodes", None, None, _without_figures)
+PLACE = Rule("put", Right.WRITE, None, _without_figures)
 MASTERS = Rule("nodes", None, None, _with_scope)
 LIST_KEYS = Rule("ls", Right.READ, _in_listing, _out_of_listing)
 EVENTS = Rule("following events", Right.READ, _in_events, _out_of_events)

@@ -7,6 +7,7 @@ import json
 import stat
 import time
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -158,7 +159,7 @@ async def test_asyncio_and_events(cluster: Secured) -> None:
 NODE = common_pb2.Instance(id="node-of-acme", component="node", address="127.0.0.1:1")
 
 
-async def _call(address: str, call: str, token: str) -> object:
+async def _call(address: str, call: str, token: str) -> Any:
     """One gRPC call as a third party makes it."""
     metadata = Credentials("", token).metadata
     async with channel(Address.parse(address)) as link:
@@ -170,6 +171,8 @@ async def _call(address: str, call: str, token: str) -> object:
             "get": lambda: nodes.Get(store_pb2.GetRequest(keys=["third"]), metadata=metadata),
             "list": lambda: directory.ListKeys(directory_pb2.ListKeysRequest(prefix="th"), metadata=metadata),
             "node": lambda: members.Register(membership_pb2.RegisterRequest(instance=NODE), metadata=metadata),
+            "place": lambda: directory.Place(directory_pb2.PlaceRequest(size_bytes=1), metadata=metadata),
+            "nodes": lambda: directory.Nodes(directory_pb2.NodesRequest(), metadata=metadata),
             "join": lambda: members.Deregister(membership_pb2.DeregisterRequest(instance_id="x"), metadata=metadata),
             "announce": lambda: directory.Announce(directory_pb2.AnnounceRequest(node_id="x"), metadata=metadata),
         }
@@ -214,6 +217,22 @@ async def test_nobody_takes_the_place_of_a_node(cluster: Secured) -> None:
             await _register(cluster.address, fake)
         assert acme.exists("stays")
         assert acme.remove("stays")
+
+
+def test_a_tenant_does_not_count_what_others_hold(cluster: Secured) -> None:
+    with cluster.connect("acme") as acme, cluster.connect("initech") as initech, cluster.connect("operator") as all_:
+        acme.put_many([(f"counted-{number}", b"x" * 1000) for number in range(10)])
+        until_s = time.monotonic() + 60
+        while sum(view.num_chunks for view in all_.nodes()) < 10 and time.monotonic() < until_s:
+            time.sleep(0.05)
+        assert sum(view.num_chunks for view in all_.nodes()) >= 10
+        seen = initech.nodes()
+        assert {view.num_chunks + view.used_bytes for view in seen} == {0}
+        assert all(view.capacity_bytes for view in seen)
+        counted = [asyncio.run(_call(cluster.address, call, "secret-initech")) for call in ("place", "nodes")]
+        assert {node.num_chunks + node.used_bytes for reply in counted for node in reply.nodes} == {0}
+        assert counted[1].num_keys == 0
+        assert acme.remove_matching("^counted-") == 10
 
 
 SYNCED = membership_pb2.InstanceEvent.SYNCED
