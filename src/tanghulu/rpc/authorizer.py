@@ -122,6 +122,7 @@ class GrpcAuthorizer(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc'
             rule = self._rules.get(handler_call_details.method)
             if rule is None or handler.request_streaming:
                 raise Forbidden(f"{handler_call_details.method} is open to nobody while this process has --tokens")
+            rule.require_right(identity)
         except TanghuluError as error:
             return _refusal(handler, error)
         return (
