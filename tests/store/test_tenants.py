@@ -17,6 +17,7 @@ from click.testing import CliRunner
 import tanghulu
 from tanghulu import aio
 from tanghulu.auth.credentials import Credentials
+from tanghulu.cli.status import COMMAND as STATUS
 from tanghulu.cli.store import COMMAND as STORE
 from tanghulu.errors import ChunkNotFound, Conflict, Forbidden, InvalidRequest, TanghuluError, Unauthorized
 from tanghulu.masters import Masters
@@ -233,6 +234,16 @@ def test_a_tenant_does_not_count_what_others_hold(cluster: Secured) -> None:
         assert {node.num_chunks + node.used_bytes for reply in counted for node in reply.nodes} == {0}
         assert counted[1].num_keys == 0
         assert acme.remove_matching("^counted-") == 10
+
+
+def test_status_shows_a_tenant_the_nodes(cluster: Secured) -> None:
+    options = ["--master", cluster.address, "--token", "secret-initech", "--json"]
+    shown = CliRunner().invoke(STATUS, options, catch_exceptions=False)
+    status = json.loads(shown.stdout)
+    assert [part["role"] for part in status["parts"]] == ["master", "node", "node"]
+    assert {part["health"] for part in status["parts"]} == {"up"}
+    assert status["problems"] == []
+    assert shown.exit_code == 0
 
 
 SYNCED = membership_pb2.InstanceEvent.SYNCED
