@@ -165,12 +165,11 @@ class _Feed:
             ranges=ranges,
             fresh=ranges & ~cursor.synced,
         )
-        several, credentials = self._masters.several or not stream.is_whole, self._masters.credentials
-        tls = credentials.tls
+        several, tls = self._masters.several or not stream.is_whole, self._masters.credentials.tls
         opened = channel(stream.owner, PING_MS, SILENCE_MS, tls) if several else channel(stream.owner, tls=tls)
         async with opened as connection:
             call = directory_pb2_grpc.DirectoryStub(connection).Events(
-                request, wait_for_ready=not several, metadata=credentials.metadata
+                request, wait_for_ready=not several, metadata=self._masters.credentials_for(stream.owner).metadata
             )
             try:
                 async with typed_errors(f"master at {stream.owner}", MasterUnavailable):
@@ -226,7 +225,7 @@ class _Feed:
 
     async def _ask(self, address: Address) -> MastersReply:
         """What the master there knows of all of them; a master of a version before there were maps is the only one."""
-        credentials, known = self._masters.credentials, self._ranges.map
+        credentials, known = self._masters.credentials_for(address), self._ranges.map
         request = MastersRequest() if known is None else MastersRequest(known.version, known.cluster)
         try:
             async with asyncio.timeout(ATTEMPT_S):

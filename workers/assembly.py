@@ -93,6 +93,8 @@ class WorkerServer:
         self._tls = config.server_tls() if config.tls.cert or config.tls_mutual else None
         port = PortMux(service, process.run_dir, "worker", interceptors, self._tls)
         self.address = await port.bind(config.host, config.port, config.reachable_host)
+        if tokens is not None:
+            tokens.answer_at(self.address, Address(config.host, self.address.port))
         self.unix_path = port.unix_path
         self.instance_id = process.instance_id(self.address.port)
         core, connector = self._engine(stack)

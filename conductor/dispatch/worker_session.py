@@ -74,8 +74,8 @@ class WorkerSession:
         self.address = address
         self._conductor_id = conductor_id
         self._channel = grpc_edge.channel(address, tls=credentials.tls_between)
-        self._credentials = credentials
-        self._shown = credentials.metadata
+        self._credentials = credentials.to(address)
+        self._shown = self._credentials.metadata
         self._stub: Any = session_pb2_grpc.WorkerStub(self._channel)
         self._num_submits = 0
         self._connection: AsyncFastConnection | None = None

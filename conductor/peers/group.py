@@ -78,6 +78,9 @@ class PeerGroup:
         tls = self._credentials.tls_between
         listening = listen(self._server, Address(host, port), tls or None, mutual=bool(tls.ca), flag="--peer-port")
         self.address = Address(reachable_host, listening.port)
+        servicer.addresses = {str(self.address), str(Address(host, listening.port))}
+        if self._tokens is not None:
+            self._tokens.answer_at(self.address, Address(host, listening.port))
         await self._server.start()
 
     async def follow(self, discovery: Discovery, namespace: str) -> None:

@@ -1,19 +1,19 @@
 """The connections between conductors: one gRPC server that tells, and a stream from each peer that is followed.
 
-Protobuf stays in this file. Where a conductor has a token to show to its master, its peers must show the same one;
+Protobuf stays in this file. Where a conductor has a token to show to its master, its peers must prove the same one;
 where it has a certificate (--tls-cert), their streams are encrypted, and with --tls-ca both sides show theirs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from typing import Any, TypeAlias
 
 import grpc.aio
 
 from tanghulu.auth.credentials import Credentials, from_metadata
+from tanghulu.auth.derived_tokens import is_token
 from tanghulu.auth.tenants import Right
 from tanghulu.conductor.peers.outbox import Begun, News, OwnRequests
 from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError, Unauthorized
@@ -44,8 +44,10 @@ AbortHere = Callable[[str | None, str], int]
 class PeerServicer(conductor_pb2_grpc.ConductorPeerServicer):
     """Reports to every follower what this conductor's requests do, and takes orders: ``end`` and ``abort`` obey them.
 
-    Callers show ``token``; None: something in front has let them in.
+    Callers prove ``token``, also by one derived for one of ``addresses``; None: something in front has let them in.
     """
+
+    addresses: Collection[str] = ()
 
     def __init__(self, own: OwnRequests, token: str | None, end: Callable[[], EndReply], abort: AbortHere) -> None:
         self._own, self._token, self._end, self._abort = own, token, end, abort
@@ -103,8 +105,8 @@ class PeerServicer(conductor_pb2_grpc.ConductorPeerServicer):
         if self._token is None:  # an interceptor has looked already
             return
         shown = from_metadata(tuple(context.invocation_metadata() or ())).token
-        if not hmac.compare_digest(shown.encode(), self._token.encode()):
-            raise Unauthorized("conductors of one cluster show each other the token that they have for the master")
+        if not is_token(self._token, shown, self.addresses):
+            raise Unauthorized("conductors of one cluster prove to each other the token that they have for the master")
 
 
 async def follow(address: Address, conductor_id: str, credentials: Credentials) -> AsyncGenerator[News, None]:
@@ -117,7 +119,7 @@ async def follow(address: Address, conductor_id: str, credentials: Credentials) 
     try:
         async with grpc_edge.typed_errors(f"conductor {address}"):
             stub: Any = conductor_pb2_grpc.ConductorPeerStub(channel)
-            async for message in stub.Follow(hello, metadata=credentials.metadata):
+            async for message in stub.Follow(hello, metadata=credentials.to(address).metadata):
                 yield _read(message)
     finally:
         await channel.close()
@@ -130,7 +132,7 @@ async def abort(address: Address, request_id: str | None, client: str, credentia
         async with grpc_edge.typed_errors(f"conductor {address}"):
             stub: Any = conductor_pb2_grpc.ConductorPeerStub(channel)
             order = pb.PeerAbort(request_id=request_id, client=client)
-            reply = await stub.Abort(order, metadata=credentials.metadata, timeout=ABORT_DEADLINE_S)
+            reply = await stub.Abort(order, metadata=credentials.to(address).metadata, timeout=ABORT_DEADLINE_S)
             return int(reply.num_aborted)
     finally:
         await channel.close()

@@ -14,7 +14,7 @@ class Masters:
     """The address of the master, those of several of which one leads, or the etcd in which they elect the leader.
 
     Written ``host:port``, ``host:port,host:port``, or ``etcd://host:port[,host:port][/namespace]``. ``credentials``
-    are shown to the master, and to the nodes that it names.
+    are shown to the masters at ``addresses``; others, and nodes, are shown credentials derived for them.
     """
 
     addresses: tuple[Address, ...]
@@ -46,6 +46,11 @@ class Masters:
     def showing(self, credentials: Credentials) -> Masters:
         """These masters with other ``credentials`` to show them."""
         return replace(self, credentials=credentials)
+
+    def credentials_for(self, address: Address) -> Credentials:
+        """The credentials to show to the master at ``address``, which may be one that another has named."""
+        is_typed = not self.in_etcd and address in self.addresses
+        return self.credentials if is_typed else self.credentials.to(address)
 
     @property
     def several(self) -> bool:

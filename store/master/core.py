@@ -22,8 +22,9 @@ from tanghulu.store.master.replication.orders import Copy, Drop
 from tanghulu.store.master.replication.planner import CopyPlanner
 from tanghulu.types import Role
 
-#: Changes of instances that are kept for watchers.
-MEMBERS_WEIGHT = 1 << 13
+#: Bytes of changes of instances that are kept for watchers.
+MEMBERS_BYTES = 8 << 20
+_EVENT_BYTES = 64
 #: Rate at which copies may move through one node.
 COPY_RATE_BYTES_S = float(256 << 20)
 #: A node is gone if its connection broke and it neither connects nor renews its lease within this time.
@@ -96,7 +97,7 @@ class Master:
         self.generation = generation
         self.leases = LeaseTable()
         self.tenants = TenantTotals()
-        self.members: EventRing[InstanceEvent] = EventRing(MEMBERS_WEIGHT)
+        self.members: EventRing[InstanceEvent] = EventRing(MEMBERS_BYTES)
         self._leases_over_s = now_s + self._rebuild_s
         self._came: set[str] = set()  # the nodes that have had a lease of this generation, if several masters share
 
@@ -125,30 +126,31 @@ class Master:
         seen_s = None if node_id in self._came else self.directory.last_seen_s(node_id)
         return seen_s is not None and now_s < seen_s + self._rebuild_s
 
-    def register(self, instance: Instance, ttl_s: float, now_s: float) -> int:
-        """Enter or replace an instance; returns its lease id. Raises InvalidRequest or Overloaded."""
-        lease_id = self.leases.register(instance, ttl_s, now_s)
+    def register(self, instance: Instance, ttl_s: float, now_s: float, owner: str = "") -> int:
+        """Enter or replace an instance of the token ``owner``; returns its lease id.
+
+        Raises InvalidRequest, Conflict or Overloaded.
+        """
+        lease_id = self.leases.register(instance, ttl_s, now_s, owner)
         if self._shares:  # etcd tells every master
             if instance.role is Role.NODE:
                 self._came.add(instance.id)
         elif instance.role is Role.NODE:
             self.directory.node_registered(instance, now_s)
-        else:
-            self.directory.node_gone(instance.id)
         self._tell()
         return lease_id
 
-    def keep_alive(self, instance_id: str, lease_id: int, now_s: float) -> bool:
+    def keep_alive(self, instance_id: str, lease_id: int, now_s: float, owner: str = "") -> bool:
         """Renew a lease; False tells the instance to register again."""
-        if not self.leases.keep_alive(instance_id, lease_id, now_s):
+        if not self.leases.keep_alive(instance_id, lease_id, now_s, owner):
             self.directory.cluster.handle(MembershipEvent.STRAY_LEASE)  # does nothing where etcd tells of the nodes
             return False
         self.directory.node_seen(instance_id, now_s)
         return True
 
-    def deregister(self, instance_id: str, lease_id: int) -> bool:
+    def deregister(self, instance_id: str, lease_id: int, owner: str = "") -> bool:
         """End a lease now; False if it is not one of this master's."""
-        if not self.leases.deregister(instance_id, lease_id):
+        if not self.leases.deregister(instance_id, lease_id, owner):
             return False
         if not self._shares:
             self.directory.node_gone(instance_id)
@@ -205,7 +207,7 @@ class Master:
 
     def _tell(self) -> None:
         for event in self.leases.take_events():
-            self.members.append(event)
+            self.members.append(event, _EVENT_BYTES if event.instance is None else event.instance.num_bytes)
 
     def check(self) -> None:
         """Assert that both parts are sound, and that the directory's nodes are those with a lease."""

@@ -85,6 +85,8 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
     interceptors = () if tokens is None else (GrpcAuthorizer(tokens, MASTER_GRPC_RULES),)
     port_mux = PortMux(service, process.run_dir, "master", interceptors, config.server_tls())
     address = await port_mux.bind(config.host, config.port, config.reachable_host)
+    if tokens is not None:
+        tokens.answer_at(address, Address(config.host, address.port))
     running: list[Coroutine[None, None, None]] = [server.run()]
     if config.etcd:
         server.leadership = server.ownership = several = _ownership(process, config, address, server)

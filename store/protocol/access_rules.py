@@ -7,11 +7,10 @@ from typing import Any
 import msgspec
 
 from tanghulu.auth.tenants import Identity, Right, TokenTable
-from tanghulu.errors import ConfigError, Forbidden
-from tanghulu.protos import directory_pb2, membership_pb2, store_pb2
+from tanghulu.errors import ConfigError
+from tanghulu.protos import directory_pb2, store_pb2
 from tanghulu.rpc.methods import Rule
 from tanghulu.store.protocol.messages import MastersReply
-from tanghulu.types import Role
 
 
 def _in_listing(identity: Identity, request: directory_pb2.ListKeysRequest) -> directory_pb2.ListKeysRequest:
@@ -36,20 +35,6 @@ def _out_of_events(identity: Identity, batch: directory_pb2.EventBatch) -> direc
     for event in batch.events:
         event.keys[:] = list(map(identity.unscoped, event.keys))
     return batch
-
-
-def _of_no_tenant(identity: Identity, request: Any) -> Any:
-    """A node holds chunks of all tenants, so none of them may say what it holds."""
-    raise Forbidden(
-        f"token {identity.token_name!r} belongs to tenant {identity.tenant!r}: a node needs an operator's, with 'join'"
-    )
-
-
-def _no_node(identity: Identity, request: membership_pb2.RegisterRequest) -> membership_pb2.RegisterRequest:
-    """Tenants have workers and conductors of their own, but no nodes."""
-    if request.instance.component == Role.NODE.value:
-        _of_no_tenant(identity, request)
-    return request
 
 
 def _only_itself(identity: Identity, reply: store_pb2.TenantsReply) -> store_pb2.TenantsReply:
@@ -85,10 +70,23 @@ def _with_scope(identity: Identity, reply: MastersReply) -> MastersReply:
     return msgspec.structs.replace(reply, key_scope=identity.scope)
 
 
+def _without_figures(identity: Identity, reply: Any) -> Any:
+    """A list of nodes for a tenant, which may not count what others hold; an answer may be encoded already."""
+    if identity.sees_metrics:
+        return reply
+    if isinstance(reply, bytes):
+        return _without_figures(identity, directory_pb2.NodesReply.FromString(reply)).SerializeToString()
+    for node in reply.nodes:
+        node.used_bytes = node.ssd_used_bytes = node.num_chunks = node.num_unsafe = 0
+    if isinstance(reply, directory_pb2.NodesReply):
+        reply.num_keys = 0
+    return reply
+
+
 EVICTION = Rule("switching the eviction policy", _to_switch)
 TENANTS = Rule("tenants", None, None, _only_itself)
-ANNOUNCE = Rule("announcing chunks", Right.JOIN, _of_no_tenant)
+NODES = Rule("nodes", None, None, _without_figures)
+PLACE = Rule("put", Right.WRITE, None, _without_figures)
 MASTERS = Rule("nodes", None, None, _with_scope)
 LIST_KEYS = Rule("ls", Right.READ, _in_listing, _out_of_listing)
 EVENTS = Rule("following events", Right.READ, _in_events, _out_of_events)
-REGISTER = Rule("registering", Right.JOIN, _no_node)

@@ -41,10 +41,12 @@ OPEN_BUFFER = Method(23, "open_buffer", m.OpenBufferRequest, m.OpenBufferReply, 
 
 # --- of the master
 
-ANNOUNCE = Method(30, "announce", directory_pb2.AnnounceRequest, directory_pb2.AnnounceReply, access.ANNOUNCE)
+ANNOUNCE = Method(
+    30, "announce", directory_pb2.AnnounceRequest, directory_pb2.AnnounceReply, Rule("announcing chunks", Right.JOIN)
+)
 LOCATE = Method(31, "locate", m.LocateRequest, m.LocateReply, Rule("exists", access.to_locate, _KEYS))
-PLACE = Method(32, "place", directory_pb2.PlaceRequest, directory_pb2.PlaceReply, Rule("put", Right.WRITE))
-NODES = Method(33, "nodes", directory_pb2.NodesRequest, directory_pb2.NodesReply, Rule("nodes", None))
+PLACE = Method(32, "place", directory_pb2.PlaceRequest, directory_pb2.PlaceReply, access.PLACE)
+NODES = Method(33, "nodes", directory_pb2.NodesRequest, directory_pb2.NodesReply, access.NODES)
 LIST_KEYS = Method(34, "list_keys", directory_pb2.ListKeysRequest, directory_pb2.ListKeysReply, access.LIST_KEYS)
 COMMIT_KEY = Method(35, "commit_key", ClientCommit, m.CommitKeyReply, Rule("put", Right.WRITE, scope_keys("key")))
 WAIT = Method(36, "wait", directory_pb2.WaitRequest, directory_pb2.WaitReply, Rule("wait", Right.READ, _KEYS))
@@ -88,7 +90,7 @@ MASTER_GRPC_RULES: dict[str, Rule | None] = {
     _DIRECTORY + "Wait": WAIT.rule,
     _DIRECTORY + "Replicate": REPLICATE.rule,
     _DIRECTORY + "Events": access.EVENTS,
-    _MEMBERSHIP + "Register": access.REGISTER,
+    _MEMBERSHIP + "Register": Rule("registering", Right.JOIN),
     _MEMBERSHIP + "KeepAlive": Rule("registering", Right.JOIN),
     _MEMBERSHIP + "Deregister": Rule("registering", Right.JOIN),
     _MEMBERSHIP + "Watch": Rule("watching instances", None),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tanghulu.auth.api_keys import ApiKey, ApiKeysFile, ApiKeyTable, KeyLimits, KeyRight, new_key
+from tanghulu.auth.derived_tokens import hash_of
 from tanghulu.auth.key_limits import RATE_HEADERS, KeyAccount, KeyAccounts, RateLimitExceeded
-from tanghulu.auth.tenants import hash_of
 from tanghulu.errors import ConfigError, Forbidden, Unauthorized
 
 NO_LIMITS = KeyLimits()

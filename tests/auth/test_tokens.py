@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from tanghulu.auth.credentials import Credentials, from_metadata, read_token
-from tanghulu.auth.tenants import Identity, Right, TokenTable, hash_of, new_token, scope_of, tenant_of
+from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials, from_metadata, read_token
+from tanghulu.auth.derived_tokens import hash_of, is_token
+from tanghulu.auth.tenants import Identity, Right, TokenTable, new_token, scope_of, tenant_of
 from tanghulu.auth.tokens import TokensFile, load
 from tanghulu.cli.store_admin import token as token_command
 from tanghulu.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
 from tanghulu.masters import Masters
-from tanghulu.types import MAX_KEY_BYTES
+from tanghulu.types import MAX_KEY_BYTES, Address
 
 SECRET = new_token()
 ENTRY = f'[[tokens]]\nname = "a"\ntenant = "acme"\nrights = ["read"]\nsha256 = "{hash_of(SECRET)}"\n'
@@ -49,7 +51,12 @@ def test_a_token_says_whose_it_is(tmp_path: Path) -> None:
         ("", "no token"),
         (ENTRY + "x = 1\n", "'x' is unknown"),
         (ENTRY.replace("read", "fly"), "'fly' is unknown"),
-        (ENTRY.replace("read", "admin"), "admin sees all tenants"),
+        (ENTRY.replace("read", "admin"), "'admin' is for operators, because it sees all"),
+        (ENTRY.replace("read", "metrics"), "'metrics' is for operators"),
+        (
+            ENTRY.replace("read", "join"),
+            "'join' is for operators, because processes of the",
+        ),
         (ENTRY.replace("acme", "Acme/"), "a name has"),
         (ENTRY + ENTRY, "are the same"),
         (ENTRY.replace(hash_of(SECRET), SECRET), "64 hexadecimal digits"),
@@ -92,6 +99,38 @@ def test_tokens_expire(tmp_path: Path) -> None:
     assert not known.still_stands(identity, after)
     with pytest.raises(Unauthorized, match="expired"):
         known.authenticate(Credentials("", SECRET), after)
+
+
+def test_a_derived_token_is_of_use_at_one_address_alone(tmp_path: Path) -> None:
+    file = TokensFile(write(tmp_path / "tokens.toml", ENTRY))
+    here, elsewhere = Address("10.0.0.7", 8100), Address("10.0.0.8", 8100)
+    own = Credentials("", SECRET)
+    shown = own.to(here)
+    assert SECRET not in shown.token
+    assert hash_of(SECRET) not in shown.token
+    assert NOTHING_TO_SHOW.to(here) == NOTHING_TO_SHOW
+    with pytest.raises(Unauthorized, match="another address than none"):
+        file.authenticate(shown)
+    file.answer_at(elsewhere)
+    with pytest.raises(Unauthorized, match=r"token 'a' was derived for another address than 10\.0\.0\.8:8100"):
+        file.authenticate(shown)
+    file.answer_at(here)
+    assert file.authenticate(shown) == file.authenticate(own) == file.authenticate(own.to(elsewhere))
+    for forged in (shown.token[:-1] + "g", shown.token + "0", "tgd_", "tgd__", "tgd_ü_ü", "tgd_" + "0" * 16 + "_0"):
+        with pytest.raises(Unauthorized):
+            file.authenticate(Credentials("", forged))
+    with pytest.raises(Unauthorized, match="not one of tenant"):
+        file.authenticate(replace(shown, tenant="initech"))
+
+
+def test_a_process_without_a_tokens_file_knows_its_own_token() -> None:
+    here = Address("h", 1)
+    assert is_token(SECRET, SECRET, [])
+    assert is_token(SECRET, Credentials("", SECRET).to(here).token, ["x:1", "h:1"])
+    derived = Credentials("", SECRET).to(here).token
+    for wrong in ("", "guess", "tgd_", derived[:-1], Credentials("", "b").to(here).token):
+        assert not is_token(SECRET, wrong, ["h:1"])
+    assert not is_token(SECRET, derived, ["x:1"])
 
 
 def test_a_changed_file_is_read_again_and_a_broken_one_ignored(tmp_path: Path) -> None:

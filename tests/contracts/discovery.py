@@ -12,7 +12,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import pytest
+
 from tanghulu.discovery.base import Discovery, EventKind, InstanceEvent
+from tanghulu.errors import Conflict
 from tanghulu.types import Place, Role
 from tests.discovery.sources import Source
 from tests.store.master.running_master import instance
@@ -98,6 +101,17 @@ async def test_changes_come_in_order(discovery: Discovery) -> None:
         assert gone.instance.id == changed.id
         await registration.close()  # twice is once
         assert await watcher.is_silent(0.1)
+
+
+async def test_an_id_keeps_its_role_while_its_process_lives(src: Source, discovery: Discovery) -> None:
+    registration = await discovery.register(instance("one"))
+    async with src.open() as other:
+        with pytest.raises(Conflict, match="is a node and cannot register as a worker"):
+            await other.register(instance("one", Role.BOTH))
+    async with watching(discovery) as watcher:
+        assert await watcher.take() == InstanceEvent(PUT, instance("one"))
+        await registration.close()
+        await discovery.register(instance("one", Role.BOTH))
 
 
 async def test_roles_and_namespaces_are_told_apart(discovery: Discovery) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -9,10 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tanghulu.discovery import leases as lease_module
 from tanghulu.discovery.base import EventKind, InstanceEvent
+from tanghulu.discovery.instance_wire import instance_from_proto, instance_to_proto
 from tanghulu.discovery.leases import LeaseTable
 from tanghulu.discovery.memory import MemoryDiscovery, MemoryRegistry
 from tanghulu.discovery.mirror import InstanceMirror
-from tanghulu.errors import InvalidRequest, MasterUnavailable, Overloaded
+from tanghulu.errors import Conflict, InvalidRequest, MasterUnavailable, Overloaded
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.types import Role
 from tests.store.master.running_master import instance
@@ -44,6 +48,49 @@ def test_a_new_registration_voids_the_old_lease() -> None:
     assert table.expire(2.0) == []
     assert table.deregister("n1", new)
     assert kinds(table.take_events()) == [(PUT, "n1"), (PUT, "n1"), (DELETE, "n1")]
+
+
+def test_nobody_takes_the_place_of_a_living_instance() -> None:
+    table = LeaseTable()
+    lease = table.register(instance(), 3.0, 0.0, "mine")
+    with pytest.raises(Conflict, match="another token"):
+        table.register(instance(generation=2), 3.0, 1.0, "theirs")
+    with pytest.raises(Conflict, match="is a node and cannot register as a decode"):
+        table.register(instance(role=Role.DECODE), 3.0, 1.0, "mine")
+    assert not table.keep_alive("n1", lease, 1.0, "theirs")
+    assert not table.deregister("n1", lease, "theirs")
+    again = table.register(instance(generation=2), 3.0, 1.0, "mine")
+    assert again != lease
+    assert not table.deregister("n1", lease, "mine")
+    assert table.expire(4.0) == [instance(generation=2)]
+    table.register(instance(role=Role.DECODE), 3.0, 4.0, "theirs")
+    assert kinds(table.take_events()) == [(PUT, "n1"), (PUT, "n1"), (DELETE, "n1"), (PUT, "n1")]
+    table.check()
+
+
+def test_lease_ids_cannot_be_guessed() -> None:
+    table = LeaseTable()
+    ids = [table.register(instance(str(number)), 1.0, 0.0) for number in range(64)]
+    assert min(ids) > 1 << 32
+    assert len({ids[number + 1] - ids[number] for number in range(63)}) == 63
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"id": "n" * 257}, "id of an instance has 257 bytes; at most 256"),
+        ({"namespace": "ü" * 200}, "namespace of an instance has 400 bytes"),
+        ({"unix_path": "/" * 300}, "unix_path"),
+        ({"attributes": {"a": "b" * 5000}}, "attributes of an instance has 5001 bytes; at most 4096"),
+        ({"attributes": {"a" * 20_000_000: ""}}, "an instance has"),
+        ({"metrics_address": "http://h:1"}, "metrics_address"),
+        ({"metrics_address": "h:1/latest/meta-data/?x="}, "metrics_address"),
+        ({"metrics_address": "me@h:1"}, "metrics_address"),
+    ],
+)
+def test_an_instance_is_within_bounds(changes, said) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(said)):
+        instance_from_proto(instance_to_proto(replace(instance(), **changes)))
 
 
 def test_a_shorter_lease_takes_effect() -> None:
@@ -103,10 +150,16 @@ class LeaseMachine(RuleBasedStateMachine):
         self.table = LeaseTable()
         self.now_s = 0.0
         self.model: dict[str, tuple[int, float, float]] = {}
+        self.roles: dict[str, Role] = {}
         self.watched: set[str] = set()
 
     @rule(name=st.sampled_from("abc"), ttl_s=st.sampled_from([0.5, 1.0, 3.0]), role=st.sampled_from(list(Role)))
     def register(self, name, ttl_s, role) -> None:
+        if name in self.model and self.roles[name] is not role:
+            with pytest.raises(Conflict):
+                self.table.register(instance(name, role), ttl_s, self.now_s)
+            return
+        self.roles[name] = role
         self.model[name] = (self.table.register(instance(name, role), ttl_s, self.now_s), self.now_s + ttl_s, ttl_s)
 
     @rule(name=st.sampled_from("abc"), stale=st.booleans())

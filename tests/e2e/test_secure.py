@@ -83,8 +83,7 @@ def test_no_http_route_answers_without_a_key(secure: Secure) -> None:
 def test_metrics_are_for_those_who_may_see_them(secure: Secure) -> None:
     assert {entry["role"] for entry in secure.processes()} >= {"master", "node", "prefill", "decode", "conductor"}
     for entry in secure.processes():
-        url = f"{entry['metrics_address']}/metrics"
-        assert url.startswith("https://")
+        url = f"https://{entry['metrics_address']}/metrics"
         assert secure.http.get(url).status_code == 401, entry
         assert secure.http.get(url, headers={"authorization": "Bearer wrong"}).status_code == 401, entry
         for secret in ("operator.token", "cluster.token"):
@@ -94,7 +93,7 @@ def test_metrics_are_for_those_who_may_see_them(secure: Secure) -> None:
             with pytest.raises(httpx.HTTPError):  # no certificate
                 httpx.get(url, verify=client_context(TlsFiles(ca=secure.tls.ca)), trust_env=False)
     conductor = secure.processes("conductor")[0]
-    assert secure.http.get(f"{conductor['metrics_address']}/metrics", headers=secure.key).status_code == 200
+    assert secure.http.get(f"https://{conductor['metrics_address']}/metrics", headers=secure.key).status_code == 200
 
 
 def test_workers_let_in_nobody_without_a_token(secure: Secure) -> None:
@@ -188,7 +187,7 @@ def test_with_the_key_all_works_and_kv_is_handed_over(secure: Secure) -> None:
     prefill, decode = secure.processes("prefill")[0], secure.processes("decode")[0]
 
     def metric(entry: dict[str, Any], name: str) -> float:
-        lines = secure.http.get(f"{entry['metrics_address']}/metrics", headers=operator).text.splitlines()
+        lines = secure.http.get(f"https://{entry['metrics_address']}/metrics", headers=operator).text.splitlines()
         return sum(
             float(line.rpartition(" ")[2]) for line in lines if line.startswith(name) and not line.startswith("#")
         )

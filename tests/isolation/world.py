@@ -26,7 +26,8 @@ from google.protobuf.message_factory import GetMessageClass
 import tanghulu
 from tanghulu.auth.api_keys import new_key
 from tanghulu.auth.credentials import NO_TLS, Credentials, TlsFiles
-from tanghulu.auth.tenants import hash_of, new_token
+from tanghulu.auth.derived_tokens import hash_of
+from tanghulu.auth.tenants import new_token
 from tanghulu.auth.tls import client_context
 from tanghulu.cli import keys
 from tanghulu.cli.secure import SecureFiles, prepare

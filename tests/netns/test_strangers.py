@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tanghulu.auth.api_keys import new_key
-from tanghulu.auth.tenants import hash_of
+from tanghulu.auth.derived_tokens import hash_of
 from tanghulu.cli import keys
 from tests.e2e.cluster import LiveCluster, eventually, running_cluster
 from tests.netns.wires import Wires

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tanghulu.auth.credentials import Credentials
-from tanghulu.auth.tenants import hash_of, new_token
+from tanghulu.auth.derived_tokens import hash_of
+from tanghulu.auth.tenants import new_token
 from tanghulu.auth.tokens import TokensFile
 from tanghulu.errors import Forbidden, NodeUnavailable, TanghuluError, Unauthorized
 from tanghulu.protos import session_pb2 as pb

@@ -57,13 +57,17 @@ class EtcdServer:
 class ElectedCluster(Cluster):
     """Several masters with their etcd, and nodes that find the leader; ``address`` lists all masters."""
 
-    def __init__(self, num_masters: int = 3, num_nodes: int = 2, memory: str = "64MiB", ttl_s: float = 2.0) -> None:
+    def __init__(
+        self, num_masters: int = 3, num_nodes: int = 2, memory: str = "64MiB", ttl_s: float = 2.0, *flags: str
+    ) -> None:
+        """``flags`` are for masters and nodes."""
+        self.flags = flags
         self.etcd = EtcdServer().__enter__()
         self.ttl_s = ttl_s
         self.ports = [free_port() for _ in range(num_masters)]
         self.masters = [self._start_master(port) for port in self.ports]
         self.finder_spec = f"etcd://{self.etcd.address}"
-        self.node_flags = ("--debug-checks",)
+        self.node_flags = ("--debug-checks", *flags)
         self.nodes = []
         self.leader()
         for index in range(num_nodes):
@@ -71,7 +75,7 @@ class ElectedCluster(Cluster):
 
     def _start_master(self, port: int) -> Process:
         flags = ("--port", str(port), "--etcd", self.etcd.address, "--election-ttl-s", str(self.ttl_s))
-        return Process("tanghulu.store.master.main", *flags)
+        return Process("tanghulu.store.master.main", *flags, *self.flags)
 
     @property
     def address(self) -> str:

@@ -20,7 +20,6 @@ TOKENS = {
     "acme-writer": ("acme", ["write"]),
     "initech": ("initech", ["read", "write"]),
     "temporary": ("initech", ["read"]),
-    "acme-worker": ("acme", ["read", "write", "join"]),
 }
 FILE = """
 [tenants.acme]

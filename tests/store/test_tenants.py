@@ -6,7 +6,8 @@ import asyncio
 import json
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -16,8 +17,9 @@ from click.testing import CliRunner
 import tanghulu
 from tanghulu import aio
 from tanghulu.auth.credentials import Credentials
+from tanghulu.cli.status import COMMAND as STATUS
 from tanghulu.cli.store import COMMAND as STORE
-from tanghulu.errors import ChunkNotFound, Forbidden, InvalidRequest, TanghuluError, Unauthorized
+from tanghulu.errors import ChunkNotFound, Conflict, Forbidden, InvalidRequest, TanghuluError, Unauthorized
 from tanghulu.masters import Masters
 from tanghulu.protos import (
     common_pb2,
@@ -158,7 +160,7 @@ async def test_asyncio_and_events(cluster: Secured) -> None:
 NODE = common_pb2.Instance(id="node-of-acme", component="node", address="127.0.0.1:1")
 
 
-async def _call(address: str, call: str, token: str) -> object:
+async def _call(address: str, call: str, token: str) -> Any:
     """One gRPC call as a third party makes it."""
     metadata = Credentials("", token).metadata
     async with channel(Address.parse(address)) as link:
@@ -170,6 +172,8 @@ async def _call(address: str, call: str, token: str) -> object:
             "get": lambda: nodes.Get(store_pb2.GetRequest(keys=["third"]), metadata=metadata),
             "list": lambda: directory.ListKeys(directory_pb2.ListKeysRequest(prefix="th"), metadata=metadata),
             "node": lambda: members.Register(membership_pb2.RegisterRequest(instance=NODE), metadata=metadata),
+            "place": lambda: directory.Place(directory_pb2.PlaceRequest(size_bytes=1), metadata=metadata),
+            "nodes": lambda: directory.Nodes(directory_pb2.NodesRequest(), metadata=metadata),
             "join": lambda: members.Deregister(membership_pb2.DeregisterRequest(instance_id="x"), metadata=metadata),
             "announce": lambda: directory.Announce(directory_pb2.AnnounceRequest(node_id="x"), metadata=metadata),
         }
@@ -188,18 +192,80 @@ async def test_grpc(cluster: Secured) -> None:
         await _call(node, "get", "")
     with pytest.raises(Forbidden, match="'read'"):
         await _call(node, "get", "secret-acme-writer")
-    for call in ("join", "announce"):
+    for call in ("node", "join", "announce"):
         with pytest.raises(Forbidden, match="'join'"):
             await _call(master, call, "secret-acme")
-    for call in ("node", "announce"):
-        with pytest.raises(Forbidden, match="a node needs an operator's"):
-            await _call(master, call, "secret-acme-worker")
     with cluster.connect("acme") as acme:
         assert acme.exists("third")
     assert [info.key for info in (await _call(master, "list", "secret-acme")).keys] == ["third"]
     assert not (await _call(master, "list", "secret-initech")).keys
     with cluster.connect("operator") as operator:
         assert operator.remove("@acme/third")
+
+
+async def test_nobody_takes_the_place_of_a_node(cluster: Secured) -> None:
+    """Not even an operator, whose token is another than the node's; and clients do not see who there is."""
+    with cluster.connect("acme") as acme:
+        acme.put("stays", b"x")
+        seen = [event.instance.id async for event in _watch(cluster.address, "secret-node") if event.instance.id]
+        assert {node.name for node in cluster.nodes} <= set(seen)
+        assert [event.kind async for event in _watch(cluster.address, "secret-acme")] == [SYNCED]
+        for component, said in (("decode", "is a node and cannot register as a decode"), ("node", "another token")):
+            with pytest.raises(Conflict, match=said):
+                await _register(cluster.address, common_pb2.Instance(id=seen[0], component=component, address="h:1"))
+        fake = common_pb2.Instance(id="new", component="decode", address="h:1", metrics_address="http://h:1/x?y=")
+        with pytest.raises(InvalidRequest, match="metrics_address"):
+            await _register(cluster.address, fake)
+        assert acme.exists("stays")
+        assert acme.remove("stays")
+
+
+def test_a_tenant_does_not_count_what_others_hold(cluster: Secured) -> None:
+    with cluster.connect("acme") as acme, cluster.connect("initech") as initech, cluster.connect("operator") as all_:
+        acme.put_many([(f"counted-{number}", b"x" * 1000) for number in range(10)])
+        until_s = time.monotonic() + 60
+        while sum(view.num_chunks for view in all_.nodes()) < 10 and time.monotonic() < until_s:
+            time.sleep(0.05)
+        assert sum(view.num_chunks for view in all_.nodes()) >= 10
+        seen = initech.nodes()
+        assert {view.num_chunks + view.used_bytes for view in seen} == {0}
+        assert all(view.capacity_bytes for view in seen)
+        counted = [asyncio.run(_call(cluster.address, call, "secret-initech")) for call in ("place", "nodes")]
+        assert {node.num_chunks + node.used_bytes for reply in counted for node in reply.nodes} == {0}
+        assert counted[1].num_keys == 0
+        assert acme.remove_matching("^counted-") == 10
+
+
+def test_status_shows_a_tenant_the_nodes(cluster: Secured) -> None:
+    options = ["--master", cluster.address, "--token", "secret-initech", "--json"]
+    shown = CliRunner().invoke(STATUS, options, catch_exceptions=False)
+    status = json.loads(shown.stdout)
+    assert [part["role"] for part in status["parts"]] == ["master", "node", "node"]
+    assert {part["health"] for part in status["parts"]} == {"up"}
+    assert status["problems"] == []
+    assert shown.exit_code == 0
+
+
+SYNCED = membership_pb2.InstanceEvent.SYNCED
+
+
+async def _watch(address: str, token: str) -> AsyncIterator[membership_pb2.InstanceEvent]:
+    async with channel(Address.parse(address)) as link:
+        stub = membership_pb2_grpc.MembershipStub(link)
+        async for event in stub.Watch(membership_pb2.WatchRequest(), metadata=Credentials("", token).metadata):
+            yield event
+            if event.kind == SYNCED:
+                return
+
+
+async def _register(address: str, instance: common_pb2.Instance) -> None:
+    async with channel(Address.parse(address)) as link:
+        stub = membership_pb2_grpc.MembershipStub(link)
+        try:
+            request = membership_pb2.RegisterRequest(instance=instance, ttl_ms=60_000)
+            await stub.Register(request, metadata=Credentials("", "secret-operator").metadata)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, address) from None
 
 
 def test_only_trusted_tenants_map_memory(cluster: Secured) -> None:

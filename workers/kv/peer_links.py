@@ -205,27 +205,26 @@ class PeerLinks:
         """
         return self._dial(instance, self._introduce)
 
-    def _introduce(self, connection: FastConnection) -> FastConnection:
-        self._hello(connection, wants_shm=False)
+    def _introduce(self, connection: FastConnection, shown: Credentials) -> FastConnection:
+        self._hello(connection, shown, wants_shm=False)
         return connection
 
-    def _dial(self, instance: str, greet: Callable[[FastConnection], _T]) -> _T:
+    def _dial(self, instance: str, greet: Callable[[FastConnection, Credentials], _T]) -> _T:
         address, unix_path = split_instance(instance)
-        connection = FastConnection(
-            Address.parse(address), unix_path or None, tls=self._credentials.tls_between, dead_s=SILENT_HOST_S
-        )
+        at = Address.parse(address)
+        connection = FastConnection(at, unix_path or None, tls=self._credentials.tls_between, dead_s=SILENT_HOST_S)
         try:
-            return greet(connection)
+            return greet(connection, self._credentials.to(at))
         except BaseException:  # an interrupt, too: nobody else would close it; raised on
             connection.close()
             raise
 
-    def _greet(self, connection: FastConnection) -> PeerLink:
-        reply = self._hello(connection, wants_shm=True)
+    def _greet(self, connection: FastConnection, shown: Credentials) -> PeerLink:
+        reply = self._hello(connection, shown, wants_shm=True)
         segment = self._engine.open_segment(from_proto(reply.segment), reply.session_id)
         return PeerLink(connection, segment, self._clock.now_s())
 
-    def _hello(self, connection: FastConnection, *, wants_shm: bool) -> store_pb2.HelloReply:
+    def _hello(self, connection: FastConnection, shown: Credentials, *, wants_shm: bool) -> store_pb2.HelloReply:
         hello = store_pb2.HelloRequest(
             protocol_version=SPOKEN.lowest,
             highest_version=SPOKEN.highest,
@@ -233,8 +232,8 @@ class PeerLinks:
             pid=os.getpid(),
             host_id=host_id(),
             wants_shm=wants_shm,
-            tenant=self._credentials.tenant,
-            token=self._credentials.token,
+            tenant=shown.tenant,
+            token=shown.token,
         )
         reply = connection.call(HELLO.number, hello, HELLO.reply, deadline_s=HELLO_DEADLINE_S)
         settled(reply.message, connection.peer)

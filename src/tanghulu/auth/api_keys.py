@@ -28,8 +28,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
+from tanghulu.auth.derived_tokens import hash_of
 from tanghulu.auth.private_file import PrivateFile, expiry_unix_s, refuse_unknown
-from tanghulu.auth.tenants import hash_of, validate_tenant
+from tanghulu.auth.tenants import validate_tenant
 from tanghulu.errors import ConfigError, Forbidden, Unauthorized
 
 KEY_PREFIX: Final = "sk-tanghulu-"

@@ -1,15 +1,18 @@
 """The credentials that a process shows to its peers: the tenant it acts for, and the token that proves it.
 
 Credentials travel with the address of the master (``types.Masters``), because a caller
-needs both. Empty credentials are not sent.
+needs both. Empty credentials are not sent. The token itself goes only to addresses that an operator or a user has
+typed; a process that was found, by discovery or named by a peer, gets one derived for its address (``to``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tanghulu.auth.derived_tokens import derive
 from tanghulu.errors import ConfigError
+from tanghulu.types import Address
 
 AUTHORIZATION = "authorization"
 TENANT = "tanghulu-tenant"
@@ -51,6 +54,10 @@ class Credentials:
     def tls_between(self) -> TlsFiles:
         """The TLS files between workers, conductors and routers, which listen, too: with a certificate of their own."""
         return self.tls if self.tls.cert else NO_TLS
+
+    def to(self, address: Address) -> Credentials:
+        """The credentials to show to a process that was found at ``address``: their token is of use there alone."""
+        return replace(self, token=derive(self.token, str(address))) if self.token else self
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:

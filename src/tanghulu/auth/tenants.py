@@ -10,15 +10,15 @@ Tokens are secrets of 256 random bits, so one round of SHA-256 hides them well e
 
 from __future__ import annotations
 
-import hashlib
 import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 from tanghulu.auth.credentials import Credentials
+from tanghulu.auth.derived_tokens import hash_of, id_of, is_derived_from, named_in
 from tanghulu.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
 from tanghulu.types import MAX_KEY_BYTES
 
@@ -32,11 +32,19 @@ class Right(Enum):
 
     READ = "read"  # get, exists, list, stat, follow events
     WRITE = "write"  # put, remove
-    JOIN = "join"  # be a process of the cluster: register, announce
+    JOIN = "join"  # be a process of the cluster: register, announce; an operator's alone
     METRICS = "metrics"  # see the metrics of processes, which tell of all tenants
     ADMIN = "admin"  # everything, of every tenant: drain, evict, policies, checks
 
     __hash__ = object.__hash__  # see store.protocol.types.Pin
+
+
+#: The rights that no token of a tenant may have, and why.
+OF_OPERATORS = {
+    Right.ADMIN: "it sees all tenants",
+    Right.METRICS: "it sees all tenants",
+    Right.JOIN: "processes of the cluster hold the data of all tenants",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +91,8 @@ class Identity:
 
     @property
     def sees_metrics(self) -> bool:
-        """Whether the caller may see metrics, which tell of all tenants; processes of the cluster show them."""
-        return self.may(Right.METRICS) or (self.may(Right.JOIN) and not self.tenant)
+        """Whether the caller may see metrics and instances, which tell of all tenants; processes of the cluster may."""
+        return self.may(Right.METRICS) or self.may(Right.JOIN)
 
     def require(self, right: Right, what: str) -> None:
         """Raise Forbidden unless the token gives ``right``; ``what`` names the call."""
@@ -123,17 +131,13 @@ def new_token() -> str:
     return TOKEN_PREFIX + secrets.token_urlsafe(32)
 
 
-def hash_of(token: str) -> str:
-    """The hash of ``token`` that a tokens file holds: SHA-256 in hex."""
-    return hashlib.sha256(token.encode()).hexdigest()
-
-
 class TokenTable:
     """All tokens and tenants, checked. Immutable: a changed file makes another table."""
 
     def __init__(self, tokens: Iterable[TokenEntry], tenants: Mapping[str, Tenant]) -> None:
         self.tenants: dict[str, Tenant] = dict(tenants)
         self._by_hash: dict[str, TokenEntry] = {}
+        self._by_id: dict[str, TokenEntry] = {}
         for token in tokens:
             self._add(token)
         if len(self.tenants) > MAX_TENANTS:
@@ -144,16 +148,17 @@ class TokenTable:
             raise ConfigError(f"token {token.name!r}: sha256 is not 64 hexadecimal digits; see `tanghulu store token`")
         if token.sha256 in self._by_hash:
             raise ConfigError(f"tokens {self._by_hash[token.sha256].name!r} and {token.name!r} are the same")
-        for right in (Right.ADMIN, Right.METRICS):
+        for right, why in OF_OPERATORS.items():
             if token.tenant and right in token.rights:
                 raise ConfigError(
-                    f"token {token.name!r}: {right.value} sees all tenants, so such a token has no tenant"
+                    f"token {token.name!r} of tenant {token.tenant!r}: the right {right.value!r} is for operators, "
+                    f"because {why}; leave out the right or the tenant"
                 )
         if not token.rights:
             raise ConfigError(f"token {token.name!r} has no rights")
         if token.tenant:
             self.tenants.setdefault(token.tenant, Tenant(validate_tenant(token.tenant)))
-        self._by_hash[token.sha256] = token
+        self._by_hash[token.sha256] = self._by_id[id_of(token.sha256)] = token
 
     def __len__(self) -> int:
         return len(self._by_hash)
@@ -162,13 +167,16 @@ class TokenTable:
     def tokens(self) -> list[TokenEntry]:
         return list(self._by_hash.values())
 
-    def authenticate(self, credentials: Credentials, now_unix_s: float | None = None) -> Identity:
-        """The identity that ``credentials`` prove; raises Unauthorized that says what is missing."""
+    def authenticate(
+        self, credentials: Credentials, now_unix_s: float | None = None, addresses: Collection[str] = ()
+    ) -> Identity:
+        """The identity that ``credentials`` prove; raises Unauthorized that says what is missing.
+
+        A derived token is accepted if it is for one of ``addresses``, those of this process.
+        """
         if not credentials.token:
             raise Unauthorized("a token is needed here: say token=..., --token or TANGHULU_TOKEN")
-        entry = self._by_hash.get(hash_of(credentials.token))
-        if entry is None:
-            raise Unauthorized("the token is unknown here; was it revoked, or is it another cluster's?")
+        entry = self._entry(credentials.token, addresses)
         now_unix_s = time.time() if now_unix_s is None else now_unix_s
         if entry.expires_unix_s is not None and entry.expires_unix_s <= now_unix_s:
             raise Unauthorized(f"token {entry.name!r} has expired")
@@ -178,6 +186,18 @@ class TokenTable:
         if wanted and wanted not in self.tenants:
             raise Unauthorized(f"there is no tenant {wanted!r} here")
         return self._identity(entry, entry.tenant or wanted)
+
+    def _entry(self, shown: str, addresses: Collection[str]) -> TokenEntry:
+        token_id = named_in(shown)
+        entry = self._by_id.get(token_id) if token_id else self._by_hash.get(hash_of(shown))
+        if entry is None:
+            raise Unauthorized("the token is unknown here; was it revoked, or is it another cluster's?")
+        if token_id and not is_derived_from(entry.sha256, shown, addresses):
+            raise Unauthorized(
+                f"token {entry.name!r} was derived for another address than {' or '.join(sorted(addresses)) or 'none'}"
+                "; does this process register the address under which others reach it? See --advertise-host"
+            )
+        return entry
 
     def _identity(self, entry: TokenEntry, tenant: str) -> Identity:
         trusted = not entry.tenant or self.tenants[entry.tenant].shared_memory
@@ -199,6 +219,7 @@ class TokenTable:
         for sha256, token in self._by_hash.items():
             assert token.sha256 == sha256
             assert not token.tenant or token.tenant in self.tenants
+        assert {token.sha256 for token in self._by_id.values()} == set(self._by_hash)
         for name, tenant in self.tenants.items():
             assert tenant.name == name
 

@@ -8,11 +8,12 @@
     [[tokens]]
     name = "acme-engines"           # for logs and error messages
     tenant = "acme"                 # left out: an operator's token
-    rights = ["read", "write", "join"]
+    rights = ["read", "write"]
     sha256 = "..."                  # of the token; `tanghulu store token` makes both
     expires = 2027-01-31            # optional; a date or a time
 
-The file is this user's alone (mode 0600). It is TOML, or JSON if its name ends in .json.
+The file is this user's alone (mode 0600), and as secret as a private key: derived tokens can be made from it. It is
+TOML, or JSON if its name ends in .json.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tanghulu.auth.credentials import Credentials
 from tanghulu.auth.private_file import PrivateFile, expiry_unix_s, refuse_unknown, table_of
-from tanghulu.auth.tenants import Right, Tenant, TokenEntry, TokenTable, validate_tenant
+from tanghulu.auth.tenants import Identity, Right, Tenant, TokenEntry, TokenTable, validate_tenant
 from tanghulu.errors import ConfigError
-from tanghulu.types import parse_size
+from tanghulu.types import Address, parse_size
 
+#: Every machine has these addresses, so a token derived for one would be of use everywhere.
+_WILDCARDS = {"", "0.0.0.0", "::"}
 _TOKEN_KEYS = {"name", "tenant", "rights", "sha256", "expires"}
 _TENANT_KEYS = {"quota", "cluster_quota", "shared_memory"}
 
@@ -34,6 +38,15 @@ class TokensFile(PrivateFile[TokenTable]):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, f"--tokens {path}", _parse)
+        self._addresses: set[str] = set()
+
+    def answer_at(self, *addresses: Address) -> None:
+        """Accept tokens derived for these addresses: those at which this process listens, and those it registers."""
+        self._addresses.update(str(address) for address in addresses if address.host not in _WILDCARDS)
+
+    def authenticate(self, credentials: Credentials) -> Identity:
+        """The identity that ``credentials`` prove here; raises Unauthorized."""
+        return self.table.authenticate(credentials, addresses=self._addresses)
 
 
 def load(path: Path) -> TokenTable:

@@ -86,7 +86,7 @@ async def _end(instance: Instance, master: Masters) -> EndReply:
     try:
         made: Any = conductor_pb2_grpc.ConductorPeerStub if is_conductor else session_pb2_grpc.WorkerStub
         async with grpc_edge.typed_errors(instance.id):
-            shown = credentials.metadata
+            shown = credentials.to(address).metadata
             reply: EndReply = await made(channel).Drain(EndRequest(), timeout=_DEADLINE_S, metadata=shown)
             return reply
     finally:

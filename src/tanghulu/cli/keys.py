@@ -18,7 +18,8 @@ from typing import Any
 import click
 
 from tanghulu.auth.api_keys import ApiKey, ApiKeysFile, KeyRight, new_key
-from tanghulu.auth.tenants import hash_of, validate_tenant
+from tanghulu.auth.derived_tokens import hash_of
+from tanghulu.auth.tenants import validate_tenant
 from tanghulu.cli.printing import print_json
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.runtime.config import MOST, FiniteRange

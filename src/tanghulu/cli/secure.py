@@ -19,7 +19,8 @@ import click
 
 from tanghulu.auth.api_keys import KeyRight, new_key
 from tanghulu.auth.credentials import TlsFiles
-from tanghulu.auth.tenants import Right, hash_of, new_token
+from tanghulu.auth.derived_tokens import hash_of
+from tanghulu.auth.tenants import Right, new_token
 from tanghulu.cli import certs, keys
 from tanghulu.errors import ConfigError
 

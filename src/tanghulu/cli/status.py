@@ -25,7 +25,7 @@ from tanghulu.runtime.scraping import scrape, summed
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.client import aio
 from tanghulu.store.client.model import MasterView, NodeView
-from tanghulu.types import Role, format_size, printable
+from tanghulu.types import Address, InstanceId, Role, format_size, printable
 
 _DEADLINE_S = 5.0
 
@@ -149,6 +149,8 @@ async def look(master: Masters, discovery: str, namespace: str) -> ClusterStatus
             asked = str(await MasterFinder(master).find())
     except TanghuluError as error:
         problems.append(f"the master: {error.message}")
+    seen = {each.id for each in instances}
+    instances += [_node_of(view) for view in views.values() if view.id not in seen]
     pages = await scrape((each.metrics_address for each in instances), master.credentials)
     now_s = time.time()
     order = [role.value for role in Role]
@@ -162,6 +164,12 @@ async def look(master: Masters, discovery: str, namespace: str) -> ClusterStatus
     parts = [part for part in parts if part.address not in lines] + [*lines.values()]
     parts.sort(key=lambda part: (order.index(part.role), part.id))
     return ClusterStatus(str(master), tuple(parts), (*problems, *problems_of(parts)))
+
+
+def _node_of(view: NodeView) -> Instance:
+    """A node that only the list of nodes names: a client's token sees no instances."""
+    address = Address.parse(view.address)
+    return Instance(InstanceId(view.id), Role.NODE, address, metrics_address=view.metrics_address)
 
 
 async def _instances(master: Masters, discovery: str, namespace: str) -> list[Instance]:
@@ -205,6 +213,8 @@ def _span(seconds: float) -> str:
 @store_options
 def COMMAND(discovery: str, namespace: str, watch: bool, interval_s: float, master: Masters, as_json: bool) -> None:
     """Show every process of the cluster: its health, load, hit ratio and where its metrics are.
+
+    A token without the right to join or to see metrics sees masters and store nodes alone.
 
     Ends with 1 if something is wrong with it, for scripts. With --json one object a look.
     """

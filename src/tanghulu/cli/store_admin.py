@@ -9,7 +9,8 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tanghulu.auth.tenants import Right, hash_of, new_token, validate_tenant
+from tanghulu.auth.derived_tokens import hash_of
+from tanghulu.auth.tenants import OF_OPERATORS, Right, new_token, validate_tenant
 from tanghulu.cli.printing import counted, print_json, print_table, store_options
 from tanghulu.errors import InvalidRequest
 from tanghulu.masters import Masters
@@ -258,9 +259,9 @@ def token(name: str, tenant: str, rights: tuple[str, ...], as_json: bool) -> Non
     """
     if tenant:
         validate_tenant(tenant)
-        for right in (Right.ADMIN.value, Right.METRICS.value):
-            if right in rights:
-                raise click.UsageError(f"{right} sees all tenants: leave --tenant out")
+        for right, why in OF_OPERATORS.items():
+            if right.value in rights:
+                raise click.UsageError(f"{right.value} is a right of operators, because {why}: leave --tenant out")
     chosen = rights or ((Right.READ.value, Right.WRITE.value) if tenant else (Right.ADMIN.value,))
     made = new_token()
     if as_json:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,17 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from tanghulu.auth.credentials import Credentials
-from tanghulu.auth.tls import client_context
 from tanghulu.cli.printing import print_json, store_options, wide_console
 from tanghulu.masters import Masters
 from tanghulu.runtime.config import FiniteRange
-from tanghulu.runtime.scraping import metrics_url
+from tanghulu.runtime.scraping import Samples, scrape, summed
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.client import Client, connect
 from tanghulu.store.client.model import NodeView
 from tanghulu.types import format_size, printable
 
-_METRICS_DEADLINE_S = 1.0
 _COUNTERS = {
     "puts": "tanghulu_node_puts_total",
     "hits": "tanghulu_node_hits_total",
@@ -63,16 +60,10 @@ class Row:
     written_bytes: float | None
 
 
-def counters_in(text: str) -> dict[str, float]:
-    """The counters above in the text of GET /metrics, summed over their labels."""
-    totals = dict.fromkeys(_COUNTERS, 0.0)
-    by_metric = {metric: name for name, metric in _COUNTERS.items()}
-    for line in text.splitlines():
-        name, _, value = line.rpartition(" ")
-        metric = name.partition("{")[0]
-        if metric in by_metric:
-            totals[by_metric[metric]] += float(value)
-    return totals
+def counters_in(samples: Samples) -> dict[str, float]:
+    """The counters above on a page of metrics, summed over their labels."""
+    totals = summed(samples)
+    return {name: totals.get(metric, 0.0) for name, metric in _COUNTERS.items()}
 
 
 def row(before: Sample | None, now: Sample) -> Row:
@@ -86,16 +77,14 @@ def row(before: Sample | None, now: Sample) -> Row:
     return Row(view.id, view.used_bytes, view.capacity_bytes, view.num_chunks, state, **rates)
 
 
-def _sample(view: NodeView, credentials: Credentials) -> Sample:
-    counters, url = None, metrics_url(view.metrics_address)
-    try:
-        asked = urllib.request.Request(url, headers=dict(credentials.metadata))  # noqa: S310 - http or https
-        tls = client_context(credentials.tls) if url.startswith("https") else None
-        with urllib.request.urlopen(asked, timeout=_METRICS_DEADLINE_S, context=tls) as answer:  # noqa: S310 - as above
-            counters = counters_in(answer.read().decode())
-    except (urllib.error.URLError, OSError, ValueError):
-        pass  # a node that is gone, or whose metrics are not for us: what the master knows is shown
-    return Sample(time.monotonic(), view, counters)
+def _samples(views: list[NodeView], credentials: Credentials) -> dict[str, Sample]:
+    """All nodes now; of one that is gone, or whose metrics are not for us, only what the master knows."""
+    pages = asyncio.run(scrape([view.metrics_address for view in views], credentials))
+    at_s = time.monotonic()
+    return {
+        view.id: Sample(at_s, view, counters_in(page) if page else None)
+        for view, page in zip(views, pages, strict=True)
+    }
 
 
 def _table(rows: list[Row]) -> Table:
@@ -118,7 +107,7 @@ class _View:
 
     def rows(self) -> list[Row]:
         """All nodes, with rates since the last call."""
-        samples = {view.id: _sample(view, self._credentials) for view in self._store.nodes()}
+        samples = _samples(self._store.nodes(), self._credentials)
         rows = [row(self._before.get(node), sample) for node, sample in samples.items()]
         self._before = samples
         return rows

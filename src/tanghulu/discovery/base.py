@@ -9,12 +9,18 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import chain
 from types import TracebackType
 from typing import Protocol, Self
 
+from tanghulu.errors import Conflict, InvalidRequest
 from tanghulu.types import Address, InstanceId, Place, Role
 
 DEFAULT_TTL_S = 3.0
+MAX_FIELD_BYTES = 256
+MAX_ATTRIBUTES_BYTES = 4096
+WAIT_FOR_LEASE = "choose another id, or wait until its lease has ended"
+_BARE_BYTES = 512
 #: Attribute of a store node that registers for the first time and has nothing to report. Later it may have.
 HOLDS_NOTHING = "holds_nothing"
 #: Attribute of a worker that neither hands KV over nor goes on from another's: prefill and answer happen there.
@@ -23,7 +29,10 @@ WHOLE_REQUESTS = "whole_requests"
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One process as others see it. ``generation`` differs between a process and its restarted successor."""
+    """One process as others see it. ``generation`` differs between a process and its restarted successor.
+
+    ``metrics_address`` is host:port, or "" where there are no metrics.
+    """
 
     id: InstanceId
     role: Role
@@ -36,6 +45,12 @@ class Instance:
     attributes: dict[str, str] = field(default_factory=dict)
 
     @property
+    def num_bytes(self) -> int:
+        """About the memory that the instance takes."""
+        texts = (self.id, self.namespace, self.metrics_address, self.unix_path, *chain(*self.attributes.items()))
+        return _BARE_BYTES + sum(map(len, texts))
+
+    @property
     def holds_nothing(self) -> bool:
         """Whether this is the first registration of a node that has nothing to report."""
         return HOLDS_NOTHING in self.attributes
@@ -45,6 +60,38 @@ class Instance:
         if not self.holds_nothing:
             return self
         return replace(self, attributes={name: each for name, each in self.attributes.items() if name != HOLDS_NOTHING})
+
+
+def validate(instance: Instance) -> Instance:
+    """``instance``, if it is within bounds; else raises InvalidRequest that names the field."""
+    for name in ("id", "namespace", "metrics_address", "unix_path"):
+        _require_bytes(name, getattr(instance, name), MAX_FIELD_BYTES)
+    _require_bytes("address", str(instance.address), MAX_FIELD_BYTES)
+    _require_bytes("place", str(instance.place), MAX_FIELD_BYTES)
+    _require_bytes("attributes", "".join(chain(*instance.attributes.items())), MAX_ATTRIBUTES_BYTES)
+    if instance.metrics_address:
+        try:
+            Address.parse(instance.metrics_address)
+        except InvalidRequest as error:
+            raise InvalidRequest(
+                f"metrics_address of {instance.id!r}: {error.message}; the scheme and the path are the cluster's"
+            ) from None
+    return instance
+
+
+def _require_bytes(name: str, value: str, most: int) -> None:
+    num_bytes = len(value.encode())
+    if num_bytes > most:
+        raise InvalidRequest(f"{name} of an instance has {num_bytes} bytes; at most {most} are allowed")
+
+
+def require_same_role(known: Instance, instance: Instance) -> None:
+    """Raise Conflict if ``instance`` has another role than ``known``, which has the same id and is alive."""
+    if known.role is not instance.role:
+        raise Conflict(
+            f"instance {instance.id!r} is a {known.role.value} and cannot register as a {instance.role.value}; "
+            f"{WAIT_FOR_LEASE}"
+        )
 
 
 class EventKind(Enum):
@@ -86,7 +133,10 @@ class Discovery(Protocol):
         ...
 
     async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> Registration:
-        """Enter ``instance``; it vanishes ``ttl_s`` after this process stops renewing. Raises MasterUnavailable."""
+        """Enter ``instance``; it vanishes ``ttl_s`` after this process stops renewing. Raises MasterUnavailable.
+
+        Raises Conflict if an instance with this id is alive and has another role.
+        """
         ...
 
     def watch(self, *roles: Role, namespace: str = "default") -> AsyncIterator[InstanceEvent]:

@@ -2,6 +2,9 @@
 
 Keys are ``/tanghulu/<namespace>/<instance id>``, values the Instance message. A watch reads the range, then follows
 from the next revision; when the connection breaks it reads the range again and tells the differences.
+
+etcd guards the keys, by its own users and certificates: whoever can write below ``/tanghulu`` can replace and end any
+instance. An id keeps its role while its key is there, which guards against mistakes only.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Self
 import structlog
 from google.protobuf.message import DecodeError
 
-from tanghulu.discovery.base import DEFAULT_TTL_S, Instance, InstanceEvent
+from tanghulu.discovery.base import DEFAULT_TTL_S, Instance, InstanceEvent, require_same_role
 from tanghulu.discovery.etcd_client import EtcdClient
 from tanghulu.discovery.instance_wire import instance_from_proto, instance_to_proto
 from tanghulu.discovery.mirror import InstanceMirror
@@ -42,7 +45,8 @@ class EtcdRegistration:
         self._renewing: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Take a lease and enter the key; raises MasterUnavailable when etcd does not answer."""
+        """Take a lease and enter the key; raises MasterUnavailable when etcd does not answer, Conflict."""
+        await self._discovery.require_role(self._instance)
         await self._enter()
         self._renewing = asyncio.create_task(self._renew())
 
@@ -119,6 +123,15 @@ class EtcdDiscovery:
     def forget(self, registration: EtcdRegistration) -> None:
         """The registration was closed: leaving the context need not do it."""
         self._registrations.discard(registration)
+
+    async def require_role(self, instance: Instance) -> None:
+        """Raise Conflict if an instance with this id is there and has another role."""
+        for kv in (await self.client.range(self._key(instance))).kvs:
+            try:
+                known = instance_from_proto(common_pb2.Instance.FromString(kv.value))
+            except (InvalidRequest, DecodeError):
+                continue
+            require_same_role(known, instance)
 
     async def put(self, instance: Instance, lease: int) -> None:
         """Write the instance's key under ``lease``."""

@@ -7,6 +7,9 @@ Writers touch their file every third of the lease. A reader believes a file for 
 mtime move, by its own monotonic clock; the wall clock decides only whether a file seen for the first time is alive. So
 clocks of hosts that share the directory may differ: then a crashed process may be seen for one lease, a living one is
 missed for a third of one. A reader deletes files that have not moved for ``LITTER_S`` by its monotonic clock.
+
+There are no tokens: whoever can write in the directory can register, replace and end any instance, so it belongs to
+the cluster's user alone. An id keeps its role while its file is fresh, which guards against mistakes only.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from urllib.parse import quote
 
 import structlog
 
-from tanghulu.discovery.base import DEFAULT_TTL_S, Instance, InstanceEvent
+from tanghulu.discovery.base import DEFAULT_TTL_S, Instance, InstanceEvent, require_same_role, validate
 from tanghulu.discovery.leases import MAX_TTL_S
 from tanghulu.discovery.mirror import InstanceMirror
 from tanghulu.errors import InvalidRequest, MasterUnavailable, TanghuluError
@@ -78,7 +81,7 @@ def decode(data: bytes) -> tuple[Instance, float]:
         )
         if not 0 <= values["ttl_s"] <= MAX_TTL_S:
             raise ValueError(f"ttl_s is {values['ttl_s']:g}")
-        return instance, float(values["ttl_s"])
+        return validate(instance), float(values["ttl_s"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidRequest) as error:
         raise InvalidRequest(f"not an instance's file: {type(error).__name__}: {error}") from error
 
@@ -95,7 +98,8 @@ class FileRegistration:
         self._renewing: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Write the file for the first time; raises MasterUnavailable."""
+        """Write the file for the first time; raises MasterUnavailable, Conflict."""
+        await asyncio.to_thread(_require_role, self._path, self._instance)
         await self.update(self._instance)
         self._renewing = asyncio.create_task(self._renew_forever())
 
@@ -243,6 +247,17 @@ def _make(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MasterUnavailable(f"cannot register in {directory}: {error}") from error
+
+
+def _require_role(path: Path, instance: Instance) -> None:
+    """Raise Conflict if the file at ``path`` is of a live instance of another role."""
+    try:
+        known, ttl_s = decode(path.read_bytes())
+        age_s = time.time() - path.stat().st_mtime
+    except (OSError, InvalidRequest):  # nobody has this id, or the file is of no instance
+        return
+    if age_s <= ttl_s:
+        require_same_role(known, instance)
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from tanghulu.discovery.base import Instance
+from tanghulu.discovery.base import MAX_ATTRIBUTES_BYTES, MAX_FIELD_BYTES, Instance, validate
 from tanghulu.errors import InvalidRequest
 from tanghulu.protos import common_pb2
 from tanghulu.types import Address, InstanceId, Place, Role
 
+#: With room for the heads of seven fields and of many short attributes.
+_MAX_BYTES = 8 * MAX_FIELD_BYTES + 4 * MAX_ATTRIBUTES_BYTES
 _ROLES = {role.value: role for role in Role}
 
 
@@ -34,8 +36,10 @@ def instance_to_proto(instance: Instance) -> common_pb2.Instance:
 
 
 def instance_from_proto(message: common_pb2.Instance) -> Instance:
-    """The instance in ``message``; raises InvalidRequest for an address, place or component that is none."""
-    return Instance(
+    """The instance in ``message``; raises InvalidRequest for a field that is malformed or too long."""
+    if message.ByteSize() > _MAX_BYTES:
+        raise InvalidRequest(f"an instance has {message.ByteSize()} bytes; at most {_MAX_BYTES} are allowed")
+    instance = Instance(
         id=InstanceId(message.id),
         role=role_of(message.component),
         address=Address.parse(message.address),
@@ -46,3 +50,4 @@ def instance_from_proto(message: common_pb2.Instance) -> Instance:
         unix_path=message.unix_path,
         attributes=dict(message.attributes),
     )
+    return validate(instance)

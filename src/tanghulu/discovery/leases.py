@@ -1,17 +1,22 @@
 """Instances under leases, as a plain table: events and a time in, changes out. Pure.
 
-A process that serves Discovery (the master, a MemoryRegistry) keeps one of these. A lease is a number and a
+A process that serves Discovery (the master, a MemoryRegistry) keeps one of these. A lease is a secret number and a
 deadline; a new registration of the same instance id takes the old one's place, and the old lease is void.
+
+As long as its lease lives, an instance keeps its role and its owner, the token with which it registered ("" without
+tokens): another token neither replaces nor renews nor ends it. So nobody takes the place of a process that is alive.
 """
 
 from __future__ import annotations
 
 import heapq
+import secrets
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from tanghulu.discovery.base import EventKind, Instance, InstanceEvent
-from tanghulu.errors import InvalidRequest, Overloaded
+from tanghulu.discovery.base import WAIT_FOR_LEASE, EventKind, Instance, InstanceEvent, require_same_role
+from tanghulu.errors import Conflict, InvalidRequest, Overloaded
 from tanghulu.types import Role
 
 MAX_INSTANCES = 1 << 14
@@ -25,6 +30,7 @@ class InstanceLease:
 
     lease_id: int
     instance: Instance
+    owner: str
     ttl_s: float
     expires_s: float
     wake_s: float  # when the table's heap brings it up; renewals move only expires_s
@@ -33,10 +39,10 @@ class InstanceLease:
 class LeaseTable:
     """The registered instances. Changes wait in order until ``take_events``."""
 
-    def __init__(self) -> None:
+    def __init__(self, new_lease_id: Callable[[], int] = lambda: secrets.randbits(63) | 1) -> None:
+        self._new_lease_id = new_lease_id
         self._leases: dict[str, InstanceLease] = {}
         self._deadlines: list[tuple[float, str]] = []  # a heap; stale entries are dropped when they come up
-        self._last_lease_id = 0
         self._events: list[InstanceEvent] = []
         self.num_by_role: Counter[Role] = Counter()
 
@@ -52,8 +58,8 @@ class LeaseTable:
         """All live instances, by id."""
         return [self._leases[key].instance for key in sorted(self._leases)]
 
-    def register(self, instance: Instance, ttl_s: float, now_s: float) -> int:
-        """Enter or replace ``instance``; returns the lease id. Raises InvalidRequest or Overloaded."""
+    def register(self, instance: Instance, ttl_s: float, now_s: float, owner: str = "") -> int:
+        """Enter or replace ``instance``; returns the lease id. Raises InvalidRequest, Conflict or Overloaded."""
         if not instance.id:
             raise InvalidRequest("an instance without an id cannot be registered")
         if not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
@@ -61,23 +67,26 @@ class LeaseTable:
         before = self._leases.get(instance.id)
         if before is None and len(self._leases) >= MAX_INSTANCES:
             raise Overloaded(f"{MAX_INSTANCES} instances are registered; no more are taken")
-        self._last_lease_id += 1
+        if before is not None:
+            require_same_role(before.instance, instance)
+            if before.owner != owner:
+                raise Conflict(f"instance {instance.id!r} was registered with another token; {WAIT_FOR_LEASE}")
+        lease_id = self._new_lease_id()
         expires_s = now_s + ttl_s
         wake_s = expires_s if before is None else min(before.wake_s, expires_s)
         if before is None or wake_s < before.wake_s:
             heapq.heappush(self._deadlines, (wake_s, instance.id))
-        self._leases[instance.id] = InstanceLease(self._last_lease_id, instance, ttl_s, expires_s, wake_s)
+        self._leases[instance.id] = InstanceLease(lease_id, instance, owner, ttl_s, expires_s, wake_s)
         if before is not None:
             self.num_by_role[before.instance.role] -= 1
         self.num_by_role[instance.role] += 1
         if before is None or before.instance != instance:
             self._events.append(InstanceEvent(EventKind.PUT, instance))
-        return self._last_lease_id
+        return lease_id
 
-    def keep_alive(self, instance_id: str, lease_id: int, now_s: float) -> bool:
-        """Renew a lease; False if it is not (or no longer) one of this table."""
-        lease = self._leases.get(instance_id)
-        if lease is None or lease.lease_id != lease_id:
+    def keep_alive(self, instance_id: str, lease_id: int, now_s: float, owner: str = "") -> bool:
+        """Renew a lease; False if it is not (or no longer) one of this table, or another owner's."""
+        if self._find(instance_id, lease_id, owner) is None:
             return False
         self.prolong(instance_id, now_s)
         return True
@@ -97,13 +106,17 @@ class LeaseTable:
                 lease.wake_s = until_s
                 heapq.heappush(self._deadlines, (until_s, instance_id))
 
-    def deregister(self, instance_id: str, lease_id: int) -> bool:
-        """End a lease now; False if it is not one of this table."""
-        lease = self._leases.get(instance_id)
-        if lease is None or lease.lease_id != lease_id:
+    def deregister(self, instance_id: str, lease_id: int, owner: str = "") -> bool:
+        """End a lease now; False if it is not one of this table, or another owner's."""
+        lease = self._find(instance_id, lease_id, owner)
+        if lease is None:
             return False
         self._delete(lease)
         return True
+
+    def _find(self, instance_id: str, lease_id: int, owner: str) -> InstanceLease | None:
+        lease = self._leases.get(instance_id)
+        return lease if lease is not None and (lease.lease_id, lease.owner) == (lease_id, owner) else None
 
     def expire(self, now_s: float) -> list[Instance]:
         """End every lease whose deadline has passed; returns their instances."""
@@ -141,10 +154,10 @@ class LeaseTable:
         self._events.append(InstanceEvent(EventKind.DELETE, lease.instance))
 
     def check(self) -> None:
-        """Every lease has its id's key, a number that was given out, and a wake-up not after its deadline."""
+        """Every lease has its id's key, a number, and a wake-up not after its deadline."""
         for key, lease in self._leases.items():
             assert lease.instance.id == key
-            assert 0 < lease.lease_id <= self._last_lease_id
+            assert lease.lease_id > 0
             assert lease.wake_s <= lease.expires_s
             assert (lease.wake_s, key) in self._deadlines
         assert +self.num_by_role == Counter(lease.instance.role for lease in self._leases.values())

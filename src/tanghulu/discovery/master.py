@@ -15,7 +15,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from random import Random
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc.aio
 import structlog
@@ -138,7 +138,6 @@ class MasterDiscovery:
         self._on_reregistered = on_reregistered
         self._finder = finder or MasterFinder(masters)
         self._peer = f"master at {masters}"
-        self._metadata = self._finder.masters.credentials.metadata
         self._clock = SystemClock()
         self._channels: dict[Address, grpc.aio.Channel] = {}
         self._tried: set[str] = set()  # ids of instances that a master may have entered
@@ -175,12 +174,8 @@ class MasterDiscovery:
 
     async def look(self) -> None:
         """Renew nobody's lease. Raises NotLeader if etcd or other masters answer, MasterUnavailable if nobody does."""
-        shown = self._metadata
         try:
-            await self._ask(
-                lambda stub, timeout_s: stub.KeepAlive(pb.KeepAliveRequest(), timeout=timeout_s, metadata=shown),
-                ATTEMPT_S,
-            )
+            await self._ask(lambda stub, options: stub.KeepAlive(pb.KeepAliveRequest(), **options), ATTEMPT_S)
         except (MasterUnavailable, DeadlineExceeded) as error:
             kind = NotLeader if self._finder.answered else MasterUnavailable
             raise kind(error.message) from error
@@ -205,7 +200,7 @@ class MasterDiscovery:
             try:
                 asked = await self._finder.find()
                 call = self._stub(asked).Watch(
-                    request, wait_for_ready=not self._finder.several, metadata=self._metadata
+                    request, wait_for_ready=not self._finder.several, metadata=self._shown_to(asked)
                 )
                 async with typed_errors(self._peer, MasterUnavailable):
                     async for event in self._follow(call, mirror):
@@ -263,13 +258,11 @@ class MasterDiscovery:
         """Register; returns the lease id. Raises MasterUnavailable at the deadline."""
         patient = not self._finder.several
 
-        def ask(stub: membership_pb2_grpc.MembershipStub, timeout_s: float) -> Awaitable[pb.RegisterReply]:
+        def ask(stub: membership_pb2_grpc.MembershipStub, options: dict[str, Any]) -> Awaitable[pb.RegisterReply]:
             tried = instance.again() if instance.id in self._tried else instance
             self._tried.add(instance.id)
             request = pb.RegisterRequest(instance=instance_to_proto(tried), ttl_ms=round(ttl_s * 1000))
-            call: Awaitable[pb.RegisterReply] = stub.Register(
-                request, timeout=timeout_s, wait_for_ready=patient, metadata=self._metadata
-            )
+            call: Awaitable[pb.RegisterReply] = stub.Register(request, wait_for_ready=patient, **options)
             return call
 
         try:
@@ -282,37 +275,38 @@ class MasterDiscovery:
     async def keep_alive(self, instance: Instance, lease_id: int) -> bool:
         """Renew a lease; False if this master does not know it."""
         request = pb.KeepAliveRequest(lease_id=lease_id, instance_id=instance.id)
-        shown = self._metadata
-        reply = await self._ask(
-            lambda stub, timeout_s: stub.KeepAlive(request, timeout=timeout_s, metadata=shown), _CALL_DEADLINE_S
-        )
+        reply = await self._ask(lambda stub, options: stub.KeepAlive(request, **options), _CALL_DEADLINE_S)
         self.master_generation = reply.master_generation
         return bool(reply.known)
 
     async def deregister(self, instance: Instance, lease_id: int) -> None:
         """End a lease."""
         request = pb.DeregisterRequest(lease_id=lease_id, instance_id=instance.id)
-        shown = self._metadata
-        await self._ask(
-            lambda stub, timeout_s: stub.Deregister(request, timeout=timeout_s, metadata=shown), _CLOSE_DEADLINE_S
-        )
+        await self._ask(lambda stub, options: stub.Deregister(request, **options), _CLOSE_DEADLINE_S)
 
     async def _ask(
-        self, ask: Callable[[membership_pb2_grpc.MembershipStub, float], Awaitable[T]], deadline_s: float
+        self, ask: Callable[[membership_pb2_grpc.MembershipStub, dict[str, Any]], Awaitable[T]], deadline_s: float
     ) -> T:
-        """Call ``ask`` of the master with a time-out; of several, one after the other until the leader has answered."""
+        """Call ``ask`` of the master with the options of a call: its time-out, and the credentials.
+
+        Of several, ask one after the other until the leader has answered.
+        """
         seeking = Seeking(self._finder, self._clock.now_s(), deadline_s)
         while True:
             asked: Address | None = None
             try:
                 asked = await self._finder.find()
                 async with typed_errors(self._peer, MasterUnavailable):
-                    return await ask(self._stub(asked), seeking.attempt_s(self._clock.now_s()))
+                    timeout_s = seeking.attempt_s(self._clock.now_s())
+                    return await ask(self._stub(asked), {"timeout": timeout_s, "metadata": self._shown_to(asked)})
             except (MasterUnavailable, DeadlineExceeded) as error:
                 pause_s = seeking.pause_s(asked, error, self._clock.now_s())
                 if pause_s is None:
                     raise
             await asyncio.sleep(pause_s)
+
+    def _shown_to(self, address: Address) -> tuple[tuple[str, str], ...]:
+        return self._finder.masters.credentials_for(address).metadata
 
     def _stub(self, address: Address) -> membership_pb2_grpc.MembershipStub:
         link = self._channels.get(address)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextvars import ContextVar
 from types import CoroutineType
 from typing import Any
 
@@ -29,6 +30,8 @@ from tanghulu.rpc.methods import HELLO, Method, Rule
 
 _log = structlog.get_logger(__name__)
 REFRESH_S = 1.0
+#: Who makes the gRPC call under way, for handlers whose answer depends on it; None where there are no tokens.
+CALLER: ContextVar[Identity | None] = ContextVar("caller", default=None)
 
 
 class Authorizer:
@@ -52,7 +55,7 @@ class Authorizer:
         def hello(peer: Peer, request: Any, attachment: memoryview) -> Any:
             if peer.identity is not None:
                 raise InvalidRequest("HELLO comes once, in the first frame")
-            peer.identity = self._tokens.table.authenticate(Credentials(request.tenant, request.token))
+            peer.identity = self._tokens.authenticate(Credentials(request.tenant, request.token))
             return handler(peer, request, attachment)
 
         return hello
@@ -115,10 +118,11 @@ class GrpcAuthorizer(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc'
             return handler
         try:
             shown = from_metadata(tuple(handler_call_details.invocation_metadata or ()))
-            identity = self._tokens.table.authenticate(shown)
+            identity = self._tokens.authenticate(shown)
             rule = self._rules.get(handler_call_details.method)
             if rule is None or handler.request_streaming:
                 raise Forbidden(f"{handler_call_details.method} is open to nobody while this process has --tokens")
+            rule.require_right(identity)
         except TanghuluError as error:
             return _refusal(handler, error)
         return (
@@ -135,6 +139,7 @@ class GrpcAuthorizer(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc'
                 request = rule.admit(identity, request)
             except TanghuluError as error:
                 await abort(context, error)
+            CALLER.set(identity)
             async for message in handler.unary_stream(request, context):
                 if not self._tokens.table.still_stands(identity, time.time()):
                     await abort(context, Unauthorized(f"token {identity.token_name!r} was revoked"))
@@ -180,6 +185,7 @@ def _guarded_unary(
             request = rule.admit(identity, request)
         except TanghuluError as error:
             await abort(context, error)
+        CALLER.set(identity)
         return rule.answer(identity, await handler.unary_unary(request, context))
 
     return grpc.unary_unary_rpc_method_handler(unary, handler.request_deserializer, handler.response_serializer)

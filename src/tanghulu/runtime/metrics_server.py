@@ -8,7 +8,6 @@ it says that the process runs, and nothing else.
 
 from __future__ import annotations
 
-import hmac
 import http.client
 import socket
 import ssl
@@ -24,10 +23,12 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 from tanghulu.auth.api_keys import ApiKeysFile, KeyRight
 from tanghulu.auth.credentials import Credentials
+from tanghulu.auth.derived_tokens import is_token
 from tanghulu.auth.tls import REFRESH_S as TLS_REFRESH_S
 from tanghulu.auth.tls import ServerTls
 from tanghulu.auth.tokens import TokensFile
 from tanghulu.errors import ConfigError, Forbidden, Unauthorized
+from tanghulu.types import Address
 
 _log = structlog.get_logger(__name__)
 _HANDSHAKE_S: Final = 10.0
@@ -40,7 +41,14 @@ class MetricsAuthorizer:
 
     def __init__(self, tokens: TokensFile | None, keys: ApiKeysFile | None, own: Credentials) -> None:
         self._tokens, self._keys, self._own = tokens, keys, own
+        self._addresses: list[str] = []
         self._refreshed_s = time.monotonic()
+
+    def answer_at(self, address: Address) -> None:
+        """Accept tokens derived for ``address``, under which others find these metrics."""
+        self._addresses = [str(address)]
+        if self._tokens is not None:
+            self._tokens.answer_at(address)
 
     def admit(self, authorization: str) -> None:
         """Take the header of a request; raises Unauthorized, Forbidden."""
@@ -49,7 +57,7 @@ class MetricsAuthorizer:
         shown = shown.strip() if scheme.lower() == "bearer" else ""
         if not shown:
             raise Unauthorized("metrics need a token: send the header Authorization: Bearer TOKEN")
-        if self._own.token and hmac.compare_digest(shown.encode(), self._own.token.encode()):
+        if self._own.token and is_token(self._own.token, shown, self._addresses):
             return
         found: list[bool] = []
         for table_allows in (self._by_token, self._by_key):
@@ -65,7 +73,7 @@ class MetricsAuthorizer:
     def _by_token(self, shown: str) -> bool:
         if self._tokens is None:
             raise Unauthorized("there are no tokens")
-        return self._tokens.table.authenticate(Credentials(token=shown)).sees_metrics
+        return self._tokens.authenticate(Credentials(token=shown)).sees_metrics
 
     def _by_key(self, shown: str) -> bool:
         if self._keys is None:

@@ -281,10 +281,13 @@ async def _run(role: Role, config: P, serve: Serve[P]) -> None:
     metrics = None
     try:
         tls = _metrics_tls(config)
-        metrics = MetricsServer(registry, config.host, config.metrics_port, _metrics_authorizer(config), tls)
+        authorizer = _metrics_authorizer(config)
+        metrics = MetricsServer(registry, config.host, config.metrics_port, authorizer, tls)
         generation = secrets.randbits(48)
-        metrics_address = ("https://" if tls else "") + str(Address(config.reachable_host, metrics.port))
-        process = Process(role, config, run_dir, status, registry, metrics_address, generation, stopping)
+        metrics_address = Address(config.reachable_host, metrics.port)
+        if authorizer is not None:
+            authorizer.answer_at(metrics_address)
+        process = Process(role, config, run_dir, status, registry, str(metrics_address), generation, stopping)
         with LoopWatch(registry):
             async with beside(_collect_garbage(process), watch_descriptors()):
                 await serve(process, config)

@@ -1,4 +1,9 @@
-"""Reading the metrics of other processes, for those who show a whole cluster."""
+"""Reading the metrics of other processes, for those who show a whole cluster.
+
+Addresses come from discovery, so nothing at them is trusted: they are host:port and no more, the scheme is the
+cluster's, each process is shown a token that is of use at its address alone, and a page is read up to a bound,
+uncompressed.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +14,16 @@ from typing import TypeAlias
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
+from tanghulu.auth.credentials import NO_TLS, NOTHING_TO_SHOW, Credentials, TlsFiles
 from tanghulu.auth.tls import client_context
+from tanghulu.errors import InvalidRequest
+from tanghulu.types import Address
 
 #: Seconds that a process may take to show its metrics.
 DEADLINE_S = 2.0
-#: Pages that are fetched side by side.
+#: Pages that are fetched side by side, and the bytes of one page.
 AT_ONCE = 32
+MAX_PAGE_BYTES = 8 << 20
 
 #: A sample's name and labels, and its value.
 Samples: TypeAlias = list[tuple[str, Mapping[str, str], float]]
@@ -49,7 +57,7 @@ def summed_by(samples: Samples, name: str, *labels: str) -> dict[tuple[str, ...]
 
 
 async def scrape(addresses: Iterable[str], credentials: Credentials = NOTHING_TO_SHOW) -> list[Samples | None]:
-    """The metrics at each of ``addresses``, for which ``credentials`` are shown.
+    """The metrics at each of ``addresses``, host:port, for which tokens derived from ``credentials`` are shown.
 
     None of one that does not answer, nothing of an empty address, or of one that does not let these credentials in.
     """
@@ -58,24 +66,42 @@ async def scrape(addresses: Iterable[str], credentials: Credentials = NOTHING_TO
         trust_env=False,
         timeout=DEADLINE_S,
         verify=client_context(credentials.tls),
-        headers=dict(credentials.metadata),
+        headers={"accept-encoding": "identity"},
+        follow_redirects=False,
     ) as http:
-        return await asyncio.gather(*(_page(http, slots, each) for each in addresses))
+        return await asyncio.gather(*(_page(http, slots, each, credentials) for each in addresses))
 
 
-def metrics_url(address: str) -> str:
-    """Where the metrics are of a process that publishes ``address``: host:port, with a scheme if it is not http."""
-    return f"{'' if '://' in address else 'http://'}{address}/metrics"
+def metrics_url(address: str, tls: TlsFiles = NO_TLS) -> str:
+    """The URL of the metrics of a process that publishes ``address``; raises InvalidRequest unless it is host:port."""
+    return f"{'https' if tls else 'http'}://{Address.parse(address)}/metrics"
 
 
-async def _page(http: httpx.AsyncClient, slots: asyncio.Semaphore, address: str) -> Samples | None:
+async def _page(
+    http: httpx.AsyncClient, slots: asyncio.Semaphore, address: str, credentials: Credentials
+) -> Samples | None:
     if not address:
         return []
     async with slots:
         try:
-            answer = await http.get(metrics_url(address))
-            if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-                return []
-            return samples_in(answer.raise_for_status().text)
-        except (httpx.HTTPError, OSError, ValueError):  # ssl's errors may come as they are
+            url = metrics_url(address, credentials.tls)
+            shown = dict(credentials.to(Address.parse(address)).metadata)
+            async with asyncio.timeout(DEADLINE_S), http.stream("GET", url, headers=shown) as answer:
+                if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+                    return []
+                text = await _text(answer.raise_for_status())
+            return samples_in(text)
+        except (httpx.HTTPError, OSError, ValueError, InvalidRequest):  # ssl's errors may come as they are
             return None
+
+
+async def _text(answer: httpx.Response) -> str:
+    """The page; raises ValueError if it is compressed or too long."""
+    if answer.headers.get("content-encoding", "identity").lower() != "identity":
+        raise ValueError("the page is compressed, which was not asked for")
+    page = bytearray()
+    async for part in answer.aiter_raw():
+        page += part
+        if len(page) > MAX_PAGE_BYTES:
+            raise ValueError(f"the page has more than {MAX_PAGE_BYTES} bytes")
+    return page.decode()

@@ -431,7 +431,7 @@ class AsyncioDriver:
             if _is_node(peer):
                 await self._greet(peer, target, connection, self._sessions.patience_s(peer, deadline_s))
             else:
-                await greet(connection, self.settings.master.credentials, deadline_s)
+                await greet(connection, self.settings.master.credentials_for(target.address), deadline_s)
                 self._has_met_master = self._has_met_master or peer == MASTER
         except (TanghuluError, asyncio.CancelledError) as error:
             await connection.close()

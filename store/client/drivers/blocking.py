@@ -549,7 +549,7 @@ class BlockingDriver:
                 on_late=late_replies(self.context, peer, lambda: None),
             )
             if to_master:
-                greet_blocking(connection, self.settings.master.credentials, timeout_s)
+                greet_blocking(connection, self.settings.master.credentials_for(target.address), timeout_s)
                 self._has_met_master = self._has_met_master or peer == MASTER
         except TanghuluError as error:
             if not to_master:

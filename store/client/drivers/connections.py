@@ -65,8 +65,8 @@ class NodeSessions:
     def hello(self, peer: PeerId, target: Target) -> messages.AnyCall:
         """The first call on a connection to the node ``peer``."""
         settings, held = self._settings, self._context.leases.held(peer)
-        wants_shm = target.unix_path is not None
-        return messages.hello(settings.client_id, settings.master.credentials, settings.host_id, wants_shm, held)
+        shown = settings.master.credentials.to(target.address)
+        return messages.hello(settings.client_id, shown, settings.host_id, target.unix_path is not None, held)
 
     def greeted(self, peer: PeerId, target: Target, reply: messages.AnyReply) -> Welcome:
         """The answer to ``hello``; a new session ends the old one.

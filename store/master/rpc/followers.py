@@ -3,6 +3,9 @@
 A follower of an only master asks for everything, and gets one snapshot when the directory is complete. One of several
 masters is asked for the ranges of keys that it owns; each gets a snapshot as soon as it is known whole, between changes
 of the others, and MOVED tells when the master owns it no more.
+
+A tenant's changes are numbered apart, from 1 in each stream, because the numbers of the log count everybody's. Such a
+stream cannot be resumed; the next one begins with a snapshot.
 """
 
 from __future__ import annotations
@@ -10,8 +13,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 
+from msgspec import structs
+
 from tanghulu.errors import KeysMoved, Overloaded
 from tanghulu.protos import directory_pb2 as pb
+from tanghulu.rpc.authorizer import CALLER
 from tanghulu.store.master.directory.events import Lagged
 from tanghulu.store.master.rpc.wire import event_to_wire
 from tanghulu.store.master.server import MasterServer
@@ -47,15 +53,19 @@ class _Follower:
         self._generation = server.master.log_generation
         self._prefix, self._is_of_some = request.key_prefix, bool(request.ranges)
         log, after, wanted = self._directory.log, request.after_sequence, request.ranges or ALL_BITS
+        caller = CALLER.get()
+        self._is_numbered_apart = caller is not None and bool(caller.tenant) and not caller.sees_metrics
         resumes = request.master_generation == self._generation and 0 < after <= log.last and log.first <= after + 1
+        resumes &= not self._is_numbered_apart
         self._told = wanted & ~request.fresh if resumes else 0
         self._pending = wanted & ~self._told
         self._began = log.last  # what went before was another time that this master owned a range
-        self._cursor = self._sent = after if self._told else log.last
+        self._cursor = after if self._told else log.last
+        self._sent = 0 if self._is_numbered_apart else self._cursor
 
     async def batches(self) -> AsyncIterator[pb.EventBatch]:
         if self._is_of_some and self._pending:
-            yield self._batch([DirectoryEvent(self._cursor, DirectoryEventKind.RESET, ranges=self._pending)])
+            yield self._batch([DirectoryEvent(self._number, DirectoryEventKind.RESET, ranges=self._pending)])
         while True:
             self._require()
             changes = self._read()
@@ -71,6 +81,11 @@ class _Follower:
             await self._server.wait()
             if self._told:
                 await asyncio.sleep(COALESCE_S)
+
+    @property
+    def _number(self) -> int:
+        """The number of the last change behind which the follower is, as it is told."""
+        return self._sent if self._is_numbered_apart else self._cursor
 
     def _require(self) -> None:
         """Raise what ends the stream: this master leads no more, or has begun with another memory."""
@@ -88,7 +103,7 @@ class _Follower:
         return ready if self._is_of_some or ready == self._pending else 0
 
     async def _snapshot(self, ranges: int) -> AsyncIterator[pb.EventBatch]:
-        directory, sequence, stored = self._directory, self._cursor, DirectoryEventKind.STORED
+        directory, sequence, stored = self._directory, self._number, DirectoryEventKind.STORED
         named = ranges if self._is_of_some else 0
         yield self._batch([DirectoryEvent(sequence, DirectoryEventKind.RESET, ranges=named)])
         began = directory.times_begun(ranges)
@@ -119,7 +134,8 @@ class _Follower:
         """The next changes; None if there are none now."""
         log = self._directory.log
         if not self._told and not self._is_of_some:
-            self._cursor = self._sent = log.last  # the snapshot will tell
+            self._cursor = log.last  # the snapshot will tell
+            self._sent = self._number
             return None
         try:
             numbered = log.read(self._cursor, BATCH_WEIGHT)
@@ -130,9 +146,12 @@ class _Follower:
             return None
         first, self._cursor = self._sent + 1, numbered[-1][0]
         wanted = [kept for number, event in numbered if (kept := self._wanted(number, event)) is not None]
-        if wanted:
+        if self._is_numbered_apart:
+            wanted = [structs.replace(event, sequence=number) for number, event in enumerate(wanted, first)]
+            self._sent += len(wanted)
+        elif wanted:
             self._sent = self._cursor
-        return self._batch(wanted, first, self._cursor)
+        return self._batch(wanted, first, self._number)
 
     def _wanted(self, number: int, event: DirectoryEvent) -> DirectoryEvent | None:
         if event.kind is DirectoryEventKind.MOVED:

@@ -14,6 +14,7 @@ from tanghulu.discovery.instance_wire import instance_from_proto, instance_to_pr
 from tanghulu.errors import Overloaded, TanghuluError
 from tanghulu.protos import membership_pb2 as pb
 from tanghulu.protos import membership_pb2_grpc
+from tanghulu.rpc.authorizer import CALLER
 from tanghulu.rpc.grpc_edge import abort
 from tanghulu.store.master.directory.events import Lagged
 from tanghulu.store.master.server import MasterServer
@@ -21,7 +22,9 @@ from tanghulu.types import Role
 
 _log = structlog.get_logger(__name__)
 _KINDS = {EventKind.PUT: pb.InstanceEvent.PUT, EventKind.DELETE: pb.InstanceEvent.DELETE}
-_EVENTS_AT_ONCE = 256
+_EVENTS_PER_READ_BYTES = 1 << 20
+#: The roles of instances that a token without the right to join sees.
+_FOR_CLIENTS = frozenset({Role.MASTER})
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -38,12 +41,12 @@ class MembershipService(membership_pb2_grpc.MembershipServicer):
             self._server.require_leadership()
             instance = instance_from_proto(request.instance)
             async with self._admitting(instance):
-                lease_id = self._master.register(instance, request.ttl_ms / 1000, self._server.now_s)
+                lease_id = self._master.register(instance, request.ttl_ms / 1000, self._server.now_s, _owner())
         except TanghuluError as error:
             await abort(context, error)
             raise
         self._server.changed()
-        _log.info("instance.registered", instance=instance.id, lease_id=lease_id, address=str(instance.address))
+        _log.info("instance.registered", instance=instance.id, address=str(instance.address))
         return pb.RegisterReply(lease_id=lease_id, master_generation=self._master.generation)
 
     def _admitting(self, instance: Instance) -> contextlib.AbstractAsyncContextManager[None]:
@@ -56,14 +59,14 @@ class MembershipService(membership_pb2_grpc.MembershipServicer):
         """Renew a lease; without an instance only tell that this master leads, which is no sign of a predecessor."""
         await self._require(context)
         known = bool(request.instance_id) and self._master.keep_alive(
-            request.instance_id, request.lease_id, self._server.now_s
+            request.instance_id, request.lease_id, self._server.now_s, _owner()
         )
         return pb.KeepAliveReply(known=known, master_generation=self._master.generation)
 
     async def Deregister(self, request: pb.DeregisterRequest, context: Context) -> pb.DeregisterReply:
         """End a lease; a lease that is gone already is no error."""
         await self._require(context)
-        if self._master.deregister(request.instance_id, request.lease_id):
+        if self._master.deregister(request.instance_id, request.lease_id, _owner()):
             _log.info("instance.deregistered", instance=request.instance_id)
             self._server.changed()
         return pb.DeregisterReply()
@@ -75,12 +78,12 @@ class MembershipService(membership_pb2_grpc.MembershipServicer):
             await abort(context, error)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.InstanceEvent]:
-        """Stream every live instance, then SYNCED, then changes."""
+        """Stream every live instance, then SYNCED, then changes. Clients see masters alone."""
         open_streams = self._server.metrics.followers.labels("membership")
         open_streams.inc()
         try:
             self._server.require_leadership()
-            roles = frozenset(role_of(component) for component in request.components)
+            roles = frozenset(role_of(component) for component in request.components) or frozenset(Role)
             async for event in self._watch(roles, request.namespace or "default"):
                 yield event
         except TanghuluError as error:
@@ -89,8 +92,12 @@ class MembershipService(membership_pb2_grpc.MembershipServicer):
             open_streams.dec()
 
     async def _watch(self, roles: frozenset[Role], namespace: str) -> AsyncIterator[pb.InstanceEvent]:
+        caller = CALLER.get()
+        if caller is not None and not caller.sees_metrics:
+            roles &= _FOR_CLIENTS
+
         def wanted(instance: Instance) -> bool:
-            return instance.namespace == namespace and (not roles or instance.role in roles)
+            return instance.namespace == namespace and instance.role in roles
 
         ring = self._master.members
         cursor = ring.last
@@ -100,7 +107,7 @@ class MembershipService(membership_pb2_grpc.MembershipServicer):
         yield pb.InstanceEvent(kind=pb.InstanceEvent.SYNCED)
         while True:
             try:
-                events = ring.read(cursor, _EVENTS_AT_ONCE)
+                events = ring.read(cursor, _EVENTS_PER_READ_BYTES)
             except Lagged:
                 self._server.metrics.cut_off_followers.inc()
                 raise Overloaded(f"this watch fell behind change {ring.first}; watch again") from None
@@ -110,6 +117,12 @@ class MembershipService(membership_pb2_grpc.MembershipServicer):
                 cursor = number
                 if event.instance is not None and wanted(event.instance):
                     yield _to_wire(event, event.instance)
+
+
+def _owner() -> str:
+    """The token that the call under way shows, by its hash; "" without tokens."""
+    caller = CALLER.get()
+    return "" if caller is None else caller.sha256
 
 
 def _to_wire(event: InstanceEvent, instance: Instance) -> pb.InstanceEvent:

@@ -156,7 +156,7 @@ class MasterConversation:
     async def _converse(self) -> None:
         """Be connected until that fails."""
         self.master = await self._find()
-        shown = self._masters.credentials
+        shown = self._masters.credentials_for(self.master)
         self._connection = await AsyncFastConnection.connect(self.master, shortcut=True, tls=shown.tls)
         await greet(self._connection, shown, self._call_deadline_s)
         self._broken = asyncio.get_running_loop().create_future()

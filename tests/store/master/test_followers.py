@@ -9,10 +9,13 @@ from collections.abc import AsyncIterator
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tanghulu.auth.tenants import Identity, Right
 from tanghulu.errors import KeysMoved, Overloaded
 from tanghulu.protos import directory_pb2 as pb
+from tanghulu.rpc.authorizer import CALLER
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.directory_feed import DirectoryEventKind
+from tanghulu.store.followed_ranges import EventCursor
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, ReportPiece
 from tanghulu.store.master.directory.events import EventRing
@@ -94,6 +97,26 @@ async def test_a_filtered_follower_is_told_the_whole_range() -> None:
     batch = await anext(stream)
     assert (batch.first_sequence, batch.last_sequence) == (last + 1, last + 3)
     assert [list(event.keys) for event in batch.events] == [["kv/1"]]
+    await stream.aclose()
+
+
+async def test_a_tenant_does_not_count_what_others_do() -> None:
+    shell = make_shell()
+    CALLER.set(Identity("acme", frozenset({Right.READ}), "acme"))
+    last = shell.master.directory.log.last
+    stream = follow(shell, pb.EventsRequest(key_prefix="@acme/", after_sequence=last, master_generation=3))
+    reset = (await anext(stream)).events[0]
+    assert (reset.kind, reset.sequence) == (pb.DirectoryEvent.RESET, 0), "it is not resumed"
+    cursor = EventCursor(3)
+    assert await kinds_until_synced(stream)
+    seen = []
+    for keys in (("x", "@acme/1"), ("y", "z", "@acme/2", "@acme/3"), ("@acme/4",)):
+        for key in keys:
+            store(shell, key)
+        batch = await anext(stream)
+        seen.append((batch.first_sequence, batch.last_sequence, [event.sequence for event in batch.events]))
+        assert cursor.take(3, [], batch.first_sequence, batch.last_sequence)
+    assert seen == [(1, 1, [1]), (2, 3, [2, 3]), (4, 4, [4])]
     await stream.aclose()
 
 

@@ -208,12 +208,12 @@ def test_a_leader_takes_nodes_for_gone_that_do_not_come_within_a_lease() -> None
     master = Master(1, 0.0, shares=True)
     master.nodes_told({"n1": NODE, "n2": instance("n2")}, frozenset({"n1", "n2"}), 0.0)
     master.begin_leases(40, 10.0)
-    master.register(NODE, 3.0, 10.5)
+    lease_id = master.register(NODE, 3.0, 10.5)
     admitted = frozenset({"n1", "n2"})
     assert master.present_nodes(admitted, 10.0 + REBUILD_S - 0.1) == admitted
     assert master.present_nodes(admitted, 10.0 + REBUILD_S) == {"n1"}
     assert [each.id for each in master.tick(13.6, 3.6)] == []
-    master.leases.deregister("n1", 1)
+    master.leases.deregister("n1", lease_id)
     assert master.present_nodes(admitted, 14.0) == frozenset()
     assert master.directory.num_nodes == 2, "etcd tells who has gone"
     master.nodes_told({}, frozenset(), 14.0)

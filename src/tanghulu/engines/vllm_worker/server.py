@@ -127,6 +127,8 @@ class VllmWorkerServer:
         service = FastService()
         port = PortMux(service, process.run_dir, "worker", interceptors, tls)
         self.address = await port.bind(config.host, config.port, config.reachable_host)
+        if tokens is not None:
+            tokens.answer_at(self.address, Address(config.host, self.address.port))
         self.unix_path = port.unix_path
         self.instance_id = process.instance_id(self.address.port)
         factory = VllmRequestFactory(
