@@ -109,7 +109,7 @@ class RouterServer:
         keys = self._port.keys
         interceptors = () if keys is None else (GrpcKeyAuthorizer(keys, RIGHTS),)
         rpc = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
-        servicer = RouterServicer(self.service, self._hasher, self._clock, generator)
+        servicer = RouterServicer(self.service, self._hasher, self._clock, generator, keys)
         router_pb2_grpc.add_RouterServicer_to_server(servicer, rpc)
         where, tls = Address(config.host, config.grpc_port), config.tls if config.tls.cert else None
         try:

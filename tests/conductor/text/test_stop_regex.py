@@ -16,7 +16,8 @@ from tanghulu.errors import InvalidRequest
 
 PATTERNS = [
     "ab", "a[bc]+d", "(a|bc)d", "a{2,3}b", "a?b", "a*b", "(ab)+c", "[^ab]c", r"\d+a", r"\w\s", ".c", "(?:a|b){2}c",
-    "a(?:b?c?)d", "(?i:AB)c", r"[a-c]\.", "(a*b*)*c", "a.{0,3}d", r"\Da", r"[\d.]b", "a+?b", "(?i)[^ab]c", "(?i)[^a]", "[b-ca-b1]d", r"[^\Wa]b",
+    "a(?:b?c?)d", "(?i:AB)c", r"[a-c]\.", "(a*b*)*c", "a.{0,3}d", r"\Da", r"[\d.]b", "a+?b", "(?i)[^ab]c",
+    "(?i)[^a]", "[b-ca-b1]d", r"[^\Wa]b",
 ]  # fmt: skip
 
 
