@@ -58,7 +58,9 @@ class HttpOptions(TlsOptions):
 
     api_keys: Path | None = option(None, "let in only who shows one of the API keys in this file")
     tls_mutual: bool = option(False, "let in only who shows a certificate that --tls-ca has signed")
-    max_connections: int = option(4096, "connections of clients that are let in; others get 503", least=1)
+    max_connections: int = option(
+        4096, "connections of clients; idle ones make way, and beyond busy ones clients get 503", least=1
+    )
 
     @property
     def scheme(self) -> str:

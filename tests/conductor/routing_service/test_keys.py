@@ -105,7 +105,9 @@ async def test_each_key_has_requests_of_its_own_and_each_tenant_blocks(tmp_path:
             stub = router_pb2_grpc.RouterStub(channel)
             mallory = (("authorization", f"Bearer {SECRETS['mallory']}"),)
             await stub.Free(pb.RouterRequestName(request_id="long"), metadata=mallory)
-            assert not (await stub.Overlaps(pb.RouterQuestion(tokens=as_tokens(tokens).tobytes()), metadata=mallory)).overlaps
+            assert not (
+                await stub.Overlaps(pb.RouterQuestion(tokens=as_tokens(tokens).tobytes()), metadata=mallory)
+            ).overlaps
             assert server.service.has_request("long", Caller("key acme"))
         server.service.check()
 
