@@ -21,7 +21,7 @@ from tanghulu.rpc.unsent import MAX_UNSENT_BYTES
 from tanghulu.rpc.wire import encode
 from tanghulu.store.client import Client
 from tanghulu.store.client.logic.effects import PeerId
-from tanghulu.store.node.rpc.grpc_requests import MAX_REQUEST_BYTES
+from tanghulu.rpc.grpc_door import MAX_REQUEST_BYTES
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS
 from tanghulu.store.protocol.messages import CommitItem, CommitRequest, GetRequest, ReserveRequest, UnpinRequest
