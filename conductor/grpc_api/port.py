@@ -14,8 +14,7 @@ from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.protos import inference_pb2_grpc
 from tanghulu.rpc.authorizer import GrpcKeyAuthorizer
-from tanghulu.rpc.grpc_door import guarded_server
-from tanghulu.rpc.grpc_edge import listen
+from tanghulu.rpc.grpc_edge import guarded_server, listen
 from tanghulu.runtime.master_options import HttpOptions
 from tanghulu.types import Address
 

@@ -24,8 +24,7 @@ from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.protos import conductor_pb2_grpc
 from tanghulu.protos.common_pb2 import EndReply
 from tanghulu.rpc.authorizer import GrpcAuthorizer, follow_tokens
-from tanghulu.rpc.grpc_door import guarded_server
-from tanghulu.rpc.grpc_edge import listen
+from tanghulu.rpc.grpc_edge import guarded_server, listen
 from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, InstanceId, Role
 

@@ -23,7 +23,7 @@ from tanghulu.conductor.pool_router.demand import parse_body
 from tanghulu.conductor.pool_router.relaying import TRY_ELSEWHERE, UNREACHABLE, RelayClient, answer_headers, reason
 from tanghulu.conductor.routing.overrides import RoutingOverrides
 from tanghulu.conductor.routing_service import types
-from tanghulu.conductor.routing_service.service import Caller, RoutableWorker, RoutingQuery, RoutingService
+from tanghulu.conductor.routing_service.service import RoutableWorker, RoutingClient, RoutingQuery, RoutingService
 from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.hashing import as_tokens
 from tanghulu.runtime.clock import Clock
@@ -49,7 +49,7 @@ class _ParsedGenerate:
     request_id: str
     query: RoutingQuery
     body: bytes
-    caller: Caller
+    caller: RoutingClient
 
 
 class Generator:
@@ -63,7 +63,7 @@ class Generator:
         await asyncio.gather(*self._closing, return_exceptions=True)
         await self._client.close()
 
-    async def generate(self, body: bytes, caller: Caller) -> ForwardedAnswer:
+    async def generate(self, body: bytes, caller: RoutingClient) -> ForwardedAnswer:
         """Send ``body`` (JSON) to the best worker. Raises InvalidRequest for a malformed body, NodeUnavailable."""
         parsed = self._read(body, caller)
         tried: dict[InstanceId, str] = {}
@@ -138,7 +138,7 @@ class Generator:
             t for t in self._service.workers if t.url and t.role.prefills and t.role.decodes and t.id not in passed_over
         ]
 
-    def _read(self, body: bytes, caller: Caller) -> _ParsedGenerate:
+    def _read(self, body: bytes, caller: RoutingClient) -> _ParsedGenerate:
         told = parse_body(body)
         ids = told.get("input_ids")
         if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 1 << 32 for i in ids):

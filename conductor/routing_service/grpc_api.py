@@ -14,7 +14,7 @@ from tanghulu.auth.credentials import from_metadata
 from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
 from tanghulu.conductor.routing_service import types
 from tanghulu.conductor.routing_service.generate import Generator
-from tanghulu.conductor.routing_service.service import ANYBODY, Caller, RoutingQuery, RoutingService
+from tanghulu.conductor.routing_service.service import ANYBODY, RoutingClient, RoutingQuery, RoutingService
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.hashing import as_tokens
 from tanghulu.protos import router_pb2 as pb
@@ -33,7 +33,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Method = Callable[[Any, Any, Context], Awaitable[Any]]
 
 
-def _typed(method: Callable[[Any, Any, Caller], Any]) -> Method:
+def _typed(method: Callable[[Any, Any, RoutingClient], Any]) -> Method:
     """``method`` as a servicer's, with its caller: its typed errors become statuses."""
 
     @functools.wraps(method)
@@ -60,26 +60,26 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         self._service, self._hasher, self._clock, self._generator = service, hasher, clock, generator
         self._keys = keys
 
-    def caller(self, context: Context) -> Caller:
+    def caller(self, context: Context) -> RoutingClient:
         """The caller by the key that it shows. Raises Unauthorized if the key was revoked meanwhile."""
         if self._keys is None:
             return ANYBODY
         shown = from_metadata(tuple(context.invocation_metadata() or ()))
-        return Caller.of(self._keys.table.authenticate(shown.token))
+        return RoutingClient.of(self._keys.table.authenticate(shown.token))
 
     @_typed
-    def PutWorker(self, message: pb.RouterWorker, caller: Caller) -> pb.RouterDone:
+    def PutWorker(self, message: pb.RouterWorker, caller: RoutingClient) -> pb.RouterDone:
         role, place = types.role_of(message.role), types.place_of(message.place)
         self._service.put_worker(InstanceId(message.worker), role, place, message.url)
         return pb.RouterDone()
 
     @_typed
-    def RemoveWorker(self, message: pb.RouterWorkerName, caller: Caller) -> pb.RouterDone:
+    def RemoveWorker(self, message: pb.RouterWorkerName, caller: RoutingClient) -> pb.RouterDone:
         self._service.remove_worker(InstanceId(message.worker))
         return pb.RouterDone()
 
     @_typed
-    def ReportLoad(self, message: pb.RouterLoad, caller: Caller) -> pb.RouterDone:
+    def ReportLoad(self, message: pb.RouterLoad, caller: RoutingClient) -> pb.RouterDone:
         load = WorkerLoad(
             message.num_running,
             message.num_waiting,
@@ -94,13 +94,13 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         return pb.RouterDone()
 
     @_typed
-    def PublishEvents(self, message: pb.RouterEvents, caller: Caller) -> pb.RouterDone:
+    def PublishEvents(self, message: pb.RouterEvents, caller: RoutingClient) -> pb.RouterDone:
         stored, removed = types.checked_hashes(message.stored), types.checked_hashes(message.removed)
         self._service.kv_event(InstanceId(message.worker), KvChange(tuple(stored), tuple(removed), message.cleared))
         return pb.RouterDone()
 
     @_typed
-    def BestWorker(self, message: pb.RouterQuestion, caller: Caller) -> pb.RouterBest:
+    def BestWorker(self, message: pb.RouterQuestion, caller: RoutingClient) -> pb.RouterBest:
         """Choose the workers for a request; with request_id it is added there."""
         best = self._service.best(
             self._query(message, caller), self._clock.now_s(), message.request_id, message.explain, caller
@@ -117,7 +117,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         )
 
     @_typed
-    def AddRequest(self, message: pb.RouterAddRequest, caller: Caller) -> pb.RouterDone:
+    def AddRequest(self, message: pb.RouterAddRequest, caller: RoutingClient) -> pb.RouterDone:
         """Add a request that a gateway has routed by itself."""
         if not message.question.request_id:
             raise InvalidRequest("AddRequest needs a request_id")
@@ -129,23 +129,23 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         return pb.RouterDone()
 
     @_typed
-    def PrefillCompleted(self, message: pb.RouterRequestName, caller: Caller) -> pb.RouterDone:
+    def PrefillCompleted(self, message: pb.RouterRequestName, caller: RoutingClient) -> pb.RouterDone:
         self._service.prefill_completed(message.request_id, self._clock.now_s(), caller)
         return pb.RouterDone()
 
     @_typed
-    def Free(self, message: pb.RouterRequestName, caller: Caller) -> pb.RouterDone:
+    def Free(self, message: pb.RouterRequestName, caller: RoutingClient) -> pb.RouterDone:
         self._service.free(message.request_id, caller)
         return pb.RouterDone()
 
     @_typed
-    def Overlaps(self, message: pb.RouterQuestion, caller: Caller) -> pb.RouterOverlaps:
+    def Overlaps(self, message: pb.RouterQuestion, caller: RoutingClient) -> pb.RouterOverlaps:
         """The leading blocks that each worker has or is computing."""
         found = self._service.overlaps(self._query(message, caller).hashes, self._clock.now_s())
         return pb.RouterOverlaps(overlaps=[pb.RouterOverlap(worker=w, num_blocks=n) for w, n in found.items()])
 
     @_typed
-    def PotentialLoads(self, message: pb.RouterQuestion, caller: Caller) -> pb.RouterPotentialLoads:
+    def PotentialLoads(self, message: pb.RouterQuestion, caller: RoutingClient) -> pb.RouterPotentialLoads:
         """The load that each worker would have with the request."""
         loads = self._service.potential_loads(self._query(message, caller), self._clock.now_s())
         return pb.RouterPotentialLoads(loads=[pb.RouterPotentialLoad(**asdict(load)) for load in loads])
@@ -169,7 +169,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         for event in list(self._service.dump_events()):
             yield pb.RouterEvents(worker=event.holder, stored=list(event.blocks))
 
-    def _query(self, message: pb.RouterQuestion, caller: Caller) -> RoutingQuery:
+    def _query(self, message: pb.RouterQuestion, caller: RoutingClient) -> RoutingQuery:
         overrides = types.overrides_of(message.policy, message.weights, message.prefill_worker, message.decode_worker)
         tokens = as_tokens(message.tokens) if message.tokens else None
         hashes = types.checked_hashes(message.block_hashes)

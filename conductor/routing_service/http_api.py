@@ -17,7 +17,7 @@ from tanghulu.conductor.inference.schema import MAX_LABELS, at_most
 from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
 from tanghulu.conductor.routing_service import types
 from tanghulu.conductor.routing_service.generate import ForwardedAnswer, Generator
-from tanghulu.conductor.routing_service.service import Caller, RoutingQuery, RoutingService
+from tanghulu.conductor.routing_service.service import RoutingClient, RoutingQuery, RoutingService
 from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.hashing import as_tokens
 from tanghulu.runtime.clock import Clock
@@ -267,8 +267,8 @@ def _add_requests(
         return [asdict(load) for load in service.potential_loads(query, clock.now_s())]
 
 
-def _caller(request: Request) -> Caller:
-    return Caller.of(request.scope.get("state", {}).get("api_key"))
+def _caller(request: Request) -> RoutingClient:
+    return RoutingClient.of(request.scope.get("state", {}).get("api_key"))
 
 
 def _hashes(values: list[int | str]) -> list[BlockHash]:

@@ -28,7 +28,7 @@ from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.hashing import DEFAULT_BLOCK_TOKENS, HASH_FUNCTIONS, root_hash
 from tanghulu.protos import router_pb2_grpc
 from tanghulu.rpc.authorizer import GrpcKeyAuthorizer
-from tanghulu.rpc.grpc_door import guarded_server
+from tanghulu.rpc.grpc_edge import guarded_server
 from tanghulu.rpc.grpc_edge import listen as listen_grpc
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
@@ -91,7 +91,7 @@ class RouterServer:
         policies = RoutingPolicies(config.policy, parse_weights(config.policy_weights, router_id))
         networks = WorkerNetworks(config.worker_networks)
         self.service = RoutingService(policies, config.block_tokens, config.block_bytes, config.assumed(), networks)
-        self._port = HttpPort(config)
+        self._port = HttpPort(config, config.host)
         self.address = self.grpc_address = Address("", 0)
         self._registry, self._hasher, self._clock = registry, config.hasher(), SystemClock()
 

@@ -44,14 +44,14 @@ _SECRET = secrets.token_bytes(32)
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class RoutingClient:
     """The key that a question comes with. Its requests and its tenant's blocks have names of their own."""
 
     client: str = ""
     tenant: str = ""
 
     @classmethod
-    def of(cls, key: ApiKey | None) -> Caller:
+    def of(cls, key: ApiKey | None) -> RoutingClient:
         """The caller with ``key``; None where no keys are asked for."""
         return cls() if key is None else cls(key.client, "" if key.shared_prefixes else key.tenant)
 
@@ -68,7 +68,7 @@ class Caller:
 
 
 #: Where no keys are asked for.
-ANYBODY = Caller()
+ANYBODY = RoutingClient()
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ class RoutingService:
         now_s: float,
         request_id: str = "",
         explain: bool = False,
-        caller: Caller = ANYBODY,
+        caller: RoutingClient = ANYBODY,
     ) -> Best:
         """Choose the workers for a request; with ``request_id`` it is added there, ``explain`` gives all candidates.
 
@@ -250,7 +250,7 @@ class RoutingService:
         decision = policy.choose(self._request(query), shown) if shown else None
         return self._targets[decision.prefill] if decision is not None else None
 
-    def has_request(self, request_id: str, caller: Caller = ANYBODY) -> bool:
+    def has_request(self, request_id: str, caller: RoutingClient = ANYBODY) -> bool:
         return caller.request(request_id) in self._added
 
     def add_request(
@@ -260,14 +260,14 @@ class RoutingService:
         prefill: InstanceId,
         decode: InstanceId,
         now_s: float,
-        caller: Caller = ANYBODY,
+        caller: RoutingClient = ANYBODY,
     ) -> None:
         """Add a request that a gateway has routed. Raises InvalidRequest for unknown workers and a used id."""
         hits, coming = self._overlaps(query.hashes, now_s)
         view = views([self._target(prefill)], hits, coming)[0]
         self._add(request_id, query, view, self._target(decode), caller)
 
-    def prefill_completed(self, request_id: str, now_s: float, caller: Caller = ANYBODY) -> None:
+    def prefill_completed(self, request_id: str, now_s: float, caller: RoutingClient = ANYBODY) -> None:
         """Note the first token of a request; a second call changes nothing. Raises InvalidRequest if it is unknown."""
         name = caller.request(request_id)
         added = self._added.get(name)
@@ -285,7 +285,7 @@ class RoutingService:
                 for event in self._assumed.used(worker, added.hashes, now_s):
                     self.index.apply(event)
 
-    def free(self, request_id: str, caller: Caller = ANYBODY) -> bool:
+    def free(self, request_id: str, caller: RoutingClient = ANYBODY) -> bool:
         """Free a request of ``caller`` that has ended; False if it was not under way."""
         return self._free(caller.request(request_id))
 
@@ -361,7 +361,7 @@ class RoutingService:
         return self.index.match(hashes), self._in_flight.match(hashes)
 
     def _add(
-        self, request_id: str, query: RoutingQuery, prefill: WorkerView, decode: RoutableWorker, caller: Caller
+        self, request_id: str, query: RoutingQuery, prefill: WorkerView, decode: RoutableWorker, caller: RoutingClient
     ) -> None:
         name, client = caller.request(request_id), caller.client
         if name in self._added:

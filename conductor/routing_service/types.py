@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tanghulu.conductor.index.hash_cache import HashCache
 from tanghulu.conductor.routing.overrides import WEIGHTS, RoutingOverrides
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
-from tanghulu.conductor.routing_service.service import Caller, RoutingQuery
+from tanghulu.conductor.routing_service.service import RoutingClient, RoutingQuery
 from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import Tokens
 from tanghulu.types import BlockHash, InstanceId, Place, Role
@@ -46,7 +46,7 @@ def query_of(
     num_tokens: int,
     overrides: RoutingOverrides,
     session: str,
-    caller: Caller,
+    caller: RoutingClient,
 ) -> RoutingQuery:
     """A query of ``caller`` with either hashes or tokens. Raises InvalidRequest for both."""
     if tokens is None or not len(tokens):

@@ -25,8 +25,7 @@ from tanghulu.auth.tenants import Identity
 from tanghulu.auth.tokens import TokensFile
 from tanghulu.errors import Forbidden, InvalidRequest, TanghuluError, Unauthorized
 from tanghulu.rpc.fast_server import FastService, Handler, Peer
-from tanghulu.rpc.grpc_door import refusal
-from tanghulu.rpc.grpc_edge import abort
+from tanghulu.rpc.grpc_edge import abort, refusal
 from tanghulu.rpc.methods import HELLO, Method, Rule
 
 _log = structlog.get_logger(__name__)

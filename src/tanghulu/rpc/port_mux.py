@@ -28,7 +28,7 @@ from tanghulu.rpc import nearby
 from tanghulu.rpc.authorizer import GrpcAuthorizer
 from tanghulu.rpc.fast_server import HELLO_S, FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
-from tanghulu.rpc.grpc_door import STREAMS_SHARE, guarded_server
+from tanghulu.rpc.grpc_edge import STREAMS_SHARE, guarded_server
 from tanghulu.rpc.pacing import notice_dead_peer, unpace_within_machine
 from tanghulu.rpc.peer_process import peer_pidfd, peer_process, peer_uid
 from tanghulu.runtime.accepting import accept_no_more

@@ -15,7 +15,7 @@ from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing_service import service as routing
 from tanghulu.conductor.routing_service.http_api import make_app
 from tanghulu.conductor.routing_service.main import RouterConfig, RouterServer
-from tanghulu.conductor.routing_service.service import Caller, RoutingQuery, RoutingService
+from tanghulu.conductor.routing_service.service import RoutingClient, RoutingQuery, RoutingService
 from tanghulu.errors import Overloaded
 from tanghulu.hashing import as_tokens
 from tanghulu.protos import router_pb2 as pb
@@ -108,7 +108,7 @@ async def test_each_key_has_requests_of_its_own_and_each_tenant_blocks(tmp_path:
             assert not (
                 await stub.Overlaps(pb.RouterQuestion(tokens=as_tokens(tokens).tobytes()), metadata=mallory)
             ).overlaps
-            assert server.service.has_request("long", Caller("key acme"))
+            assert server.service.has_request("long", RoutingClient("key acme"))
         server.service.check()
 
 
@@ -116,7 +116,7 @@ def test_a_key_has_a_share_of_the_requests(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(routing, "MAX_REQUESTS_PER_KEY", 2)
     service = RoutingService(RoutingPolicies("ttft-min", parse_weights("")), 16, 1)
     service.put_worker(InstanceId("w"), Role.BOTH)
-    greedy, other = Caller("key greedy"), Caller("key other")
+    greedy, other = RoutingClient("key greedy"), RoutingClient("key other")
     for number in range(2):
         service.best(RoutingQuery([], 1), 0.0, f"r{number}", caller=greedy)
     with pytest.raises(Overloaded, match="2 requests of this key"):

@@ -13,10 +13,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from tanghulu.auth.places import Caller
+from tanghulu.auth.places import Caller, RequestRoom
 from tanghulu.protos import membership_pb2, membership_pb2_grpc, store_pb2, store_pb2_grpc
-from tanghulu.rpc.grpc_door import GrpcDoor, RequestRoom, guarded_server
-from tanghulu.rpc.grpc_edge import MESSAGE_BYTES, SERVER_OPTIONS, from_rpc_error
+from tanghulu.rpc.grpc_edge import MESSAGE_BYTES, SERVER_OPTIONS, CallAdmission, from_rpc_error, guarded_server
 from tests.rpc.service import until
 
 PUT = "/tanghulu.v1.StoreNode/Put"
@@ -80,7 +79,7 @@ class Node(store_pb2_grpc.StoreNodeServicer):
 
 
 @asynccontextmanager
-async def served(requests: GrpcDoor) -> AsyncIterator[grpc.aio.Channel]:
+async def served(requests: CallAdmission) -> AsyncIterator[grpc.aio.Channel]:
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[requests])
     store_pb2_grpc.add_StoreNodeServicer_to_server(Node(), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -98,7 +97,7 @@ def silent_put(link: grpc.aio.Channel) -> grpc.aio.StreamUnaryCall[Any, Any]:
 
 
 async def test_a_request_is_not_received_before_there_is_room() -> None:
-    requests = GrpcDoor(100, most_bytes=MESSAGE_BYTES)
+    requests = CallAdmission(100, most_bytes=MESSAGE_BYTES)
     async with served(requests) as link:
         silent = silent_put(link)
         await until(lambda: requests.num_held == 1)
@@ -112,7 +111,7 @@ async def test_a_request_is_not_received_before_there_is_room() -> None:
 
 
 async def test_requests_that_do_not_come_make_way() -> None:
-    requests = GrpcDoor(100, most_bytes=MESSAGE_BYTES, request_s=0.3, wait_s=0.3)
+    requests = CallAdmission(100, most_bytes=MESSAGE_BYTES, request_s=0.3, wait_s=0.3)
     async with served(requests) as link:
         calls = [silent_put(link) for _ in range(3)]
         codes = {await call.code() for call in calls}
@@ -127,7 +126,7 @@ async def test_requests_that_do_not_come_make_way() -> None:
 
 
 async def test_many_calls_at_once_are_all_served() -> None:
-    requests = GrpcDoor(100, most_bytes=MESSAGE_BYTES)
+    requests = CallAdmission(100, most_bytes=MESSAGE_BYTES)
     async with served(requests) as link:
         request = store_pb2.PutRequest(items=[store_pb2.PutItem()], inline_data=bytes(1 << 20))
         replies = await asyncio.gather(*(store_pb2_grpc.StoreNodeStub(link).Put(request) for _ in range(40)))
