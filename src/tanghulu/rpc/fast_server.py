@@ -428,7 +428,9 @@ class FastServerProtocol(asyncio.Protocol):
         unsent_bytes = self._transport.get_write_buffer_size()
         self._service.unsent.note(self, unsent_bytes)
         if self._slow.is_given_up(unsent_bytes, self._service.unsent, loop.time()):
-            _log.warning("fast_lane.peer_takes_nothing", peer=self._peer.name, unsent_bytes=unsent_bytes)
+            self._service.rare_log.warning(
+                "fast_lane.peer_takes_nothing", peer=self._peer.name, unsent_bytes=unsent_bytes
+            )
             self._transport.abort()
             return
         self._looking = loop.call_later(_SLOW_LOOK_S, self._look)
@@ -440,7 +442,7 @@ class FastServerProtocol(asyncio.Protocol):
         if self._coming is None or self._coming[0] is not partial or self._paused:  # it is we who do not read
             self._coming = partial, SlowPeer(missing, loop.time())
         elif self._coming[1].is_given_up(missing, service.coming, loop.time()):
-            _log.warning("fast_lane.request_comes_too_slowly", peer=self._peer.name, missing_bytes=missing)
+            service.rare_log.warning("fast_lane.request_comes_too_slowly", peer=self._peer.name, missing_bytes=missing)
             assert self._transport is not None
             self._transport.abort()
             return

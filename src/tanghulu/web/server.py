@@ -23,6 +23,7 @@ from tanghulu.auth.places import Strangers, host_of
 from tanghulu.auth.tls import REFRESH_S, ServerTls
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.runtime.accepting import accept_no_more
+from tanghulu.runtime.telemetry import RareLog
 from tanghulu.types import Address
 from tanghulu.web.errors import HeaderTooLarge, TooManyConnections, answer_to, status_of
 
@@ -134,6 +135,7 @@ class _Connection(HttpToolsProtocol):
     #: Connections of the server from which a header is coming; and all that have no request under way.
     headless: ClassVar[Strangers[_Connection]]
     resting: ClassVar[Strangers[_Connection]]
+    rare_log: ClassVar[RareLog]
     _is_beyond = False
     #: Whether the server is ending; then a connection without a request goes.
     is_ending: ClassVar[bool] = False
@@ -226,7 +228,7 @@ class _Connection(HttpToolsProtocol):
             self.transport.abort()  # an answer is on its way, or due first
             return
         if self._refusal is not None:
-            _log.info("http.header_too_large", client=self.client)
+            self.rare_log.warning("http.header_too_large", client=self.client)
         error = self._refusal or InvalidRequest(msg)
         response = answer_to(error)
         response.headers["connection"] = "close"
@@ -268,7 +270,7 @@ class _Connection(HttpToolsProtocol):
 
     def _hang_up_on_reader(self) -> None:
         state = self.scope.get("state", {}) if self.scope is not None else {}
-        _log.warning(
+        self.rare_log.warning(
             "http.reader_too_slow",
             path=self.scope["path"] if self.scope is not None else None,
             request=state.get("request_id"),
@@ -328,6 +330,7 @@ class HttpServer(uvicorn.Server):
                 "most": max_connections or 0,
                 "headless": Strangers(),
                 "resting": Strangers(),
+                "rare_log": RareLog(_log),
             },
         )
         self._handshake_s = header_s
