@@ -53,6 +53,7 @@ from tanghulu.version import __version__
 from tanghulu.web import errors
 from tanghulu.web.bodies import Bodies
 from tanghulu.web.direct import DirectRoutes
+from tanghulu.web.own_site import listed
 from tanghulu.web.port import HttpPort
 from tanghulu.web.server import HttpServer, address_of, listen
 
@@ -204,7 +205,7 @@ class Conductor:
         unknown_fields = UnknownFields(config.unknown_fields)
         parsers = ParserNames(config.tool_call_parser, config.reasoning_parser)
         self.service = Service(self.dispatcher, registry, bodies, config.queue_timeout_s, unknown_fields, parsers)
-        self._port = HttpPort(config)
+        self._port = HttpPort(config, config.host, listed(config.cors_origins))
         tokens = None if config.tokens is None else TokensFile(config.tokens)
         self.peers = group.PeerGroup(
             conductor_id,
@@ -238,11 +239,10 @@ class Conductor:
             await self.inference.stop(0)
             listener.close()
             raise
-        origins = tuple(origin.strip() for origin in self.config.cors_origins.split(",") if origin.strip())
         routes = make_app(self.service)
         routes.app.include_router(pages.router(self.dashboard), include_in_schema=False)
         authorized = self._port.authorized(routes, route_rights.CONDUCTOR, self.service.accounts)
-        app = Envelope(authorized, self.service.metrics, origins)
+        app = Envelope(authorized, self.service.metrics, listed(self.config.cors_origins))
         server = self._port.server(app, self.config.grace_s)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:

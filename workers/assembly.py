@@ -89,9 +89,9 @@ class WorkerServer:
         process, config = self._process, self._config
         service = FastService(max_connections=config.max_connections)
         tokens = None if config.tokens is None else TokensFile(config.tokens)
-        interceptors = () if tokens is None else (GrpcAuthorizer(tokens, WORKER_GRPC_RULES),)
+        grpc_authorizer = None if tokens is None else GrpcAuthorizer(tokens, WORKER_GRPC_RULES)
         self._tls = config.server_tls() if config.tls.cert or config.tls_mutual else None
-        port = PortMux(service, process.run_dir, "worker", interceptors, self._tls)
+        port = PortMux(service, process.run_dir, "worker", grpc_authorizer, self._tls)
         self.address = await port.bind(config.host, config.port, config.reachable_host)
         if tokens is not None:
             tokens.answer_at(self.address, Address(config.host, self.address.port))

@@ -14,7 +14,7 @@ from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.protos import inference_pb2_grpc
 from tanghulu.rpc.authorizer import GrpcKeyAuthorizer
-from tanghulu.rpc.grpc_edge import SERVER_OPTIONS, listen
+from tanghulu.rpc.grpc_edge import guarded_server, listen
 from tanghulu.runtime.master_options import HttpOptions
 from tanghulu.types import Address
 
@@ -38,16 +38,12 @@ class InferencePort:
 
     async def start(self, where: Address, *, reuse_port: bool) -> None:
         """Listen at ``where``, whose port may be 0. Raises ConfigError if it is taken."""
-        options = dict(SERVER_OPTIONS) | {
+        options = {
             "grpc.max_receive_message_length": MESSAGE_BYTES,
             "grpc.so_reuseport": int(reuse_port),
         }
-        interceptors = () if self._keys is None else (GrpcKeyAuthorizer(self._keys, RIGHTS),)
-        server = grpc.aio.server(
-            options=list(options.items()),
-            interceptors=interceptors,
-            maximum_concurrent_rpcs=self._options.max_connections,
-        )
+        authorizer = None if self._keys is None else GrpcKeyAuthorizer(self._keys, RIGHTS)
+        server = guarded_server(self._options.max_connections, authorizer, options, message_bytes=MESSAGE_BYTES)
         inference_pb2_grpc.add_InferenceServicer_to_server(self.servicer, server)
         tls = self._options.tls if self._options.tls.cert else None
         self.address = listen(server, where, tls, mutual=self._options.tls_mutual, flag="--grpc-port")

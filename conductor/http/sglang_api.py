@@ -53,7 +53,6 @@ def router(service: Service) -> APIRouter:
             key = request.scope.get("state", {}).get("api_key")
             return {"aborted": await service.abort(None if body.abort_all else body.rid, key)}
 
-    @api.get("/flush_cache")
     @api.post("/flush_cache")
     async def flush_cache() -> dict[str, Any]:
         """Make all workers forget their unreferenced blocks; the store keeps its chunks."""

@@ -56,7 +56,7 @@ MAX_ID_DIGITS = 10
 MAX_PROMPT_SCORES = 1 << 18
 #: Different stop expressions of one body; and the work for a character of all its sequences.
 MAX_DIFFERENT_PATTERNS = 16
-MAX_PATTERN_MOVES = 16_384
+MAX_PATTERN_MOVES = 4096
 
 N = TypeVar("N", int, float)
 

@@ -53,7 +53,8 @@ class Service:
     unknown_fields: UnknownFields = UnknownFields.WARN
     parsers: ParserNames = field(default_factory=ParserNames)
     accounts: KeyAccounts = field(default_factory=KeyAccounts)
-    calls: dict[str, GenerationCall] = field(default_factory=dict)
+    #: Calls and sequences under way, by their name and their client: clients choose names, and may choose the same.
+    calls: dict[str, dict[str, GenerationCall]] = field(default_factory=dict)
     values: Bodies = field(default_factory=lambda: Bodies(0, VALUES_BYTES))
     stopping: bool = False
     abort_at_peers: Callable[[str | None, str], Awaitable[int]] | None = None
@@ -80,7 +81,8 @@ class Service:
         """
         several = len(parsed.requests) > 1
         names = names or [f"{call_id}-{i}" if several else call_id for i in range(len(parsed.requests))]
-        taken = next((name for name in (call_id, *names) if name in self.calls), None)
+        client = parsed.requests[0].client
+        taken = next((name for name in (call_id, *names) if client in self.calls.get(name, ())), None)
         if taken is not None:
             raise BadField(f"the request id {taken!r} is in use", "rid")
         call = GenerationCall(call_id, parsed.model, parsed.num_choices)
@@ -91,13 +93,17 @@ class Service:
             call.abort()
             self._tell(call)
             raise
-        self.calls.update(dict.fromkeys((call_id, *names), call))
+        for name in (call_id, *names):
+            self.calls.setdefault(name, {})[client] = call
         self.accounts.spend(call.client, call.num_prompt_tokens, time.monotonic())
         return call
 
     def forget(self, call: GenerationCall) -> None:
         for name in (call.id, *(generation.name for generation in call.generations)):
-            self.calls.pop(name, None)
+            named = self.calls.get(name, {})
+            named.pop(call.client, None)
+            if not named:
+                self.calls.pop(name, None)
         self._tell(call)
         for _ in call.generations:
             self._retry_after.ended(time.monotonic())
@@ -127,19 +133,18 @@ class Service:
     def abort_here(self, call_id: str | None, client: str) -> int:
         """As ``abort``, of this conductor's calls, if they are ``client``'s ("": anybody's)."""
         if call_id is None:
-            ending = {call for call in self.calls.values() if client in ("", call.client)}
+            ending = {call for calls in self.calls.values() for call in calls.values() if client in ("", call.client)}
             for call in ending:
                 call.abort()
             return len(ending)
         ids = (call_id, f"chatcmpl-{call_id}", f"cmpl-{call_id}")  # the client's own has a prefix in the last two
-        name = next((each for each in ids if each in self.calls), "")
-        found = self.calls.get(name)
-        if found is None or client not in ("", found.client):
-            return 0
-        for generation in found.generations:
-            if name in (found.id, generation.name):
-                generation.abort()
-        return 1
+        found = [(name, call) for name in ids for call in self.calls.get(name, {}).values()]
+        found = [(name, call) for name, call in found if client in ("", call.client)]
+        for name, call in found:
+            for generation in call.generations:
+                if name in (call.id, generation.name):
+                    generation.abort()
+        return len(found)
 
     async def probe(self, deadline_s: float) -> list[dict[str, Any]]:
         """Each worker with the seconds that it took for one token, or why there was none."""

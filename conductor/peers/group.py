@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import grpc.aio
 import structlog
 
 from tanghulu.auth.credentials import Credentials
@@ -25,7 +24,7 @@ from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.protos import conductor_pb2_grpc
 from tanghulu.protos.common_pb2 import EndReply
 from tanghulu.rpc.authorizer import GrpcAuthorizer, follow_tokens
-from tanghulu.rpc.grpc_edge import SERVER_OPTIONS, listen
+from tanghulu.rpc.grpc_edge import guarded_server, listen
 from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, InstanceId, Role
 
@@ -33,6 +32,8 @@ _log = structlog.get_logger(__name__)
 #: The attribute of a conductor's instance that says where it tells its peers.
 ATTRIBUTE = "peers"
 FORGET_AFTER_S = 2.0
+#: Calls of conductors under way at one time, followers' streams included.
+MAX_CALLS = 1024
 _RETRY_FIRST_S, _RETRY_MOST_S = 0.05, 1.0
 
 
@@ -60,8 +61,7 @@ class PeerGroup:
         self._end, self._abort = end, abort
         self._tokens = tokens
         self._conductor_id, self._own, self._heard, self._credentials = conductor_id, own, heard, credentials
-        interceptors = () if tokens is None else (GrpcAuthorizer(tokens, wire.RULES),)
-        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
+        self._server = guarded_server(MAX_CALLS, None if tokens is None else GrpcAuthorizer(tokens, wire.RULES))
         self._peers: dict[InstanceId, _Peer] = {}
         self.address = Address("", 0)
 

@@ -63,7 +63,7 @@ class GlobalRouter:
 
     def __init__(self, config: GlobalRouterConfig, pools: PoolMap, registry: CollectorRegistry) -> None:
         self.config = config
-        self._port = HttpPort(config)
+        self._port = HttpPort(config, config.host)
         client = RelayClient(config.silence_timeout, config.tls)
         self.forwarder = Forwarder(pools, SystemClock(), PoolMetrics(registry), client)
         self.address = Address("", 0)

@@ -23,7 +23,7 @@ from tanghulu.conductor.pool_router.demand import parse_body
 from tanghulu.conductor.pool_router.relaying import TRY_ELSEWHERE, UNREACHABLE, RelayClient, answer_headers, reason
 from tanghulu.conductor.routing.overrides import RoutingOverrides
 from tanghulu.conductor.routing_service import types
-from tanghulu.conductor.routing_service.service import RoutableWorker, RoutingQuery, RoutingService
+from tanghulu.conductor.routing_service.service import RoutableWorker, RoutingClient, RoutingQuery, RoutingService
 from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.hashing import as_tokens
 from tanghulu.runtime.clock import Clock
@@ -49,6 +49,7 @@ class _ParsedGenerate:
     request_id: str
     query: RoutingQuery
     body: bytes
+    caller: RoutingClient
 
 
 class Generator:
@@ -62,51 +63,50 @@ class Generator:
         await asyncio.gather(*self._closing, return_exceptions=True)
         await self._client.close()
 
-    async def generate(self, body: bytes) -> ForwardedAnswer:
+    async def generate(self, body: bytes, caller: RoutingClient) -> ForwardedAnswer:
         """Send ``body`` (JSON) to the best worker. Raises InvalidRequest for a malformed body, NodeUnavailable."""
-        parsed = self._read(body)
+        parsed = self._read(body, caller)
         tried: dict[InstanceId, str] = {}
         while True:
             target = self._pick(parsed.query, tried)
-            self._service.add_request(parsed.request_id, parsed.query, target.id, target.id, self._clock.now_s())
+            now_s = self._clock.now_s()
+            self._service.add_request(parsed.request_id, parsed.query, target.id, target.id, now_s, caller)
             try:
                 response = await self._send(target, parsed.body)
             except BaseException as error:  # a client that hung up, too: its load is taken back; raised on
-                self._service.free(parsed.request_id)
+                self._service.free(parsed.request_id, caller)
                 if not isinstance(error, (*UNREACHABLE, NodeUnavailable)):
                     raise
                 tried[target.id] = reason(error)
                 continue
             others = self._with_urls({*tried, target.id})
             if response.status_code in TRY_ELSEWHERE and len(tried) + 1 < MAX_ATTEMPTS and others:
-                self._end(parsed.request_id, response)
+                self._end(parsed, response)
                 tried[target.id] = f"it answered {response.status_code}"
                 continue
             headers = {**answer_headers(response), "x-tanghulu-worker": target.id}
             headers.pop("content-length", None)  # an answer that breaks off is shorter
-            end = functools.partial(self._end, parsed.request_id, response)
-            return ForwardedAnswer(
-                target.id, response.status_code, headers, self._pieces(parsed.request_id, response), end
-            )
+            end = functools.partial(self._end, parsed, response)
+            return ForwardedAnswer(target.id, response.status_code, headers, self._pieces(parsed, response), end)
 
-    async def _pieces(self, request_id: str, response: httpx.Response) -> AsyncIterator[bytes]:
+    async def _pieces(self, parsed: _ParsedGenerate, response: httpx.Response) -> AsyncIterator[bytes]:
         began = False
         try:
             async for piece in self._client.pieces(response):
                 if not began:
                     began = True
-                    self._prefilled(request_id)
+                    self._prefilled(parsed)
                 yield piece
         except httpx.HTTPError as error:
             raise NodeUnavailable(f"the worker broke off its answer: {reason(error)}") from error
 
-    def _prefilled(self, request_id: str) -> None:
-        if self._service.has_request(request_id):  # its worker may have been removed meanwhile
-            self._service.prefill_completed(request_id, self._clock.now_s())
+    def _prefilled(self, parsed: _ParsedGenerate) -> None:
+        if self._service.has_request(parsed.request_id, parsed.caller):  # its worker may have been removed meanwhile
+            self._service.prefill_completed(parsed.request_id, self._clock.now_s(), parsed.caller)
 
-    def _end(self, request_id: str, response: httpx.Response) -> None:
+    def _end(self, parsed: _ParsedGenerate, response: httpx.Response) -> None:
         """Free the request at once, then close the connection, also where the reader was cancelled."""
-        self._service.free(request_id)
+        self._service.free(parsed.request_id, parsed.caller)
         closing = asyncio.create_task(response.aclose())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -138,7 +138,7 @@ class Generator:
             t for t in self._service.workers if t.url and t.role.prefills and t.role.decodes and t.id not in passed_over
         ]
 
-    def _read(self, body: bytes) -> _ParsedGenerate:
+    def _read(self, body: bytes, caller: RoutingClient) -> _ParsedGenerate:
         told = parse_body(body)
         ids = told.get("input_ids")
         if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 1 << 32 for i in ids):
@@ -146,8 +146,8 @@ class Generator:
         overrides = _overrides(told.pop("routing", {}))
         rid = told.get("rid")
         request_id = rid if isinstance(rid, str) and rid else uuid.uuid4().hex
-        query = types.query_of(self._hasher, [], as_tokens(ids), 0, overrides, str(told.get("session", "")))
-        return _ParsedGenerate(request_id, query, json.dumps(told).encode())
+        query = types.query_of(self._hasher, [], as_tokens(ids), 0, overrides, str(told.get("session", "")), caller)
+        return _ParsedGenerate(request_id, query, json.dumps(told).encode(), caller)
 
 
 def _overrides(told: Any) -> RoutingOverrides:

@@ -9,11 +9,12 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from tanghulu.auth.api_keys import KeyRight
+from tanghulu.auth.api_keys import ApiKeysFile, KeyRight
+from tanghulu.auth.credentials import from_metadata
 from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
 from tanghulu.conductor.routing_service import types
 from tanghulu.conductor.routing_service.generate import Generator
-from tanghulu.conductor.routing_service.service import RoutingQuery, RoutingService
+from tanghulu.conductor.routing_service.service import ANYBODY, RoutingClient, RoutingQuery, RoutingService
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.hashing import as_tokens
 from tanghulu.protos import router_pb2 as pb
@@ -32,13 +33,13 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Method = Callable[[Any, Any, Context], Awaitable[Any]]
 
 
-def _typed(method: Callable[[Any, Any], Any]) -> Method:
-    """``method`` as a servicer's: its typed errors become statuses."""
+def _typed(method: Callable[[Any, Any, RoutingClient], Any]) -> Method:
+    """``method`` as a servicer's, with its caller: its typed errors become statuses."""
 
     @functools.wraps(method)
     async def call(self: Any, message: Any, context: Context) -> Any:
         try:
-            return method(self, message)
+            return method(self, message, self.caller(context))
         except TanghuluError as error:
             await grpc_edge.abort(context, error)
 
@@ -46,24 +47,39 @@ def _typed(method: Callable[[Any, Any], Any]) -> Method:
 
 
 class RouterServicer(router_pb2_grpc.RouterServicer):
-    """See protos/router.proto."""
+    """See protos/router.proto. ``keys`` are those of the server's ``GrpcKeyAuthorizer``, if it has one."""
 
-    def __init__(self, service: RoutingService, hasher: types.Hasher, clock: Clock, generator: Generator) -> None:
+    def __init__(
+        self,
+        service: RoutingService,
+        hasher: types.Hasher,
+        clock: Clock,
+        generator: Generator,
+        keys: ApiKeysFile | None = None,
+    ) -> None:
         self._service, self._hasher, self._clock, self._generator = service, hasher, clock, generator
+        self._keys = keys
+
+    def caller(self, context: Context) -> RoutingClient:
+        """The caller by the key that it shows. Raises Unauthorized if the key was revoked meanwhile."""
+        if self._keys is None:
+            return ANYBODY
+        shown = from_metadata(tuple(context.invocation_metadata() or ()))
+        return RoutingClient.of(self._keys.table.authenticate(shown.token))
 
     @_typed
-    def PutWorker(self, message: pb.RouterWorker) -> pb.RouterDone:
+    def PutWorker(self, message: pb.RouterWorker, caller: RoutingClient) -> pb.RouterDone:
         role, place = types.role_of(message.role), types.place_of(message.place)
         self._service.put_worker(InstanceId(message.worker), role, place, message.url)
         return pb.RouterDone()
 
     @_typed
-    def RemoveWorker(self, message: pb.RouterWorkerName) -> pb.RouterDone:
+    def RemoveWorker(self, message: pb.RouterWorkerName, caller: RoutingClient) -> pb.RouterDone:
         self._service.remove_worker(InstanceId(message.worker))
         return pb.RouterDone()
 
     @_typed
-    def ReportLoad(self, message: pb.RouterLoad) -> pb.RouterDone:
+    def ReportLoad(self, message: pb.RouterLoad, caller: RoutingClient) -> pb.RouterDone:
         load = WorkerLoad(
             message.num_running,
             message.num_waiting,
@@ -78,15 +94,17 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         return pb.RouterDone()
 
     @_typed
-    def PublishEvents(self, message: pb.RouterEvents) -> pb.RouterDone:
+    def PublishEvents(self, message: pb.RouterEvents, caller: RoutingClient) -> pb.RouterDone:
         stored, removed = types.checked_hashes(message.stored), types.checked_hashes(message.removed)
         self._service.kv_event(InstanceId(message.worker), KvChange(tuple(stored), tuple(removed), message.cleared))
         return pb.RouterDone()
 
     @_typed
-    def BestWorker(self, message: pb.RouterQuestion) -> pb.RouterBest:
+    def BestWorker(self, message: pb.RouterQuestion, caller: RoutingClient) -> pb.RouterBest:
         """Choose the workers for a request; with request_id it is added there."""
-        best = self._service.best(self._query(message), self._clock.now_s(), message.request_id, message.explain)
+        best = self._service.best(
+            self._query(message, caller), self._clock.now_s(), message.request_id, message.explain, caller
+        )
         candidates = [
             pb.RouterCandidate(worker=c.worker, phase=c.phase, score=c.score, terms=dict(c.terms))
             for c in best.candidates
@@ -99,42 +117,44 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         )
 
     @_typed
-    def AddRequest(self, message: pb.RouterAddRequest) -> pb.RouterDone:
+    def AddRequest(self, message: pb.RouterAddRequest, caller: RoutingClient) -> pb.RouterDone:
         """Add a request that a gateway has routed by itself."""
         if not message.question.request_id:
             raise InvalidRequest("AddRequest needs a request_id")
         prefill, decode = message.prefill_worker, message.decode_worker or message.prefill_worker
-        query, now_s = self._query(message.question), self._clock.now_s()
-        self._service.add_request(message.question.request_id, query, InstanceId(prefill), InstanceId(decode), now_s)
+        query, now_s = self._query(message.question, caller), self._clock.now_s()
+        self._service.add_request(
+            message.question.request_id, query, InstanceId(prefill), InstanceId(decode), now_s, caller
+        )
         return pb.RouterDone()
 
     @_typed
-    def PrefillCompleted(self, message: pb.RouterRequestName) -> pb.RouterDone:
-        self._service.prefill_completed(message.request_id, self._clock.now_s())
+    def PrefillCompleted(self, message: pb.RouterRequestName, caller: RoutingClient) -> pb.RouterDone:
+        self._service.prefill_completed(message.request_id, self._clock.now_s(), caller)
         return pb.RouterDone()
 
     @_typed
-    def Free(self, message: pb.RouterRequestName) -> pb.RouterDone:
-        self._service.free(message.request_id)
+    def Free(self, message: pb.RouterRequestName, caller: RoutingClient) -> pb.RouterDone:
+        self._service.free(message.request_id, caller)
         return pb.RouterDone()
 
     @_typed
-    def Overlaps(self, message: pb.RouterQuestion) -> pb.RouterOverlaps:
+    def Overlaps(self, message: pb.RouterQuestion, caller: RoutingClient) -> pb.RouterOverlaps:
         """The leading blocks that each worker has or is computing."""
-        found = self._service.overlaps(self._query(message).hashes, self._clock.now_s())
+        found = self._service.overlaps(self._query(message, caller).hashes, self._clock.now_s())
         return pb.RouterOverlaps(overlaps=[pb.RouterOverlap(worker=w, num_blocks=n) for w, n in found.items()])
 
     @_typed
-    def PotentialLoads(self, message: pb.RouterQuestion) -> pb.RouterPotentialLoads:
+    def PotentialLoads(self, message: pb.RouterQuestion, caller: RoutingClient) -> pb.RouterPotentialLoads:
         """The load that each worker would have with the request."""
-        loads = self._service.potential_loads(self._query(message), self._clock.now_s())
+        loads = self._service.potential_loads(self._query(message, caller), self._clock.now_s())
         return pb.RouterPotentialLoads(loads=[pb.RouterPotentialLoad(**asdict(load)) for load in loads])
 
     async def Generate(self, message: pb.RouterGenerate, context: Context) -> AsyncIterator[pb.RouterPiece]:
         """Send the request to the best worker; stream its answer."""
         begun = None
         try:
-            begun = await self._generator.generate(message.body)
+            begun = await self._generator.generate(message.body, self.caller(context))
             yield pb.RouterPiece(status=begun.status, worker=begun.worker)
             async for piece in begun.pieces:
                 yield pb.RouterPiece(data=piece)
@@ -149,8 +169,8 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         for event in list(self._service.dump_events()):
             yield pb.RouterEvents(worker=event.holder, stored=list(event.blocks))
 
-    def _query(self, message: pb.RouterQuestion) -> RoutingQuery:
+    def _query(self, message: pb.RouterQuestion, caller: RoutingClient) -> RoutingQuery:
         overrides = types.overrides_of(message.policy, message.weights, message.prefill_worker, message.decode_worker)
         tokens = as_tokens(message.tokens) if message.tokens else None
         hashes = types.checked_hashes(message.block_hashes)
-        return types.query_of(self._hasher, hashes, tokens, message.num_tokens, overrides, message.session)
+        return types.query_of(self._hasher, hashes, tokens, message.num_tokens, overrides, message.session, caller)

@@ -17,7 +17,7 @@ from tanghulu.conductor.inference.schema import MAX_LABELS, at_most
 from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
 from tanghulu.conductor.routing_service import types
 from tanghulu.conductor.routing_service.generate import ForwardedAnswer, Generator
-from tanghulu.conductor.routing_service.service import RoutingQuery, RoutingService
+from tanghulu.conductor.routing_service.service import RoutingClient, RoutingQuery, RoutingService
 from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.hashing import as_tokens
 from tanghulu.runtime.clock import Clock
@@ -111,7 +111,7 @@ def make_app(
     @app.post("/generate")
     async def generate(request: Request) -> Response:
         """Sent to the best worker; its answer as it comes."""
-        begun = await generator.generate(await read_body(request, max_body_bytes))
+        begun = await generator.generate(await read_body(request, max_body_bytes), _caller(request))
         return _Passed(begun)
 
     @app.get("/health")
@@ -214,13 +214,13 @@ def _add_requests(
         overrides = types.overrides_of(body.policy, body.weights, body.prefill_worker, body.decode_worker)
         tokens = None if body.tokens is None else as_tokens(body.tokens)
         hashes = _hashes(body.block_hashes)
-        return body, types.query_of(hasher, hashes, tokens, body.num_tokens, overrides, body.session)
+        return body, types.query_of(hasher, hashes, tokens, body.num_tokens, overrides, body.session, _caller(request))
 
     @app.post("/best_worker")
     async def best_worker(request: Request) -> dict[str, Any]:
         """Where a request should go; with request_id it is added there, with explain all candidates are told."""
         body, query = await parsed(request)
-        best = service.best(query, clock.now_s(), body.request_id, body.explain)
+        best = service.best(query, clock.now_s(), body.request_id, body.explain, _caller(request))
         return {
             "prefill_worker": best.prefill,
             "decode_worker": best.decode,
@@ -237,21 +237,21 @@ def _add_requests(
         prefill, decode = InstanceId(body.prefill_worker), InstanceId(body.decode_worker or body.prefill_worker)
         if not body.request_id:
             raise InvalidRequest("add_request needs a request_id")
-        service.add_request(body.request_id, query, prefill, decode, clock.now_s())
+        service.add_request(body.request_id, query, prefill, decode, clock.now_s(), _caller(request))
         return {}
 
     @app.post("/prefill_completed")
     async def prefill_completed(request: Request) -> dict[str, Any]:
         """The first token has come."""
         body = await parse(RequestBody, await read_body(request, max_body_bytes))
-        service.prefill_completed(body.request_id, clock.now_s())
+        service.prefill_completed(body.request_id, clock.now_s(), _caller(request))
         return {}
 
     @app.post("/free")
     async def free(request: Request) -> dict[str, Any]:
         """The request has ended."""
         body = await parse(RequestBody, await read_body(request, max_body_bytes))
-        return {"freed": service.free(body.request_id)}
+        return {"freed": service.free(body.request_id, _caller(request))}
 
     @app.post("/overlaps")
     async def overlaps(request: Request) -> dict[str, int]:
@@ -265,6 +265,10 @@ def _add_requests(
         """What each worker would have to do with the request."""
         _, query = await parsed(request)
         return [asdict(load) for load in service.potential_loads(query, clock.now_s())]
+
+
+def _caller(request: Request) -> RoutingClient:
+    return RoutingClient.of(request.scope.get("state", {}).get("api_key"))
 
 
 def _hashes(values: list[int | str]) -> list[BlockHash]:

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor import route_rights
@@ -29,7 +28,7 @@ from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.hashing import DEFAULT_BLOCK_TOKENS, HASH_FUNCTIONS, root_hash
 from tanghulu.protos import router_pb2_grpc
 from tanghulu.rpc.authorizer import GrpcKeyAuthorizer
-from tanghulu.rpc.grpc_edge import SERVER_OPTIONS
+from tanghulu.rpc.grpc_edge import guarded_server
 from tanghulu.rpc.grpc_edge import listen as listen_grpc
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
@@ -92,7 +91,7 @@ class RouterServer:
         policies = RoutingPolicies(config.policy, parse_weights(config.policy_weights, router_id))
         networks = WorkerNetworks(config.worker_networks)
         self.service = RoutingService(policies, config.block_tokens, config.block_bytes, config.assumed(), networks)
-        self._port = HttpPort(config)
+        self._port = HttpPort(config, config.host)
         self.address = self.grpc_address = Address("", 0)
         self._registry, self._hasher, self._clock = registry, config.hasher(), SystemClock()
 
@@ -107,9 +106,8 @@ class RouterServer:
         app = make_app(self.service, self._hasher, self._clock, self._registry, config.max_body_size, generator)
         server = self._port.server(self._port.authorized(app, route_rights.ROUTING_SERVICE), config.grace_s)
         keys = self._port.keys
-        interceptors = () if keys is None else (GrpcKeyAuthorizer(keys, RIGHTS),)
-        rpc = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
-        servicer = RouterServicer(self.service, self._hasher, self._clock, generator)
+        rpc = guarded_server(config.max_connections, None if keys is None else GrpcKeyAuthorizer(keys, RIGHTS))
+        servicer = RouterServicer(self.service, self._hasher, self._clock, generator, keys)
         router_pb2_grpc.add_RouterServicer_to_server(servicer, rpc)
         where, tls = Address(config.host, config.grpc_port), config.tls if config.tls.cert else None
         try:

@@ -12,11 +12,15 @@ A request that was added counts until it is freed, however long it runs; only re
 
 from __future__ import annotations
 
+import hashlib
+import secrets
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec import structs
 
+from tanghulu.auth.api_keys import ApiKey
 from tanghulu.conductor.dispatch.router import with_both_phases
 from tanghulu.conductor.index.prefix_index import Cleared, PrefixIndex, Removed, Stored
 from tanghulu.conductor.routing.in_flight import InFlightBlocks
@@ -31,8 +35,40 @@ from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded
 from tanghulu.types import BlockHash, InstanceId, Place, Role
 
 MAX_REQUESTS = 1_000_000
+#: Of one key, where keys are asked for: no key takes the places of the others.
+MAX_REQUESTS_PER_KEY = MAX_REQUESTS // 4
 MAX_WORKERS = 10_000
 UNKNOWN_BLOCKS = 1 << 40
+#: Makes the names of tenants' blocks; new in each process, as are the blocks that it knows of.
+_SECRET = secrets.token_bytes(32)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingClient:
+    """The key that a question comes with. Its requests and its tenant's blocks have names of their own."""
+
+    client: str = ""
+    tenant: str = ""
+
+    @classmethod
+    def of(cls, key: ApiKey | None) -> RoutingClient:
+        """The caller with ``key``; None where no keys are asked for."""
+        return cls() if key is None else cls(key.client, "" if key.shared_prefixes else key.tenant)
+
+    def request(self, request_id: str) -> str:
+        """The name of a request here. A key's own name has no slash."""
+        return f"{self.client}/{request_id}" if self.client else request_id
+
+    def blocks(self, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
+        """The names of a prompt's blocks here: no other tenant can name the same, whatever hashes it sends."""
+        if not self.tenant:
+            return hashes
+        own = hashlib.blake2b(self.tenant.encode(), digest_size=16, key=_SECRET).digest()
+        return [BlockHash(hashlib.blake2b(each, digest_size=16, key=own).digest()) for each in hashes]
+
+
+#: Where no keys are asked for.
+ANYBODY = RoutingClient()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +118,7 @@ class RoutableWorker:
 
 @dataclass(eq=False)
 class _Added:
+    client: str
     prefill: RoutableWorker
     decode: RoutableWorker
     hashes: Sequence[BlockHash]
@@ -108,6 +145,7 @@ class RoutingService:
         self._targets: dict[InstanceId, RoutableWorker] = {}
         self._worker_views: WorkerViews[RoutableWorker] = WorkerViews([])
         self._added: dict[str, _Added] = {}
+        self._num_of: Counter[str] = Counter()
 
     @property
     def num_requests(self) -> int:
@@ -151,7 +189,7 @@ class RoutingService:
         if self._assumed is not None:
             self._assumed.forget(worker)
         for request_id in [r for r, a in self._added.items() if target in (a.prefill, a.decode)]:
-            self.free(request_id)
+            self._free(request_id)
 
     def report(self, worker: InstanceId, load: WorkerLoad) -> None:
         """Take a worker's own figures. Raises InvalidRequest for an unknown worker.
@@ -178,7 +216,14 @@ class RoutingService:
 
     # --- requests
 
-    def best(self, query: RoutingQuery, now_s: float, request_id: str = "", explain: bool = False) -> Best:
+    def best(
+        self,
+        query: RoutingQuery,
+        now_s: float,
+        request_id: str = "",
+        explain: bool = False,
+        caller: RoutingClient = ANYBODY,
+    ) -> Best:
         """Choose the workers for a request; with ``request_id`` it is added there, ``explain`` gives all candidates.
 
         Raises NodeUnavailable if nobody can take it, InvalidRequest for a request id that is in use.
@@ -194,7 +239,7 @@ class RoutingService:
         chosen = next(view for view in shown if view.id == decision.prefill)
         candidates = decision.candidates if explain else ()
         if request_id:
-            self._add(request_id, query, chosen, self._targets[decision.decode])
+            self._add(request_id, query, chosen, self._targets[decision.decode], caller)
         return Best(decision.prefill, decision.decode, chosen.match_blocks, candidates)
 
     def best_of(self, targets: Sequence[RoutableWorker], query: RoutingQuery, now_s: float) -> RoutableWorker | None:
@@ -205,43 +250,56 @@ class RoutingService:
         decision = policy.choose(self._request(query), shown) if shown else None
         return self._targets[decision.prefill] if decision is not None else None
 
-    def has_request(self, request_id: str) -> bool:
-        return request_id in self._added
+    def has_request(self, request_id: str, caller: RoutingClient = ANYBODY) -> bool:
+        return caller.request(request_id) in self._added
 
     def add_request(
-        self, request_id: str, query: RoutingQuery, prefill: InstanceId, decode: InstanceId, now_s: float
+        self,
+        request_id: str,
+        query: RoutingQuery,
+        prefill: InstanceId,
+        decode: InstanceId,
+        now_s: float,
+        caller: RoutingClient = ANYBODY,
     ) -> None:
         """Add a request that a gateway has routed. Raises InvalidRequest for unknown workers and a used id."""
         hits, coming = self._overlaps(query.hashes, now_s)
         view = views([self._target(prefill)], hits, coming)[0]
-        self._add(request_id, query, view, self._target(decode))
+        self._add(request_id, query, view, self._target(decode), caller)
 
-    def prefill_completed(self, request_id: str, now_s: float) -> None:
+    def prefill_completed(self, request_id: str, now_s: float, caller: RoutingClient = ANYBODY) -> None:
         """Note the first token of a request; a second call changes nothing. Raises InvalidRequest if it is unknown."""
-        added = self._added.get(request_id)
+        name = caller.request(request_id)
+        added = self._added.get(name)
         if added is None:
             raise InvalidRequest(f"request {request_id!r} is not under way")
         if added.prefilled:
             return
         added.prefilled = True
-        self._in_flight.end(request_id)
-        added.prefill.load.heard_of(request_id)
-        added.decode.load.release_decode(request_id)
-        added.decode.load.sent(request_id, 0, added.num_blocks)
+        self._in_flight.end(name)
+        added.prefill.load.heard_of(name)
+        added.decode.load.release_decode(name)
+        added.decode.load.sent(name, 0, added.num_blocks)
         if self._assumed is not None:
             for worker in {added.prefill.id, added.decode.id}:
                 for event in self._assumed.used(worker, added.hashes, now_s):
                     self.index.apply(event)
 
-    def free(self, request_id: str) -> bool:
-        """Free a request that has ended; False if it was not under way."""
-        added = self._added.pop(request_id, None)
+    def free(self, request_id: str, caller: RoutingClient = ANYBODY) -> bool:
+        """Free a request of ``caller`` that has ended; False if it was not under way."""
+        return self._free(caller.request(request_id))
+
+    def _free(self, name: str) -> bool:
+        added = self._added.pop(name, None)
         if added is None:
             return False
-        self._in_flight.end(request_id)
+        self._num_of[added.client] -= 1
+        if not self._num_of[added.client]:
+            del self._num_of[added.client]
+        self._in_flight.end(name)
         for target in {added.prefill, added.decode}:
-            target.load.heard_of(request_id)
-            target.load.release_decode(request_id)
+            target.load.heard_of(name)
+            target.load.release_decode(name)
             target.num_blocks -= added.num_blocks
         return True
 
@@ -277,6 +335,7 @@ class RoutingService:
         assert used == {target: target.num_blocks for target in self._targets.values()}
         assert set(self.index.holders) <= set(self._targets)
         assert len(self._in_flight) <= len(self._added)
+        assert self._num_of == Counter(added.client for added in self._added.values())
         for target in self._targets.values():
             target.load.check()
 
@@ -301,17 +360,23 @@ class RoutingService:
                 self.index.apply(event)
         return self.index.match(hashes), self._in_flight.match(hashes)
 
-    def _add(self, request_id: str, query: RoutingQuery, prefill: WorkerView, decode: RoutableWorker) -> None:
-        if request_id in self._added:
+    def _add(
+        self, request_id: str, query: RoutingQuery, prefill: WorkerView, decode: RoutableWorker, caller: RoutingClient
+    ) -> None:
+        name, client = caller.request(request_id), caller.client
+        if name in self._added:
             raise InvalidRequest(f"request {request_id!r} is under way already")
         if len(self._added) >= MAX_REQUESTS:
             raise Overloaded(f"{MAX_REQUESTS} requests are under way; free those that have ended")
+        if client and self._num_of[client] >= MAX_REQUESTS_PER_KEY:
+            raise Overloaded(f"{MAX_REQUESTS_PER_KEY} requests of this key are under way; free those that have ended")
         request, target = self._request(query), self._targets[prefill.id]
         rest_tokens = request.rest_tokens(prefill.match_blocks)
-        self._added[request_id] = _Added(target, decode, query.hashes, request.num_blocks)
-        self._in_flight.begin(request_id, target.id, query.hashes)
-        target.load.sent(request_id, rest_tokens, request.num_blocks)
+        self._added[name] = _Added(client, target, decode, query.hashes, request.num_blocks)
+        self._num_of[client] += 1
+        self._in_flight.begin(name, target.id, query.hashes)
+        target.load.sent(name, rest_tokens, request.num_blocks)
         for each in {target, decode}:
             each.num_blocks += request.num_blocks
         if decode is not target:
-            decode.load.reserve_decode(request_id, request.num_blocks)
+            decode.load.reserve_decode(name, request.num_blocks)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tanghulu.conductor.index.hash_cache import HashCache
 from tanghulu.conductor.routing.overrides import WEIGHTS, RoutingOverrides
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
-from tanghulu.conductor.routing_service.service import RoutingQuery
+from tanghulu.conductor.routing_service.service import RoutingClient, RoutingQuery
 from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import Tokens
 from tanghulu.types import BlockHash, InstanceId, Place, Role
@@ -46,13 +46,14 @@ def query_of(
     num_tokens: int,
     overrides: RoutingOverrides,
     session: str,
+    caller: RoutingClient,
 ) -> RoutingQuery:
-    """A query with either hashes or tokens. Raises InvalidRequest for both."""
+    """A query of ``caller`` with either hashes or tokens. Raises InvalidRequest for both."""
     if tokens is None or not len(tokens):
-        return RoutingQuery(hashes, num_tokens, overrides, session)
+        return RoutingQuery(caller.blocks(hashes), num_tokens, overrides, session)
     if hashes:
         raise InvalidRequest("give either block hashes or tokens")
-    return RoutingQuery(hasher.hashes(tokens), len(tokens), overrides, session)
+    return RoutingQuery(caller.blocks(hasher.hashes(tokens)), len(tokens), overrides, session)
 
 
 def overrides_of(policy: str, weights: Mapping[str, float], prefill: str, decode: str) -> RoutingOverrides:

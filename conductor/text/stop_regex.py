@@ -18,6 +18,7 @@ import re._constants as op  # type: ignore[import-not-found]  # the parser of re
 import re._parser as parser  # type: ignore[import-not-found]
 import threading
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -119,12 +120,13 @@ class StopPattern:
     def _refusal(self, why: str) -> InvalidRequest:
         return InvalidRequest(f"stop_regex: {self.source[:64]!r} {why}")
 
-    def _place(self, key: Hashable, matches: Callable[[], Matches], flags: int) -> _Part:
-        """A place of what ``key`` names; ``matches`` makes its test, once."""
+    def _place(self, key: Hashable, make: Callable[[], Matches], flags: int, negated: bool = False) -> _Part:
+        """A place of what ``key`` names; ``make`` makes its test, once, which ``negated`` turns round."""
         ignores_case = bool(flags & re.IGNORECASE)
         key = (key, ignores_case)
         if key not in self._places:
-            self._places[key] = (_in_any_case(matches()) if ignores_case else matches(), set())
+            matches = _in_any_case(make()) if ignores_case else make()
+            self._places[key] = (_not(matches) if negated else matches, set())
         self._follow.append(set())
         place = len(self._follow) - 1
         self._places[key][1].add(place)
@@ -159,12 +161,13 @@ class StopPattern:
         if kind is op.LITERAL:
             return self._place(item, lambda: chr(value).__eq__, flags)
         if kind is op.NOT_LITERAL:
-            return self._place(item, lambda: chr(value).__ne__, flags)
+            return self._place(item, lambda: chr(value).__eq__, flags, negated=True)
         if kind is op.ANY:
             dot_all = bool(flags & re.DOTALL)
             return self._place((kind, dot_all), lambda: (lambda _: True) if dot_all else "\n".__ne__, flags)
         if kind is op.IN:
-            return self._place((kind, id(value)), lambda: _class(value), flags)  # a repeated class is one list
+            negated = value[0][0] is op.NEGATE
+            return self._place((kind, id(value)), lambda: _class(value), flags, negated)  # a repeated class is one list
         if kind is op.SUBPATTERN:
             _, added, removed, inner = value
             return self._sequence(inner, (flags | added) & ~removed)
@@ -200,34 +203,48 @@ class StopPattern:
 
 
 def _in_any_case(matches: Matches) -> Matches:
-    return lambda c: matches(c) or matches(c.lower()) or matches(c.upper())
+    # A letter such as ß has no upper case of one character.
+    return lambda c: any(len(form) == 1 and matches(form) for form in (c, c.lower(), c.upper()))
+
+
+def _not(matches: Matches) -> Matches:
+    return lambda c: not matches(c)
 
 
 def _class(items: Iterable[tuple[Any, Any]]) -> Matches:
-    """What a class in brackets matches: its single characters in a set, its ranges and categories one by one."""
-    characters: set[str] = set()
-    tests: list[Matches] = [characters.__contains__]
-    negated = False
+    """The test of a class in brackets, without its negation: characters and ranges by bisection, then categories."""
+    ranges: list[tuple[int, int]] = []
+    categories: dict[Any, Matches] = {}
     for kind, value in items:
-        if kind is op.NEGATE:
-            negated = True
-        elif kind is op.LITERAL:
-            characters.add(chr(value))
+        if kind is op.LITERAL:
+            ranges.append((value, value))
         elif kind is op.RANGE:
-            tests.append(_within(*value))
-        elif value in _NOT_CATEGORIES:
-            tests.append(_negation(_CATEGORIES[_NOT_CATEGORIES[value]]))
+            ranges.append(value)
+        elif kind is op.CATEGORY:
+            positive = _NOT_CATEGORIES.get(value)
+            categories[value] = _CATEGORIES[value] if positive is None else _not(_CATEGORIES[positive])
+    lows, highs = _disjoint(ranges)
+    tests = tuple(categories.values())
+
+    def matches(character: str) -> bool:
+        code = ord(character)
+        at = bisect_right(lows, code) - 1
+        return (at >= 0 and code <= highs[at]) or any(test(character) for test in tests)
+
+    return matches
+
+
+def _disjoint(ranges: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """The first and last codes of ``ranges`` in order, with overlapping ones merged."""
+    lows: list[int] = []
+    highs: list[int] = []
+    for low, high in sorted(ranges):
+        if highs and low <= highs[-1]:
+            highs[-1] = max(highs[-1], high)
         else:
-            tests.append(_CATEGORIES[value])
-    return (lambda c: not any(test(c) for test in tests)) if negated else lambda c: any(test(c) for test in tests)
-
-
-def _within(low: int, high: int) -> Matches:
-    return lambda c: low <= ord(c) <= high
-
-
-def _negation(test: Matches) -> Matches:
-    return lambda c: not test(c)
+            lows.append(low)
+            highs.append(high)
+    return lows, highs
 
 
 class PatternMatcher:

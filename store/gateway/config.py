@@ -20,6 +20,9 @@ class GatewayConfig(MasterOptions, ProcessConfig):
     tls_mutual: bool = option(False, "let in only clients with a certificate that --tls-ca has signed")
     require_token: bool = option(False, "refuse requests without a token, instead of using the gateway's own")
     insecure: bool = option(False, "listen on other than loopback even in plain, or open to everybody")
+    allowed_hosts: str = option(
+        "", "names by which a port on loopback is asked for, as through a proxy in front: a.example,b.example"
+    )
     deadline_s: float = option(10.0, "what one call of the store may take", above=0)
     request_s: float = option(
         300.0, "what one request may take that is many calls: checks, removals by pattern", above=0
@@ -38,7 +41,14 @@ class GatewayConfig(MasterOptions, ProcessConfig):
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        if not self.insecure and not is_loopback(self.host):
+        if is_loopback(self.host):
+            return
+        if self.token and not (self.require_token or self.tls_mutual):
+            raise ConfigError(
+                f"--host {self.host} is in the open, and whoever reached it would act with the gateway's token: say "
+                "--require-token, or listen on 127.0.0.1"
+            )
+        if not self.insecure:
             self._refuse_open_port()
 
     def _refuse_open_port(self) -> None:

@@ -6,19 +6,17 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from urllib.parse import urlsplit
 
 from fastapi import Request
 
 from tanghulu.auth.credentials import TENANT, Credentials
-from tanghulu.errors import DeadlineExceeded, Forbidden, Unauthorized
+from tanghulu.errors import DeadlineExceeded, Unauthorized
 from tanghulu.store.gateway.bounds import InFlight
 from tanghulu.store.gateway.clients import Clients, GatewayClient
 from tanghulu.store.gateway.config import GatewayConfig
 from tanghulu.store.gateway.metrics import GatewayMetrics
 
 _MAX_REMOVALS = 4
-_SAFE = ("GET", "HEAD", "OPTIONS")
 
 
 class Gateway:
@@ -53,7 +51,6 @@ class Gateway:
             raise Unauthorized("a token is needed here: send the header Authorization: Bearer TOKEN")
         if tenant:
             raise Unauthorized(f"the header {TENANT} comes with a token of an operator, in Authorization")
-        _refuse_other_sites(request)
         return own
 
     @contextlib.asynccontextmanager
@@ -71,15 +68,6 @@ class Gateway:
         for each in (self.requests, self.values, self.streams, self.checks, self.removals):
             each.check()
         self.clients.check()
-
-
-def _refuse_other_sites(request: Request) -> None:
-    """Raise Forbidden for a change that another site's page has a browser ask for, in the gateway's own name."""
-    origin = request.headers.get("origin")
-    if origin is None or request.method in _SAFE:
-        return
-    if urlsplit(origin).netloc != request.headers.get("host"):
-        raise Forbidden(f"a page of {origin} may not change anything here; bring a token in the header Authorization")
 
 
 class Patience:

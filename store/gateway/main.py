@@ -19,6 +19,7 @@ from tanghulu.store.gateway.ranges import RangeNotSatisfiable
 from tanghulu.types import Address
 from tanghulu.version import __version__
 from tanghulu.web import errors
+from tanghulu.web.own_site import OwnSite, listed
 from tanghulu.web.server import HttpServer, address_of, follow_files, listen
 from tanghulu.web.targets import checked_target
 
@@ -42,7 +43,7 @@ async def _serving(process: Process, config: GatewayConfig) -> AsyncIterator[Add
     gateway = Gateway(config, GatewayMetrics(process.registry), process.stopping)
     listener = listen(config.host, config.port)
     server = HttpServer(
-        make_app(gateway),
+        OwnSite(make_app(gateway), config.host, listed(config.allowed_hosts)),
         config.grace_s,
         tls=tls.context if tls is not None else None,
         max_connections=config.max_connections,

@@ -18,6 +18,7 @@ MAX_PATTERN = 4096
 _TRY = """
 import json, re, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[1]), int(sys.argv[1])))
 pattern, keys = json.load(sys.stdin)
 try:
     found = re.compile(pattern).search
@@ -36,7 +37,10 @@ async def matching(pattern: str, keys: Sequence[str], within_s: float) -> list[s
     if len(pattern) > MAX_PATTERN:
         raise InvalidRequest(f"a pattern of {len(pattern)} characters is longer than {MAX_PATTERN}")
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-I", "-S", "-c", _TRY, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-I", "-S", "-c", _TRY, str(int(within_s) + 2)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env={},  # a token may stand in this process's
     )
     try:
         async with asyncio.timeout(within_s):

@@ -82,8 +82,8 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
     service = FastService(max_connections=config.max_connections)
     process.registry.register(LatencyCollector(service.latencies))
     tokens = None if config.tokens is None else TokensFile(config.tokens)
-    interceptors = () if tokens is None else (GrpcAuthorizer(tokens, MASTER_GRPC_RULES),)
-    port_mux = PortMux(service, process.run_dir, "master", interceptors, config.server_tls())
+    grpc_authorizer = None if tokens is None else GrpcAuthorizer(tokens, MASTER_GRPC_RULES)
+    port_mux = PortMux(service, process.run_dir, "master", grpc_authorizer, config.server_tls())
     address = await port_mux.bind(config.host, config.port, config.reachable_host)
     if tokens is not None:
         tokens.answer_at(address, Address(config.host, address.port))

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import grpc.aio
 import structlog
 from prometheus_client import CollectorRegistry
 
@@ -41,7 +40,6 @@ from tanghulu.store.node.reporting.copy_wire import Orders
 from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.rpc import metrics
 from tanghulu.store.node.rpc.admin_service import AdminService
-from tanghulu.store.node.rpc.grpc_requests import GrpcRequests
 from tanghulu.store.node.rpc.grpc_service import MAX_CALLS, GrpcStoreNode
 from tanghulu.store.node.rpc.metrics import NodeCollector, TrafficCounters
 from tanghulu.store.node.rpc.service import NodeIdentity, NodeService
@@ -170,10 +168,8 @@ class Node:
         self._tokens = None if config.tokens is None else TokensFile(config.tokens)
         if self._tokens is not None:
             refuse_open_carriers(self._tokens.table, config.transports)
-        interceptors: list[grpc.aio.ServerInterceptor] = [GrpcRequests()]
-        if self._tokens is not None:
-            interceptors.append(GrpcAuthorizer(self._tokens, NODE_GRPC_RULES))
-        self._port = PortMux(self._service, process.run_dir, "node", interceptors, tls, MAX_CALLS)
+        authorizer = None if self._tokens is None else GrpcAuthorizer(self._tokens, NODE_GRPC_RULES)
+        self._port = PortMux(self._service, process.run_dir, "node", authorizer, tls, MAX_CALLS)
         tenants = None if self._tokens is None else TenantUsage(self._tenants, config.memory)
         self._policies = Policies() if tenants is None else Policies.fair(tenants)
         refuse_too_much(config.memory, "--memory")

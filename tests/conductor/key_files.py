@@ -9,7 +9,7 @@ from typing import Any
 from tanghulu.auth.api_keys import new_key
 from tanghulu.auth.tenants import hash_of
 
-SECRETS = {name: new_key() for name in ("user", "other", "watcher", "admin", "limited")}
+SECRETS = {name: new_key() for name in ("user", "other", "watcher", "admin", "limited", "acme", "mallory")}
 
 
 def write_keys(path: Path, **entries: str) -> Path:

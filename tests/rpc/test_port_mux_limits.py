@@ -119,6 +119,31 @@ async def test_grpc_connections_are_bounded(served: Served) -> None:
         await directory_pb2_grpc.DirectoryStub(third).Locate(ASK, timeout=30, wait_for_ready=True)
 
 
+async def test_silent_grpc_connections_take_nobodys_place(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever says that he speaks HTTP/2, and then makes no call, makes way for those who do."""
+    monkeypatch.setattr(port_mux, "MAX_UNKNOWN_RELAYS", 3)
+    served.service.max_connections = 2
+    address = served.port_mux.address
+    async with channel(address) as first:
+        await directory_pb2_grpc.DirectoryStub(first).Locate(ASK, timeout=30)
+        silent = [await asyncio.open_connection(address.host, address.port) for _ in range(8)]
+        for _, writer in silent:
+            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+        for reader, _ in silent[:5]:
+            with contextlib.suppress(ConnectionError):
+                await asyncio.wait_for(reader.read(), 30)  # to its end
+        async with channel(address) as second:
+            await directory_pb2_grpc.DirectoryStub(second).Locate(ASK, timeout=30)
+        await directory_pb2_grpc.DirectoryStub(first).Locate(ASK, timeout=30)
+        monkeypatch.setattr(port_mux, "UNKNOWN_RELAY_S", 0.05)
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+        await asyncio.wait_for(reader.read(), 30)
+        writer.close()
+    for _, writer in silent:
+        writer.close()
+
+
 @pytest.fixture
 async def guarded(served: Served, tmp_path: Path) -> Served:
     """The same service behind a gate that knows one token."""

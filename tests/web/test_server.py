@@ -13,6 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tanghulu.web.server import MAX_HEADER_BYTES, MAX_PIPELINED, HttpServer, address_of, listen
+from tests.rpc.service import until
 
 PIECE = bytes(64 << 10)
 #: What kernels may hold for one connection, in both their buffers, is less.
@@ -191,24 +192,74 @@ async def test_a_client_that_reads_slowly_is_served() -> None:
                 got += len(piece)
 
 
-async def test_connections_have_a_bound() -> None:
-    async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+class Held:
+    """An application whose answers wait for ``gate``, but for probes."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.num_held = 0
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["path"] == "/held":
+            self.num_held += 1
+            await self.gate.wait()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b""})
 
-    async with served(app, max_connections=2) as (host, port):
-        opened = []
-        for status in (b"200", b"503"):
-            reader, writer = await asyncio.open_connection(host, port)
-            opened.append(writer)
-            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-            assert (await reader.readline()).split()[1] == status
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-        assert json.loads(body)["error"]["code"] == "too_many_connections"
-        assert {b"retry-after: 1", b"connection: close", b"content-type: application/json"} <= {*head.split(b"\r\n")}
-        assert b"\r\nx-request-id: " in head
-        for writer in opened:
+
+@contextlib.asynccontextmanager
+async def asked(host: str, port: int, *paths: bytes) -> AsyncIterator[list[asyncio.StreamReader]]:
+    """A connection for each of ``paths``, on which it is asked for; "" is a connection that sends nothing."""
+    opened = []
+    for path in paths:
+        reader, writer = await asyncio.open_connection(host, port)
+        opened.append((reader, writer))
+        if path:
+            writer.write(b"GET %s HTTP/1.1\r\nhost: x\r\n\r\n" % path)
+    try:
+        yield [reader for reader, _ in opened]
+    finally:
+        for _, writer in opened:
             writer.close()
+
+
+async def status_of(reader: asyncio.StreamReader) -> bytes:
+    return (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)).split()[1]
+
+
+async def test_connections_with_requests_have_a_bound_and_probes_are_answered_beyond_it() -> None:
+    app = Held()
+    async with (
+        served(app, max_connections=2) as (host, port),
+        asked(host, port, b"/held", b"/held") as held,
+    ):
+        await until(lambda: app.num_held == 2)
+        async with asked(host, port, b"/", b"/live", b"/ready") as (refused, *probes):
+            assert (await refused.readline()).split()[1] == b"503"
+            head, _, body = (await refused.read()).partition(b"\r\n\r\n")
+            assert json.loads(body)["error"]["code"] == "too_many_connections"
+            assert {b"retry-after: 1", b"connection: close", b"content-type: application/json"} <= {
+                *head.split(b"\r\n")
+            }
+            assert b"\r\nx-request-id: " in head
+            assert [await status_of(probe) for probe in probes] == [b"200", b"200"]
+        app.gate.set()
+        assert [await status_of(each) for each in held] == [b"200", b"200"]
+
+
+@pytest.mark.parametrize("path", [b"/", b""], ids=["idle", "silent"])
+async def test_connections_without_a_request_make_way(path: bytes) -> None:
+    """A stranger who holds all connections open keeps nobody out."""
+    app = Held()
+    async with served(app, max_connections=3) as (host, port), asked(host, port, *[path] * 8) as crowd:
+        for reader in crowd[:5]:
+            with contextlib.suppress(ConnectionError):
+                await asyncio.wait_for(reader.read(), 60)  # to its end: it was hung up on
+        async with asked(host, port, b"/", b"/held", b"/") as (first, held, second):
+            assert await status_of(first) == b"200"
+            assert await status_of(second) == b"200"
+            app.gate.set()
+            assert await status_of(held) == b"200"
 
 
 async def test_what_is_not_http_gets_an_error_in_the_usual_shape() -> None:

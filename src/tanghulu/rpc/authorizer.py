@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from types import CoroutineType
 from typing import Any
@@ -19,13 +19,14 @@ import grpc
 import grpc.aio
 import structlog
 
-from tanghulu.auth.api_keys import ApiKeysFile, KeyRight
+from tanghulu.auth.api_keys import ApiKey, ApiKeysFile, KeyRight
 from tanghulu.auth.credentials import Credentials, from_metadata
+from tanghulu.auth.places import Caller
 from tanghulu.auth.tenants import Identity
 from tanghulu.auth.tokens import TokensFile
 from tanghulu.errors import Forbidden, InvalidRequest, TanghuluError, Unauthorized
 from tanghulu.rpc.fast_server import FastService, Handler, Peer
-from tanghulu.rpc.grpc_edge import abort
+from tanghulu.rpc.grpc_edge import abort, refusal
 from tanghulu.rpc.methods import HELLO, Method, Rule
 
 _log = structlog.get_logger(__name__)
@@ -107,6 +108,13 @@ class GrpcAuthorizer(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc'
         self._tokens = tokens
         self._rules = rules
 
+    def _identity(self, metadata: Sequence[tuple[str, str | bytes]]) -> Identity:
+        return self._tokens.authenticate(from_metadata(tuple(metadata)))
+
+    def caller(self, metadata: Sequence[tuple[str, str | bytes]]) -> Caller:
+        """Whose places a call takes. Raises Unauthorized."""
+        return Caller.of(self._identity(metadata))
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
@@ -117,14 +125,13 @@ class GrpcAuthorizer(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc'
         if handler is None:
             return handler
         try:
-            shown = from_metadata(tuple(handler_call_details.invocation_metadata or ()))
-            identity = self._tokens.authenticate(shown)
+            identity = self._identity(tuple(handler_call_details.invocation_metadata or ()))
             rule = self._rules.get(handler_call_details.method)
             if rule is None or handler.request_streaming:
                 raise Forbidden(f"{handler_call_details.method} is open to nobody while this process has --tokens")
             rule.require_right(identity)
         except TanghuluError as error:
-            return _refusal(handler, error)
+            return refusal(handler, error)
         return (
             self._guarded_stream(handler, rule, identity)
             if handler.response_streaming
@@ -157,6 +164,13 @@ class GrpcKeyAuthorizer(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # as
     def __init__(self, keys: ApiKeysFile, rights: Mapping[str, KeyRight | None]) -> None:
         self._keys, self._rights = keys, rights
 
+    def _key(self, metadata: Sequence[tuple[str, str | bytes]]) -> ApiKey:
+        return self._keys.table.authenticate(from_metadata(tuple(metadata)).token)
+
+    def caller(self, metadata: Sequence[tuple[str, str | bytes]]) -> Caller:
+        """Whose places a call takes. Raises Unauthorized."""
+        return Caller.of_key(self._key(metadata))
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
@@ -167,13 +181,12 @@ class GrpcKeyAuthorizer(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # as
         if handler is None:
             return handler
         try:
-            shown = from_metadata(tuple(handler_call_details.invocation_metadata or ()))
-            key = self._keys.table.authenticate(shown.token)
+            key = self._key(tuple(handler_call_details.invocation_metadata or ()))
             right = self._rights.get(method, KeyRight.ADMIN)
             if right is not None:
                 key.require(right, method)
         except TanghuluError as error:
-            return _refusal(handler, error)
+            return refusal(handler, error)
         return handler
 
 
@@ -189,17 +202,3 @@ def _guarded_unary(
         return rule.answer(identity, await handler.unary_unary(request, context))
 
     return grpc.unary_unary_rpc_method_handler(unary, handler.request_deserializer, handler.response_serializer)
-
-
-def _refusal(handler: grpc.RpcMethodHandler[Any, Any], error: TanghuluError) -> grpc.RpcMethodHandler[Any, Any]:
-    async def unary(request: Any, context: Any) -> Any:
-        await abort(context, error)
-
-    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-        await abort(context, error)
-        yield
-
-    # As streams, whatever the call is: then its message is not received before it is refused.
-    if handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler(stream)
-    return grpc.stream_unary_rpc_method_handler(unary)

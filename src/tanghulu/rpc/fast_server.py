@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import structlog
 
+from tanghulu.auth.places import Caller, Places, Strangers, host_of
 from tanghulu.auth.tenants import Identity
 from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError, Unauthorized
 from tanghulu.rpc.frames import ERROR, PREAMBLE, Frame, FrameReader, PartialFrame, PlacedFrame, encode_head
@@ -176,7 +177,8 @@ class FastService:
     sinks: dict[int, SinkMaker] = field(default_factory=dict)
     peers: set[Peer] = field(default_factory=set)
     #: Connections of those that have not shown who they are, the oldest first.
-    unknown: dict[FastServerProtocol, None] = field(default_factory=dict)
+    unknown: Strangers[FastServerProtocol] = field(default_factory=lambda: Strangers())
+    places: Places = field(default_factory=lambda: Places("connections"))
     latencies: Latencies[str] = field(default_factory=Latencies)
     unsent: UnsentAnswers = field(default_factory=UnsentAnswers)
     coming: UnsentAnswers = field(default_factory=partial(UnsentAnswers, MAX_COMING_BYTES))
@@ -218,6 +220,7 @@ class FastServerProtocol(asyncio.Protocol):
         self._paused = False
         self._ending: asyncio.TimerHandle | None = None
         self._hello_due: asyncio.TimerHandle | None = None  # while the peer is unknown
+        self._caller: Caller | None = None  # once it has a place
         self._streams: list[AnswerStream] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -227,10 +230,11 @@ class FastServerProtocol(asyncio.Protocol):
         service = self._service
         self._peer.hang_up = transport.close
         service.peers.add(self._peer)
-        service.unknown[self] = None
         self._hello_due = asyncio.get_running_loop().call_later(HELLO_S, self._hello_missed)
-        if len(service.unknown) > MAX_UNKNOWN_PEERS:
-            next(iter(service.unknown)).turn_out()
+        service.unknown.enter(self, host_of(transport))
+        oldest = service.unknown.make_way(MAX_UNKNOWN_PEERS)
+        if oldest is not None:
+            oldest.turn_out()
 
     @property
     def takes(self) -> bool:
@@ -258,7 +262,7 @@ class FastServerProtocol(asyncio.Protocol):
         self._end(Unauthorized(f"no HELLO came within {HELLO_S:g} s"))
 
     def _known(self) -> None:
-        self._service.unknown.pop(self, None)
+        self._service.unknown.leave(self)
         if self._hello_due is not None:
             self._hello_due.cancel()
             self._hello_due = None
@@ -269,9 +273,13 @@ class FastServerProtocol(asyncio.Protocol):
         if service.guarded and self._peer.identity is None:
             return
         self._known()
-        if len(service.peers) - len(service.unknown) > service.max_connections:
-            self._end(Overloaded(f"this process serves {service.max_connections} connections and takes no more"))
+        caller = Caller.of(self._peer.identity)
+        try:
+            service.places.take(caller, service.max_connections)
+        except Overloaded as error:
+            self._end(error)
             return
+        self._caller = caller
         connection = self._transport.get_extra_info("socket") if self._transport is not None else None
         if connection is not None:
             try:
@@ -287,6 +295,9 @@ class FastServerProtocol(asyncio.Protocol):
         self._slow_no_more()
         self._coming_no_more()
         self._known()
+        if self._caller is not None:
+            self._service.places.give_back(self._caller)
+            self._caller = None
         self._service.peers.discard(self._peer)
         for task in self._tasks:
             task.cancel()
@@ -417,7 +428,9 @@ class FastServerProtocol(asyncio.Protocol):
         unsent_bytes = self._transport.get_write_buffer_size()
         self._service.unsent.note(self, unsent_bytes)
         if self._slow.is_given_up(unsent_bytes, self._service.unsent, loop.time()):
-            _log.warning("fast_lane.peer_takes_nothing", peer=self._peer.name, unsent_bytes=unsent_bytes)
+            self._service.rare_log.warning(
+                "fast_lane.peer_takes_nothing", peer=self._peer.name, unsent_bytes=unsent_bytes
+            )
             self._transport.abort()
             return
         self._looking = loop.call_later(_SLOW_LOOK_S, self._look)
@@ -429,7 +442,7 @@ class FastServerProtocol(asyncio.Protocol):
         if self._coming is None or self._coming[0] is not partial or self._paused:  # it is we who do not read
             self._coming = partial, SlowPeer(missing, loop.time())
         elif self._coming[1].is_given_up(missing, service.coming, loop.time()):
-            _log.warning("fast_lane.request_comes_too_slowly", peer=self._peer.name, missing_bytes=missing)
+            service.rare_log.warning("fast_lane.request_comes_too_slowly", peer=self._peer.name, missing_bytes=missing)
             assert self._transport is not None
             self._transport.abort()
             return

@@ -1,18 +1,36 @@
-"""gRPC's edge: typed errors to gRPC statuses and back, and channels made in one way."""
+"""gRPC's edge: typed errors to gRPC statuses and back; channels and servers made in one way.
+
+A server counts the calls of each caller, and receives a request only when there is room for it (``RequestRoom``):
+gRPC's flow control keeps it with its sender until then. For this every request is read as if it were a stream of one
+message: on the wire there is no difference. A tenant has at most half of the room, and operators have a room of their
+own: no one holds up the others by calls whose message does not come.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from inspect import isasyncgen
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final, Protocol
 
 import grpc
 import grpc.aio
 
 from tanghulu.auth.credentials import NO_TLS, TlsFiles
+from tanghulu.auth.places import ANYBODY, Caller, Places, RequestRoom
 from tanghulu.auth.tls import client_context
-from tanghulu.errors import ConfigError, DeadlineExceeded, NodeUnavailable, TanghuluError, error_from_code
+from tanghulu.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    NodeUnavailable,
+    Overloaded,
+    TanghuluError,
+    error_from_code,
+)
 from tanghulu.types import Address
 
 _STATUS = {
@@ -144,6 +162,169 @@ def listen(server: grpc.aio.Server, where: Address, tls: TlsFiles | None, *, mut
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {where}: choose another {flag}") from error
     return Address(where.host, int(port))
+
+
+#: Messages of all calls under way, those that are coming counted as the largest; of operators, and of all others.
+MAX_REQUEST_BYTES: Final = 256 << 20
+#: How long a call may wait for room, and then how long its message may take to come: less, so that turns come in time.
+WAIT_S: Final = 30.0
+REQUEST_S: Final = 20.0
+#: Calls of a tenant at one time, and those of them that answer until they are ended.
+CALLS_SHARE: Final = 256
+STREAMS_SHARE: Final = 16
+
+
+class CallAuthorizer(Protocol):
+    """Lets calls through, as an interceptor, and names their callers."""
+
+    def caller(self, metadata: Sequence[tuple[str, str | bytes]]) -> Caller:
+        """The caller of a call with ``metadata``. Raises Unauthorized."""
+        ...
+
+
+class CallAdmission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's own types are not strict
+    """Counts calls and receives their requests; the first interceptor of its server, in front of ``authorizer``.
+
+    ``on_call`` is called with the caller and the address of its connection, and may raise Overloaded. ``streams_share``
+    None: streams are as many as calls.
+    """
+
+    def __init__(
+        self,
+        max_calls: int,
+        authorizer: CallAuthorizer | None = None,
+        *,
+        message_bytes: int = MESSAGE_BYTES,
+        most_bytes: int = MAX_REQUEST_BYTES,
+        streams_share: int | None = None,
+        on_call: Callable[[str, Caller], None] = lambda peer, caller: None,
+        request_s: float = REQUEST_S,
+        wait_s: float = WAIT_S,
+    ) -> None:
+        self._max_calls, self._authorizer, self._on_call = max_calls, authorizer, on_call
+        self._request_s, self._wait_s = request_s, wait_s
+        self._calls = Places("calls", CALLS_SHARE)
+        self._streams = Places("streams", CALLS_SHARE if streams_share is None else streams_share)
+        self._rooms = {is_operator: RequestRoom(most_bytes, message_bytes) for is_operator in (True, False)}
+        self._turns: dict[Hashable, asyncio.Future[None]] = {}
+
+    @property
+    def num_held(self) -> int:
+        """Calls whose request is coming, or has come."""
+        return sum(room.num_held for room in self._rooms.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Calls that wait for room."""
+        return sum(room.num_waiting for room in self._rooms.values())
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """The call's handler, which now receives its request itself. What the authorizer refuses is left as it is."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:
+            return handler
+        caller = ANYBODY
+        if self._authorizer is not None:
+            try:
+                caller = self._authorizer.caller(tuple(handler_call_details.invocation_metadata or ()))
+            except TanghuluError as error:
+                return refusal(handler, error)
+
+        async def unary(_: Any, context: Any) -> Any:
+            return await handler.unary_unary(await self._receive(context, caller, self._calls), context)
+
+        async def stream(_: Any, context: Any) -> None:
+            answers = handler.unary_stream(await self._receive(context, caller, self._calls, self._streams), context)
+            if not isasyncgen(answers):
+                await answers  # it writes by itself
+                return
+            async with aclosing(answers):
+                async for message in answers:
+                    await context.write(message)
+
+        codec = handler.request_deserializer, handler.response_serializer
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(stream, *codec)
+        return grpc.stream_unary_rpc_method_handler(unary, *codec)
+
+    async def _receive(self, context: Any, caller: Caller, *places: Places) -> Any:
+        """The request, for which there are a place and room until the call is over."""
+        try:
+            self._on_call(context.peer(), caller)
+            for each in places:
+                each.take(caller, self._max_calls)
+                context.add_done_callback(lambda _, each=each: each.give_back(caller))
+        except Overloaded as error:
+            await abort(context, error)
+        call, room = object(), self._rooms[caller.is_operator]
+        context.add_done_callback(lambda _: self._let_in(room.leave(call)))
+        if not room.enter(call, caller):
+            await self._wait(call, context)
+        try:
+            async with asyncio.timeout(self._request_s):
+                request = await context.read()
+        except TimeoutError:
+            await abort(context, DeadlineExceeded(f"the request did not come within {self._request_s:g} s"))
+        if request is grpc.aio.EOF:
+            await abort(context, InvalidRequest("the call ended without a request"))
+        self._let_in(room.came(call, request.ByteSize()))
+        return request
+
+    async def _wait(self, call: Hashable, context: Any) -> None:
+        turn = self._turns[call] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await turn
+        except TimeoutError:
+            await abort(context, Overloaded("other requests over gRPC take all room that there is; try again"))
+        finally:
+            self._turns.pop(call, None)
+
+    def _let_in(self, calls: list[Hashable]) -> None:
+        for call in calls:
+            turn = self._turns.get(call)
+            if turn is not None and not turn.done():
+                turn.set_result(None)
+
+
+def guarded_server(
+    max_calls: int,
+    authorizer: CallAuthorizer | None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    message_bytes: int = MESSAGE_BYTES,
+    streams_share: int | None = None,
+    on_call: Callable[[str, Caller], None] = lambda peer, caller: None,
+) -> grpc.aio.Server:
+    """A gRPC server that admits calls so, with ``options`` beside those that every server has."""
+    admission = CallAdmission(
+        max_calls, authorizer, message_bytes=message_bytes, streams_share=streams_share, on_call=on_call
+    )
+    return grpc.aio.server(
+        options=list((dict(SERVER_OPTIONS) | dict(options)).items()),
+        interceptors=[admission] if authorizer is None else [admission, authorizer],
+        maximum_concurrent_rpcs=2 * max_calls,  # twice: what is refused is a call, too, for a moment
+    )
+
+
+def refusal(handler: grpc.RpcMethodHandler[Any, Any], error: TanghuluError) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler in place of ``handler`` that answers ``error``, without receiving a message."""
+
+    async def unary(request: Any, context: Any) -> Any:
+        await abort(context, error)
+
+    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+        await abort(context, error)
+        yield
+
+    # As streams, whatever the call is: then its message is not received before it is refused.
+    if handler.response_streaming:
+        return grpc.stream_stream_rpc_method_handler(stream)
+    return grpc.stream_unary_rpc_method_handler(unary)
 
 
 def shortened(message: str, most_bytes: int = MOST_DETAILS_BYTES) -> str:

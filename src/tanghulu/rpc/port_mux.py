@@ -13,21 +13,22 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import cast
 
-import grpc.aio
 import structlog
 
 from tanghulu.auth.handshakes import Handshakes
+from tanghulu.auth.places import Caller, Places, Strangers, host_of
 from tanghulu.auth.tls import ServerTls
 from tanghulu.errors import ConfigError
 from tanghulu.rpc import nearby
+from tanghulu.rpc.authorizer import GrpcAuthorizer
 from tanghulu.rpc.fast_server import HELLO_S, FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
-from tanghulu.rpc.grpc_edge import SERVER_OPTIONS
+from tanghulu.rpc.grpc_edge import STREAMS_SHARE, guarded_server
 from tanghulu.rpc.pacing import notice_dead_peer, unpace_within_machine
 from tanghulu.rpc.peer_process import peer_pidfd, peer_process, peer_uid
 from tanghulu.runtime.accepting import accept_no_more
@@ -39,6 +40,9 @@ _HTTP2 = b"PRI * HT"
 #: Connections that have not sent their first bytes yet, and gRPC calls under way, followers' streams included.
 MAX_UNDECIDED = 256
 MAX_GRPC_CALLS = 16384
+#: gRPC connections on which no call has been let through yet, and how long they may stay.
+MAX_UNKNOWN_RELAYS = 256
+UNKNOWN_RELAY_S = 30.0
 #: One of the fast lane; of gRPC one outside, and both ends of the one that it is relayed through.
 DESCRIPTORS_PER_CONNECTION = 4
 #: How often the files of TLS are looked at.
@@ -53,7 +57,7 @@ class PortMux:
         service: FastService,
         run_dir: Path,
         name: str,
-        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        authorizer: GrpcAuthorizer | None = None,
         tls: ServerTls | None = None,
         max_grpc_calls: int = MAX_GRPC_CALLS,
     ) -> None:
@@ -61,13 +65,13 @@ class PortMux:
         self.tls = tls
         self.unix_path = str(run_dir / f"{name}.sock")
         self._grpc_path = str(run_dir / f"{name}.grpc")
-        self.grpc_server = grpc.aio.server(
-            options=SERVER_OPTIONS, interceptors=interceptors, maximum_concurrent_rpcs=max_grpc_calls
-        )
+        self.grpc_server = guarded_server(max_grpc_calls, authorizer, streams_share=STREAMS_SHARE, on_call=self._known)
         self.rare_log = RareLog(_log)
-        self._undecided: dict[asyncio.Transport, None] = {}
+        self._undecided: Strangers[asyncio.Transport] = Strangers()
         self._handshakes: Handshakes | None = None
-        self._num_relays = 0
+        self._unknown_relays: Strangers[_Sniffer] = Strangers()
+        self._relays: dict[str, _Sniffer] = {}
+        self._relay_places = Places("gRPC connections")
         self._servers: list[asyncio.Server] = []
         self._is_closing = False
         self._transports: set[asyncio.Transport] = set()
@@ -160,39 +164,59 @@ class PortMux:
         if self._is_closing:
             transport.abort()
             return
-        self._undecided[transport] = None
-        if len(self._undecided) > MAX_UNDECIDED:
-            oldest = next(iter(self._undecided))
-            del self._undecided[oldest]
+        self._undecided.enter(transport, host_of(transport))
+        oldest = self._undecided.make_way(MAX_UNDECIDED)
+        if oldest is not None:
             oldest.abort()
 
     def decided(self, transport: asyncio.Transport) -> None:
         """Count a connection that has said what it wants."""
-        self._undecided.pop(transport, None)
+        self._undecided.leave(transport)
 
-    def begin_relay(self) -> bool:
-        """Admit one more connection to gRPC; False: there are as many as may be."""
-        if self._num_relays >= self.service.max_connections:
-            return False
-        self._num_relays += 1
-        return True
+    def begin_relay(self, relay: _Sniffer, host: str) -> None:
+        """Enter a connection to gRPC from ``host``, of a stranger until it has made a call; one may make way for it."""
+        self._unknown_relays.enter(relay, host)
+        oldest = self._unknown_relays.make_way(MAX_UNKNOWN_RELAYS)
+        if oldest is not None:
+            self.rare_log.warning("port_mux.too_many_unknown_grpc_connections", most=MAX_UNKNOWN_RELAYS)
+            oldest.turn_out()
 
-    def end_relay(self) -> None:
-        """Count a gRPC connection that has ended."""
-        self._num_relays -= 1
+    def _known(self, peer: str, caller: Caller) -> None:
+        """Give the relay behind ``peer`` its place: ``caller`` has made a call there. Raises Overloaded."""
+        relay = self._relays.get(peer)
+        if relay is not None and relay in self._unknown_relays:
+            self._relay_places.take(caller, self.service.max_connections)
+            self._unknown_relays.leave(relay)
+            relay.known(caller)
+
+    def end_relay(self, relay: _Sniffer, name: str, caller: Caller | None) -> None:
+        """Forget a gRPC connection that has ended; ``caller`` had its place."""
+        self._unknown_relays.leave(relay)
+        self._relays.pop(name, None)
+        if caller is not None:
+            self._relay_places.give_back(caller)
 
     def leave(self, transport: asyncio.Transport) -> None:
         """Forget a connection that has ended."""
         self._transports.discard(transport)
-        self._undecided.pop(transport, None)
+        self._undecided.leave(transport)
         if not self._transports:
             self._empty.set()
 
-    async def relay_target(self, front: asyncio.Transport) -> asyncio.Transport:
-        """A connection to the gRPC server whose answers go to ``front``."""
-        loop = asyncio.get_running_loop()
-        back, _ = await loop.create_unix_connection(lambda: _Relay(front), self._grpc_path)
-        return back
+    async def relay_target(self, relay: _Sniffer, front: asyncio.Transport) -> tuple[asyncio.Transport, str]:
+        """A connection to the gRPC server whose answers go to ``front``, and its name there. Raises OSError."""
+        loop, sock = asyncio.get_running_loop(), socket.socket(socket.AF_UNIX)
+        try:
+            sock.setblocking(False)
+            sock.bind("")  # the kernel chooses a name, which the server gets with each call
+            name = f"unix-abstract:{sock.getsockname()[1:].decode()}"
+            await loop.sock_connect(sock, self._grpc_path)
+            self._relays[name] = relay
+            back, _ = await loop.create_unix_connection(lambda: _Relay(front), sock=sock)
+        except BaseException:
+            sock.close()
+            raise
+        return back, name
 
 
 async def _follow_files(tls: ServerTls) -> None:
@@ -252,7 +276,8 @@ class _Sniffer(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
-        self._relays = False
+        self._relay_name: str | None = None  # "" until there is one
+        self._caller: Caller | None = None  # of gRPC, once it has made a call
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(asyncio.Transport, transport)  # uvloop has its own, which is no subclass
@@ -264,8 +289,8 @@ class _Sniffer(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         assert self._transport is not None
         self._mux.leave(self._transport)
-        if self._relays:
-            self._mux.end_relay()
+        if self._relay_name is not None:
+            self._mux.end_relay(self, self._relay_name, self._caller)
         if self._timer is not None:
             self._timer.cancel()
         if self._task is not None:
@@ -297,17 +322,26 @@ class _Sniffer(asyncio.Protocol):
         if self._first.startswith(PREAMBLE):
             self._pass_on(self._transport)
         elif self._first.startswith(_HTTP2):
-            if not self._mux.begin_relay():
-                self._mux.rare_log.warning("port_mux.too_many_grpc_connections", most=self._mux.service.max_connections)
-                self._transport.abort()
-                return
-            self._relays = True
+            self._relay_name = ""
+            self._timer = asyncio.get_running_loop().call_later(UNKNOWN_RELAY_S, self._transport.close)
+            self._mux.begin_relay(self, host_of(self._transport))
             notice_dead_peer(self._transport.get_extra_info("socket"))
             self._transport.pause_reading()
             self._task = asyncio.ensure_future(self._connect_grpc(self._transport))
         else:
             self._mux.rare_log.warning("port_mux.unknown_protocol", first_bytes=self._first[:16].hex())
             self._transport.close()
+
+    def known(self, caller: Caller) -> None:
+        """The connection is ``caller``'s from now on."""
+        self._caller = caller
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def turn_out(self) -> None:
+        """Make way for another stranger."""
+        assert self._transport is not None
+        self._transport.abort()
 
     def _pass_on(self, transport: asyncio.Transport) -> None:
         """From now on the fast lane's protocol hears of the connection itself."""
@@ -321,7 +355,7 @@ class _Sniffer(asyncio.Protocol):
 
     async def _connect_grpc(self, transport: asyncio.Transport) -> None:
         try:
-            back = await self._mux.relay_target(transport)
+            back, self._relay_name = await self._mux.relay_target(self, transport)
         except OSError as error:
             self._mux.rare_log.warning("port_mux.grpc_unreachable", error=str(error))
             transport.close()

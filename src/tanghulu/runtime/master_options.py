@@ -58,7 +58,12 @@ class HttpOptions(TlsOptions):
 
     api_keys: Path | None = option(None, "let in only who shows one of the API keys in this file")
     tls_mutual: bool = option(False, "let in only who shows a certificate that --tls-ca has signed")
-    max_connections: int = option(4096, "connections of clients that are let in; others get 503", least=1)
+    allowed_hosts: str = option(
+        "", "names by which a port on loopback is asked for, as through a proxy in front: a.example,b.example"
+    )
+    max_connections: int = option(
+        4096, "connections of clients; idle ones make way, and beyond busy ones clients get 503", least=1
+    )
 
     @property
     def scheme(self) -> str:

@@ -15,13 +15,15 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import Receive, Scope
 
-from tanghulu.errors import TanghuluError, Unauthorized
+from tanghulu.errors import Overloaded, TanghuluError, Unauthorized
 from tanghulu.web.bodies import IncomingBody, pieces
 from tanghulu.web.errors import answer_to
 
 LOGIN: Final = "/login"
 _MAX_FORM_BYTES: Final = 4096
 _FORM_S: Final = 10.0
+#: Forms that are coming at one time: strangers send them, and each takes a connection while it comes.
+_MAX_FORMS: Final = 64
 _STYLE: Final = "body{font:16px/1.5 system-ui,sans-serif;max-width:24rem;margin:20vh auto;padding:0 1rem}"
 _STYLE_HASH: Final = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
 _POLICY: Final = f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; form-action 'self'"
@@ -38,6 +40,7 @@ class LoginPage:
 
     def __init__(self, what: str, label: str, cookie: str) -> None:
         self._what, self._label, self._cookie = what, label, cookie
+        self._num_forms = 0
 
     def shown(self, headers: Headers) -> str | None:
         """What the request's cookie shows."""
@@ -68,7 +71,7 @@ class LoginPage:
         if scope["method"] != "POST":
             return self.page("Whoever runs this cluster has one for you.", "/dashboard", 200)
         try:
-            form = await _read_form(scope, receive)
+            form = await self._read_form(scope, receive)
             wanted = form.get("next", "")
             shown = form.get("key", "").strip()
             await admit(shown)
@@ -83,15 +86,20 @@ class LoginPage:
         answer.set_cookie(self._cookie, shown, path="/", httponly=True, samesite="strict", secure=secure)
         return answer
 
+    async def _read_form(self, scope: Scope, receive: Receive) -> dict[str, str]:
+        """The fields of a form; raises BodyTooLarge, BodyTooSlow, Overloaded."""
+        if self._num_forms >= _MAX_FORMS:
+            raise Overloaded(f"{_MAX_FORMS} people are logging in; try again in a moment")
+        self._num_forms += 1
+        try:
+            body = IncomingBody(scope, receive, _FORM_S, _FORM_S)
+            data = b"".join([piece async for piece in pieces(body, _MAX_FORM_BYTES)])
+        finally:
+            self._num_forms -= 1
+        return {name: values[-1] for name, values in parse_qs(data.decode("utf-8", "replace")).items()}
+
 
 def _own_path(wanted: str) -> str:
     """``wanted`` where it is a path of this server, and no other host's."""
     plain = wanted.startswith("/") and not wanted.startswith("//") and "\\" not in wanted and wanted.isprintable()
     return wanted if plain else "/dashboard"
-
-
-async def _read_form(scope: Scope, receive: Receive) -> dict[str, str]:
-    """The fields of a form; raises BodyTooLarge, BodyTooSlow."""
-    body = IncomingBody(scope, receive, _FORM_S, _FORM_S)
-    data = b"".join([piece async for piece in pieces(body, _MAX_FORM_BYTES)])
-    return {name: values[-1] for name, values in parse_qs(data.decode("utf-8", "replace")).items()}

@@ -12,16 +12,18 @@ import sys
 import termios
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Final, cast
 
 import structlog
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from tanghulu.auth.places import Strangers, host_of
 from tanghulu.auth.tls import REFRESH_S, ServerTls
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.runtime.accepting import accept_no_more
+from tanghulu.runtime.telemetry import RareLog
 from tanghulu.types import Address
 from tanghulu.web.errors import HeaderTooLarge, TooManyConnections, answer_to, status_of
 
@@ -29,8 +31,11 @@ _log = structlog.get_logger(__name__)
 _BACKLOG = 2048
 #: Longer than clients keep idle connections, so that none of them sends into one that is being closed.
 _KEEP_ALIVE_S = 75
-#: Connections that have not come to the end of a header; the oldest goes when another comes.
+#: Connections that have not come to the end of a header; one makes way when another comes.
 MAX_HEADLESS = 256
+#: Connections beyond the bound, on which only probes are answered: an orchestrator's do not fail because of clients.
+PROBES: Final = ("/live", "/ready")
+MAX_BEYOND: Final = 64
 #: A request's line and header, or the trailer of its body; each field counts as its text and _FIELD_BYTES.
 MAX_HEADER_BYTES = 64 << 10
 _FIELD_BYTES = 32
@@ -126,8 +131,12 @@ class _Connection(HttpToolsProtocol):
     stall_s = READ_STALL_S
     _stalled: asyncio.TimerHandle | None = None
     _unread_bytes = 0
-    #: Connections of the server from which a header is coming, the oldest first.
-    headless: ClassVar[dict[_Connection, None]]
+    most = 0  # connections; 0: without a bound
+    #: Connections of the server from which a header is coming; and all that have no request under way.
+    headless: ClassVar[Strangers[_Connection]]
+    resting: ClassVar[Strangers[_Connection]]
+    rare_log: ClassVar[RareLog]
+    _is_beyond = False
     #: Whether the server is ending; then a connection without a request goes.
     is_ending: ClassVar[bool] = False
     _waiting: asyncio.TimerHandle | None = None
@@ -140,8 +149,18 @@ class _Connection(HttpToolsProtocol):
         super().connection_made(transport)
         if self.is_ending:
             self.shutdown()
-        else:
-            self._wait()
+            return
+        if self.most and len(self.connections) > self.most:
+            resting = self.resting.make_way(0)
+            if resting is not None:
+                resting.transport.abort()
+            elif len(self.connections) > self.most + MAX_BEYOND:
+                transport.abort()
+                return
+            else:
+                self._is_beyond = True
+        self.resting.enter(self, host_of(transport))
+        self._wait()
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
@@ -157,8 +176,10 @@ class _Connection(HttpToolsProtocol):
             self._wait_no_more()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Run ``app``, or, where uvicorn means to refuse by itself, answer in the shape of all other errors."""
-        served: Any = app if app is self.app else _too_many_connections
+        """Run ``app``; on a connection beyond the bound for probes only."""
+        self.resting.leave(self)
+        is_refused = self._is_beyond and len(self.connections) > self.most and cycle.scope["path"] not in PROBES
+        served: Any = _too_many_connections if is_refused else app
         super()._start_asgi_task(
             cycle, served if cycle.scope["http_version"] != "1.0" else _ended_by_closing(cycle, served)
         )
@@ -182,6 +203,11 @@ class _Connection(HttpToolsProtocol):
             raise self._refusal
         super().on_headers_complete()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing() and self.cycle.response_complete:
+            self.resting.enter(self, host_of(self.transport))
+
     def on_body(self, body: bytes) -> None:
         self._loose_bytes = 0
         super().on_body(body)
@@ -202,7 +228,7 @@ class _Connection(HttpToolsProtocol):
             self.transport.abort()  # an answer is on its way, or due first
             return
         if self._refusal is not None:
-            _log.info("http.header_too_large", client=self.client)
+            self.rare_log.warning("http.header_too_large", client=self.client)
         error = self._refusal or InvalidRequest(msg)
         response = answer_to(error)
         response.headers["connection"] = "close"
@@ -212,6 +238,7 @@ class _Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self.resting.leave(self)
         self._wait_no_more()
         self._read_again()
 
@@ -243,7 +270,7 @@ class _Connection(HttpToolsProtocol):
 
     def _hang_up_on_reader(self) -> None:
         state = self.scope.get("state", {}) if self.scope is not None else {}
-        _log.warning(
+        self.rare_log.warning(
             "http.reader_too_slow",
             path=self.scope["path"] if self.scope is not None else None,
             request=state.get("request_id"),
@@ -256,9 +283,9 @@ class _Connection(HttpToolsProtocol):
         """Start the time limit at the first piece of a header; later pieces do not prolong it."""
         if self._waiting is None and not self.transport.is_closing():
             self._waiting = asyncio.get_running_loop().call_later(self.header_s, self.transport.close)
-            self.headless[self] = None
-            if len(self.headless) > MAX_HEADLESS:
-                oldest = next(iter(self.headless))
+            self.headless.enter(self, host_of(self.transport))
+            oldest = self.headless.make_way(MAX_HEADLESS)
+            if oldest is not None:
                 oldest._wait_no_more()
                 oldest.transport.abort()
 
@@ -266,7 +293,7 @@ class _Connection(HttpToolsProtocol):
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
-            self.headless.pop(self, None)
+            self.headless.leave(self)
 
 
 def _too_large() -> HeaderTooLarge:
@@ -279,8 +306,9 @@ def _too_large() -> HeaderTooLarge:
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers (the process has its own), and without waking up ten times a second.
 
-    Beyond ``max_connections`` it answers 503 by itself; a client has ``header_s`` to send a request's header, and
-    ``stall_s`` to read some of an answer.
+    Where there are ``max_connections``, one without a request makes way for another; where all have one, it answers 503
+    by itself, but for ``PROBES``. A client has ``header_s`` to send a request's header, and ``stall_s`` to read some of
+    an answer.
     """
 
     def __init__(
@@ -293,7 +321,18 @@ class HttpServer(uvicorn.Server):
         header_s: float = _KEEP_ALIVE_S,
         stall_s: float = READ_STALL_S,
     ) -> None:
-        protocol = type("Connection", (_Connection,), {"header_s": header_s, "stall_s": stall_s, "headless": {}})
+        protocol = type(
+            "Connection",
+            (_Connection,),
+            {
+                "header_s": header_s,
+                "stall_s": stall_s,
+                "most": max_connections or 0,
+                "headless": Strangers(),
+                "resting": Strangers(),
+                "rare_log": RareLog(_log),
+            },
+        )
         self._handshake_s = header_s
         super().__init__(
             uvicorn.Config(
@@ -308,7 +347,6 @@ class HttpServer(uvicorn.Server):
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 server_header=False,
                 date_header=False,
-                limit_concurrency=max_connections,
             )
         )
         if tls is not None:

@@ -24,7 +24,7 @@ from tanghulu.types import ChunkKey, format_size
 
 #: All values of one answer; below gRPC's own limit for a message.
 MAX_ANSWER_BYTES = 60 << 20
-#: Calls under way at one time, those included that wait for their requests to be received (see ``grpc_requests``).
+#: Calls under way at one time, those included that wait for their requests to be received (see ``CallAdmission``).
 MAX_CALLS = 64
 #: Values in the answers of all calls under way, whether or not they are taken yet.
 MAX_ANSWERS_BYTES = 256 << 20

@@ -154,7 +154,7 @@ class TestMethods:
             ("GET", "/v1/chat/completions", "POST"),
             ("HEAD", "/v1/completions", "POST"),
             ("OPTIONS", "/generate", "POST"),
-            ("DELETE", "/flush_cache", "GET, HEAD, POST"),
+            ("GET", "/flush_cache", "POST"),
             ("POST", "/live", "GET, HEAD"),
         ],
     )

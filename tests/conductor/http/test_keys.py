@@ -88,7 +88,7 @@ async def test_a_key_is_served_by_either_header_and_only_what_it_allows(tmp_path
             ("/dashboard/state", "watcher", 200),
             ("/flush_cache", "watcher", 403),
             ("/flush_cache", "user", 403),
-            ("/flush_cache", "admin", 200),
+            ("/flush_cache", "admin", 405),  # it is a POST: a picture in a web page would be a GET
             ("/v1/models", "watcher", 200),
             ("/metrics%0A", "user", 403),  # the application's own pattern takes it for /metrics
         ):
@@ -176,6 +176,31 @@ async def test_a_key_ends_its_own_requests_only(tmp_path: Path) -> None:
             answer = await cluster.http.post("/abort_request", json=what, headers=bearer(name))
             assert answer.json() == {"aborted": aborted}, (name, what)
         assert (await asking).status_code == 200
+
+
+async def test_two_keys_may_use_one_id_at_the_same_time(tmp_path: Path) -> None:
+    async with keyed_cluster(tmp_path) as cluster:
+        worker = await cluster.add()
+        worker.hold()
+        body = {**ASK, "rid": "mine", "stream": True}
+
+        def ask(name: str) -> asyncio.Task[Any]:
+            return asyncio.create_task(cluster.http.post("/v1/completions", json=body, headers=bearer(name)))
+
+        async def abort(name: str) -> int:
+            answer = await cluster.http.post("/abort_request", json={"rid": "mine"}, headers=bearer(name))
+            return int(answer.json()["aborted"])
+
+        asking = [ask("user"), ask("other")]
+        await cluster.until(lambda: cluster.dispatcher.num_requests == 2)
+        again = await cluster.http.post("/v1/completions", json=body, headers=bearer("user"))
+        assert (again.status_code, "in use" in again.text) == (400, True)
+        assert [await abort("other"), (await asking[1]).status_code, asking[0].done()] == [1, 200, False]
+        asking[1] = ask("other")
+        await cluster.until(lambda: cluster.dispatcher.num_requests == 2)
+        assert await abort("admin") == 2
+        assert [(await each).status_code for each in asking] == [200, 200]
+        assert not cluster.conductor.service.calls
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tanghulu.errors import InvalidRequest, Overloaded
+from tanghulu.store.gateway import matching as matching_module
 from tanghulu.store.gateway.bounds import InFlight
 from tanghulu.store.gateway.clients import ClientCache
 from tanghulu.store.gateway.matching import MAX_PATTERN, matching
@@ -142,6 +143,18 @@ async def test_patterns_are_tried_elsewhere() -> None:
         await matching("(", [], 30.0)
     with pytest.raises(InvalidRequest, match="longer than"):
         await matching("x" * (MAX_PATTERN + 1), keys, 30.0)
+
+
+async def test_the_process_that_tries_a_pattern_knows_no_secret_and_has_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = "raise re.error(repr((dict(os.environ), resource.getrlimit(resource.RLIMIT_CPU))))\n    found"
+    code = matching_module._TRY.replace("found", shown, 1).replace("import json", "import os, json")
+    monkeypatch.setattr(matching_module, "_TRY", code)
+    monkeypatch.setenv("TANGHULU_TOKEN", "secret")
+    with pytest.raises(InvalidRequest, match=r"\(32, 32\)") as refused:
+        await matching("a", [], 30.0)
+    assert "secret" not in refused.value.message
 
 
 def test_what_comes_is_counted_as_it_comes() -> None:

@@ -16,12 +16,11 @@ import tanghulu
 from tanghulu.auth.handshakes import MAX_HANDSHAKES
 from tanghulu.protos import store_pb2, store_pb2_grpc
 from tanghulu.rpc.frames import PREAMBLE, encode_head
-from tanghulu.rpc.grpc_edge import channel
+from tanghulu.rpc.grpc_edge import MAX_REQUEST_BYTES, channel
 from tanghulu.rpc.unsent import MAX_UNSENT_BYTES
 from tanghulu.rpc.wire import encode
 from tanghulu.store.client import Client
 from tanghulu.store.client.logic.effects import PeerId
-from tanghulu.store.node.rpc.grpc_requests import MAX_REQUEST_BYTES
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS
 from tanghulu.store.protocol.messages import CommitItem, CommitRequest, GetRequest, ReserveRequest, UnpinRequest

@@ -123,9 +123,9 @@ class VllmWorkerServer:
         process, config = self._process, self._config
         tokens = None if config.tokens is None else TokensFile(config.tokens)
         tls = config.server_tls() if config.tls.cert or config.tls_mutual else None
-        interceptors = () if tokens is None else (GrpcAuthorizer(tokens, WORKER_GRPC_RULES),)
+        grpc_authorizer = None if tokens is None else GrpcAuthorizer(tokens, WORKER_GRPC_RULES)
         service = FastService()
-        port = PortMux(service, process.run_dir, "worker", interceptors, tls)
+        port = PortMux(service, process.run_dir, "worker", grpc_authorizer, tls)
         self.address = await port.bind(config.host, config.port, config.reachable_host)
         if tokens is not None:
             tokens.answer_at(self.address, Address(config.host, self.address.port))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,9 +13,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from tanghulu.protos import store_pb2, store_pb2_grpc
-from tanghulu.rpc.grpc_edge import MESSAGE_BYTES, SERVER_OPTIONS, from_rpc_error
-from tanghulu.store.node.rpc.grpc_requests import GrpcRequests, RequestRoom
+from tanghulu.auth.places import Caller, RequestRoom
+from tanghulu.protos import membership_pb2, membership_pb2_grpc, store_pb2, store_pb2_grpc
+from tanghulu.rpc.grpc_edge import MESSAGE_BYTES, SERVER_OPTIONS, CallAdmission, from_rpc_error, guarded_server
 from tests.rpc.service import until
 
 PUT = "/tanghulu.v1.StoreNode/Put"
@@ -57,13 +58,28 @@ def test_calls_come_in_order_and_within_the_bound() -> None:
             room.check()
 
 
+def test_a_tenant_has_half_of_the_room_and_callers_take_turns() -> None:
+    room = RequestRoom(most_bytes=40, message_bytes=10)
+    acme, other = (Caller(name, has_share=True, is_operator=False) for name in ("acme", "other"))
+    assert [room.enter(f"a{number}", acme) for number in range(5)] == [True, True, False, False, False]
+    assert [room.enter(f"o{number}", other) for number in range(3)] == [True, True, False]
+    room.check()
+    assert room.leave("o0") == ["o2"]
+    assert room.came("a0", 10) == []
+    assert room.came("a1", 0) == ["a2"]
+    assert room.leave("o1") == []
+    assert room.leave("a4") == []
+    assert room.leave("a0") == ["a3"]
+    room.check()
+
+
 class Node(store_pb2_grpc.StoreNodeServicer):
     async def Put(self, request: store_pb2.PutRequest, context: Any) -> store_pb2.PutReply:
         return store_pb2.PutReply(results=[store_pb2.PutResult(existed=True)] * len(request.items))
 
 
 @asynccontextmanager
-async def served(requests: GrpcRequests) -> AsyncIterator[grpc.aio.Channel]:
+async def served(requests: CallAdmission) -> AsyncIterator[grpc.aio.Channel]:
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[requests])
     store_pb2_grpc.add_StoreNodeServicer_to_server(Node(), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -81,7 +97,7 @@ def silent_put(link: grpc.aio.Channel) -> grpc.aio.StreamUnaryCall[Any, Any]:
 
 
 async def test_a_request_is_not_received_before_there_is_room() -> None:
-    requests = GrpcRequests(most_bytes=MESSAGE_BYTES)
+    requests = CallAdmission(100, most_bytes=MESSAGE_BYTES)
     async with served(requests) as link:
         silent = silent_put(link)
         await until(lambda: requests.num_held == 1)
@@ -95,7 +111,7 @@ async def test_a_request_is_not_received_before_there_is_room() -> None:
 
 
 async def test_requests_that_do_not_come_make_way() -> None:
-    requests = GrpcRequests(most_bytes=MESSAGE_BYTES, request_s=0.3)
+    requests = CallAdmission(100, most_bytes=MESSAGE_BYTES, request_s=0.3, wait_s=0.3)
     async with served(requests) as link:
         calls = [silent_put(link) for _ in range(3)]
         codes = {await call.code() for call in calls}
@@ -110,9 +126,66 @@ async def test_requests_that_do_not_come_make_way() -> None:
 
 
 async def test_many_calls_at_once_are_all_served() -> None:
-    requests = GrpcRequests(most_bytes=MESSAGE_BYTES)
+    requests = CallAdmission(100, most_bytes=MESSAGE_BYTES)
     async with served(requests) as link:
         request = store_pb2.PutRequest(items=[store_pb2.PutItem()], inline_data=bytes(1 << 20))
         replies = await asyncio.gather(*(store_pb2_grpc.StoreNodeStub(link).Put(request) for _ in range(40)))
         assert all(reply.results[0].existed for reply in replies)
         await until(lambda: requests.num_held == requests.num_waiting == 0)
+
+
+class Tenants:
+    """An authorizer that takes the name in a call's metadata."""
+
+    def caller(self, metadata: Sequence[tuple[str, str | bytes]]) -> Caller:
+        name = str(dict(metadata)["name"])
+        return Caller(name, has_share=name != "boss", is_operator=name == "boss")
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        return await continuation(handler_call_details)
+
+
+class Streams(membership_pb2_grpc.MembershipServicer):
+    async def Watch(self, request: membership_pb2.WatchRequest, context: Any) -> AsyncIterator[Any]:
+        yield membership_pb2.InstanceEvent()
+        await asyncio.Event().wait()
+
+    async def Register(self, request: membership_pb2.RegisterRequest, context: Any) -> Any:
+        return membership_pb2.RegisterReply()
+
+
+async def test_a_tenant_has_a_share_of_streams_and_the_others_go_on() -> None:
+    class Authorizer(Tenants, grpc.aio.ServerInterceptor):  # type: ignore[misc]  # as grpc's types are
+        pass
+
+    server = guarded_server(64, Authorizer(), streams_share=3)
+    membership_pb2_grpc.add_MembershipServicer_to_server(Streams(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as link:
+            stub = membership_pb2_grpc.MembershipStub(link)
+
+            def watch(name: str) -> Any:
+                return stub.Watch(membership_pb2.WatchRequest(), metadata=(("name", name),))
+
+            streams = [watch("acme") for _ in range(3)]
+            for each in streams:
+                await each.read()
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await watch("acme").read()
+            error = from_rpc_error(refused.value, "master")
+            assert (error.code, "acme has 3 streams" in error.message) == ("OVERLOADED", True)
+            for name in ("other", "boss"):
+                await watch(name).read()
+            await stub.Register(membership_pb2.RegisterRequest(), metadata=(("name", "acme"),))
+            streams[0].cancel()
+            for _ in range(100):
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    assert await watch("acme").read() is not grpc.aio.EOF
+                    break
+                await asyncio.sleep(0.05)
+            else:
+                raise AssertionError("the place of the ended stream did not come back")
+    finally:
+        await server.stop(None)

@@ -1,0 +1,241 @@
+"""Places for connections and calls: shares of tenants, a reserve for operators, and a short queue of strangers. Pure.
+
+Whoever has not shown a token, a stranger, takes no place: strangers have a few of their own, and when one more comes,
+the oldest of the address that has most of them is hung up on. Behind a proxy all have one address, and the oldest goes.
+Of the other places a tenant has at most a share, and an eighth is left to operators, so that the cluster's own
+processes get in however many others there are. Example with 16 places and a share of 4: a tenant has 4, tenants and
+others together 14, and an operator's processes all 16 where nobody else is.
+
+gRPC tells nobody how large a message is before it has all of it. So each message that is coming counts as the largest
+one that is taken, until it is there; from then on it counts as what it is, until its call is over. Calls that find no
+room wait, and callers take turns. Example: room for four messages. Four callers send 60 MiB each and the fifth waits.
+The first of the four is there with 1 KiB: the fifth is received beside the three others and that 1 KiB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from tanghulu.auth.api_keys import ApiKey, KeyRight
+from tanghulu.auth.tenants import Identity, Right
+from tanghulu.errors import Overloaded
+
+T = TypeVar("T", bound=Hashable)
+#: Of all places, one in so many is left to operators.
+_RESERVED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose place it is. ``has_share``: it takes no more than a share; ``is_operator``: the reserve is for it."""
+
+    name: str = ""
+    has_share: bool = False
+    is_operator: bool = True
+
+    @classmethod
+    def of(cls, identity: Identity | None) -> Caller:
+        """The caller with a token. Tokens of one tenant share its places; None where no tokens are asked for."""
+        if identity is None:
+            return cls()
+        if identity.tenant:
+            return cls(f"tenant {identity.tenant}", has_share=True, is_operator=False)
+        return cls(f"token {identity.token_name}", is_operator=identity.may(Right.JOIN))
+
+    @classmethod
+    def of_key(cls, key: ApiKey) -> Caller:
+        """The caller with an API key."""
+        is_operator = key.may(KeyRight.ADMIN)
+        return cls(key.client, not is_operator, is_operator)
+
+
+#: Where nobody shows a token.
+ANYBODY = Caller()
+
+
+class Places:
+    """Places of one kind, ``what`` in errors. ``share`` None: an eighth of all."""
+
+    def __init__(self, what: str, share: int | None = None) -> None:
+        self._what, self._share = what, share
+        self._taken: Counter[Caller] = Counter()
+        self._num_others = 0
+
+    def __len__(self) -> int:
+        return self._taken.total()
+
+    def take(self, caller: Caller, most: int) -> None:
+        """Take one of ``most`` places. Raises Overloaded."""
+        share = max(1, most // _RESERVED if self._share is None else min(self._share, most // 4))
+        if caller.has_share and self._taken[caller] >= share:
+            raise Overloaded(f"{caller.name} has {share} {self._what} here, which is its share; end some of them")
+        if len(self) >= most or (not caller.is_operator and self._num_others >= most - most // _RESERVED):
+            raise Overloaded(f"this process serves {most} {self._what} and takes no more; try again later")
+        self._taken[caller] += 1
+        self._num_others += not caller.is_operator
+
+    def give_back(self, caller: Caller) -> None:
+        """Give a place back."""
+        self._taken[caller] -= 1
+        self._num_others -= not caller.is_operator
+        if not self._taken[caller]:
+            del self._taken[caller]
+
+    def check(self) -> None:
+        """Assert that what is counted is counted once."""
+        assert all(count > 0 for count in self._taken.values())
+        assert self._num_others == sum(n for caller, n in self._taken.items() if not caller.is_operator)
+
+
+def host_of(transport: asyncio.BaseTransport) -> str:
+    """The address that a connection comes from; "" of a Unix socket."""
+    name = transport.get_extra_info("peername")
+    return str(name[0]) if isinstance(name, tuple) else ""
+
+
+class Strangers(Generic[T]):
+    """Connections of whoever has not shown who it is, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[T, str] = {}
+        self._of_host: dict[str, dict[T, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+    def __contains__(self, connection: object) -> bool:
+        return connection in self._hosts
+
+    def enter(self, connection: T, host: str) -> None:
+        """Enter a connection from ``host``, as the newest."""
+        self._hosts[connection] = host
+        self._of_host.setdefault(host, {})[connection] = None
+
+    def make_way(self, most: int) -> T | None:
+        """Remove and return the connection that makes way if there are more than ``most``."""
+        if len(self._hosts) <= most:
+            return None
+        crowded = max(self._of_host, key=lambda each: len(self._of_host[each]))
+        oldest = next(iter(self._of_host[crowded]))
+        self.leave(oldest)
+        return oldest
+
+    def leave(self, connection: T) -> None:
+        """The connection is a stranger's no more; no error if it was none."""
+        host = self._hosts.pop(connection, None)
+        if host is None:
+            return
+        own = self._of_host[host]
+        del own[connection]
+        if not own:
+            del self._of_host[host]
+
+    def check(self) -> None:
+        """Assert that both tables have the same connections."""
+        assert {each: host for host, own in self._of_host.items() for each in own} == self._hosts
+        assert all(self._of_host.values())
+
+
+class RequestRoom:
+    """The room that calls' messages have, and the calls that wait for it. Pure.
+
+    ``enter``, then ``came``, then ``leave``; the last two return the calls whose turn has come by it. Callers with a
+    share have at most half of the room.
+    """
+
+    def __init__(self, most_bytes: int, message_bytes: int) -> None:
+        assert message_bytes <= most_bytes, "one message has room at least"
+        self._most_bytes, self._message_bytes = most_bytes, message_bytes
+        self._share_bytes = max(message_bytes, most_bytes // 2)
+        self._held: dict[Hashable, tuple[Caller, int]] = {}
+        self._held_bytes = 0
+        self._bytes_of: Counter[Caller] = Counter()
+        #: By caller, the one whose turn is next first.
+        self._waiting: OrderedDict[Caller, OrderedDict[Hashable, None]] = OrderedDict()
+
+    @property
+    def num_held(self) -> int:
+        """Calls that have room."""
+        return len(self._held)
+
+    @property
+    def num_waiting(self) -> int:
+        """Calls that wait for it."""
+        return sum(map(len, self._waiting.values()))
+
+    def enter(self, call: Hashable, caller: Caller = ANYBODY) -> bool:
+        """Whether the call's message may come now; else it waits for its turn."""
+        if caller not in self._waiting and self._next_caller() is None and self._may_come(caller):
+            self._hold(call, caller, self._message_bytes)
+            return True
+        self._waiting.setdefault(caller, OrderedDict())[call] = None
+        return False
+
+    def came(self, call: Hashable, num_bytes: int) -> list[Hashable]:
+        """The message is there, and so large."""
+        caller = self._let_go(call)
+        if caller is not None:
+            self._hold(call, caller, num_bytes)
+        return self._next()
+
+    def leave(self, call: Hashable) -> list[Hashable]:
+        """The call is over, whether or not its turn had come."""
+        self._let_go(call)
+        for caller, calls in self._waiting.items():
+            if call in calls:
+                self._remove(caller, call)
+                break
+        return self._next()
+
+    def _may_come(self, caller: Caller) -> bool:
+        if caller.has_share and self._bytes_of[caller] + self._message_bytes > self._share_bytes:
+            return False
+        return self._held_bytes + self._message_bytes <= self._most_bytes
+
+    def _hold(self, call: Hashable, caller: Caller, num_bytes: int) -> None:
+        self._held[call] = caller, num_bytes
+        self._held_bytes += num_bytes
+        self._bytes_of[caller] += num_bytes
+
+    def _let_go(self, call: Hashable) -> Caller | None:
+        caller, num_bytes = self._held.pop(call, (None, 0))
+        if caller is not None:
+            self._held_bytes -= num_bytes
+            self._bytes_of[caller] -= num_bytes
+            if not self._bytes_of[caller]:
+                del self._bytes_of[caller]
+        return caller
+
+    def _remove(self, caller: Caller, call: Hashable) -> None:
+        calls = self._waiting[caller]
+        del calls[call]
+        if not calls:
+            del self._waiting[caller]
+
+    def _next_caller(self) -> Caller | None:
+        return next((caller for caller in self._waiting if self._may_come(caller)), None)
+
+    def _next(self) -> list[Hashable]:
+        served: list[Hashable] = []
+        while (caller := self._next_caller()) is not None:
+            self._waiting.move_to_end(caller)
+            call = next(iter(self._waiting[caller]))
+            self._remove(caller, call)
+            self._hold(call, caller, self._message_bytes)
+            served.append(call)
+        return served
+
+    def check(self) -> None:
+        """Assert that the sums are the sums, that they are bounded, and that nobody waits beside room."""
+        of_callers: Counter[Caller] = Counter()
+        for caller, num_bytes in self._held.values():
+            of_callers[caller] += num_bytes
+        assert self._bytes_of == of_callers
+        assert self._held_bytes == of_callers.total() <= self._most_bytes
+        assert all(n <= self._share_bytes for caller, n in of_callers.items() if caller.has_share)
+        assert all(calls and not calls.keys() & self._held.keys() for calls in self._waiting.values())
+        assert self._next_caller() is None
