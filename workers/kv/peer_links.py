@@ -25,6 +25,7 @@ from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.process import host_id
 from tanghulu.transfer_engine.client.remote import RemoteSegment
 from tanghulu.transfer_engine.core.descriptor_wire import from_proto
+from tanghulu.transfer_engine.core.segment import SessionKey
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.types import Address
 from tanghulu.workers.sessions.wire import split_instance
@@ -222,7 +223,9 @@ class PeerLinks:
 
     def _greet(self, connection: FastConnection) -> PeerLink:
         reply = self._hello(connection, wants_shm=True)
-        segment = self._engine.open_segment(from_proto(reply.segment), reply.session_id)
+        segment = self._engine.open_segment(
+            from_proto(reply.segment), SessionKey(reply.session_id, reply.session_secret)
+        )
         return PeerLink(connection, segment, self._clock.now_s())
 
     def _hello(self, connection: FastConnection, *, wants_shm: bool) -> store_pb2.HelloReply:

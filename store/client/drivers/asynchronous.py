@@ -455,7 +455,7 @@ class AsyncioDriver:
             return known
         carrier = self.settings.carrier(copies)
         try:
-            remote = await self._engine.open_segment_async(known.segment, known.session_id, carrier)
+            remote = await self._engine.open_segment_async(known.segment, known.session, carrier)
         except TanghuluError as error:
             return error
         return self._sessions.opened(known, copies, remote)

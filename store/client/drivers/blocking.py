@@ -504,7 +504,7 @@ class BlockingDriver:
         if not isinstance(known, Welcome):
             return known
         try:
-            remote = self._engine.open_segment(known.segment, known.session_id, self.settings.carrier(copies))
+            remote = self._engine.open_segment(known.segment, known.session, self.settings.carrier(copies))
         except TanghuluError as error:
             return error
         return self._sessions.opened(known, copies, remote)

@@ -187,10 +187,10 @@ class TestNotices:
 
     def test_a_session_that_is_not_open(self, engine: TransferEngine):
         with SegmentProcess(size_bytes=1 << 20, access=True) as leasing:
-            leasing.open_session(7, os.getpid())
+            session = leasing.open_session(7, os.getpid())
             leasing.watch_notices(0, 1)
             lease = leasing.grant(7, 0, 10, READ, False)
-            remote = engine.open_segment(leasing.descriptor, session_id=7, transport="tcp")
+            remote = engine.open_segment(leasing.descriptor, session, transport="tcp")
             request = TransferRequest(READ, bytearray(10), remote, 0, 10, lease_id=lease, notify=b"mine")
             engine.transfer([request], 5)
             assert [(number, data) for number, data, _ in leasing.take_notices()] == [(7, b"mine")]

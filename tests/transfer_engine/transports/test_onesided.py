@@ -144,8 +144,8 @@ def test_one_that_is_changed_again_fails(engine: TransferEngine, remote: RemoteS
 
 
 def test_a_range_is_compared_under_its_lease_alone(leasing: HereOwner, engine: TransferEngine, wires: Wires):
-    leasing.open_session(7, None)
-    remote = engine.open_segment(leasing.descriptor, session_id=7, transport="rdma")
+    session = leasing.open_session(7, None)
+    remote = engine.open_segment(leasing.descriptor, session, transport="rdma")
     read, write = leasing.grant(7, 0, 1000, READ, False), leasing.grant(7, 1000, 1000, WRITE, False)
     data = bytearray(1000)
     engine.transfer([TransferRequest(WRITE, data, remote, 1000, 1000, lease_id=write, verify=True)], 5)
@@ -159,8 +159,8 @@ def test_a_range_is_compared_under_its_lease_alone(leasing: HereOwner, engine: T
 
 
 def test_no_range_is_free_while_an_end_reaches_it(leasing: HereOwner, engine: TransferEngine, wires: Wires):
-    leasing.open_session(7, None)
-    remote = engine.open_segment(leasing.descriptor, session_id=7, transport="rdma")
+    session = leasing.open_session(7, None)
+    remote = engine.open_segment(leasing.descriptor, session, transport="rdma")
     lease = leasing.grant(7, 0, 100, WRITE, False)
     engine.transfer([TransferRequest(WRITE, bytes(100), remote, 0, 100, lease_id=lease)], 5)
     assert wires.open

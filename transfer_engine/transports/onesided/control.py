@@ -19,10 +19,10 @@ from tanghulu.errors import NodeUnavailable, TanghuluError
 from tanghulu.runtime.fork import lose_in_children
 from tanghulu.transfer_engine.core.fences import Fences
 from tanghulu.transfer_engine.core.paths import Path
-from tanghulu.transfer_engine.core.segment import SegmentDescriptor
+from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
 from tanghulu.transfer_engine.core.slices import Opcode, Slice
 from tanghulu.transfer_engine.core.transport import ConnectionBroken
-from tanghulu.transfer_engine.core.wire import MalformedMessage, name_hash, typed_error
+from tanghulu.transfer_engine.core.wire import MalformedMessage, name_hash, secret_numbers, typed_error
 from tanghulu.transfer_engine.transports.onesided.wire import ControlAnswer, ControlOp, ControlRequest, Dialect
 from tanghulu.types import Address
 
@@ -47,7 +47,7 @@ class Control:
     """A connection on ``path``; it starts to connect at once, and the first thing to ask is ``connect``."""
 
     def __init__(
-        self, path: Path, dialect: Dialect, fences: Fences, descriptor: SegmentDescriptor, session_id: int
+        self, path: Path, dialect: Dialect, fences: Fences, descriptor: SegmentDescriptor, session: SessionKey
     ) -> None:
         """Raises NodeUnavailable if there is no address."""
         self.token = secrets.randbits(63) | 1
@@ -56,7 +56,7 @@ class Control:
         #: By lease that was asked for: why nothing may be posted under it; None if it may.
         self.refusals: dict[int, TanghuluError | None] = {}
         self._path, self._dialect, self._fences = path, dialect, fences
-        self._descriptor, self._session_id = descriptor, session_id
+        self._descriptor, self._session = descriptor, session
         self._num_fences = 0
         self._expected: deque[_Asked] = deque()
         self._num_ahead = 0  # of them, those that slices wait for
@@ -91,8 +91,8 @@ class Control:
         """Ask for the owner's end; ``granted`` is there when it has answered."""
         self._ask(
             ControlRequest(
-                ControlOp.CONNECT, self.token, self._session_id, self._descriptor.generation,
-                name_hash(self._descriptor.name), payload=asked,
+                ControlOp.CONNECT, self.token, self._session.session_id, self._descriptor.generation,
+                name_hash(self._descriptor.name), *secret_numbers(self._session.secret), payload=asked,
             )
         )  # fmt: skip
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from tanghulu.transfer_engine.core.fences import Fences
 from tanghulu.transfer_engine.core.links import WiredLink
 from tanghulu.transfer_engine.core.paths import Path
-from tanghulu.transfer_engine.core.segment import SegmentDescriptor
+from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
 from tanghulu.transfer_engine.core.slices import Slice
 from tanghulu.transfer_engine.core.transport import Completion, ConnectContext, ConnectionBroken
 from tanghulu.transfer_engine.transports.onesided.connection import Mover, OneSidedConnection
@@ -57,7 +57,7 @@ class OneSidedPeer:
     def connect(self) -> OneSidedLink:
         """A new link; its movers are made when the first slice is posted on them."""
         context = self._context
-        return OneSidedLink(context.descriptor, context.session_id, context.fences, self._movers())
+        return OneSidedLink(context.descriptor, context.session, context.fences, self._movers())
 
     def close(self) -> None:
         """Links share nothing."""
@@ -66,10 +66,10 @@ class OneSidedPeer:
 class OneSidedLink(WiredLink[OneSidedConnection]):
     """One batch's movers to one peer."""
 
-    def __init__(self, descriptor: SegmentDescriptor, session_id: int, fences: Fences, movers: Movers) -> None:
+    def __init__(self, descriptor: SegmentDescriptor, session: SessionKey, fences: Fences, movers: Movers) -> None:
         super().__init__(select.epoll())
         self._descriptor = descriptor
-        self._session_id = session_id
+        self._session = session
         self._fences = fences
         self._movers = movers
 
@@ -115,7 +115,7 @@ class OneSidedLink(WiredLink[OneSidedConnection]):
     # --- WiredLink
 
     def _connect(self, path: Path) -> OneSidedConnection:
-        control = Control(path, self._movers.dialect, self._fences, self._descriptor, self._session_id)
+        control = Control(path, self._movers.dialect, self._fences, self._descriptor, self._session)
         try:
             mover = self._movers.make(path, control.token, self.wake)
         except BaseException:  # an interrupt, too: nobody else knows the socket; it is raised on

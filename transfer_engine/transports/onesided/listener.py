@@ -140,7 +140,10 @@ class OneSidedListener:
             name = self.ends.dialect.protocol
             raise Overloaded(f"{self.ends.max_ends} {name} connections are open; use another transport")
         self.ends.admit(request.payload)
-        head = Head(Op.HELLO, 0, request.session_id, request.name_hash, request.generation, request.number, 0)
+        first, second = request.offset, request.length
+        head = Head(
+            Op.HELLO, 0, request.session_id, request.name_hash, request.generation, request.number, first, digest=second
+        )
         self.admission.hello(connection, head)
 
     def begun(self, session_id: int) -> None:
