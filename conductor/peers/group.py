@@ -75,7 +75,7 @@ class PeerGroup:
         token = None if self._tokens else self._credentials.token
         servicer = wire.PeerServicer(self._own, token, self._end, self._abort)
         conductor_pb2_grpc.add_ConductorPeerServicer_to_server(servicer, self._server)
-        tls = self._credentials.tls_between
+        tls = self._credentials.tls
         listening = listen(self._server, Address(host, port), tls or None, mutual=bool(tls.ca), flag="--peer-port")
         self.address = Address(reachable_host, listening.port)
         await self._server.start()

@@ -11,7 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 import tanghulu
-from tanghulu.cli.certs import ROLES, make
+from tanghulu.auth.certificate_roles import ROLES
+from tanghulu.cli.certs import make
 from tanghulu.cli.main import root
 from tanghulu.errors import ConfigError, TanghuluError
 from tests.store.cluster import Process

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import structlog
 
+from tanghulu.auth.certificate_roles import WORKER
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, PeerSilent
 from tanghulu.protos import store_pb2
@@ -213,7 +214,7 @@ class PeerLinks:
     def _dial(self, instance: str, greet: Callable[[FastConnection], _T]) -> _T:
         address, unix_path = split_instance(instance)
         connection = FastConnection(
-            Address.parse(address), unix_path or None, tls=self._credentials.tls_between, dead_s=SILENT_HOST_S
+            Address.parse(address), unix_path or None, tls=self._credentials.tls.to(WORKER), dead_s=SILENT_HOST_S
         )
         try:
             return greet(connection)
