@@ -4,9 +4,9 @@ A certificate of ``tanghulu certs init`` names its role in a URI, ``tanghulu://r
 URI ``tanghulu://role/authority``. A process whose authority or own certificate has such a URI requires of each peer
 the role that belongs at that place. Certificates of an operator's own authority, without URIs, are not checked.
 
-gRPC verifies the names of a peer and hides its URIs. So ``tanghulu certs init`` gives each certificate one more name for
-each of its hosts, which gRPC's connections verify instead where the authority has its URI: ``10.0.0.5.master.tanghulu``,
-for a master at 10.0.0.5.
+gRPC verifies the names of a peer and hides its URIs. So ``tanghulu certs init`` gives each certificate one more name
+for each of its hosts, such as ``10.0.0.5.master.tanghulu`` for a master at 10.0.0.5. Where the authority has its URI,
+gRPC's connections verify that name instead.
 """
 
 from __future__ import annotations
