@@ -12,10 +12,12 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.errors import ChecksumMismatch, DeadlineExceeded, LeaseExpired, NodeUnavailable
 from tanghulu.transfer_engine.engine import (
     EngineConfig,
@@ -44,6 +46,7 @@ from tests.contracts.transfer import (  # noqa: F401 - pytest collects them from
     test_status_moves_a_batch_along,
     test_the_edges_of_the_segment,
 )
+from tests.tls_files import Authority
 from tests.transfer_engine.segment_process import HOST_ID, random_bytes, warm_up
 from tests.transfer_engine.transports.onesided_rig import (
     DEVICE,
@@ -156,6 +159,25 @@ def test_a_range_is_compared_under_its_lease_alone(leasing: HereOwner, engine: T
         with pytest.raises(Exception, match="lease"):
             engine.transfer([TransferRequest(opcode, data, remote, offset, 1000, lease_id=lease, verify=True)], 5)
     leasing.owner.access.check()
+
+
+def test_control_connections_are_encrypted(wires: Wires, tmp_path: Path):
+    """An owner with TLS serves nobody who comes plain, and a client with TLS gives its secret to nobody plain."""
+    authority = Authority(tmp_path)
+    files = TlsFiles(*authority.sign("host"), authority.ca)
+    for shown, expected in ((files, files), (NO_TLS, files), (files, NO_TLS)):
+        owner = HereOwner(access=True, **({"tls": shown} if shown else {}))
+        session = owner.open_session(7, None)
+        lease = owner.grant(7, 0, SIZE, WRITE, False)
+        config = EngineConfig(tls=expected, connect_timeout_s=0.5)
+        with TransferEngine(transports=("rdma",), host_id=HOST_ID, config=config) as engine:
+            if shown == expected:
+                remote = engine.open_segment(owner.descriptor, session, transport="rdma")
+                engine.transfer([TransferRequest(WRITE, bytes(SIZE), remote, 0, SIZE, lease_id=lease)], 30)
+            else:
+                with pytest.raises(NodeUnavailable):
+                    engine.open_segment(owner.descriptor, session, transport="rdma")
+        owner.close()
 
 
 def test_no_range_is_free_while_an_end_reaches_it(leasing: HereOwner, engine: TransferEngine, wires: Wires):
