@@ -12,10 +12,13 @@ gRPC's connections verify that name instead.
 from __future__ import annotations
 
 import re
+import secrets
 import ssl
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
+
+from tanghulu.errors import Forbidden
 
 URI: Final = "tanghulu://role/"
 AUTHORITY: Final = "authority"
@@ -29,6 +32,12 @@ CLIENT: Final = "client"
 #: All roles that a cluster has. A client only connects, the others listen, too.
 ROLES: Final = (MASTER, NODE, WORKER, CONDUCTOR, ROUTER, GATEWAY, CLIENT)
 _CERTIFICATE: Final = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+
+
+#: What stands for the role of a certificate without one, where one is required.
+NONE: Final = "none"
+#: What begins the name of a connection that is relayed to a gRPC server; see ``relay_name``.
+_RELAY: Final = "tanghulu-relay-"
 
 
 def name_for(host: str, role: str) -> str:
@@ -49,6 +58,25 @@ def roles_of(certificate: Mapping[str, Any] | None) -> set[str]:
     """The roles in a certificate as ``getpeercert`` returns it."""
     names = (certificate or {}).get("subjectAltName", ())
     return {name.removeprefix(URI) for kind, name in names if kind == "URI" and name.startswith(URI)}
+
+
+def require_role(roles: Collection[str], expected: str, what: str) -> None:
+    """Raise Forbidden if a peer's certificate has ``roles`` and ``expected`` is none of them."""
+    if roles and expected not in roles:
+        shown = ", ".join(sorted(roles))
+        raise Forbidden(f"{what} needs the certificate of a {expected}; the role of the one shown is {shown}")
+
+
+def relay_name(roles: Iterable[str]) -> bytes:
+    """The abstract Unix address from which a peer of ``roles`` is relayed to a gRPC server, which has no other way to
+    learn of its certificate."""
+    return f"\0{_RELAY}{secrets.token_hex(8)}-{'+'.join(sorted(roles))}".encode()
+
+
+def relayed_roles(grpc_peer: str) -> set[str]:
+    """The roles of a gRPC server's peer; none if it has shown no certificate."""
+    _, found, rest = grpc_peer.partition(_RELAY)
+    return set(rest.partition("-")[2].split("+")) if found else set()
 
 
 class RoleContext(ssl.SSLContext):

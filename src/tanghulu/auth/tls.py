@@ -35,6 +35,8 @@ class ServerTls:
         if mutual and not files.ca:
             raise ConfigError("--tls-mutual needs --tls-ca: who signs the certificates of those who connect")
         self._files = files
+        #: Whether peers' certificates must name a role; see ``certificate_roles``.
+        self.names_roles = has_roles(files.cert, files.ca)
         self._stamps = _stamps(files)
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.set_alpn_protocols([protocol])

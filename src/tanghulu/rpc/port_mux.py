@@ -21,6 +21,7 @@ from typing import cast
 import grpc.aio
 import structlog
 
+from tanghulu.auth.certificate_roles import NONE, relay_name, roles_of
 from tanghulu.auth.handshakes import Handshakes
 from tanghulu.auth.tls import ServerTls
 from tanghulu.errors import ConfigError
@@ -188,10 +189,28 @@ class PortMux:
         if not self._transports:
             self._empty.set()
 
+    def roles(self, transport: asyncio.Transport) -> frozenset[str]:
+        """The roles in the certificate of a peer; none if it has shown no certificate."""
+        certificate = transport.get_extra_info("peercert")
+        if not certificate or self.tls is None:
+            return frozenset()
+        return frozenset(roles_of(certificate)) or frozenset([NONE] * self.tls.names_roles)
+
     async def relay_target(self, front: asyncio.Transport) -> asyncio.Transport:
         """A connection to the gRPC server whose answers go to ``front``."""
-        loop = asyncio.get_running_loop()
-        back, _ = await loop.create_unix_connection(lambda: _Relay(front), self._grpc_path)
+        loop, sock = (
+            asyncio.get_running_loop(),
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK),
+        )
+        try:
+            roles = self.roles(front)
+            if roles:
+                sock.bind(relay_name(roles))
+            await loop.sock_connect(sock, self._grpc_path)
+            back, _ = await loop.create_unix_connection(lambda: _Relay(front), sock=sock)
+        except BaseException:  # a cancel, too: nobody else knows the socket; it is raised on
+            sock.close()
+            raise
         return back
 
 
