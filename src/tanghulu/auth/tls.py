@@ -30,6 +30,8 @@ class ServerTls:
     """
 
     def __init__(self, files: TlsFiles, *, mutual: bool, protocol: str = _HTTP2) -> None:
+        if not (files.cert or files.key):
+            raise ConfigError("--tls-ca and --tls-mutual need --tls-cert and --tls-key here: this port would be plain")
         if not (files.cert and files.key):
             raise ConfigError("--tls-cert and --tls-key come together: what to show, and its private key")
         if mutual and not files.ca:
