@@ -348,7 +348,7 @@ async def serve(process: Process, config: ConductorConfig) -> None:
                 metrics_address=process.metrics_address,
                 place=config.place,
                 generation=process.generation,
-                attributes={group.ATTRIBUTE: str(conductor.peers.address), "scheme": config.scheme},
+                attributes={group.ATTRIBUTE: conductor.peers.told_address, "scheme": config.scheme},
             )
             registration = await process.unless_stopping(enter(discovery, instance))
             process.ready(instance.id, conductor.address, busy=lambda: conductor.dispatcher.num_requests > 0)

@@ -48,7 +48,7 @@ class HelloRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., client_id: _Optional[str] = ..., tenant: _Optional[str] = ..., token: _Optional[str] = ..., pid: _Optional[int] = ..., host_id: _Optional[str] = ..., wants_shm: _Optional[bool] = ..., held_lease_ids: _Optional[_Iterable[int]] = ..., highest_version: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("status", "instance_id", "generation", "session_id", "segment", "max_inline_bytes", "index", "key_scope", "protocol_version")
+    __slots__ = ("status", "instance_id", "generation", "session_id", "segment", "max_inline_bytes", "index", "key_scope", "protocol_version", "session_secret")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class HelloReply(_message.Message):
     INDEX_FIELD_NUMBER: _ClassVar[int]
     KEY_SCOPE_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_SECRET_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     instance_id: str
     generation: int
@@ -67,7 +68,8 @@ class HelloReply(_message.Message):
     index: SharedIndex
     key_scope: str
     protocol_version: int
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., instance_id: _Optional[str] = ..., generation: _Optional[int] = ..., session_id: _Optional[int] = ..., segment: _Optional[_Union[_common_pb2.SegmentDescriptor, _Mapping]] = ..., max_inline_bytes: _Optional[int] = ..., index: _Optional[_Union[SharedIndex, _Mapping]] = ..., key_scope: _Optional[str] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+    session_secret: bytes
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., instance_id: _Optional[str] = ..., generation: _Optional[int] = ..., session_id: _Optional[int] = ..., segment: _Optional[_Union[_common_pb2.SegmentDescriptor, _Mapping]] = ..., max_inline_bytes: _Optional[int] = ..., index: _Optional[_Union[SharedIndex, _Mapping]] = ..., key_scope: _Optional[str] = ..., protocol_version: _Optional[int] = ..., session_secret: _Optional[bytes] = ...) -> None: ...
 
 class SharedIndex(_message.Message):
     __slots__ = ("begin", "num_buckets", "seed")

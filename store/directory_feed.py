@@ -15,6 +15,7 @@ from contextlib import aclosing, suppress
 
 import structlog
 
+from tanghulu.auth.certificate_roles import MASTER
 from tanghulu.discovery.masters import ATTEMPT_S, PING_MS, SILENCE_MS, MasterFinder
 from tanghulu.errors import InvalidRequest, MasterUnavailable, TanghuluError, Unauthorized
 from tanghulu.masters import Masters
@@ -165,7 +166,7 @@ class _Feed:
             ranges=ranges,
             fresh=ranges & ~cursor.synced,
         )
-        several, tls = self._masters.several or not stream.is_whole, self._masters.credentials.tls
+        several, tls = self._masters.several or not stream.is_whole, self._masters.credentials.tls.to(MASTER)
         opened = channel(stream.owner, PING_MS, SILENCE_MS, tls) if several else channel(stream.owner, tls=tls)
         async with opened as connection:
             call = directory_pb2_grpc.DirectoryStub(connection).Events(
@@ -229,7 +230,7 @@ class _Feed:
         request = MastersRequest() if known is None else MastersRequest(known.version, known.cluster)
         try:
             async with asyncio.timeout(ATTEMPT_S):
-                connection = await AsyncFastConnection.connect(address, tls=credentials.tls)
+                connection = await AsyncFastConnection.connect(address, tls=credentials.tls.to(MASTER))
                 try:
                     await greet(connection, credentials, ATTEMPT_S)
                     return (await connection.call(MASTERS.number, request, MASTERS.reply)).message

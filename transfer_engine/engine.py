@@ -35,7 +35,7 @@ from tanghulu.transfer_engine.client.requests import (
 )
 from tanghulu.transfer_engine.core.buffers import Buffer
 from tanghulu.transfer_engine.core.config import EngineConfig, TransportLimits
-from tanghulu.transfer_engine.core.segment import SegmentDescriptor
+from tanghulu.transfer_engine.core.segment import NO_SESSION, SegmentDescriptor, SessionKey
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.core.transport import ConnectContext, SharedResources, TransportPeer
 from tanghulu.transfer_engine.transports.registry import TRANSPORTS
@@ -56,7 +56,7 @@ __all__ = [
     "TransportLimits",
 ]
 
-_Key = tuple[SegmentDescriptor, int, str | None]
+_Key = tuple[SegmentDescriptor, SessionKey, str | None]
 
 
 class _Opening:
@@ -119,20 +119,20 @@ class TransferEngine:
         return Buffer(buffer)
 
     def open_segment(
-        self, descriptor: SegmentDescriptor, session_id: int = 0, transport: str | None = None
+        self, descriptor: SegmentDescriptor, session: SessionKey = NO_SESSION, transport: str | None = None
     ) -> RemoteSegment:
         """Reach a peer's segment; the same object for the same arguments while it is open.
 
         Takes the first of the engine's transports by which the peer can be reached: shm where it is on this host and
         lets this process in, else rdma or ucx where both have it, else tcp. ``transport`` pins one.
-        ``session_id`` is the one that the owner opened for us (0 where it keeps no leases).
+        ``session`` is the one that the owner opened for us (NO_SESSION where it keeps no leases).
         Waits for the peer, at most ``connect_timeout_s`` per attempt. Raises NodeUnavailable, saying why for each
         transport (VersionMismatch if one of them failed for that), InvalidRequest for an unknown ``transport``.
         """
         if transport is not None and transport not in self.transports:
             raise InvalidRequest(f"transport {transport!r} is not one of this engine's {list(self.transports)}")
-        admit_descriptor(descriptor, session_id)
-        key = (descriptor, session_id, transport)
+        admit_descriptor(descriptor, session)
+        key = (descriptor, session, transport)
         self._refuse_child()
         with self._lock:
             if self._closed:
@@ -140,7 +140,7 @@ class TransferEngine:
             opening = self._segments.setdefault(key, _Opening())
         with opening.lock:
             if opening.remote is None or opening.remote.closed:
-                opening.remote = self._open(descriptor, session_id, transport)
+                opening.remote = self._open(descriptor, session, transport)
                 self._remember(key, opening, opening.remote)
             return opening.remote
 
@@ -151,11 +151,11 @@ class TransferEngine:
         return [remote for remote in remotes if remote is not None and not remote.closed]
 
     async def open_segment_async(
-        self, descriptor: SegmentDescriptor, session_id: int = 0, transport: str | None = None
+        self, descriptor: SegmentDescriptor, session: SessionKey = NO_SESSION, transport: str | None = None
     ) -> RemoteSegment:
         """``open_segment`` in one of the engine's threads."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor(), self.open_segment, descriptor, session_id, transport)
+        return await loop.run_in_executor(self._executor(), self.open_segment, descriptor, session, transport)
 
     # --- transfers
 
@@ -276,9 +276,9 @@ class TransferEngine:
             return False
         return send_fast(request, now_s, deadline_s, self.config.slice_deadline_s, self._resources)
 
-    def _open(self, descriptor: SegmentDescriptor, session_id: int, pinned: str | None) -> RemoteSegment:
+    def _open(self, descriptor: SegmentDescriptor, session: SessionKey, pinned: str | None) -> RemoteSegment:
         """Reach the segment over every transport that can; the first whose owner answers is the preferred one."""
-        context = ConnectContext(descriptor, session_id, self.config, self.host_id, shared=self._shared)
+        context = ConnectContext(descriptor, session, self.config, self.host_id, shared=self._shared)
         peers: dict[str, TransportPeer] = {}
         reasons: list[TanghuluError] = []
         for name in (pinned,) if pinned is not None else self.transports:

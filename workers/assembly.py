@@ -17,6 +17,7 @@ from typing import Self
 
 import structlog
 
+from tanghulu.auth.certificate_roles import WORKER
 from tanghulu.auth.tokens import TokensFile
 from tanghulu.protos import common_pb2, session_pb2, session_pb2_grpc
 from tanghulu.rpc.authorizer import Authorizer, GrpcAuthorizer
@@ -90,7 +91,7 @@ class WorkerServer:
         service = FastService(max_connections=config.max_connections)
         tokens = None if config.tokens is None else TokensFile(config.tokens)
         grpc_authorizer = None if tokens is None else GrpcAuthorizer(tokens, WORKER_GRPC_RULES)
-        self._tls = config.server_tls() if config.tls.cert or config.tls_mutual else None
+        self._tls = config.server_tls()
         port = PortMux(service, process.run_dir, "worker", grpc_authorizer, self._tls)
         self.address = await port.bind(config.host, config.port, config.reachable_host)
         if tokens is not None:
@@ -141,7 +142,7 @@ class WorkerServer:
             transports=self._transport.transports,
             host_id=host_id(),
             clock=SystemClock(),
-            config=replace(self._transport.engine, tls=config.credentials.tls_between),
+            config=replace(self._transport.engine, tls=config.credentials.tls.to(WORKER)),
         )
         stack.callback(transfers.close)
         self._process.registry.register(EngineCollector(transfers))

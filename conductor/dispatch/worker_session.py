@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from tanghulu.auth.certificate_roles import WORKER
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
 from tanghulu.conductor.dispatch.lifecycle import SubmitTo
 from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile
@@ -73,7 +74,7 @@ class WorkerSession:
     def __init__(self, address: Address, conductor_id: str, credentials: Credentials = NOTHING_TO_SHOW) -> None:
         self.address = address
         self._conductor_id = conductor_id
-        self._channel = grpc_edge.channel(address, tls=credentials.tls_between)
+        self._channel = grpc_edge.channel(address, tls=credentials.tls.to(WORKER))
         self._credentials = credentials.to(address)
         self._shown = self._credentials.metadata
         self._stub: Any = session_pb2_grpc.WorkerStub(self._channel)
@@ -92,7 +93,7 @@ class WorkerSession:
     async def connect(self) -> SessionWelcome:
         """Open the stream; returns the worker's welcome. Raises NodeUnavailable, DeadlineExceeded or Unauthorized."""
         connection = self._connection = await AsyncFastConnection.connect(
-            self.address, shortcut=True, tls=self._credentials.tls_between
+            self.address, shortcut=True, tls=self._credentials.tls.to(WORKER)
         )
         try:
             async with asyncio.timeout(CALL_DEADLINE_S):

@@ -70,12 +70,23 @@ class PeerGroup:
         """Number of conductors that are followed, or being connected to."""
         return len(self._peers)
 
+    @property
+    def told_address(self) -> str:
+        """Where peers are told, "" for nowhere."""
+        return str(self.address) if self.address.port else ""
+
     async def start(self, host: str, port: int, reachable_host: str) -> None:
-        """Tell peers on ``port`` (0 picks one) of ``host``. Raises ConfigError if it is taken."""
+        """Tell peers on ``port`` (0 picks one) of ``host``. Raises ConfigError if it is taken.
+
+        Without a certificate nobody is told where others speak TLS.
+        """
         token = None if self._tokens else self._credentials.token
         servicer = wire.PeerServicer(self._own, token, self._end, self._abort)
         conductor_pb2_grpc.add_ConductorPeerServicer_to_server(servicer, self._server)
-        tls = self._credentials.tls_between
+        tls = self._credentials.tls
+        if tls and not tls.cert:
+            _log.warning("peers.not_told", why="--tls-ca is given without --tls-cert, and peers speak TLS")
+            return
         listening = listen(self._server, Address(host, port), tls or None, mutual=bool(tls.ca), flag="--peer-port")
         self.address = Address(reachable_host, listening.port)
         servicer.addresses = {str(self.address), str(Address(host, listening.port))}

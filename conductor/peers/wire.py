@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
+from tanghulu.auth.certificate_roles import CONDUCTOR
 from tanghulu.auth.credentials import Credentials, from_metadata
 from tanghulu.auth.derived_tokens import is_token
 from tanghulu.auth.tenants import Right
@@ -114,7 +115,7 @@ async def follow(address: Address, conductor_id: str, credentials: Credentials) 
 
     Raises a typed error when the stream breaks; ends when the peer ends it.
     """
-    channel = grpc_edge.channel(address, _PING_MS, _SILENCE_MS, credentials.tls_between)
+    channel = grpc_edge.channel(address, _PING_MS, _SILENCE_MS, credentials.tls.to(CONDUCTOR))
     hello = pb.PeerFollow(conductor_id=conductor_id, protocol_version=PROTOCOL_VERSION)
     try:
         async with grpc_edge.typed_errors(f"conductor {address}"):
@@ -127,7 +128,7 @@ async def follow(address: Address, conductor_id: str, credentials: Credentials) 
 
 async def abort(address: Address, request_id: str | None, client: str, credentials: Credentials) -> int:
     """Have the conductor at ``address`` end a request, or all, of a client; returns how many. Raises a typed error."""
-    channel = grpc_edge.channel(address, _PING_MS, _SILENCE_MS, credentials.tls_between)
+    channel = grpc_edge.channel(address, _PING_MS, _SILENCE_MS, credentials.tls.to(CONDUCTOR))
     try:
         async with grpc_edge.typed_errors(f"conductor {address}"):
             stub: Any = conductor_pb2_grpc.ConductorPeerStub(channel)

@@ -11,6 +11,7 @@ from pathlib import Path
 import structlog
 from prometheus_client import CollectorRegistry
 
+from tanghulu.auth.certificate_roles import CONDUCTOR, ROUTER
 from tanghulu.conductor import route_rights
 from tanghulu.conductor.inference.service import DEFAULT_BODY_BYTES
 from tanghulu.conductor.pool_router.app import RequestIds, make_app
@@ -64,7 +65,7 @@ class GlobalRouter:
     def __init__(self, config: GlobalRouterConfig, pools: PoolMap, registry: CollectorRegistry) -> None:
         self.config = config
         self._port = HttpPort(config, config.host)
-        client = RelayClient(config.silence_timeout, config.tls)
+        client = RelayClient(config.silence_timeout, config.tls.to(CONDUCTOR, ROUTER))
         self.forwarder = Forwarder(pools, SystemClock(), PoolMetrics(registry), client)
         self.address = Address("", 0)
         self._registry = registry

@@ -1,5 +1,6 @@
 """``tanghulu certs init``: what it makes is what masters, nodes and clients accept, and nobody else's."""
 
+import asyncio
 import os
 import re
 import ssl
@@ -11,9 +12,15 @@ import pytest
 from click.testing import CliRunner
 
 import tanghulu
-from tanghulu.cli.certs import ROLES, make
+from tanghulu.auth.certificate_roles import ROLES
+from tanghulu.auth.credentials import Credentials, TlsFiles
+from tanghulu.cli.certs import make
 from tanghulu.cli.main import root
-from tanghulu.errors import ConfigError, TanghuluError
+from tanghulu.discovery.base import Instance
+from tanghulu.discovery.master import MasterDiscovery
+from tanghulu.errors import ConfigError, Forbidden, TanghuluError
+from tanghulu.masters import Masters
+from tanghulu.types import Address, InstanceId, Role
 from tests.store.cluster import Process
 
 
@@ -76,6 +83,32 @@ def test_a_master_lets_in_whom_its_authority_signed(tmp_path):
         for folder, ca in ((theirs, ours), (ours, theirs)):
             with pytest.raises(TanghuluError):
                 nodes(folder, ca)
+    finally:
+        master.stop()
+
+
+def test_a_process_registers_in_the_role_of_its_certificate(tmp_path):
+    make(tmp_path, ("127.0.0.1", "localhost"), 1)
+
+    def shown(role):
+        return TlsFiles(str(tmp_path / f"{role}.pem"), str(tmp_path / f"{role}.key"), str(tmp_path / "ca.pem"))
+
+    tls = shown("master")
+    flags = ("--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca, "--tls-mutual")
+    master = Process("tanghulu.store.master.main", "--port", "0", *flags)
+
+    async def register(certificate, role):
+        masters = Masters((Address.parse(master.address),), credentials=Credentials(tls=shown(certificate)))
+        instance = Instance(InstanceId(f"{certificate}-as-{role.value}"), role, Address("127.0.0.1", 1))
+        async with MasterDiscovery(masters) as discovery:
+            await (await discovery.register(instance)).close()
+
+    try:
+        asyncio.run(register("worker", Role.DECODE))
+        asyncio.run(register("node", Role.NODE))
+        for certificate, role in (("client", Role.DECODE), ("worker", Role.NODE), ("conductor", Role.MASTER)):
+            with pytest.raises(Forbidden, match=f"needs the certificate of a .*the one shown is {certificate}"):
+                asyncio.run(register(certificate, role))
     finally:
         master.stop()
 

@@ -24,7 +24,7 @@ from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.transfer_engine.core.access import AccessTable
-from tanghulu.transfer_engine.core.segment import SegmentDescriptor
+from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
 from tanghulu.types import Address, InstanceId, LeaseId, Role
 from tanghulu.workers.assembly import _HeldInEngine
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
@@ -102,7 +102,7 @@ class SimWorker(Process):
         self.thread = EngineThread(self.core, self.reports.put, self._engine_failed, speed, self.reports.call)
         blocks = HostBlocks(runner.cache)
         self.connector.attach(self.core, blocks, self.thread.post, self.thread.post_unhurried)
-        self.access = AccessTable(clock, LEASE_MS, len(self.memory))
+        self.access = AccessTable(clock, LEASE_MS, len(self.memory), random_bytes=Random(self.generation).randbytes)
         identity = KvIdentity(self.id, self.generation, text.FINGERPRINT)
         held = _HeldInEngine(self.thread)
         self.peers = PeerServer(identity, text.LAYOUT, blocks, self.access, clock, metrics, held)
@@ -319,8 +319,8 @@ class _Remote:
 
     transport = "shm"  # a read is one step, under which no connection is watched
 
-    def __init__(self, descriptor: SegmentDescriptor, session_id: int) -> None:
-        self.host, self.generation, self.session_id = descriptor.host_id, descriptor.generation, session_id
+    def __init__(self, descriptor: SegmentDescriptor, session: SessionKey) -> None:
+        self.host, self.generation, self.session_id = descriptor.host_id, descriptor.generation, session.session_id
         self.alive = True
 
     def close(self) -> None:
@@ -333,8 +333,8 @@ class SimTransfers:
     def __init__(self, world: Any, host: str) -> None:
         self._world, self._host = world, host
 
-    def open_segment(self, descriptor: SegmentDescriptor, session_id: int) -> _Remote:
-        return _Remote(descriptor, session_id)
+    def open_segment(self, descriptor: SegmentDescriptor, session: SessionKey) -> _Remote:
+        return _Remote(descriptor, session)
 
     def register(self, buffer: memoryview) -> memoryview:
         return buffer

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tanghulu.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, NodeUnavailable
+from tanghulu.transfer_engine.core.segment import SessionKey
 from tanghulu.transfer_engine.engine import (
     EngineConfig,
     Opcode,
@@ -170,7 +171,7 @@ async def test_asyncio(engine: TransferEngine, owner: SegmentProcess, transport:
 
 
 def test_one_batch_to_several_segments(engine: TransferEngine, remote: RemoteSegment, owner: SegmentProcess):
-    other = engine.open_segment(owner.descriptor, session_id=5)
+    other = engine.open_segment(owner.descriptor, SessionKey(5, bytes(16)))
     assert other is not remote
     a, b = bytearray(3 << 20), bytearray(3 << 20)
     batch = TransferBatch([TransferRequest(READ, a, remote, 0, 3 << 20), TransferRequest(READ, b, other, 0, 3 << 20)])
@@ -296,7 +297,7 @@ class TestBadInput:
         engine.transfer([first, TransferRequest(WRITE, bytes(50), remote, 50, 50)], 5)
 
     def test_also_through_two_sessions(self, engine: TransferEngine, remote: RemoteSegment, owner: SegmentProcess):
-        other = engine.open_segment(owner.descriptor, session_id=9, transport=remote.transport)
+        other = engine.open_segment(owner.descriptor, SessionKey(9, bytes(16)), transport=remote.transport)
         batch = [TransferRequest(WRITE, bytes(2), each, 0, 2) for each in (remote, other)]
         with pytest.raises(InvalidRequest):
             engine.transfer(batch, 1)
@@ -325,7 +326,7 @@ class TestBadInput:
     @pytest.mark.parametrize("session_id", [-1, 1 << 64])
     def test_sessions_of_nobody(self, engine: TransferEngine, owner: SegmentProcess, transport: str, session_id: int):
         with pytest.raises(InvalidRequest):
-            engine.open_segment(owner.descriptor, session_id, transport)
+            engine.open_segment(owner.descriptor, SessionKey(session_id, bytes(16)), transport)
 
     @pytest.mark.parametrize("change", [{"name": "another"}, {"generation": 99}])
     def test_unknown_segments(self, engine: TransferEngine, owner: SegmentProcess, transport: str, change: Any):

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, LeaseExpired, NodeUnavailable, TransferFailed
+from tanghulu.transfer_engine.core.segment import SessionKey
 from tanghulu.transfer_engine.engine import (
     BatchResult,
     Opcode,
@@ -214,8 +215,8 @@ def test_devices_that_are_not_there(owner: RemoteOwner):
 
 def test_no_range_is_free_while_a_queue_pair_reaches_it(engine: TransferEngine, agent: RemoteAgent):
     leasing = agent.start_owner(access=True, size_bytes=4 * MIB)
-    leasing.open_session(7, None)
-    remote = engine.open_segment(leasing.descriptor, session_id=7, transport="rdma")
+    session = leasing.open_session(7, None)
+    remote = engine.open_segment(leasing.descriptor, session, transport="rdma")
     lease = leasing.grant(7, 0, MIB, WRITE, False)
     data = random_bytes(MIB, 1)
     write = [TransferRequest(WRITE, data, remote, 0, data.size, lease_id=lease)]
@@ -227,7 +228,7 @@ def test_no_range_is_free_while_a_queue_pair_reaches_it(engine: TransferEngine, 
         engine.transfer(write, 10)
     assert not leasing.busy(0, MIB)
     with pytest.raises(NodeUnavailable):
-        engine.open_segment(leasing.descriptor, session_id=8, transport="rdma")
+        engine.open_segment(leasing.descriptor, SessionKey(8, session.secret), transport="rdma")
 
 
 def test_a_range_outside_is_refused_and_not_tried_again(engine: TransferEngine, remote: RemoteSegment):

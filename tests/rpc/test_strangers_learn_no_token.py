@@ -16,6 +16,7 @@ import pytest
 
 from tanghulu.auth.credentials import Credentials, from_metadata
 from tanghulu.auth.derived_tokens import derive, is_token
+from tanghulu.auth.places import ANYBODY, Caller
 from tanghulu.cli import drain
 from tanghulu.conductor.dispatch.worker_session import WorkerSession
 from tanghulu.conductor.peers import wire
@@ -60,6 +61,9 @@ class _Ear(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's own type
     def __init__(self, stranger: Stranger) -> None:
         self._stranger = stranger
 
+    def caller(self, metadata: object) -> Caller:
+        return ANYBODY
+
     async def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
         self._stranger.intercept(tuple(details.invocation_metadata))
         return await continuation(details)
@@ -75,7 +79,7 @@ async def address(stranger: Stranger) -> AsyncIterator[Address]:
     service = FastService()
     service.register(HELLO, stranger.hello)
     with tempfile.TemporaryDirectory(prefix="th-rpc-") as run_dir:
-        mux = PortMux(service, Path(run_dir), "test", (_Ear(stranger),))
+        mux = PortMux(service, Path(run_dir), "test", _Ear(stranger))
         await mux.start("127.0.0.1", 0)
         try:
             yield mux.address

@@ -162,3 +162,20 @@ def test_the_directory_of_a_killed_process_goes_with_the_next_start(
         assert [*tmp_path.glob("tanghulu-*")] == [own]
     assert not [*tmp_path.glob("tanghulu-*")]
     monkeypatch.setattr(tempfile, "tempdir", None)
+
+
+def test_a_run_directory_is_this_user_s_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = tmp_path / "new" / "run"
+    process.make_private(new)
+    assert new.stat().st_mode & 0o777 == 0o700
+    process.make_private(new)
+    new.chmod(0o755)
+    with pytest.raises(ConfigError, match=f"has mode 0755.*chmod 700 {new}"):
+        process.make_private(new)
+    (tmp_path / "link").symlink_to(new)
+    with pytest.raises(ConfigError, match="is no directory"):
+        process.make_private(tmp_path / "link")
+    new.chmod(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match=r"belongs to user \d+"):
+        process.make_private(new)

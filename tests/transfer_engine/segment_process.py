@@ -24,7 +24,7 @@ from tanghulu.runtime.clock import ManualClock
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.config import ListenOptions, ServerLimits
 from tanghulu.transfer_engine.core.leases import Freed
-from tanghulu.transfer_engine.core.segment import MemorySegment, SegmentDescriptor
+from tanghulu.transfer_engine.core.segment import MemorySegment, SegmentDescriptor, SessionKey
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.owner.server import SegmentServer
 
@@ -95,8 +95,8 @@ class Owner:
     async def poke(self, offset: int, data: bytes) -> None:
         self.segment.view[offset : offset + len(data)] = data
 
-    async def open_session(self, session_id: int, pid: int | None) -> None:
-        self.access.open_session(session_id, pid)
+    async def open_session(self, session_id: int, pid: int | None, may_write: bool = False) -> SessionKey:
+        return self.access.open_session(session_id, pid, may_write=may_write)
 
     async def close_session(self, session_id: int) -> list[Freed]:
         return self.access.close_session(session_id)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,9 +20,18 @@ import pytest
 
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, LeaseExpired, NodeUnavailable, Overloaded, TransferFailed
 from tanghulu.transfer_engine.core.fences import MAX_TOKENS, Fences
-from tanghulu.transfer_engine.core.segment import Endpoint, SegmentDescriptor
+from tanghulu.transfer_engine.core.segment import Endpoint, SegmentDescriptor, SessionKey
 from tanghulu.transfer_engine.core.transport import ConnectContext
-from tanghulu.transfer_engine.core.wire import Head, Op
+from tanghulu.transfer_engine.core.wire import (
+    REPLY_BYTES,
+    SHM_ANSWER_BYTES,
+    Head,
+    Op,
+    ShmHello,
+    name_hash,
+    parse_reply,
+    secret_numbers,
+)
 from tanghulu.transfer_engine.engine import (
     EngineConfig,
     Opcode,
@@ -221,8 +233,8 @@ def leasing(no_descriptor_leaks: None) -> Iterator[SegmentProcess]:
 
 
 def test_leases_over_tcp(leasing: SegmentProcess, engine: TransferEngine):
-    leasing.open_session(7, None)
-    remote = engine.open_segment(leasing.descriptor, session_id=7, transport="tcp")
+    session = leasing.open_session(7, None)
+    remote = engine.open_segment(leasing.descriptor, session, transport="tcp")
     lease = leasing.grant(7, 1000, 500, WRITE, False)
     data = random_bytes(500, 1)
 
@@ -236,8 +248,8 @@ def test_leases_over_tcp(leasing: SegmentProcess, engine: TransferEngine):
             write(offset, length, lease)
     with pytest.raises(InvalidRequest, match="WRITE, not for READ"):
         engine.transfer([TransferRequest(READ, bytearray(5), remote, 1000, 5, lease_id=lease)], 5)
-    stranger = engine.open_segment(leasing.descriptor, session_id=8, transport="tcp")
-    for lease_id, through in ((lease, stranger), (lease + 1, remote), (0, remote)):
+    other = engine.open_segment(leasing.descriptor, leasing.open_session(8, None), transport="tcp")
+    for lease_id, through in ((lease, other), (lease + 1, remote), (0, remote)):
         with pytest.raises(LeaseExpired):
             write(1000, 500, lease_id, through)
     assert [each.lease_id for each in leasing.pass_time(1.0)] == [lease]
@@ -248,8 +260,8 @@ def test_leases_over_tcp(leasing: SegmentProcess, engine: TransferEngine):
 
 
 def test_one_refused_request_leaves_the_others(leasing: SegmentProcess, engine: TransferEngine):
-    leasing.open_session(7, None)
-    remote = engine.open_segment(leasing.descriptor, session_id=7, transport="tcp")
+    session = leasing.open_session(7, None)
+    remote = engine.open_segment(leasing.descriptor, session, transport="tcp")
     lease = leasing.grant(7, 0, 3 << 20, WRITE, False)
     size = 1 << 19
     batch = [
@@ -264,10 +276,10 @@ def test_one_refused_request_leaves_the_others(leasing: SegmentProcess, engine: 
 
 def test_a_write_in_progress_keeps_its_range(leasing: SegmentProcess, engine: TransferEngine):
     """Its lease ends in the middle; the range is free when its connection is closed, not before."""
-    leasing.open_session(7, None)
+    session = leasing.open_session(7, None)
     lease = leasing.grant(7, 0, 2 << 20, WRITE, False)
-    remote = engine.open_segment(leasing.descriptor, session_id=7, transport="tcp")
-    link = tcp.connect(ConnectContext(leasing.descriptor, 7, EngineConfig())).connect()
+    remote = engine.open_segment(leasing.descriptor, session, transport="tcp")
+    link = tcp.connect(ConnectContext(leasing.descriptor, session, EngineConfig())).connect()
     link.greet(remote.paths.paths[0], 5, engine._clock)
     stream = link._connections[remote.paths.paths[0]]
     stream._sock.setblocking(True)
@@ -283,8 +295,8 @@ def test_a_write_in_progress_keeps_its_range(leasing: SegmentProcess, engine: Tr
 
 def test_a_transfer_may_take_longer_than_its_lease(leasing: SegmentProcess, engine: TransferEngine):
     """Each slice that is moved renews it; a client that stops loses it, and in the end everyone does."""
-    leasing.open_session(7, None)
-    remote = engine.open_segment(leasing.descriptor, session_id=7, transport="tcp")
+    session = leasing.open_session(7, None)
+    remote = engine.open_segment(leasing.descriptor, session, transport="tcp")
     lease = leasing.grant(7, 0, 4 << 20, READ, False)
 
     def read(offset: int) -> None:
@@ -299,8 +311,8 @@ def test_a_transfer_may_take_longer_than_its_lease(leasing: SegmentProcess, engi
 
 
 def test_shm_ranges_are_quarantined_until_released_or_exit(leasing: SegmentProcess, engine: TransferEngine):
-    leasing.open_session(7, os.getpid())
-    remote = engine.open_segment(leasing.descriptor, session_id=7, transport="shm")
+    session = leasing.open_session(7, os.getpid())
+    remote = engine.open_segment(leasing.descriptor, session, transport="shm")
     lease = leasing.grant(7, 0, 100, READ, True)
     engine.transfer([TransferRequest(READ, bytearray(100), remote, 0, 100, lease_id=lease)], 5)
     with pytest.raises(Overloaded):
@@ -312,21 +324,79 @@ def test_shm_ranges_are_quarantined_until_released_or_exit(leasing: SegmentProce
 
 
 def test_only_the_session_s_process_may_map(leasing: SegmentProcess, engine: TransferEngine):
-    leasing.open_session(7, os.getpid() + 1)
-    leasing.open_session(8, None)
-    for session_id in (7, 8, 9):
+    for session in (leasing.open_session(7, os.getpid() + 1), leasing.open_session(8, None)):
         with pytest.raises(NodeUnavailable, match="shm: "):
-            engine.open_segment(leasing.descriptor, session_id=session_id, transport="shm")
-        assert engine.open_segment(leasing.descriptor, session_id=session_id).transport == "tcp"
+            engine.open_segment(leasing.descriptor, session, transport="shm")
+        assert engine.open_segment(leasing.descriptor, session).transport == "tcp"
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_wrong_secret_is_refused_as_an_unknown_session_is(
+    leasing: SegmentProcess, engine: TransferEngine, transport: str
+):
+    session = leasing.open_session(7, os.getpid())
+    refusals = []
+    for shown in (SessionKey(7, bytes(16)), SessionKey(7, session.secret[:-1] + b"?"), SessionKey(8, session.secret)):
+        with pytest.raises(NodeUnavailable, match="say hello first") as refused:
+            engine.open_segment(leasing.descriptor, shown, transport=transport)
+        refusals.append(refused.value.message.replace("session 8", "session 7"))
+    assert len(set(refusals)) == 1
+    assert engine.open_segment(leasing.descriptor, session, transport=transport).transport == transport
+
+
+def test_a_connection_serves_the_session_of_its_hello_alone(leasing: SegmentProcess, engine: TransferEngine):
+    own, other = leasing.open_session(7, None), leasing.open_session(8, None)
+    lease = leasing.grant(other.session_id, 0, 100, READ, False)
+    descriptor = leasing.descriptor
+    first, second = secret_numbers(own.secret)
+    hello = Head(
+        Op.HELLO, 0, own.session_id, name_hash(descriptor.name), descriptor.generation, 5, first, digest=second
+    )
+    read = Head(Op.READ, 1, other.session_id, lease, descriptor.generation, 0, 100)
+    with socket.create_connection(("127.0.0.1", leasing.tcp_port)) as sock:
+        sock.settimeout(30)
+        sock.sendall(hello.pack())
+        assert not parse_reply(sock.recv(REPLY_BYTES, socket.MSG_WAITALL))[0]
+        sock.sendall(read.pack())
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(1) == b""
+
+
+@pytest.mark.parametrize("may_write", [False, True])
+def test_memory_is_given_for_reading_unless_the_session_may_write(leasing: SegmentProcess, may_write: bool):
+    session = leasing.open_session(7, os.getpid(), may_write)
+    descriptor = leasing.descriptor
+    written = []
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(30)
+        sock.connect(descriptor.endpoints_of("shm")[0].address)
+        sock.sendall(ShmHello(descriptor.name, descriptor.generation, session).pack())
+        _, fds, _, _ = socket.recv_fds(sock, SHM_ANSWER_BYTES, 3)
+    for each in fds:
+        with contextlib.suppress(OSError):
+            written.append(os.pwrite(each, b"forged", 0))
+        os.close(each)
+    assert fds
+    assert written == [6] * may_write
+
+
+def test_lease_ids_cannot_be_guessed(leasing: SegmentProcess):
+    leasing.open_session(7, None)
+    ids = [leasing.grant(7, 10 * n, 10, READ, False) for n in range(20)]
+    assert len(set(ids)) == 20
+    assert min(ids) > 1 << 48
+    assert len({later - earlier for earlier, later in itertools.pairwise(ids)}) == 19
 
 
 CLIENT = """
 import os, sys, pickle
+from tanghulu.transfer_engine.core.segment import SessionKey
 from tanghulu.transfer_engine.engine import *
 descriptor = pickle.loads(bytes.fromhex(sys.argv[1]))
 engine = TransferEngine(host_id=descriptor.host_id)
-print("ready", flush=True); sys.stdin.readline()
-remote = engine.open_segment(descriptor, session_id=7, transport="shm")
+print("ready", flush=True)
+session = SessionKey(7, bytes.fromhex(sys.stdin.readline()))
+remote = engine.open_segment(descriptor, session, transport="shm")
 print("mapped", flush=True); sys.stdin.readline()
 """
 
@@ -337,8 +407,8 @@ def test_a_process_that_exits_frees_its_quarantine(leasing: SegmentProcess):
         assert client.stdin is not None
         assert client.stdout is not None
         assert client.stdout.readline() == "ready\n"
-        leasing.open_session(7, client.pid)
-        client.stdin.write("\n")
+        session = leasing.open_session(7, client.pid)
+        client.stdin.write(session.secret.hex() + "\n")
         client.stdin.flush()
         assert client.stdout.readline() == "mapped\n"
         lease = leasing.grant(7, 0, 100, READ, True)
@@ -350,8 +420,8 @@ def test_a_process_that_exits_frees_its_quarantine(leasing: SegmentProcess):
 
 
 def test_a_forked_child_does_not_inherit_the_mapping(leasing: SegmentProcess, engine: TransferEngine):
-    leasing.open_session(7, os.getpid())
-    remote = engine.open_segment(leasing.descriptor, session_id=7, transport="shm")
+    session = leasing.open_session(7, os.getpid())
+    remote = engine.open_segment(leasing.descriptor, session, transport="shm")
     assert remote.shm is not None
     text = Path("/proc/self/smaps").read_text()
     mapping = text[text.index("tanghulu-arena") :]

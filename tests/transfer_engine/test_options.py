@@ -13,7 +13,7 @@ from tanghulu.errors import ConfigError
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.transfer_engine.client.remote import RemoteSegment
 from tanghulu.transfer_engine.core.config import SPIN_S, EngineConfig, ListenOptions, ServerLimits
-from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
+from tanghulu.transfer_engine.core.segment import NO_SESSION, Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.core.transport import ConnectContext
 from tanghulu.transfer_engine.engine import Opcode, TransferEngine, TransferRequest
 from tanghulu.transfer_engine.metrics import EngineCollector, ServerCollector
@@ -94,7 +94,7 @@ def test_what_cannot_be_meant_names_its_flag(wrong: dict[str, Any], host: str, n
 
 
 def remote_over_tcp(descriptor: SegmentDescriptor, config: EngineConfig) -> RemoteSegment:
-    context = ConnectContext(descriptor, 0, config)
+    context = ConnectContext(descriptor, NO_SESSION, config)
     return RemoteSegment(context, {"tcp": tcp.connect(context)}, SystemClock())
 
 

@@ -31,7 +31,7 @@ class RemoteSegment:
         assert peers, "a segment is reached over at least one transport"
         config = context.config
         self.descriptor = context.descriptor
-        self.session_id = context.session_id
+        self.session_id = context.session.session_id
         self.size_bytes = self.descriptor.size_bytes
         self.transport = next(iter(peers))
         #: Mapped memory, where that is one of the ways: the fast path copies without a link.

@@ -17,14 +17,14 @@ from tanghulu.errors import InvalidRequest, NodeUnavailable, TanghuluError, Tran
 from tanghulu.transfer_engine.client.batch_state import AdmittedRequest
 from tanghulu.transfer_engine.core.buffers import Buffer
 from tanghulu.transfer_engine.core.paths import Capability
-from tanghulu.transfer_engine.core.segment import MAX_NAME_BYTES
+from tanghulu.transfer_engine.core.segment import MAX_NAME_BYTES, SECRET_BYTES
 from tanghulu.transfer_engine.core.slices import Notice, Opcode
 from tanghulu.transfer_engine.core.wire import MAX_NOTICE_BYTES
 from tanghulu.transfer_engine.transports.shm.long_copy import Digest
 
 if TYPE_CHECKING:
     from tanghulu.transfer_engine.client.remote import RemoteSegment
-    from tanghulu.transfer_engine.core.segment import SegmentDescriptor
+    from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
 
 
 #: Of leases, sessions and generations, which travel as such.
@@ -150,10 +150,13 @@ def admit_deadline(deadline_s: float) -> None:
         raise InvalidRequest(f"a deadline of {deadline_s} s is no time")
 
 
-def admit_descriptor(descriptor: SegmentDescriptor, session_id: int) -> None:
+def admit_descriptor(descriptor: SegmentDescriptor, session: SessionKey) -> None:
     """Raise InvalidRequest for a name or numbers that no segment has."""
     if not 0 < len(descriptor.name.encode()) <= MAX_NAME_BYTES:
         raise InvalidRequest(f"segment name {descriptor.name[:32]!r}... must have 1 to {MAX_NAME_BYTES} bytes")
+    session_id, secret = session
+    if len(secret) != SECRET_BYTES:
+        raise InvalidRequest(f"session {session_id} comes with a secret of {len(secret)} bytes; it has {SECRET_BYTES}")
     if session_id >> _ID_BITS or descriptor.generation >> _ID_BITS:
         raise InvalidRequest(
             f"session {session_id}, generation {descriptor.generation}: numbers of {_ID_BITS} bits at most"

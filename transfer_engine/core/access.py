@@ -28,14 +28,17 @@ table. See ``leases`` for the states.
 from __future__ import annotations
 
 import heapq
-import itertools
-from collections.abc import Callable, Iterable
+import hmac
+import secrets
+import struct
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from tanghulu.errors import InvalidRequest, LeaseExpired, Overloaded
+from tanghulu.errors import InvalidRequest, LeaseExpired, Overloaded, Unauthorized
 from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.least_rate import LEAST_BYTES_S
 from tanghulu.transfer_engine.core.leases import Freed, Lease, LeaseEvent, LeaseState
+from tanghulu.transfer_engine.core.segment import SECRET_BYTES, SessionKey
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.types import LeaseId
 
@@ -45,11 +48,14 @@ __all__ = ["AccessTable", "Freed", "Lease", "LeaseState", "Opcode"]
 MAX_LEASES = 1 << 20
 #: Leases that one call ends because of their time or their session, some 10 ms; ``expire`` goes on with the others.
 MAX_ENDED = 4096
+#: Numbers that are drawn at a time: a call of the kernel for each would double the time of a grant.
+_DRAWN = struct.Struct("<256Q")
 
 
 @dataclass(slots=True)
 class _Session:
     session_id: int
+    secret: bytes
     pid: int | None
     may_write: bool
     closed: bool = False
@@ -68,7 +74,7 @@ class AccessTable:
 
     ``lease_ms`` is how long a lease lasts unless ``grant`` says otherwise;
     ``max_quarantined_bytes_per_session`` caps what one client can bring into quarantine, ``max_quarantined_bytes`` what
-    all of them together can (None: no more than each).
+    all of them together can (None: no more than each). ``random_bytes`` gives sessions' secrets and the ids of leases.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class AccessTable:
         *,
         max_quarantined_bytes: int | None = None,
         max_leases: int = MAX_LEASES,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         assert lease_ms > 0, "a lease lasts longer than nothing"
         assert max_quarantined_bytes_per_session >= 0, "a cap is not negative"
@@ -89,7 +96,8 @@ class AccessTable:
         self.on_revoke: Callable[[int], None] | None = None
         self._clock = clock
         self._max_leases = max_leases
-        self._numbers = itertools.count(1)
+        self._random_bytes = random_bytes
+        self._numbers = unguessable_numbers(random_bytes)
         self._sessions: dict[int, _Session] = {}
         self._leases: dict[LeaseId, Lease] = {}
         self._mapped_bytes = 0
@@ -98,16 +106,27 @@ class AccessTable:
 
     # --- sessions
 
-    def open_session(self, session_id: int, pid: int | None, *, may_write: bool = True) -> None:
-        """Admit a peer. ``pid`` is its process on this host as the kernel says (SO_PEERCRED), None for a remote peer.
+    def open_session(self, session_id: int, pid: int | None, *, may_write: bool = False) -> SessionKey:
+        """Admit a peer; returns what its data connections show to ``authenticate``.
 
-        Only a session with a pid can hold leases with ``shm=True``. One that may not write can map the segment for
+        ``pid`` is its process on this host as the kernel says (SO_PEERCRED), None for a remote peer.
+
+        Only a session with a pid can hold leases with ``shm=True``. Unless it ``may_write`` it can map the segment for
         reading only. Raises InvalidRequest if the number is in use
         (also by a lost session whose ranges are still in quarantine).
         """
         if session_id in self._sessions:
             raise InvalidRequest(f"session {session_id} is open already; give every session a number of its own")
-        self._sessions[session_id] = _Session(session_id, pid, may_write)
+        secret = self._random_bytes(SECRET_BYTES)
+        self._sessions[session_id] = _Session(session_id, secret, pid, may_write)
+        return SessionKey(session_id, secret)
+
+    def authenticate(self, shown: SessionKey) -> None:
+        """Raise Unauthorized unless the session is open and its secret is the one shown."""
+        session = self._sessions.get(shown.session_id)
+        secret = bytes(SECRET_BYTES) if session is None else session.secret
+        if not hmac.compare_digest(secret, shown.secret) or session is None or session.closed:
+            raise Unauthorized(f"session {shown.session_id} is not open, or not with this secret; say hello first")
 
     def close_session(self, session_id: int) -> list[Freed]:
         """The peer's connection is gone: its leases end, those that it maps go into quarantine. Unknown: nothing."""
@@ -430,3 +449,11 @@ class AccessTable:
 def _is_active(lease: Lease, now_s: float) -> bool:
     end_s = lease.last_end_s if lease.num_open else lease.expires_at_s
     return lease.state is LeaseState.ACTIVE and now_s < end_s
+
+
+def unguessable_numbers(random_bytes: Callable[[int], bytes] = secrets.token_bytes) -> Iterator[int]:
+    """Numbers of 63 random bits, none of them 0: who has some of them knows nothing about the others."""
+    while True:
+        for number in _DRAWN.unpack(random_bytes(_DRAWN.size)):
+            if number >> 1:
+                yield number >> 1

@@ -17,7 +17,7 @@ from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.core.slices import Opcode
-from tanghulu.transfer_engine.core.wire import MAX_VERIFIED_BYTES, Head, Op, digest_of, name_hash
+from tanghulu.transfer_engine.core.wire import MAX_VERIFIED_BYTES, Head, Op, digest_of, name_hash, session_key
 from tanghulu.types import LeaseId
 
 _MAX_FENCED_TOKENS = 1 << 16
@@ -120,10 +120,15 @@ class PeerAdmission:
             self._on_emptied()
 
     def hello(self, connection: Connection, head: Head) -> None:
-        """Admit a connection under its token."""
+        """Admit a connection under its token, if it knows the secret of its session."""
         self._check_generation(head)
         if head.lease_id != self._name_hash:
             raise self._refused(NodeUnavailable(f"another segment is served here: {self._segment.name!r}"))
+        if self._access is not None:
+            try:
+                self._access.authenticate(session_key(head))
+            except TanghuluError as error:
+                raise self._refused(error) from None
         token = head.offset
         if token == 0 or token in self._fenced or token in self._by_token or connection.token:
             raise self._refused(Unauthorized(f"connection token {token:#x} is not to be used (again)"))

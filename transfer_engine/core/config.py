@@ -50,7 +50,7 @@ class EngineConfig:
     location: str = ""
     #: Verbs devices of this process in the order of their rails; none: every usable one, by name.
     rdma_devices: tuple[str, ...] = ()
-    #: With files, tcp is encrypted; rdma and ucx are not.
+    #: With files, tcp and the control connections of rdma and ucx are encrypted; what these two move is not.
     tls: TlsFiles = NO_TLS
     #: Further attempts of one slice after its first.
     retries_max: int = 3
@@ -125,7 +125,7 @@ class ListenOptions:
     tcp_devices: tuple[tuple[str, str], ...] = ()
     #: Which of these devices are not the preferred ones (see ``Endpoint.distance``).
     tcp_distances: Mapping[str, int] = field(default_factory=dict)
-    #: With a context tcp is encrypted; rdma and ucx are not.
+    #: With a context, tcp and the control connections of rdma and ucx are encrypted; what these two move is not.
     tls: ssl.SSLContext | None = None
 
     @property

@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import numpy as np
 import structlog
@@ -66,6 +67,18 @@ class SegmentDescriptor:
     def endpoints_of(self, transport: str) -> tuple[Endpoint, ...]:
         """The endpoints of one transport, in the owner's order of preference."""
         return tuple(endpoint for endpoint in self.endpoints if endpoint.transport == transport)
+
+
+class SessionKey(NamedTuple):
+    """A session at a segment's owner, and the secret that proves at each new connection that it is the caller's."""
+
+    session_id: int
+    secret: bytes
+
+
+SECRET_BYTES: Final = 16
+#: For segments whose owner keeps no leases.
+NO_SESSION: Final = SessionKey(0, bytes(SECRET_BYTES))
 
 
 class MemorySegment:

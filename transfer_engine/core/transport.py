@@ -26,7 +26,7 @@ from tanghulu.transfer_engine.core.config import EngineConfig, ListenOptions, Se
 from tanghulu.transfer_engine.core.fences import Fences
 from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.paths import Path
-from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
+from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor, SessionKey
 from tanghulu.transfer_engine.core.slices import Slice
 from tanghulu.transfer_engine.topology.devices import Topology
 
@@ -180,7 +180,7 @@ class ConnectContext:
     """
 
     descriptor: SegmentDescriptor
-    session_id: int
+    session: SessionKey
     config: EngineConfig
     host_id: str = ""
     fences: Fences = field(default_factory=Fences)

@@ -8,7 +8,8 @@ in the order of the heads, replies of REPLY_BYTES, each followed by a READ's pay
     reply  magic u32 | version u8 | refused u8 | zero u16 | slice id u64 | num_bytes u64 (payload or refusal text)
            | digest u64
 
-HELLO opens every connection: ``offset`` is the connection's token (random, never 0), and a name that is not the
+HELLO opens every connection: ``offset`` is the connection's token (random, never 0), ``length`` and ``digest`` are the
+secret of the session, to which the connection belongs from then on, and a name that is not the
 segment's (``lease_id`` carries its hash) is refused. FENCE names in ``offset`` the token of a connection that its
 client has given up: the server cuts it, and refuses its hello if that comes later still, before it answers. NOTICE is
 followed by ``length`` bytes for the owner's program; ``offset`` is the notice's number (random, never 0), by which the
@@ -33,6 +34,7 @@ from typing import NamedTuple
 import xxhash
 
 from tanghulu.errors import TanghuluError, TransferFailed, VersionMismatch, error_from_code
+from tanghulu.transfer_engine.core.segment import SessionKey
 
 VERSION = 3
 _HEAD_MAGIC = 0x7A6E6701
@@ -42,6 +44,7 @@ _VERIFIED, _AWAKE = 1, 2
 _PREFIX = struct.Struct("<IB")
 _HEAD = struct.Struct("<IBBHQQQQQQQ")
 _REPLY = struct.Struct("<IBBHQQQ")
+_SECRET = struct.Struct("<QQ")
 PREFIX_BYTES = _PREFIX.size
 HEAD_BYTES = _HEAD.size
 REPLY_BYTES = _REPLY.size
@@ -179,6 +182,17 @@ def digest_of(data: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
+def secret_numbers(secret: bytes) -> tuple[int, int]:
+    """A session's secret as the two numbers of a hello."""
+    first, second = _SECRET.unpack(secret)
+    return first, second
+
+
+def session_key(hello: Head) -> SessionKey:
+    """The session that a hello names, and the secret that it brings."""
+    return SessionKey(hello.session_id, _SECRET.pack(hello.length, hello.digest))
+
+
 def name_hash(name: str) -> int:
     """64 bits of a segment's name, for a hello."""
     return xxhash.xxh3_64_intdigest(name.encode())
@@ -219,7 +233,7 @@ def parse_error(text: bytes) -> TanghuluError:
 
 # --- shm: one hello, one answer that carries the descriptor, then silence until one side hangs up
 
-_HELLO = struct.Struct("<IBBHQQ")
+_HELLO = struct.Struct("<IBBHQQ16s")
 _ANSWER = struct.Struct("<IBBHQQ")
 SHM_HELLO_BYTES = _HELLO.size
 SHM_ANSWER_BYTES = _ANSWER.size
@@ -231,21 +245,21 @@ class ShmHello:
 
     name: str
     generation: int
-    session_id: int
+    session: SessionKey
 
     def pack(self) -> bytes:
         """SHM_HELLO_BYTES and the name."""
         name = self.name.encode()
-        return _HELLO.pack(_SHM_MAGIC, VERSION, 0, len(name), self.generation, self.session_id) + name
+        return _HELLO.pack(_SHM_MAGIC, VERSION, 0, len(name), self.generation, *self.session) + name
 
 
-def parse_shm_hello(data: bytes) -> tuple[int, int, int]:
-    """(length of the name that follows, generation, session id); raises MalformedMessage."""
+def parse_shm_hello(data: bytes) -> tuple[int, int, SessionKey]:
+    """(length of the name that follows, generation, session); raises MalformedMessage."""
     check_shm_hello_version(data)
-    magic, version, zero, name_bytes, generation, session_id = _HELLO.unpack(data)
+    magic, version, zero, name_bytes, generation, session_id, secret = _HELLO.unpack(data)
     if magic != _SHM_MAGIC or version != VERSION or zero:
         raise MalformedMessage(f"shm hello with magic {magic:#x}, version {version}")
-    return name_bytes, generation, session_id
+    return name_bytes, generation, SessionKey(session_id, secret)
 
 
 def check_shm_hello_version(data: bytes) -> None:

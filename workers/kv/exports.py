@@ -6,13 +6,13 @@
 
 An export that nobody asked for within ``ttl_s`` is released. Pure: what to do comes back as data.
 
-Ids count from ``first_id``, which each run of a worker draws anew: at the same address an id of the run before names
-nothing, and never another prompt's KV.
+Ids are random: nobody guesses another's, and at the same address an id of the run before names nothing, and never
+another prompt's KV.
 """
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -74,9 +74,9 @@ class Export:
 class ExportTable:
     """All exports of a worker. Calls that may free one return the requests whose blocks to give back now."""
 
-    def __init__(self, ttl_s: float, first_id: int) -> None:
+    def __init__(self, ttl_s: float, ids: Iterator[int]) -> None:
         self._ttl_s = ttl_s
-        self._ids = itertools.count(first_id)
+        self._ids = ids
         self._exports: dict[int, Export] = {}
         self._by_lease: dict[LeaseId, Export] = {}
 

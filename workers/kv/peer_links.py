@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import structlog
 
+from tanghulu.auth.certificate_roles import WORKER
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, PeerSilent
 from tanghulu.protos import store_pb2
@@ -25,6 +26,7 @@ from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.process import host_id
 from tanghulu.transfer_engine.client.remote import RemoteSegment
 from tanghulu.transfer_engine.core.descriptor_wire import from_proto
+from tanghulu.transfer_engine.core.segment import SessionKey
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.types import Address
 from tanghulu.workers.sessions.wire import split_instance
@@ -212,7 +214,7 @@ class PeerLinks:
     def _dial(self, instance: str, greet: Callable[[FastConnection, Credentials], _T]) -> _T:
         address, unix_path = split_instance(instance)
         at = Address.parse(address)
-        connection = FastConnection(at, unix_path or None, tls=self._credentials.tls_between, dead_s=SILENT_HOST_S)
+        connection = FastConnection(at, unix_path or None, tls=self._credentials.tls.to(WORKER), dead_s=SILENT_HOST_S)
         try:
             return greet(connection, self._credentials.to(at))
         except BaseException:  # an interrupt, too: nobody else would close it; raised on
@@ -221,7 +223,9 @@ class PeerLinks:
 
     def _greet(self, connection: FastConnection, shown: Credentials) -> PeerLink:
         reply = self._hello(connection, shown, wants_shm=True)
-        segment = self._engine.open_segment(from_proto(reply.segment), reply.session_id)
+        segment = self._engine.open_segment(
+            from_proto(reply.segment), SessionKey(reply.session_id, reply.session_secret)
+        )
         return PeerLink(connection, segment, self._clock.now_s())
 
     def _hello(self, connection: FastConnection, shown: Credentials, *, wants_shm: bool) -> store_pb2.HelloReply:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
-import secrets
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -21,7 +19,7 @@ from tanghulu.rpc.methods import HELLO
 from tanghulu.rpc.versions import settle
 from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.process import host_id
-from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.access import AccessTable, unguessable_numbers
 from tanghulu.transfer_engine.core.descriptor_wire import to_proto
 from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.slices import Opcode
@@ -43,8 +41,6 @@ MAX_PREFIXES = 16
 SWEEP_S = 1.0
 #: The longest that a reader's question for more of an export is left open.
 MAX_WATCH_S = 1.0
-#: Of the number at which a run's export ids begin: no later run comes near the ids of an earlier one.
-_FIRST_ID_BITS = 63
 
 
 class KvIdentity(NamedTuple):
@@ -87,8 +83,8 @@ class PeerServer:
         self._holder = holder
         self._prefix_numbers = itertools.count(1)
         self._prefixes: set[RequestId] = set()
-        self._exports = ExportTable(EXPORT_TTL_S, 1 + secrets.randbits(_FIRST_ID_BITS))
-        self._session_ids = itertools.count(1)
+        self._exports = ExportTable(EXPORT_TTL_S, unguessable_numbers())
+        self._session_ids = unguessable_numbers()
         self._early: dict[RequestId, int] = {}  # the exports that grow, by the name under which their blocks are held
         self._news = asyncio.Event()  # replaced when it was set
         self._shown = ShownBlocks(window, layout.layer_bytes, layout.block_bytes)
@@ -197,15 +193,16 @@ class PeerServer:
         version = settle(request)
         if peer.state is not None:
             raise InvalidRequest("a connection says hello once")
-        session_id = next(self._session_ids) | (os.getpid() << 32)
+        session_id = next(self._session_ids)
         may_map = peer.is_unix and request.wants_shm and request.host_id == host_id()
-        self._access.open_session(session_id, peer.pid if may_map else None)
+        session = self._access.open_session(session_id, peer.pid if may_map else None)
         peer.state = session_id
         peer.on_close.append(lambda: self.on_freed(self._access.close_session(session_id)))
         return store_pb2.HelloReply(
             instance_id=self._identity.instance_id,
             generation=self._identity.generation,
             session_id=session_id,
+            session_secret=session.secret,
             segment=to_proto(self._segment.descriptor()),
             protocol_version=version,
         )

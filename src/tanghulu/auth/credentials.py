@@ -21,14 +21,23 @@ _BEARER = "Bearer "
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths of PEM files, see ``tls``; "" where there is none. ``cert`` and ``key`` come together."""
+    """Paths of PEM files, see ``tls``; "" where there is none. ``cert`` and ``key`` come together.
+
+    ``peers`` are the roles, one of which each process that this one connects to must have; () for any. See
+    ``certificate_roles``.
+    """
 
     cert: str = ""
     key: str = ""
     ca: str = ""
+    peers: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.cert or self.key or self.ca)
+
+    def to(self, *roles: str) -> TlsFiles:
+        """For connections to processes of one of ``roles``."""
+        return replace(self, peers=roles)
 
 
 NO_TLS = TlsFiles()
@@ -49,11 +58,6 @@ class Credentials:
     def shown(self) -> bool:
         """Whether the credentials are not empty."""
         return bool(self.token)
-
-    @property
-    def tls_between(self) -> TlsFiles:
-        """The TLS files between workers, conductors and routers, which listen, too: with a certificate of their own."""
-        return self.tls if self.tls.cert else NO_TLS
 
     def to(self, address: Address) -> Credentials:
         """The credentials to show to a process that was found at ``address``: their token is of use there alone."""

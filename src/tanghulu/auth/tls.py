@@ -3,6 +3,7 @@
 A process that listens shows ``cert`` (its chain) and proves it by ``key``; a client verifies it, the host's
 name or address included, by the authorities in ``ca``, or by the system's. With ``mutual`` those who connect show a
 certificate too, which the same ``ca`` must have signed. Files that were replaced are read again for new connections.
+Roles in certificates are in ``certificate_roles``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ssl
 from functools import lru_cache
 from pathlib import Path
 
+from tanghulu.auth.certificate_roles import RoleContext, has_roles
 from tanghulu.auth.credentials import TlsFiles
 from tanghulu.errors import ConfigError
 
@@ -28,11 +30,15 @@ class ServerTls:
     """
 
     def __init__(self, files: TlsFiles, *, mutual: bool, protocol: str = _HTTP2) -> None:
+        if not (files.cert or files.key):
+            raise ConfigError("--tls-ca and --tls-mutual need --tls-cert and --tls-key here: this port would be plain")
         if not (files.cert and files.key):
             raise ConfigError("--tls-cert and --tls-key come together: what to show, and its private key")
         if mutual and not files.ca:
             raise ConfigError("--tls-mutual needs --tls-ca: who signs the certificates of those who connect")
         self._files = files
+        #: Whether peers' certificates must name a role; see ``certificate_roles``.
+        self.names_roles = has_roles(files.cert, files.ca)
         self._stamps = _stamps(files)
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.set_alpn_protocols([protocol])
@@ -63,12 +69,13 @@ def _stamps(files: TlsFiles) -> tuple[int, ...]:
         raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _client_context(files: TlsFiles, stamps: tuple[int, ...]) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context = RoleContext(ssl.PROTOCOL_TLS_CLIENT)
     if not files.ca:
         context.load_default_certs()
     _load(context, files)
+    context.expect(files.peers, required=has_roles(files.cert, files.ca))
     return context
 
 

@@ -1,7 +1,8 @@
 """``tanghulu certs init``: a small authority, and certificates for the processes of one cluster.
 
-For clusters without an authority of their own. Each certificate names its hosts, so that one is not taken for another;
-keys are P-256 and readable by their owner only. Nothing is overwritten: run again, it makes what is missing.
+For clusters without an authority of their own. Each certificate names its hosts and its role, so that one is not taken
+for another; keys are P-256 and readable by their owner only. Nothing is overwritten: run again, it makes what is
+missing. There are no lists of revoked certificates, so certificates live for 397 days at most.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tanghulu.auth.certificate_roles import AUTHORITY, CLIENT, ROLES, URI, name_for
 from tanghulu.errors import ConfigError
 from tanghulu.runtime import extras
 
@@ -22,10 +24,10 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
-#: Who listens, who only connects: all roles that a cluster has.
-ROLES = ("master", "node", "worker", "conductor", "client")
 _AUTHORITY = "ca"
 _AUTHORITY_DAYS = 3650
+#: The longest that a certificate is valid, and what is usual.
+MOST_DAYS, DAYS = 397, 365
 #: Clocks of other hosts may be behind.
 _EARLIER = timedelta(hours=1)
 
@@ -74,6 +76,7 @@ def _authority(folder: Path, made: list[Path]) -> Signer:
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     usage = {"key_cert_sign": True, "crl_sign": True}
     builder = builder.add_extension(_usage(**usage), critical=True)
+    builder = builder.add_extension(x509.SubjectAlternativeName([_role(AUTHORITY)]), critical=False)
     signer = Signer(_finished(builder, key, key), key)
     _write(folder, _AUTHORITY, signer.certificate, key, made)
     return signer
@@ -87,10 +90,11 @@ def _signed(folder: Path, role: str, hosts: tuple[str, ...], days: int, signer: 
     key = ec.generate_private_key(ec.SECP256R1())
     builder = _begun(role, key, days).issuer_name(signer.certificate.subject)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    builder = builder.add_extension(x509.SubjectAlternativeName([_alternative(host) for host in hosts]), critical=False)
+    names = [_role(role), *map(_alternative, hosts), *(x509.DNSName(name_for(host, role)) for host in hosts)]
+    builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
     builder = builder.add_extension(_usage(digital_signature=True), critical=True)
     purposes = [ExtendedKeyUsageOID.CLIENT_AUTH]
-    if role != "client":
+    if role != CLIENT:
         purposes.append(ExtendedKeyUsageOID.SERVER_AUTH)
     builder = builder.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
     _write(folder, role, _finished(builder, key, signer.key), key, made)
@@ -132,6 +136,12 @@ def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
 
+def _role(role: str) -> x509.GeneralName:
+    from cryptography import x509
+
+    return x509.UniformResourceIdentifier(URI + role)
+
+
 def _alternative(host: str) -> x509.GeneralName:
     from cryptography import x509
 
@@ -168,7 +178,9 @@ def COMMAND() -> None:
 @COMMAND.command("init", short_help="Make an authority and a certificate for each role.")
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("certs"))
 @click.option("--host", "hosts", multiple=True, help="a name or an address that the certificates hold for; repeatable")
-@click.option("--days", type=click.IntRange(1, 36_500), default=365, show_default=True, help="how long they are valid")
+@click.option(
+    "--days", type=click.IntRange(1, MOST_DAYS), default=DAYS, show_default=True, help="how long they are valid"
+)
 def init(folder: Path, hosts: tuple[str, ...], days: int) -> None:
     """Make an authority and certificates for all roles in FOLDER; what is there already stays."""
     named = tuple(dict.fromkeys((*hosts, "localhost", "127.0.0.1")))

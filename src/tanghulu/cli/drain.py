@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from tanghulu.auth.certificate_roles import CONDUCTOR, WORKER
 from tanghulu.cli.printing import counted, print_json, store_options
 from tanghulu.conductor.peers.group import ATTRIBUTE as PEERS
 from tanghulu.discovery.base import EventKind, Instance
@@ -82,7 +83,7 @@ async def _end(instance: Instance, master: Masters) -> EndReply:
     """Tell the process to end in order. Raises NodeUnavailable, DeadlineExceeded, Unauthorized."""
     credentials, is_conductor = master.credentials, instance.role is Role.CONDUCTOR
     address = Address.parse(instance.attributes[PEERS]) if is_conductor else instance.address
-    channel = grpc_edge.channel(address, tls=credentials.tls_between)
+    channel = grpc_edge.channel(address, tls=credentials.tls.to(CONDUCTOR if is_conductor else WORKER))
     try:
         made: Any = conductor_pb2_grpc.ConductorPeerStub if is_conductor else session_pb2_grpc.WorkerStub
         async with grpc_edge.typed_errors(instance.id):

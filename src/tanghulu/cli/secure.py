@@ -1,9 +1,12 @@
 """The keys, tokens and certificates of a cluster: ``tanghulu secrets init FOLDER``, and ``up --secure`` in its state.
 
-    certs/      an authority and a certificate for each role (``tanghulu certs init``)
+    certs/      an authority's certificate, and one for each role (``tanghulu certs init``)
     tokens.toml the hashes of three tokens: the cluster's own, the operator's, and Prometheus's
     cluster.token, operator.token, metrics.token, api.key      secrets, for their owner only
     keys.toml   the API keys (``tanghulu keys``); the first, ``operator``, is in api.key
+
+The authority's key is gone once it has signed: who reads the folder cannot make further certificates. Once one is
+missing, or all are a month from their end, all are made anew, and clients need the new ``ca.pem``.
 
 Children get the names of these files and never a secret, so none is seen in ``ps``, in logs or in cluster.json.
 """
@@ -11,6 +14,8 @@ Children get the names of these files and never a secret, so none is seen in ``p
 from __future__ import annotations
 
 import os
+import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,13 +23,15 @@ from typing import Final
 import click
 
 from tanghulu.auth.api_keys import KeyRight, new_key
+from tanghulu.auth.certificate_roles import CONDUCTOR, ROLES, WORKER
 from tanghulu.auth.credentials import TlsFiles
 from tanghulu.auth.derived_tokens import hash_of
 from tanghulu.auth.tenants import Right, new_token
 from tanghulu.cli import certs, keys
 from tanghulu.errors import ConfigError
 
-_CERTIFICATES: Final = {"prefill": "worker", "decode": "worker", "gateway": "conductor"}
+_CERTIFICATES: Final = {"prefill": WORKER, "decode": WORKER, "vllm-worker": WORKER}
+_RENEWED_AFTER_S: Final = (certs.DAYS - 30) * 86_400
 _TOKENS: Final = {
     "cluster": (Right.READ, Right.WRITE, Right.JOIN),
     "operator": (Right.ADMIN,),
@@ -51,7 +58,7 @@ class SecureFiles:
     @property
     def tls(self) -> TlsFiles:
         """What a client of the HTTP API needs."""
-        return TlsFiles(ca=str(self.authority))
+        return TlsFiles(ca=str(self.authority)).to(CONDUCTOR)
 
     def options(self, role: str) -> list[str]:
         """The options of a child, pairs of a flag and its value."""
@@ -71,7 +78,7 @@ def prepare(folder: Path, hosts: tuple[str, ...]) -> SecureFiles:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = folder.resolve()
-        certs.make(folder / "certs", tuple(dict.fromkeys((*hosts, "localhost", "127.0.0.1"))), 365)
+        _certify(folder / "certs", tuple(dict.fromkeys((*hosts, "localhost", "127.0.0.1"))))
         if not (folder / "tokens.toml").exists():
             _make_tokens(folder)
         if not (folder / "keys.toml").exists():
@@ -81,6 +88,17 @@ def prepare(folder: Path, hosts: tuple[str, ...]) -> SecureFiles:
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror or error}") from error
     return SecureFiles(folder)
+
+
+def _certify(folder: Path, hosts: tuple[str, ...]) -> None:
+    authority, key = folder / "ca.pem", folder / "ca.key"
+    if authority.exists() and not key.exists():
+        is_new = time.time() - authority.stat().st_mtime < _RENEWED_AFTER_S
+        if is_new and all((folder / f"{role}.pem").exists() for role in ROLES):
+            return
+        shutil.rmtree(folder)
+    certs.make(folder, hosts, certs.DAYS)
+    key.unlink()
 
 
 def _make_tokens(folder: Path) -> None:

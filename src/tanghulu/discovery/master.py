@@ -20,6 +20,7 @@ from typing import Any, Self, TypeVar
 import grpc.aio
 import structlog
 
+from tanghulu.auth.certificate_roles import MASTER
 from tanghulu.discovery.base import DEFAULT_TTL_S, Instance, InstanceEvent
 from tanghulu.discovery.instance_wire import instance_from_proto, instance_to_proto
 from tanghulu.discovery.masters import ATTEMPT_S, PING_MS, SILENCE_MS, SILENCE_OF_ONE_MS, MasterFinder, Seeking
@@ -311,7 +312,7 @@ class MasterDiscovery:
     def _stub(self, address: Address) -> membership_pb2_grpc.MembershipStub:
         link = self._channels.get(address)
         if link is None:
-            tls = self._finder.masters.credentials.tls
+            tls = self._finder.masters.credentials.tls.to(MASTER)
             silence_ms = SILENCE_MS if self._finder.several else SILENCE_OF_ONE_MS
             link = channel(address, PING_MS, silence_ms, tls)
             self._channels[address] = link

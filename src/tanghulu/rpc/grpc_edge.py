@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 import grpc
 import grpc.aio
 
+from tanghulu.auth import certificate_roles
 from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.auth.places import ANYBODY, Caller, Places, RequestRoom
 from tanghulu.auth.tls import client_context
@@ -97,7 +98,7 @@ def channel(
     A peer that is asked for a sign of life every ``ping_ms`` (at least 1000: servers hang up on those that ask more
     often) and gives none for ``silence_ms``, or does not answer a new connection for so long, is lost.
     """
-    options = [
+    options: list[tuple[str, int | str]] = [
         ("grpc.max_receive_message_length", MESSAGE_BYTES),
         ("grpc.max_send_message_length", MESSAGE_BYTES),
         ("grpc.enable_http_proxy", 0),
@@ -112,6 +113,10 @@ def channel(
         ("grpc.http2.max_pings_without_data", 0),  # 0: no limit; a stream that only listens sends no data
     ]
     if tls:
+        if tls.peers and certificate_roles.has_roles(tls.ca):
+            (role,) = tls.peers
+            name = certificate_roles.name_for(Address.parse(str(address)).host, role)
+            options.append(("grpc.ssl_target_name_override", name))
         return grpc.aio.secure_channel(str(address), _channel_credentials(tls), options=options)
     return grpc.aio.insecure_channel(str(address), options=options)
 

@@ -20,6 +20,7 @@ from typing import cast
 
 import structlog
 
+from tanghulu.auth.certificate_roles import NONE, relay_name, roles_of
 from tanghulu.auth.handshakes import Handshakes
 from tanghulu.auth.places import Caller, Places, Strangers, host_of
 from tanghulu.auth.tls import ServerTls
@@ -203,17 +204,25 @@ class PortMux:
         if not self._transports:
             self._empty.set()
 
+    def roles(self, transport: asyncio.Transport) -> frozenset[str]:
+        """The roles in the certificate of a peer; none if it has shown no certificate."""
+        certificate = transport.get_extra_info("peercert")
+        if not certificate or self.tls is None:
+            return frozenset()
+        return frozenset(roles_of(certificate)) or frozenset([NONE] * self.tls.names_roles)
+
     async def relay_target(self, relay: _Sniffer, front: asyncio.Transport) -> tuple[asyncio.Transport, str]:
         """A connection to the gRPC server whose answers go to ``front``, and its name there. Raises OSError."""
         loop, sock = asyncio.get_running_loop(), socket.socket(socket.AF_UNIX)
         try:
             sock.setblocking(False)
-            sock.bind("")  # the kernel chooses a name, which the server gets with each call
+            roles = self.roles(front)
+            sock.bind(relay_name(roles) if roles else "")  # "": the kernel chooses; the server gets it with each call
             name = f"unix-abstract:{sock.getsockname()[1:].decode()}"
-            await loop.sock_connect(sock, self._grpc_path)
             self._relays[name] = relay
+            await loop.sock_connect(sock, self._grpc_path)
             back, _ = await loop.create_unix_connection(lambda: _Relay(front), sock=sock)
-        except BaseException:
+        except BaseException:  # a cancel, too: nobody else knows the socket; it is raised on
             sock.close()
             raise
         return back, name

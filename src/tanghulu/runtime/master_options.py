@@ -6,6 +6,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
+from tanghulu.auth.certificate_roles import CONDUCTOR, ROUTER
 from tanghulu.auth.credentials import Credentials, TlsFiles, read_token
 from tanghulu.auth.tls import HTTP1, ServerTls, client_context
 from tanghulu.errors import ConfigError
@@ -93,7 +94,7 @@ class HttpClientOptions:
     @property
     def verified_by(self) -> ssl.SSLContext:
         """The context that verifies the conductor's certificate."""
-        return client_context(TlsFiles(ca=self.tls_ca))
+        return client_context(TlsFiles(ca=self.tls_ca).to(CONDUCTOR, ROUTER))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ import secrets
 import shutil
 import signal
 import socket
+import stat
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -166,6 +167,27 @@ def private_directory() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def make_private(run_dir: Path) -> None:
+    """Make the directory unless it is there; raises ConfigError if others than this user could replace its sockets."""
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = run_dir.lstat()
+    except OSError as error:
+        raise ConfigError(f"--run-dir {run_dir} cannot be made: {error.strerror}; choose another") from None
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"--run-dir {run_dir} is no directory; choose another")
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"--run-dir {run_dir} belongs to user {found.st_uid}, this process is user {os.geteuid()}: choose a "
+            "directory of this user's, or one that does not exist yet"
+        )
+    if found.st_mode & 0o077:
+        raise ConfigError(
+            f"--run-dir {run_dir} has mode {stat.S_IMODE(found.st_mode):04o}, so others reach its sockets: "
+            f"chmod 700 {run_dir}, or choose one that does not exist yet"
+        )
+
+
 def _leave_nothing(run_dir: Path) -> None:
     """Remove the directory of a child whose supervisor died; the last child takes the supervisor's along."""
     shutil.rmtree(run_dir, ignore_errors=True)
@@ -276,7 +298,7 @@ async def _run(role: Role, config: P, serve: Serve[P]) -> None:
         loop.add_signal_handler(number, stopping.set)
     stack = contextlib.ExitStack()
     run_dir = config.run_dir or stack.enter_context(private_directory())
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(run_dir)
     registry = new_registry()
     metrics = None
     try:

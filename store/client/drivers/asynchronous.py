@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from tanghulu.auth import certificate_roles
+from tanghulu.auth.certificate_roles import NODE
 from tanghulu.discovery.masters import ATTEMPT_S, MasterFinder, Seeking
 from tanghulu.errors import (
     DeadlineExceeded,
@@ -83,7 +85,7 @@ class AsyncioDriver:
             transports=settings.engine_transports,
             host_id=settings.host_id,
             clock=clock,
-            config=EngineConfig(tls=settings.master.credentials.tls),
+            config=EngineConfig(tls=settings.master.credentials.tls.to(NODE)),
         )
         self._masters = MasterFinder(settings.master)
         self._has_met_master = False
@@ -418,7 +420,7 @@ class AsyncioDriver:
                 target.address,
                 target.unix_path,
                 shortcut=target.shortcut,
-                tls=self.settings.master.credentials.tls,
+                tls=self.settings.master.credentials.tls.to(NODE if _is_node(peer) else certificate_roles.MASTER),
                 on_late=late_replies(self.context, peer, self.flush),
             )
         except NodeUnavailable as error:
@@ -455,7 +457,7 @@ class AsyncioDriver:
             return known
         carrier = self.settings.carrier(copies)
         try:
-            remote = await self._engine.open_segment_async(known.segment, known.session_id, carrier)
+            remote = await self._engine.open_segment_async(known.segment, known.session, carrier)
         except TanghuluError as error:
             return error
         return self._sessions.opened(known, copies, remote)

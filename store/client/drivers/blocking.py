@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from tanghulu.auth import certificate_roles
+from tanghulu.auth.certificate_roles import NODE
 from tanghulu.discovery.masters import ATTEMPT_S, MasterFinder, Seeking
 from tanghulu.errors import (
     DeadlineExceeded,
@@ -108,7 +110,7 @@ class BlockingDriver:
             transports=settings.engine_transports,
             host_id=settings.host_id,
             clock=clock,
-            config=EngineConfig(tls=settings.master.credentials.tls, spin_s=settings.spin_s),
+            config=EngineConfig(tls=settings.master.credentials.tls.to(NODE), spin_s=settings.spin_s),
         )
         self._masters = MasterFinder(settings.master)
         self._several = settings.master.several
@@ -504,7 +506,7 @@ class BlockingDriver:
         if not isinstance(known, Welcome):
             return known
         try:
-            remote = self._engine.open_segment(known.segment, known.session_id, self.settings.carrier(copies))
+            remote = self._engine.open_segment(known.segment, known.session, self.settings.carrier(copies))
         except TanghuluError as error:
             return error
         return self._sessions.opened(known, copies, remote)
@@ -538,7 +540,8 @@ class BlockingDriver:
         to_master = peer == MASTER or is_owner(peer)
         try:
             timeout_s = max(_left_s(until_s), MIN_CONNECT_S)
-            tls, poller = self.settings.master.credentials.tls, self.settings.poller_for(peer, self._waiters)
+            tls = self.settings.master.credentials.tls.to(certificate_roles.MASTER if to_master else NODE)
+            poller = self.settings.poller_for(peer, self._waiters)
             connection = FastConnection(
                 target.address,
                 target.unix_path,

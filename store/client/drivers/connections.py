@@ -26,6 +26,7 @@ from tanghulu.store.client.logic.placement import PROBE_S, NodeTable
 from tanghulu.store.client.settings import Settings
 from tanghulu.store.protocol.messages import ProveReply
 from tanghulu.store.protocol.terms import Renewals, Term
+from tanghulu.transfer_engine.core.segment import SessionKey
 from tanghulu.transfer_engine.engine import RemoteSegment
 from tanghulu.types import Address
 
@@ -52,7 +53,7 @@ class NodeSessions:
     def __init__(self, settings: Settings, context: Context) -> None:
         self._settings, self._context = settings, context
         self._welcomes: dict[PeerId, Welcome] = {}
-        self._links: dict[tuple[int, bool], NodeLink] = {}  # by session, and whether it copies
+        self._links: dict[tuple[SessionKey, bool], NodeLink] = {}  # by session, and whether it copies
         self._of_others: dict[PeerId, str] = {}  # Unix paths of nodes at which, in this mount namespace, others listen
 
     def target(self, peer: PeerId) -> Target:
@@ -80,7 +81,7 @@ class NodeSessions:
         if welcome.instance_id != peer:
             raise NodeUnavailable(f"{target.address} is {welcome.instance_id} now, not {peer}")
         known = self._welcomes.get(peer)
-        if known is not None and known.session_id != welcome.session_id:
+        if known is not None and known.session != welcome.session:
             self._close_links(known)
         self._welcomes[peer] = welcome
         self._context.nodes.answered(peer)
@@ -114,7 +115,7 @@ class NodeSessions:
 
     def _close_links(self, welcome: Welcome) -> None:
         for copies in (False, True):
-            link = self._links.pop((welcome.session_id, copies), None)
+            link = self._links.pop((welcome.session, copies), None)
             if link is not None:
                 link.remote.close()
 
@@ -127,12 +128,12 @@ class NodeSessions:
         welcome = self._welcomes.get(node)
         if welcome is None:
             return NodeUnavailable(f"the connection to {node} was lost")
-        link = self._links.get((welcome.session_id, copies))
+        link = self._links.get((welcome.session, copies))
         return link if link is not None and link.remote.alive else welcome
 
     def opened(self, welcome: Welcome, copies: bool, remote: RemoteSegment) -> NodeLink:
         """The segment that ``welcome`` names is open."""
-        link = self._links[welcome.session_id, copies] = NodeLink(remote)
+        link = self._links[welcome.session, copies] = NodeLink(remote)
         return link
 
     def close(self) -> None:

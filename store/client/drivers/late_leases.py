@@ -17,6 +17,7 @@ import os
 import time
 from queue import SimpleQueue
 
+from tanghulu.auth.certificate_roles import NODE
 from tanghulu.errors import NodeUnavailable, PeerSilent, TanghuluError
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.store.client.drivers.connections import NodeSessions, Target, target_of
@@ -35,7 +36,7 @@ class LateLeases:
     """The leases that a closed client has on nodes whose memory it maps."""
 
     def __init__(self, settings: Settings, context: Context, sessions: NodeSessions) -> None:
-        self._tls, self._leases, self._sessions = settings.master.credentials.tls, context.leases, sessions
+        self._tls, self._leases, self._sessions = settings.master.credentials.tls.to(NODE), context.leases, sessions
         self._targets: dict[PeerId, Target] = {}
         now_s = context.clock.now_s()
         for node in context.leases.holders():

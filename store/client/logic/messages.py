@@ -24,7 +24,7 @@ from tanghulu.store.protocol.types import MAX_INLINE_BYTES, NewChunk
 from tanghulu.store.protocol.wire import checksums_from_wire, index_from_wire, pin_from_wire, tier_from_wire
 from tanghulu.store.protocol.write_buffer import BufferPlace
 from tanghulu.transfer_engine.core.descriptor_wire import from_proto
-from tanghulu.transfer_engine.core.segment import SegmentDescriptor
+from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
 
 AnyCall = Call[Any]
 AnyReply = Reply[Any]
@@ -42,7 +42,7 @@ class Welcome:
     """A node's answer to HELLO."""
 
     instance_id: str
-    session_id: int
+    session: SessionKey
     generation: int
     segment: SegmentDescriptor
     index: IndexPlace | None
@@ -70,8 +70,8 @@ def welcome(reply: AnyReply) -> Welcome:
     message: store_pb2.HelloReply = reply.message
     version = settled(message, message.instance_id)
     segment, index = from_proto(message.segment), index_from_wire(message)
-    session = message.instance_id, message.session_id, message.generation
-    return Welcome(*session, segment, index, message.key_scope, version)
+    session = SessionKey(message.session_id, message.session_secret)
+    return Welcome(message.instance_id, session, message.generation, segment, index, message.key_scope, version)
 
 
 def open_buffer(value_bytes: int) -> AnyCall:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 import structlog
 
+from tanghulu.auth.certificate_roles import WORKER, relayed_roles, require_role
 from tanghulu.discovery.base import EventKind, Instance, InstanceEvent
 from tanghulu.discovery.instance_wire import instance_from_proto, instance_to_proto, role_of
 from tanghulu.errors import Overloaded, TanghuluError
@@ -40,6 +41,8 @@ class MembershipService(membership_pb2_grpc.MembershipServicer):
         try:
             self._server.require_leadership()
             instance = instance_from_proto(request.instance)
+            certified = WORKER if instance.role.prefills or instance.role.decodes else instance.role.value
+            require_role(relayed_roles(context.peer()), certified, f"to register {instance.id}")
             async with self._admitting(instance):
                 lease_id = self._master.register(instance, request.ttl_ms / 1000, self._server.now_s, _owner())
         except TanghuluError as error:

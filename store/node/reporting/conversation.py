@@ -13,6 +13,7 @@ from typing import Protocol
 
 import structlog
 
+from tanghulu.auth.certificate_roles import MASTER
 from tanghulu.discovery.masters import SEEK_PAUSE_S
 from tanghulu.errors import KeysMoved, MasterUnavailable, NotLeader, TanghuluError
 from tanghulu.masters import Masters
@@ -157,7 +158,7 @@ class MasterConversation:
         """Be connected until that fails."""
         self.master = await self._find()
         shown = self._masters.credentials_for(self.master)
-        self._connection = await AsyncFastConnection.connect(self.master, shortcut=True, tls=shown.tls)
+        self._connection = await AsyncFastConnection.connect(self.master, shortcut=True, tls=shown.tls.to(MASTER))
         await greet(self._connection, shown, self._call_deadline_s)
         self._broken = asyncio.get_running_loop().create_future()
         self._tell()

@@ -150,6 +150,7 @@ class NodeService:
             instance_id=self._identity.instance_id,
             generation=self._identity.generation,
             session_id=session.session_id,
+            session_secret=session.key.secret,
             segment=to_proto(self._identity.segment),
             max_inline_bytes=MAX_INLINE_BYTES,
             index=index_to_wire(self._identity.index) if may_map else None,

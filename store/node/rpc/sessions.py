@@ -8,7 +8,6 @@ still holds.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,8 @@ from tanghulu.errors import Overloaded, Unauthorized
 from tanghulu.rpc.fast_server import Handler
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import Holder
+from tanghulu.transfer_engine.core.access import unguessable_numbers
+from tanghulu.transfer_engine.core.segment import SessionKey
 from tanghulu.transfer_engine.owner.process_watch import ProcessWatch
 
 _log = structlog.get_logger(__name__)
@@ -36,12 +37,16 @@ _MAX_CLIENT_ID = 128
 class Session:
     """One client. ``owned`` holds its session's number and those of lost ones that have leases it may give back."""
 
-    session_id: int
+    key: SessionKey
     client_id: str
     pid: int | None
     holder: Holder
     owned: tuple[int, ...]
     num_connections: int = 1
+
+    @property
+    def session_id(self) -> int:
+        return self.key.session_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ class Greeting:
     pid: int | None
     wants_shm: bool
     held_lease_ids: Container[int] = field(default=frozenset())
-    may_write: bool = True
+    may_write: bool = False
     pidfd: Callable[[], int] | None = None
 
 
@@ -67,6 +72,7 @@ class Sessions:
         self._lost: dict[tuple[str, int | None], tuple[int, ...]] = {}
         self._pids: dict[int, tuple[str, int | None]] = {}  # watched session -> its client
         self._has_logged_unknown = False
+        self._ids = unguessable_numbers()
 
     def __len__(self) -> int:
         return len(self._by_client)
@@ -87,10 +93,10 @@ class Sessions:
             self._leases.release_unheld(lost, greeting.held_lease_ids)
             self._on_freed()
             lost = tuple(each for each in lost if self._leases.has_session(each))
-        session_id = secrets.randbits(62) + 1
-        self._leases.open_session(session_id, greeting.pid, may_write=greeting.may_write)
+        session_id = next(self._ids)
+        key = self._leases.open_session(session_id, greeting.pid, may_write=greeting.may_write)
         maps = greeting.wants_shm and self._watch_process(session_id, greeting)
-        session = Session(session_id, greeting.client_id, greeting.pid, Holder(session_id, maps), (session_id, *lost))
+        session = Session(key, greeting.client_id, greeting.pid, Holder(session_id, maps), (session_id, *lost))
         self._by_client[client] = session
         if maps:
             self._pids[session_id] = client

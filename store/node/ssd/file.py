@@ -13,6 +13,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,7 +141,7 @@ class TierFile:
         )
 
     def _open(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             fd = os.open(self.path, flags | os.O_DIRECT, 0o600)
         except OSError as error:
@@ -150,13 +151,28 @@ class TierFile:
             _log.warning("tier.no_direct_io", path=str(self.path), error=str(error), now="through the page cache")
             fd = os.open(self.path, flags, 0o600)
         try:
+            self._keep_private(fd)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except BaseException as error:  # an interrupt, too: nobody else knows the descriptor; it is raised on
             os.close(fd)
-            raise ConfigError(
-                f"{self.path} is the SSD tier of another node; give each node a file of its own"
-            ) from None
+            if isinstance(error, BlockingIOError):
+                raise ConfigError(
+                    f"{self.path} is the SSD tier of another node; give each node a file of its own"
+                ) from None
+            raise
         return fd
+
+    def _keep_private(self, fd: int) -> None:
+        """Refuse a file of another user; take from others the right to read one of this user's."""
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            raise ConfigError(
+                f"{self.path} is no file of user {os.geteuid()}, and an SSD tier holds chunks in clear text: choose a "
+                "file of this user's, or one that does not exist yet"
+            )
+        if found.st_mode & 0o177:
+            os.fchmod(fd, 0o600)
+            _log.warning("tier.mode_narrowed", path=str(self.path), mode=f"{stat.S_IMODE(found.st_mode):04o}")
 
     def _take_over(self) -> bytes:
         """The id of the file. One damaged superblock is written again; without any the file starts empty."""

@@ -10,6 +10,7 @@ from tanghulu.store.node.state.node_chunks import NodeChunks
 from tanghulu.store.node.state.outcomes import Holder, Pinned
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.leases import Freed, Lease
+from tanghulu.transfer_engine.core.segment import SessionKey
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.types import LeaseId
 
@@ -45,9 +46,9 @@ class ChunkLeases:
 
     # --- sessions
 
-    def open_session(self, session_id: int, pid: int | None, *, may_write: bool = True) -> None:
+    def open_session(self, session_id: int, pid: int | None, *, may_write: bool) -> SessionKey:
         """A client has come; ``pid`` of its process if the kernel says so."""
-        self.access.open_session(session_id, pid, may_write=may_write)
+        return self.access.open_session(session_id, pid, may_write=may_write)
 
     def has_session(self, session_id: int) -> bool:
         """Whether the session is connected, or has leases that are not over."""

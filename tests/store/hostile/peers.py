@@ -23,7 +23,7 @@ from tanghulu.store.protocol.checksums import NO_CHECKSUMS
 from tanghulu.store.protocol.messages import Found, GetRequest, ReserveRequest
 from tanghulu.store.protocol.shared_index import IndexPlace, IndexReader, IndexWriter, index_bytes
 from tanghulu.store.protocol.types import NewChunk
-from tanghulu.transfer_engine.core.wire import SHM_ANSWER_BYTES, Head, Op, ShmHello, name_hash
+from tanghulu.transfer_engine.core.wire import SHM_ANSWER_BYTES, Head, Op, ShmHello, name_hash, secret_numbers
 from tanghulu.types import Address, ChunkKey
 
 MIB = 1 << 20
@@ -67,8 +67,11 @@ class Dripper:
             made.wires.append(wire)
             token = int.from_bytes(os.urandom(7)) + 1
             name_number = name_hash(welcome.segment.name)
-            wire.sendall(Head(Op.HELLO, 0, welcome.session_id, name_number, welcome.generation, token, 0).pack())
-            head = Head(op, 1, welcome.session_id, lease_id, welcome.generation, offset, length).pack()
+            session_id, secret = welcome.session
+            first, second = secret_numbers(secret)
+            hello = Head(Op.HELLO, 0, session_id, name_number, welcome.generation, token, first, digest=second)
+            wire.sendall(hello.pack())
+            head = Head(op, 1, session_id, lease_id, welcome.generation, offset, length).pack()
             wire.sendall(head[:-40] if lease_id == 1 and length == 1 else head)
         return made
 
@@ -102,7 +105,7 @@ class Forger:
         self.place: IndexPlace = welcome.index
         self._wire = socket.socket(socket.AF_UNIX)
         self._wire.connect(welcome.segment.endpoints_of("shm")[0].address)
-        self._wire.sendall(ShmHello(welcome.segment.name, welcome.generation, welcome.session_id).pack())
+        self._wire.sendall(ShmHello(welcome.segment.name, welcome.generation, welcome.session).pack())
         _, fds, _, _ = socket.recv_fds(self._wire, SHM_ANSWER_BYTES, 3)
         self._fds = list(fds)
         self.data = mmap.mmap(fds[0], 0, prot=mmap.PROT_READ)

@@ -31,7 +31,7 @@ from tanghulu.store.protocol.messages import (
     ReserveRequest,
 )
 from tanghulu.store.protocol.types import NewChunk
-from tanghulu.transfer_engine.core.segment import SegmentDescriptor
+from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
 from tanghulu.types import ChunkKey, InstanceId
 from tests.store.node.rig import CAPACITY, COPIES, GENERATION, MAPS, make_state
 
@@ -71,7 +71,7 @@ class Rig:
 
     def peer(self, holder: Holder) -> Peer:
         number = holder.session_id
-        return Peer(None, False, str(number), Session(number, str(number), None, holder, (number,)))
+        return Peer(None, False, str(number), Session(SessionKey(number, b""), str(number), None, holder, (number,)))
 
     def reserve(self, *sizes: int) -> list[int]:
         """Leases of ``mine``."""

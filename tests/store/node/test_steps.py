@@ -26,6 +26,7 @@ from tanghulu.store.node.writes.puts import PutService
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, compute
 from tanghulu.store.protocol.messages import CommitItem, CommitRequest, Failure, PutReply, UnpinRequest
 from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.segment import SessionKey
 from tanghulu.types import ChunkKey
 from tests.store.node.rig import COPIES, GENERATION, LEASE_MS, new, put
 
@@ -56,7 +57,7 @@ class Rig:
         puts = PutService(self.state, memoryview(bytearray(capacity)), self.master)  # type: ignore[arg-type]
         self.service = NodeService(None, self.state, puts, None, TrafficCounters())  # type: ignore[arg-type]
         self.peer = Peer(None, False, "client")
-        self.peer.state = Session(1, "client", None, COPIES, (1,))
+        self.peer.state = Session(SessionKey(1, b""), "client", None, COPIES, (1,))
 
     async def call(self, handler: Callable[..., Any], request: Any) -> Any:
         return await handler(self.peer, request, memoryview(b""))
@@ -87,7 +88,7 @@ async def test_commits_of_what_is_not_the_clients_are_done_with_in_their_steps(m
     rig = Rig()
     other = rig.state.reserve(new("theirs"), rig.peer.state.holder)
     assert isinstance(other, Reserved)
-    rig.peer.state = Session(3, "thief", None, COPIES, (3,))
+    rig.peer.state = Session(SessionKey(3, b""), "thief", None, COPIES, (3,))
     told = Steps(monkeypatch, Failure, "of")
     items = [CommitItem(other.lease_id, NO_CHECKSUMS)] * MANY
     answer: PutReply = await rig.call(rig.service.commit, CommitRequest(items, [], True, 0))

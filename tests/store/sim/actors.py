@@ -56,7 +56,7 @@ from tanghulu.transfer_engine.client.requests import TransferBatch, TransferRequ
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.buffers import Buffer
 from tanghulu.transfer_engine.core.leases import Freed
-from tanghulu.transfer_engine.core.segment import SegmentDescriptor
+from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.types import Address, InstanceId, LeaseId, Place, Role
 from tests.virtual.loop import HOST, PID, Network, Pipe, on_host
@@ -192,7 +192,7 @@ class SimNode(SimProcess):
         self.memory = mmap.mmap(-1, capacity_bytes + AREA_BYTES)  # most of it is never touched, and costs nothing
         view = memoryview(self.memory)
         clock = SystemClock()
-        self.access = AccessTable(clock, LEASE_MS, capacity_bytes)
+        self.access = AccessTable(clock, LEASE_MS, capacity_bytes, random_bytes=Random(generation).randbytes)
         self.published = Published(IndexWriter(memoryview(self.index), generation, clock.now_s()))
         self.tier: SsdTier | None = None
         disk = world.disk_of(self.host)
@@ -429,11 +429,11 @@ class SimEngine:
         self._world, self._host, self._near = world, host, near
 
     async def open_segment_async(
-        self, descriptor: SegmentDescriptor, session_id: int, transport: str | None
+        self, descriptor: SegmentDescriptor, session: SessionKey, transport: str | None
     ) -> _Remote:
         node = self._world.nodes[descriptor.host_id]
         mapped = descriptor.host_id == self._near and transport != "tcp" and node.generation == descriptor.generation
-        return _Remote(self._world, descriptor, session_id, node.memory if mapped else None)
+        return _Remote(self._world, descriptor, session.session_id, node.memory if mapped else None)
 
     async def transfer_async(self, requests: Sequence[TransferRequest], deadline_s: float) -> None:
         until_s = asyncio.get_running_loop().time() + deadline_s

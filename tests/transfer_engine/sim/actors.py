@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from random import Random
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -124,7 +125,7 @@ class SimNode:
         self.segment = MemorySegment.create(self.name, SLOT_BYTES * NUM_SLOTS)
         self.segment.view[:] = POISON * NUM_SLOTS
         self.base = np.frombuffer(self.segment.view, np.uint8).__array_interface__["data"][0]
-        self.access = AccessTable(world.clock, 1000, 2 * SLOT_BYTES)
+        self.access = AccessTable(world.clock, 1000, 2 * SLOT_BYTES, random_bytes=Random(self.name).randbytes)
         self.slots = [Slot(index) for index in range(NUM_SLOTS)]
         self.newest_served: dict[str, int] = {}
         self.reception = PeerAdmission(
@@ -284,8 +285,8 @@ class SimClient:
         key = (node.name, node.generation)
         if key not in self.remotes:
             session_id = self.sessions[key] = self.world.next_number()
-            node.access.open_session(session_id, None)
-            context = ConnectContext(node.descriptor, session_id, CONFIG)
+            session = node.access.open_session(session_id, None)
+            context = ConnectContext(node.descriptor, session, CONFIG)
             self.remotes[key] = RemoteSegment(context, {"tcp": tcp.connect(context, self.host)}, self.world.clock)
         return self.remotes[key], self.sessions[key]
 

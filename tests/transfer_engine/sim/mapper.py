@@ -20,7 +20,7 @@ class Mapper:
         self.name = f"mapper-{self.session_id}"
         self.slots: dict[int, Slot] = {}
         self.lost = False
-        node.access.open_session(self.session_id, pid=self.session_id)
+        node.access.open_session(self.session_id, pid=self.session_id, may_write=True)
 
     @property
     def over(self) -> bool:

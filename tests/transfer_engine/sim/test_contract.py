@@ -17,7 +17,7 @@ from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, T
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.transfer_engine.core.admission import PeerAdmission
 from tanghulu.transfer_engine.core.config import EngineConfig, TransportLimits
-from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
+from tanghulu.transfer_engine.core.segment import NO_SESSION, Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.core.transport import ConnectContext
 from tanghulu.transfer_engine.engine import (
     Opcode,
@@ -61,7 +61,7 @@ class Wires:
         config = replace(config or EngineConfig(slice_deadline_s=1.0), spin_s=0.0)
         self.engine = TransferEngine(host_id="client", clock=self.clock, config=config)
         host = self.network.host("client")
-        context = ConnectContext(descriptor, 0, config)
+        context = ConnectContext(descriptor, NO_SESSION, config)
         self.remote = RemoteSegment(context, {"tcp": tcp.connect(context, host)}, self.clock)
 
     def at_event(self, number: int, act: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ from tanghulu.errors import ConfigError
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.transfer_engine.client.remote import RemoteSegment
 from tanghulu.transfer_engine.core.config import EngineConfig
-from tanghulu.transfer_engine.core.segment import Endpoint, SegmentDescriptor
+from tanghulu.transfer_engine.core.segment import NO_SESSION, Endpoint, SegmentDescriptor
 from tanghulu.transfer_engine.core.transport import ConnectContext
 from tanghulu.transfer_engine.topology.devices import (
     Gpu,
@@ -181,7 +181,7 @@ def test_addresses_to_tell_the_near_ones_first():
 def paths_of(topology: Topology, location: str, *hosts: str) -> list[tuple[str, str, int]]:
     endpoints = tuple(Endpoint("tcp", f"{host}:1", f"nic{n}") for n, host in enumerate(hosts))
     config = EngineConfig(topology=topology, location=location, streams_per_peer=1)
-    context = ConnectContext(SegmentDescriptor("s", 10, "h", 1, endpoints), 0, config)
+    context = ConnectContext(SegmentDescriptor("s", 10, "h", 1, endpoints), NO_SESSION, config)
     remote = RemoteSegment(context, {"tcp": tcp.connect(context)}, ManualClock())
     found = [(path.local_device, path.endpoint.device, path.rank) for path in remote.paths.paths]
     assert len(remote.path_stats()) == len(found)

@@ -187,16 +187,25 @@ class TestNotices:
 
     def test_a_session_that_is_not_open(self, engine: TransferEngine):
         with SegmentProcess(size_bytes=1 << 20, access=True) as leasing:
-            leasing.open_session(7, os.getpid())
+            session = leasing.open_session(7, os.getpid())
             leasing.watch_notices(0, 1)
             lease = leasing.grant(7, 0, 10, READ, False)
-            remote = engine.open_segment(leasing.descriptor, session_id=7, transport="tcp")
+            remote = engine.open_segment(leasing.descriptor, session, transport="tcp")
             request = TransferRequest(READ, bytearray(10), remote, 0, 10, lease_id=lease, notify=b"mine")
             engine.transfer([request], 5)
             assert [(number, data) for number, data, _ in leasing.take_notices()] == [(7, b"mine")]
-            notice = wire.Head(wire.Op.NOTICE, 1, 8, 0, 1, 99, 2).pack() + b"no"
-            with pytest.raises(Unauthorized):
-                raise_refusal(leasing.tcp_port, notice)
+            other = leasing.open_session(8, None)
+            with socket.create_connection(("127.0.0.1", leasing.tcp_port)) as sock:
+                first, second = wire.secret_numbers(other.secret)
+                hello = wire.Head(wire.Op.HELLO, 0, 8, wire.name_hash("arena"), 1, 12345, first, digest=second)
+                sock.sendall(hello.pack())
+                assert not wire.parse_reply(sock.recv(wire.REPLY_BYTES, socket.MSG_WAITALL))[0]
+                leasing.close_session(8)
+                sock.sendall(wire.Head(wire.Op.NOTICE, 1, 8, 0, 1, 99, 2).pack() + b"no")
+                refused, _, text_bytes, _ = wire.parse_reply(sock.recv(wire.REPLY_BYTES, socket.MSG_WAITALL))
+                error = wire.parse_error(sock.recv(text_bytes, socket.MSG_WAITALL))
+            assert refused
+            assert isinstance(error, Unauthorized)
 
     def test_they_are_lost_with_their_owner(self, engine: TransferEngine, transport: str):
         with SegmentProcess(size_bytes=1 << 20) as mortal:
@@ -205,17 +214,3 @@ class TestNotices:
             mortal.kill()
             with pytest.raises(NodeUnavailable):
                 engine.transfer([TransferRequest(WRITE, b"x", remote, 0, 1, notify=b"late")], 5)
-
-
-def raise_refusal(port: int, message: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", port)) as sock:
-        sock.sendall(wire.Head(wire.Op.HELLO, 0, 0, wire.name_hash("arena"), 1, 12345, 0).pack() + message)
-        data = b""
-        while len(data) < 2 * wire.REPLY_BYTES:
-            data += sock.recv(4096)
-        refused, _, text_bytes, _ = wire.parse_reply(data[wire.REPLY_BYTES :])
-        assert refused
-        text = data[2 * wire.REPLY_BYTES :]
-        while len(text) < text_bytes:
-            text += sock.recv(4096)
-        raise wire.parse_error(text)

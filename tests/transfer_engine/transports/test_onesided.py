@@ -12,10 +12,12 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.errors import ChecksumMismatch, DeadlineExceeded, LeaseExpired, NodeUnavailable
 from tanghulu.transfer_engine.engine import (
     EngineConfig,
@@ -44,6 +46,7 @@ from tests.contracts.transfer import (  # noqa: F401 - pytest collects them from
     test_status_moves_a_batch_along,
     test_the_edges_of_the_segment,
 )
+from tests.tls_files import Authority
 from tests.transfer_engine.segment_process import HOST_ID, random_bytes, warm_up
 from tests.transfer_engine.transports.onesided_rig import (
     DEVICE,
@@ -144,8 +147,8 @@ def test_one_that_is_changed_again_fails(engine: TransferEngine, remote: RemoteS
 
 
 def test_a_range_is_compared_under_its_lease_alone(leasing: HereOwner, engine: TransferEngine, wires: Wires):
-    leasing.open_session(7, None)
-    remote = engine.open_segment(leasing.descriptor, session_id=7, transport="rdma")
+    session = leasing.open_session(7, None)
+    remote = engine.open_segment(leasing.descriptor, session, transport="rdma")
     read, write = leasing.grant(7, 0, 1000, READ, False), leasing.grant(7, 1000, 1000, WRITE, False)
     data = bytearray(1000)
     engine.transfer([TransferRequest(WRITE, data, remote, 1000, 1000, lease_id=write, verify=True)], 5)
@@ -158,9 +161,28 @@ def test_a_range_is_compared_under_its_lease_alone(leasing: HereOwner, engine: T
     leasing.owner.access.check()
 
 
+def test_control_connections_are_encrypted(wires: Wires, tmp_path: Path):
+    """An owner with TLS serves nobody who comes plain, and a client with TLS gives its secret to nobody plain."""
+    authority = Authority(tmp_path)
+    files = TlsFiles(*authority.sign("host"), authority.ca)
+    for shown, expected in ((files, files), (NO_TLS, files), (files, NO_TLS)):
+        owner = HereOwner(access=True, **({"tls": shown} if shown else {}))
+        session = owner.open_session(7, None)
+        lease = owner.grant(7, 0, SIZE, WRITE, False)
+        config = EngineConfig(tls=expected, connect_timeout_s=0.5)
+        with TransferEngine(transports=("rdma",), host_id=HOST_ID, config=config) as engine:
+            if shown == expected:
+                remote = engine.open_segment(owner.descriptor, session, transport="rdma")
+                engine.transfer([TransferRequest(WRITE, bytes(SIZE), remote, 0, SIZE, lease_id=lease)], 30)
+            else:
+                with pytest.raises(NodeUnavailable):
+                    engine.open_segment(owner.descriptor, session, transport="rdma")
+        owner.close()
+
+
 def test_no_range_is_free_while_an_end_reaches_it(leasing: HereOwner, engine: TransferEngine, wires: Wires):
-    leasing.open_session(7, None)
-    remote = engine.open_segment(leasing.descriptor, session_id=7, transport="rdma")
+    session = leasing.open_session(7, None)
+    remote = engine.open_segment(leasing.descriptor, session, transport="rdma")
     lease = leasing.grant(7, 0, 100, WRITE, False)
     engine.transfer([TransferRequest(WRITE, bytes(100), remote, 0, 100, lease_id=lease)], 5)
     assert wires.open

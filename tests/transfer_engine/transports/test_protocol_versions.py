@@ -19,10 +19,9 @@ from tanghulu.runtime.clock import SystemClock
 from tanghulu.transfer_engine.core import wire
 from tanghulu.transfer_engine.core.admission import PeerAdmission
 from tanghulu.transfer_engine.core.config import ListenOptions, ServerLimits
-from tanghulu.transfer_engine.core.fences import Fences
 from tanghulu.transfer_engine.core.paths import Path
-from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
-from tanghulu.transfer_engine.core.transport import ServeContext
+from tanghulu.transfer_engine.core.segment import NO_SESSION, Endpoint, MemorySegment, SegmentDescriptor
+from tanghulu.transfer_engine.core.transport import ConnectContext, ServeContext
 from tanghulu.transfer_engine.core.wire import Head, Op, ShmHello
 from tanghulu.transfer_engine.engine import EngineConfig, TransferEngine
 from tanghulu.transfer_engine.owner.server import SegmentServer
@@ -44,7 +43,7 @@ NO_ADDRESS = QueuePairAddress("::", 0, 0, 0, 0)
 CONNECT = ControlRequest(ControlOp.CONNECT, 77, 0, 3, wire.name_hash(SEGMENT))
 HELLOS = {
     "tcp": Head(Op.HELLO, 0, 0, wire.name_hash(SEGMENT), 3, 77, 0).pack(),
-    "shm": ShmHello(SEGMENT, 3, 0).pack(),
+    "shm": ShmHello(SEGMENT, 3, NO_SESSION).pack(),
     "rdma": RDMA.pack_request(CONNECT._replace(payload=pack_asked("mlx5_0", NO_ADDRESS))),
     "ucx": UCX.pack_request(CONNECT),
 }
@@ -289,7 +288,7 @@ def test_connecting_says_which_versions_meet(
 ):
     monkeypatch.setattr(ucx_mover, "Agent", lambda name, serves: StillAgent())
     with foreign_owner(transport, tmp_path, foreign_answers(transport)[kind]) as descriptor:
-        link = OneSidedLink(descriptor, 0, Fences(), movers())
+        link = OneSidedLink(ConnectContext(descriptor, NO_SESSION, EngineConfig()), movers())
         with pytest.raises(VersionMismatch) as caught:
             link.greet(Path(descriptor.endpoints[0], "", 0, 0), 5, SystemClock())
         link.close()

@@ -103,8 +103,8 @@ def test_ucx_fails_over_to_tcp(mortal: SegmentProcess):
 
 
 def test_leases(leasing: SegmentProcess, engine: TransferEngine):
-    leasing.open_session(7, None)
-    remote = engine.open_segment(leasing.descriptor, session_id=7, transport="ucx")
+    session = leasing.open_session(7, None)
+    remote = engine.open_segment(leasing.descriptor, session, transport="ucx")
     lease = leasing.grant(7, 1000, 500, WRITE, False)
     data = random_bytes(500, 1)
     engine.transfer([TransferRequest(WRITE, data, remote, 1000, 500, lease_id=lease)], 10)
@@ -115,8 +115,8 @@ def test_leases(leasing: SegmentProcess, engine: TransferEngine):
 
 
 def test_a_range_is_free_when_the_agents_of_its_lease_are_closed(leasing: SegmentProcess, engine: TransferEngine):
-    leasing.open_session(7, None)
-    remote = engine.open_segment(leasing.descriptor, session_id=7, transport="ucx")
+    session = leasing.open_session(7, None)
+    remote = engine.open_segment(leasing.descriptor, session, transport="ucx")
     lease = leasing.grant(7, 0, 100, WRITE, False)
     engine.transfer([TransferRequest(WRITE, bytes(100), remote, 0, 100, lease_id=lease)], 10)
     assert leasing.pass_time(2.0) == []  # not while the session's agent lives

@@ -18,7 +18,7 @@ from tanghulu.transfer_engine.core.config import ListenOptions
 from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.core.slices import Opcode
-from tanghulu.transfer_engine.core.wire import MalformedMessage, name_hash
+from tanghulu.transfer_engine.core.wire import MalformedMessage, name_hash, secret_numbers
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.owner.server import SegmentServer
 from tanghulu.transfer_engine.transports.onesided.wire import (
@@ -62,12 +62,16 @@ class StillAgent:
 class Client:
     """Says exactly what it is told."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, secret: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
+        self.secret = secret
         self._data = bytearray()
 
     def say(self, op: ControlOp, token: int, session_id: int = 7, name: str = "s", generation: int = 3) -> None:
-        self._writer.write(UCX.pack_request(ControlRequest(op, token, session_id, generation, name_hash(name))))
+        secret = secret_numbers(self.secret) if op is ControlOp.CONNECT else (0, 0)
+        self._writer.write(
+            UCX.pack_request(ControlRequest(op, token, session_id, generation, name_hash(name), *secret))
+        )
 
     def say_bytes(self, data: bytes) -> None:
         self._writer.write(data)
@@ -104,7 +108,7 @@ class Bench:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.access = AccessTable(self.clock, lease_ms=1000, max_quarantined_bytes_per_session=0)
-        self.access.open_session(7, None)
+        self.secret = self.access.open_session(7, None).secret
         self.segment = MemorySegment.create("s", 1 << 16)
         self.freed: list[Freed] = []
         self.server = SegmentServer(
@@ -114,7 +118,7 @@ class Bench:
 
     async def client(self) -> Client:
         where = Address.parse(self.server.descriptor().endpoints_of("ucx")[0].address)
-        self.clients.append(Client(*await asyncio.open_connection(where.host, where.port)))
+        self.clients.append(Client(self.secret, *await asyncio.open_connection(where.host, where.port)))
         return self.clients[-1]
 
 
@@ -149,6 +153,9 @@ async def test_connect_close_and_what_is_refused(bench: Bench):
     for number, each in enumerate(wrong):
         refusal = (await (await bench.client()).ask(ControlOp.CONNECT, 50 + number, **each)).refusal
         assert refusal is not None
+    guesser = await bench.client()
+    guesser.secret = bytes(16)
+    assert isinstance((await guesser.ask(ControlOp.CONNECT, 60)).refusal, Unauthorized)
     bench.server.check()
 
 

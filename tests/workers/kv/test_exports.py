@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ def _kv(name: str) -> KvExport:
 
 
 def test_released_unread_is_free_at_once() -> None:
-    table = ExportTable(10, 1)
+    table = ExportTable(10, itertools.count(1))
     export = table.add(_kv("a"), 0)
     assert table.release(export.export_id) == ["a"]
     assert table.release(export.export_id) == []
@@ -26,7 +28,7 @@ def test_released_unread_is_free_at_once() -> None:
 
 
 def test_released_under_a_reader_waits_for_it() -> None:
-    table = ExportTable(10, 1)
+    table = ExportTable(10, itertools.count(1))
     export = table.add(_kv("a"), 0)
     table.pinned(export, [LeaseId(1), LeaseId(2)], 0)
     assert table.release(export.export_id) == []
@@ -37,7 +39,7 @@ def test_released_under_a_reader_waits_for_it() -> None:
 
 
 def test_after_a_dead_reader_another_may_come() -> None:
-    table = ExportTable(10, 1)
+    table = ExportTable(10, itertools.count(1))
     export = table.add(_kv("a"), 0)
     table.pinned(export, [LeaseId(1)], 0)
     assert table.lease_freed(LeaseId(1)) == []
@@ -45,7 +47,7 @@ def test_after_a_dead_reader_another_may_come() -> None:
 
 
 def test_what_only_a_dead_reader_knew_of_is_free_at_once() -> None:
-    table = ExportTable(10, 1)
+    table = ExportTable(10, itertools.count(1))
     export = table.add(_kv("a"), 0, one_reader=True)
     table.pinned(export, [LeaseId(1), LeaseId(2)], 0)
     assert table.lease_freed(LeaseId(1)) == []
@@ -54,7 +56,7 @@ def test_what_only_a_dead_reader_knew_of_is_free_at_once() -> None:
 
 
 def test_nobody_came_in_time() -> None:
-    table = ExportTable(10, 1)
+    table = ExportTable(10, itertools.count(1))
     table.add(_kv("a"), 0)
     late = table.add(_kv("b"), 5)
     assert table.expire(9.9) == []
@@ -70,7 +72,7 @@ def test_nobody_came_in_time() -> None:
     st.lists(st.tuples(st.sampled_from(["add", "pin", "free", "release", "expire"]), st.integers(0, 5)), max_size=80)
 )
 def test_every_export_is_given_back_once_and_never_while_read(events: list[tuple[str, int]]) -> None:
-    table, now_s, leases, made = ExportTable(10, 1), 0.0, 0, 0
+    table, now_s, leases, made = ExportTable(10, itertools.count(1)), 0.0, 0, 0
     open_leases: dict[int, str] = {}
     given: list[str] = []
     for event, pick in events:
@@ -101,7 +103,7 @@ def test_every_export_is_given_back_once_and_never_while_read(events: list[tuple
 
 
 def test_an_export_grows_while_it_is_read() -> None:
-    table = ExportTable(10, 1)
+    table = ExportTable(10, itertools.count(1))
     export = table.add(_kv("a"), 0)
     table.pinned(export, [LeaseId(1)], 0)
     table.grow(export.export_id, (7, 8), 50)

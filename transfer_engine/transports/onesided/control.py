@@ -15,15 +15,16 @@ from collections import deque
 from collections.abc import Collection
 from typing import NamedTuple
 
+from tanghulu.auth.tls import client_context
 from tanghulu.errors import NodeUnavailable, TanghuluError
 from tanghulu.runtime.fork import lose_in_children
-from tanghulu.transfer_engine.core.fences import Fences
+from tanghulu.transfer_engine.core.network import StreamSocket
 from tanghulu.transfer_engine.core.paths import Path
-from tanghulu.transfer_engine.core.segment import SegmentDescriptor
 from tanghulu.transfer_engine.core.slices import Opcode, Slice
-from tanghulu.transfer_engine.core.transport import ConnectionBroken
-from tanghulu.transfer_engine.core.wire import MalformedMessage, name_hash, typed_error
+from tanghulu.transfer_engine.core.transport import ConnectContext, ConnectionBroken
+from tanghulu.transfer_engine.core.wire import MalformedMessage, name_hash, secret_numbers, typed_error
 from tanghulu.transfer_engine.transports.onesided.wire import ControlAnswer, ControlOp, ControlRequest, Dialect
+from tanghulu.transfer_engine.transports.tcp.tls import TlsStreamSocket
 from tanghulu.types import Address
 
 #: How long giving up waits for the owner's word that its end is closed too.
@@ -38,6 +39,10 @@ class Digested(NamedTuple):
     refusal: TanghuluError | None
 
 
+#: The most that is taken from the connection at once.
+_PIECE_BYTES = 1 << 16
+
+
 class _Asked(NamedTuple):
     request: ControlRequest
     piece: Slice | None = None
@@ -46,17 +51,15 @@ class _Asked(NamedTuple):
 class Control:
     """A connection on ``path``; it starts to connect at once, and the first thing to ask is ``connect``."""
 
-    def __init__(
-        self, path: Path, dialect: Dialect, fences: Fences, descriptor: SegmentDescriptor, session_id: int
-    ) -> None:
-        """Raises NodeUnavailable if there is no address."""
+    def __init__(self, path: Path, dialect: Dialect, context: ConnectContext) -> None:
+        """Raises NodeUnavailable if there is no address, ConfigError for bad files of TLS."""
         self.token = secrets.randbits(63) | 1
         #: What the owner granted the CONNECT with, from then on.
         self.granted: bytes | None = None
         #: By lease that was asked for: why nothing may be posted under it; None if it may.
         self.refusals: dict[int, TanghuluError | None] = {}
-        self._path, self._dialect, self._fences = path, dialect, fences
-        self._descriptor, self._session_id = descriptor, session_id
+        self._path, self._dialect, self._fences = path, dialect, context.fences
+        self._descriptor, self._session = context.descriptor, context.session
         self._num_fences = 0
         self._expected: deque[_Asked] = deque()
         self._num_ahead = 0  # of them, those that slices wait for
@@ -64,7 +67,10 @@ class Control:
         self._leased = False  # whether the owner keeps leases
         self._out = b""
         self._in = bytearray()
-        self._sock = _start_connecting(dialect.protocol, Address.parse(path.endpoint.address))
+        self._buffer = memoryview(bytearray(_PIECE_BYTES))
+        address = Address.parse(path.endpoint.address)
+        plain, tls = _start_connecting(dialect.protocol, address), context.config.tls
+        self._sock: StreamSocket = TlsStreamSocket(plain, client_context(tls), address.host) if tls else plain
 
     # --- what the connection asks
 
@@ -91,8 +97,8 @@ class Control:
         """Ask for the owner's end; ``granted`` is there when it has answered."""
         self._ask(
             ControlRequest(
-                ControlOp.CONNECT, self.token, self._session_id, self._descriptor.generation,
-                name_hash(self._descriptor.name), payload=asked,
+                ControlOp.CONNECT, self.token, self._session.session_id, self._descriptor.generation,
+                name_hash(self._descriptor.name), *secret_numbers(self._session.secret), payload=asked,
             )
         )  # fmt: skip
 
@@ -124,7 +130,7 @@ class Control:
         """Move bytes."""
         try:
             if self._out and events & ~select.EPOLLIN:
-                self._out = self._out[self._sock.send(self._out) :]
+                self._out = self._out[self._sock.send(self._out, socket.MSG_DONTWAIT) :]
             if events & ~select.EPOLLOUT:
                 self._receive()
         except BlockingIOError:
@@ -172,10 +178,15 @@ class Control:
             self.serve(select.EPOLLOUT)
 
     def _receive(self) -> None:
-        data = self._sock.recv(1 << 16)
-        if not data:
-            raise ConnectionBroken(NodeUnavailable(f"{self._path.label}: the owner closed the connection"))
-        self._in += data
+        buffer, got = self._buffer, _PIECE_BYTES
+        while got == _PIECE_BYTES:  # of what TLS has decrypted no poller knows
+            try:
+                got = self._sock.recv_into(buffer, 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            if not got:
+                raise ConnectionBroken(NodeUnavailable(f"{self._path.label}: the owner closed the connection"))
+            self._in += buffer[:got]
         while (answer := self._dialect.take_answer(self._in)) is not None:
             self._answered(answer)
 

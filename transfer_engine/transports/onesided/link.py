@@ -10,10 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from tanghulu.transfer_engine.core.fences import Fences
 from tanghulu.transfer_engine.core.links import WiredLink
 from tanghulu.transfer_engine.core.paths import Path
-from tanghulu.transfer_engine.core.segment import SegmentDescriptor
 from tanghulu.transfer_engine.core.slices import Slice
 from tanghulu.transfer_engine.core.transport import Completion, ConnectContext, ConnectionBroken
 from tanghulu.transfer_engine.transports.onesided.connection import Mover, OneSidedConnection
@@ -56,8 +54,7 @@ class OneSidedPeer:
 
     def connect(self) -> OneSidedLink:
         """A new link; its movers are made when the first slice is posted on them."""
-        context = self._context
-        return OneSidedLink(context.descriptor, context.session_id, context.fences, self._movers())
+        return OneSidedLink(self._context, self._movers())
 
     def close(self) -> None:
         """Links share nothing."""
@@ -66,11 +63,9 @@ class OneSidedPeer:
 class OneSidedLink(WiredLink[OneSidedConnection]):
     """One batch's movers to one peer."""
 
-    def __init__(self, descriptor: SegmentDescriptor, session_id: int, fences: Fences, movers: Movers) -> None:
+    def __init__(self, context: ConnectContext, movers: Movers) -> None:
         super().__init__(select.epoll())
-        self._descriptor = descriptor
-        self._session_id = session_id
-        self._fences = fences
+        self._context = context
         self._movers = movers
 
     # --- Link
@@ -115,13 +110,13 @@ class OneSidedLink(WiredLink[OneSidedConnection]):
     # --- WiredLink
 
     def _connect(self, path: Path) -> OneSidedConnection:
-        control = Control(path, self._movers.dialect, self._fences, self._descriptor, self._session_id)
+        control = Control(path, self._movers.dialect, self._context)
         try:
             mover = self._movers.make(path, control.token, self.wake)
         except BaseException:  # an interrupt, too: nobody else knows the socket; it is raised on
             control.close()
             raise
-        connection = OneSidedConnection(path, mover, control, self._fences)
+        connection = OneSidedConnection(path, mover, control, self._context.fences)
         connection.watched = control.interest
         self._watch(connection, control.fileno(), connection.watched)
         if mover.fileno() >= 0:

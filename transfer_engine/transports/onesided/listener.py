@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol, cast
 
+from tanghulu.auth.handshakes import Handshakes
 from tanghulu.errors import LeaseExpired, Overloaded, TanghuluError
 from tanghulu.transfer_engine.core.segment import Endpoint
 from tanghulu.transfer_engine.core.transport import ServeContext
@@ -82,7 +84,8 @@ class OneSidedListener:
         self.admission = context.admission
         self._access = context.access
         self._on_freed = context.on_freed
-        self._listen = context.listen
+        self._listen, self._hello_s = context.listen, context.limits.hello_s
+        self._handshakes: Handshakes | None = None
         self._listener: asyncio.Server | None = None
         self._also_revoke: Callable[[int], None] | None = None
         self._port = 0
@@ -94,9 +97,10 @@ class OneSidedListener:
         await self.ends.start()
         loop = asyncio.get_running_loop()
         try:
-            self._listener = await loop.create_server(
-                lambda: OneSidedServerConnection(self), self._listen.host, 0, backlog=_BACKLOG
-            )
+            make: Callable[[], asyncio.BaseProtocol] = partial(OneSidedServerConnection, self)
+            if self._listen.tls is not None:
+                make = self._handshakes = Handshakes(self._listen.tls, make, self._hello_s)
+            self._listener = await loop.create_server(make, self._listen.host, 0, backlog=_BACKLOG)
         except BaseException:  # a cancel, too: nobody else would let the devices go; it is raised on
             self.ends.close()
             raise
@@ -121,6 +125,8 @@ class OneSidedListener:
             return
         self._listener.close()
         self._listener = None
+        if self._handshakes is not None:
+            self._handshakes.close()
         for connection in list(self.connections):
             connection.cut()
         self.ends.close()
@@ -140,7 +146,10 @@ class OneSidedListener:
             name = self.ends.dialect.protocol
             raise Overloaded(f"{self.ends.max_ends} {name} connections are open; use another transport")
         self.ends.admit(request.payload)
-        head = Head(Op.HELLO, 0, request.session_id, request.name_hash, request.generation, request.number, 0)
+        first, second = request.offset, request.length
+        head = Head(
+            Op.HELLO, 0, request.session_id, request.name_hash, request.generation, request.number, first, digest=second
+        )
         self.admission.hello(connection, head)
 
     def begun(self, session_id: int) -> None:
@@ -312,7 +321,8 @@ class OneSidedServerConnection(asyncio.Protocol):
         self._stranger = True
         self._data.clear()
         self._write(ControlAnswer(ControlOp.CONNECT, why.error))
-        self._transport.write_eof()
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
 
     @property
     def _open(self) -> bool:

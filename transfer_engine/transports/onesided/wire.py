@@ -10,7 +10,8 @@ others; each is answered, in order. When the connection ends for whatever reason
     answer   magic u32 | version u8 | op u8 | refused u8 | leased u8 (whether ADMIT is asked for) | payload's length u32
              | digest u64 | payload: CONNECT's, the transport's own, or the text of a refusal
 
-``number`` is a connection's token (random, never 0) for CONNECT, FENCE and CLOSE, and a lease for the others. ADMIT
+``number`` is a connection's token (random, never 0) for CONNECT, FENCE and CLOSE, and a lease for the others.
+``offset`` and ``length`` of CONNECT are the session's secret, without which it is refused. ADMIT
 asks for a lease under which the client will use the end: once a lease and connection, also when a slice is tried again
 over another, so that no slice begins under a lease that has ended. FENCE names a connection, of any transport but shm,
 that its client has given up: the owner cuts it, and refuses it if it comes later still, before it answers. CLOSE has

@@ -19,7 +19,7 @@ import structlog
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, TanghuluError, Unauthorized
 from tanghulu.rpc.peer_process import peer_pidfd, peer_process, peer_uid
 from tanghulu.transfer_engine.core.access import AccessTable
-from tanghulu.transfer_engine.core.segment import MAX_NAME_BYTES, Endpoint
+from tanghulu.transfer_engine.core.segment import MAX_NAME_BYTES, Endpoint, SessionKey
 from tanghulu.transfer_engine.core.transport import ServeContext
 from tanghulu.transfer_engine.core.wire import (
     PREFIX_BYTES,
@@ -131,7 +131,7 @@ class ShmListener:
         """Read the hello and answer it; returns the session of the peer if it was let in."""
         loop = asyncio.get_running_loop()
         try:
-            name_bytes, generation, session_id = parse_shm_hello(await _receive_hello(peer))
+            name_bytes, generation, session = parse_shm_hello(await _receive_hello(peer))
         except OtherVersion as other:
             await self._refuse(peer, other.error)
             peer.shutdown(socket.SHUT_WR)
@@ -142,21 +142,21 @@ class ShmListener:
             raise MalformedMessage(f"segment name of {name_bytes} bytes")
         name = (await _receive(peer, name_bytes)).decode(errors="replace")
         try:
-            writable = self._admit(peer, name, generation, session_id)
+            writable = self._admit(peer, name, generation, session)
         except TanghuluError as error:
             await self._refuse(peer, error)
             return None
         # A fresh stream socket has room for these few bytes, so sending without waiting cannot block.
         answer = pack_shm_answer(self._segment.size_bytes, self._segment.address)
         socket.send_fds(peer, [answer], self._segment.descriptors(writable=writable))
-        return session_id
+        return session.session_id
 
     async def _refuse(self, peer: socket.socket, error: TanghuluError) -> None:
         self.num_refused += 1
         answer = pack_shm_answer(self._segment.size_bytes, error=error)
         await asyncio.get_running_loop().sock_sendall(peer, answer)
 
-    def _admit(self, peer: socket.socket, name: str, generation: int, session_id: int) -> bool:
+    def _admit(self, peer: socket.socket, name: str, generation: int, session: SessionKey) -> bool:
         """Raise what refuses the peer; else tell whether it may write."""
         uid = peer_uid(peer)
         if uid != os.getuid():
@@ -170,10 +170,11 @@ class ShmListener:
             raise Overloaded(f"{self._max_connections} peers map this segment; use tcp")
         if self._access is None:
             return True
-        self._admit_session(peer, self._access, session_id)
-        return self._access.may_write(session_id)
+        self._access.authenticate(session)
+        self._admit_process(peer, self._access, session.session_id)
+        return self._access.may_write(session.session_id)
 
-    def _admit_session(self, peer: socket.socket, access: AccessTable, session_id: int) -> None:
+    def _admit_process(self, peer: socket.socket, access: AccessTable, session_id: int) -> None:
         pid, session_pid = peer_process(peer), access.session_pid(session_id)
         if not pid or session_pid != pid:
             raise Unauthorized(f"session {session_id} belongs to process {session_pid}, not to {pid}; use tcp")

@@ -26,7 +26,7 @@ from tanghulu.runtime.fork import lose_in_children
 from tanghulu.transfer_engine.core.config import MIB, TransportLimits
 from tanghulu.transfer_engine.core.copying import Memory
 from tanghulu.transfer_engine.core.paths import Path, endpoint_paths
-from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor, map_shared
+from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor, SessionKey, map_shared
 from tanghulu.transfer_engine.core.slices import Opcode, Slice
 from tanghulu.transfer_engine.core.transport import (
     Ability,
@@ -75,7 +75,7 @@ def connect(context: ConnectContext) -> ShmPeer:
     failure: TanghuluError | None = None
     for endpoint in context.endpoints(NAME):
         try:
-            return ShmPeer.open(descriptor, endpoint, context.session_id, context.config.connect_timeout_s)
+            return ShmPeer.open(descriptor, endpoint, context.session, context.config.connect_timeout_s)
         except TanghuluError as error:
             failure = error
     raise failure or NodeUnavailable("the descriptor has no such endpoint")
@@ -119,7 +119,7 @@ class ShmPeer:
         return endpoint_paths([self._endpoint], rank)
 
     @classmethod
-    def open(cls, descriptor: SegmentDescriptor, endpoint: Endpoint, session_id: int, timeout_s: float) -> ShmPeer:
+    def open(cls, descriptor: SegmentDescriptor, endpoint: Endpoint, session: SessionKey, timeout_s: float) -> ShmPeer:
         """Connect to the owner's Unix socket and map the segment.
 
         Raises NodeUnavailable if nobody answers within ``timeout_s`` or the memory cannot be reached, and what the
@@ -130,7 +130,7 @@ class ShmPeer:
             lose_in_children(sock)
             sock.settimeout(timeout_s)
             sock.connect(endpoint.address)
-            sock.sendall(ShmHello(descriptor.name, descriptor.generation, session_id).pack())
+            sock.sendall(ShmHello(descriptor.name, descriptor.generation, session).pack())
             memory = _receive_memory(sock, descriptor.size_bytes)
             sock.setblocking(False)
             return cls(sock, memory, endpoint)

@@ -175,6 +175,7 @@ class TcpConnection(asyncio.BufferedProtocol):
     def __init__(self, admission: TcpAdmission, *, encrypted: bool = False) -> None:
         self._encrypted = encrypted
         self.token = 0
+        self._session_id = 0  # of its hello
         self.sweep_mark: tuple[int, int] | None = None  # the server's note of what it saw at its last sweep
         self._admission = admission
         self._phase = _HEAD
@@ -298,6 +299,9 @@ class TcpConnection(asyncio.BufferedProtocol):
         except MalformedMessage as error:
             self._turn_away(error)
             return
+        if self.token and head.session_id != self._session_id:
+            self.cut()
+            return
         self._peer_awake = head.awake
         self._answered()
         try:
@@ -337,6 +341,7 @@ class TcpConnection(asyncio.BufferedProtocol):
             self._wait()
         elif op is _HELLO:
             admission.hello(self, head)
+            self._session_id = head.session_id
             self._write(pack_reply(head.slice_id, 0))
         elif op is Op.NOTICE:
             self._notice = memoryview(bytearray(HEAD_BYTES + head.length))

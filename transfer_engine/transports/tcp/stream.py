@@ -21,7 +21,7 @@ from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
 from tanghulu.runtime.busy_polling import BusyPoller
 from tanghulu.transfer_engine.core.network import StreamSocket
 from tanghulu.transfer_engine.core.paths import Path
-from tanghulu.transfer_engine.core.segment import SegmentDescriptor
+from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
 from tanghulu.transfer_engine.core.slices import Opcode, Slice
 from tanghulu.transfer_engine.core.transport import Arrived, Completion, ConnectionBroken, Corrupt, Refused
 from tanghulu.transfer_engine.core.wire import (
@@ -36,6 +36,7 @@ from tanghulu.transfer_engine.core.wire import (
     pack_reply,
     parse_error,
     parse_reply,
+    secret_numbers,
     typed_error,
 )
 
@@ -108,14 +109,14 @@ def _first(receive: Callable[[Any, int, int], Any], into: object, poller: BusyPo
 class TcpStream:
     """A connection on ``path``; says hello first. ``sock`` has begun to connect, and is closed by ``close``."""
 
-    def __init__(self, path: Path, sock: StreamSocket, descriptor: SegmentDescriptor, session_id: int) -> None:
+    def __init__(self, path: Path, sock: StreamSocket, descriptor: SegmentDescriptor, session: SessionKey) -> None:
         self.path = path
         self.token = secrets.randbits(63) | 1
         self.greeted = False
         self.blocked = True  # until the connection stands, and whenever the socket takes no more
         self.num_fences = 0
         self._generation = descriptor.generation
-        self._session_id = session_id
+        self._session_id = session.session_id
         self._out: deque[memoryview] = deque()
         self._expected: deque[Slice | Op] = deque()
         self._num_writes = 0  # and notices
@@ -131,7 +132,7 @@ class TcpStream:
         self._interrupted: _Interrupted | None = None
         self._timeout_s = 0.0  # of calls that wait; 0: never set
         self.watched_blocked = True  # what the poller was last told
-        self._queue_control(Op.HELLO, self.token, name_hash(descriptor.name))
+        self._queue_control(Op.HELLO, self.token, name_hash(descriptor.name), *secret_numbers(session.secret))
 
     # --- what the link asks
 
@@ -316,8 +317,8 @@ class TcpStream:
         )  # fmt: skip
         self._out.append(memoryview(head))
 
-    def _queue_control(self, op: Op, token: int, lease_id: int) -> None:
-        self._queue_head(op, _HELLO_ID, lease_id, token, 0)
+    def _queue_control(self, op: Op, token: int, lease_id: int, length: int = 0, digest: int = 0) -> None:
+        self._queue_head(op, _HELLO_ID, lease_id, token, length, digest=digest)
         self._expected.append(op)
 
     def _sent(self, num_bytes: int) -> None:

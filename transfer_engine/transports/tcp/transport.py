@@ -26,7 +26,7 @@ from tanghulu.transfer_engine.core.fences import Fences
 from tanghulu.transfer_engine.core.links import WiredLink
 from tanghulu.transfer_engine.core.network import KernelNetwork, Network
 from tanghulu.transfer_engine.core.paths import Path
-from tanghulu.transfer_engine.core.segment import Endpoint, SegmentDescriptor
+from tanghulu.transfer_engine.core.segment import Endpoint, SegmentDescriptor, SessionKey
 from tanghulu.transfer_engine.core.slices import Opcode, Slice
 from tanghulu.transfer_engine.core.transport import (
     Ability,
@@ -96,7 +96,7 @@ class TcpPeer:
     def connect(self) -> TcpLink:
         """A new link; its streams connect when the first slice is posted on them."""
         context = self._context
-        return TcpLink(context.descriptor, context.session_id, context.fences, self._network)
+        return TcpLink(context.descriptor, context.session, context.fences, self._network)
 
     def close(self) -> None:
         """Links share no connection."""
@@ -118,10 +118,10 @@ def _paths_over(topology: Topology, endpoints: Sequence[Endpoint], config: Engin
 class TcpLink(WiredLink[TcpStream]):
     """One batch's streams to one peer."""
 
-    def __init__(self, descriptor: SegmentDescriptor, session_id: int, fences: Fences, network: Network) -> None:
+    def __init__(self, descriptor: SegmentDescriptor, session: SessionKey, fences: Fences, network: Network) -> None:
         super().__init__(network.poller())
         self._descriptor = descriptor
-        self._session_id = session_id
+        self._session = session
         self._fences = fences
         self._network = network
 
@@ -168,7 +168,7 @@ class TcpLink(WiredLink[TcpStream]):
 
     def _connect(self, path: Path) -> TcpStream:
         sock = self._network.connect(path, Address.parse(path.endpoint.address))
-        stream = TcpStream(path, sock, self._descriptor, self._session_id)
+        stream = TcpStream(path, sock, self._descriptor, self._session)
         self._watch(stream, stream.fileno(), stream.interest)
         self._fence(stream)
         return stream

@@ -122,7 +122,7 @@ class VllmWorkerServer:
     ) -> None:
         process, config = self._process, self._config
         tokens = None if config.tokens is None else TokensFile(config.tokens)
-        tls = config.server_tls() if config.tls.cert or config.tls_mutual else None
+        tls = config.server_tls()
         grpc_authorizer = None if tokens is None else GrpcAuthorizer(tokens, WORKER_GRPC_RULES)
         service = FastService()
         port = PortMux(service, process.run_dir, "worker", grpc_authorizer, tls)

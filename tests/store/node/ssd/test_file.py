@@ -1,14 +1,17 @@
-"""The tier's aligned buffers."""
+"""The tier's aligned buffers, and whose file it takes."""
 
 from __future__ import annotations
 
 import mmap
+import os
 import resource
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tanghulu.store.node.ssd.file import Arena
+from tanghulu.errors import ConfigError
+from tanghulu.store.node.ssd.file import Arena, TierFile
 from tanghulu.store.node.state.ssd_record import UNIT
 
 CAPACITY = 64 * UNIT
@@ -46,3 +49,28 @@ def test_a_populated_arena_has_its_pages() -> None:
     assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < num_pages // 8
     arena.give_back(buffer)
     arena.close()
+
+
+def test_a_file_that_others_could_read_is_narrowed(tmp_path: Path) -> None:
+    path = tmp_path / "tier"
+    path.touch(mode=0o644)
+    path.chmod(0o644)
+    TierFile(path, CAPACITY).close()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"mine")
+    (tmp_path / "tier").symlink_to(victim)
+    with pytest.raises(ConfigError, match="choose another"):
+        TierFile(tmp_path / "tier", CAPACITY)
+    assert victim.read_bytes() == b"mine"
+
+
+def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tier").touch()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match="is no file of user"):
+        TierFile(tmp_path / "tier", CAPACITY)
+    assert (tmp_path / "tier").stat().st_size == 0

@@ -1,0 +1,121 @@
+"""Roles of processes in their certificates, so that the key of a stolen worker does not make a master.
+
+A certificate of ``tanghulu certs init`` names its role in a URI, ``tanghulu://role/worker``, and its authority has the
+URI ``tanghulu://role/authority``. A process whose authority or own certificate has such a URI requires of each peer
+the role that belongs at that place. Certificates of an operator's own authority, without URIs, are not checked.
+
+gRPC verifies the names of a peer and hides its URIs. So ``tanghulu certs init`` gives each certificate one more name
+for each of its hosts, such as ``10.0.0.5.master.tanghulu`` for a master at 10.0.0.5. Where the authority has its URI,
+gRPC's connections verify that name instead.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import ssl
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from tanghulu.errors import Forbidden
+
+URI: Final = "tanghulu://role/"
+AUTHORITY: Final = "authority"
+MASTER: Final = "master"
+NODE: Final = "node"
+WORKER: Final = "worker"
+CONDUCTOR: Final = "conductor"
+ROUTER: Final = "router"
+GATEWAY: Final = "gateway"
+CLIENT: Final = "client"
+#: All roles that a cluster has. A client only connects, the others listen, too.
+ROLES: Final = (MASTER, NODE, WORKER, CONDUCTOR, ROUTER, GATEWAY, CLIENT)
+_CERTIFICATE: Final = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+
+
+#: What stands for the role of a certificate without one, where one is required.
+NONE: Final = "none"
+#: What begins the name of a connection that is relayed to a gRPC server; see ``relay_name``.
+_RELAY: Final = "tanghulu-relay-"
+
+
+def name_for(host: str, role: str) -> str:
+    """The name by which gRPC recognises a process of ``role`` at ``host``."""
+    return f"{host.replace(':', '-')}.{role}.tanghulu"
+
+
+def has_roles(*paths: str) -> bool:
+    """Whether one of these PEM files has a certificate with a role; raises OSError."""
+    return any(_has_role(Path(path).read_text(errors="replace")) for path in paths if path)
+
+
+def _has_role(pem: str) -> bool:
+    return any(URI.encode() in ssl.PEM_cert_to_DER_cert(each) for each in _CERTIFICATE.findall(pem))
+
+
+def roles_of(certificate: Mapping[str, Any] | None) -> set[str]:
+    """The roles in a certificate as ``getpeercert`` returns it."""
+    names = (certificate or {}).get("subjectAltName", ())
+    return {name.removeprefix(URI) for kind, name in names if kind == "URI" and name.startswith(URI)}
+
+
+def require_role(roles: Collection[str], expected: str, what: str) -> None:
+    """Raise Forbidden if a peer's certificate has ``roles`` and ``expected`` is none of them."""
+    if roles and expected not in roles:
+        shown = ", ".join(sorted(roles))
+        raise Forbidden(f"{what} needs the certificate of a {expected}; the role of the one shown is {shown}")
+
+
+def relay_name(roles: Iterable[str]) -> bytes:
+    """The abstract Unix address from which a peer of ``roles`` is relayed to a gRPC server, which has no other way to
+    learn of its certificate."""
+    return f"\0{_RELAY}{secrets.token_hex(8)}-{'+'.join(sorted(roles))}".encode()
+
+
+def relayed_roles(grpc_peer: str) -> set[str]:
+    """The roles of a gRPC server's peer; none if it has shown no certificate."""
+    _, found, rest = grpc_peer.partition(_RELAY)
+    return set(rest.partition("-")[2].split("+")) if found else set()
+
+
+class RoleContext(ssl.SSLContext):
+    """A context whose handshakes fail unless the peer has a role that is expected; ``expect`` says which."""
+
+    _expected: tuple[str, ...] = ()
+    _required = False
+
+    def expect(self, roles: tuple[str, ...], *, required: bool) -> None:
+        """Refuse peers of other ``roles``, and those without any if a role is ``required``; () admits all roles."""
+        self._expected, self._required = roles, required
+
+    def check(self, certificate: Mapping[str, Any] | None) -> None:
+        """Raise SSLCertVerificationError for a peer's certificate whose role does not belong here."""
+        roles = roles_of(certificate)
+        if not self._expected or roles & set(self._expected) or not (roles or self._required):
+            return
+        found = f"has the certificate of a {', '.join(sorted(roles))}" if roles else "has a certificate without a role"
+        error = ssl.SSLCertVerificationError(1, f"it {found}; a {' or '.join(self._expected)} is expected here")
+        error.verify_code, error.verify_message = 1, str(error.strerror)
+        raise error
+
+
+class _CheckedObject(ssl.SSLObject):
+    def do_handshake(self) -> None:
+        super().do_handshake()
+        _check(self)
+
+
+class _CheckedSocket(ssl.SSLSocket):
+    def do_handshake(self, block: bool = False) -> None:
+        super().do_handshake(block)
+        _check(self)
+
+
+def _check(connection: ssl.SSLObject | ssl.SSLSocket) -> None:
+    if isinstance(connection.context, RoleContext):
+        connection.context.check(connection.getpeercert())
+
+
+RoleContext.sslobject_class = _CheckedObject
+RoleContext.sslsocket_class = _CheckedSocket
