@@ -45,7 +45,7 @@ from tanghulu.masters import Masters
 from tanghulu.protos.common_pb2 import EndReply
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import check_bounds, command, option
-from tanghulu.runtime.master_options import HttpOptions, MasterOptions
+from tanghulu.runtime.master_options import HttpOptions, MasterOptions, SecretOptions
 from tanghulu.runtime.process import Process, ProcessConfig, run
 from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, Role
@@ -63,7 +63,7 @@ _LINGER_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConductorConfig(MasterOptions, HttpOptions, ProcessConfig):
+class ConductorConfig(SecretOptions, MasterOptions, HttpOptions, ProcessConfig):
     """The conductor's options."""
 
     port: int = option(8000, "port of the HTTP API; 0 picks one")
@@ -194,6 +194,7 @@ class Conductor:
             SystemClock(),
             config.place,
             config.credentials,
+            config.shared_secret(),
         )
         self._spans = SpanExport(config.otlp_endpoint, conductor_id) if config.otlp_endpoint else None
         if self._spans is not None:

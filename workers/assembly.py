@@ -67,6 +67,7 @@ class WorkerServer:
         self._process = process
         self._config = config
         self._loaded = loaded
+        self._secret = config.shared_secret()
         self._stack = contextlib.AsyncExitStack()
         self.model_name = loaded.name
         self.address = Address("", 0)
@@ -177,7 +178,12 @@ class WorkerServer:
         if config.engine == "torch":
             grammars = GrammarCompiler(assets.tokenizer_json, core.runner.vocab, assets.eos_ids)
         return RequestFactory(
-            self._loaded.fingerprint, config.block_tokens, config.block_hash, assets.eos_ids, grammars
+            self._loaded.fingerprint,
+            config.block_tokens,
+            config.block_hash,
+            assets.eos_ids,
+            grammars,
+            self._secret.naming_key,
         )
 
     def _engine_config(self) -> EngineCoreConfig:
@@ -240,6 +246,7 @@ class WorkerServer:
             num_blocks=core.cache.num_blocks,
             context_length=core.scheduler.max_tokens,
             vocab_size=core.runner.vocab,
+            secret_check=self._secret.check_value,
         )
 
     # --- from the engine
