@@ -148,7 +148,14 @@ class WorkerServer:
         stack.callback(reader.close)
         store = None
         if config.store:
-            store = StoreAdapter(config.master, loaded.fingerprint, loaded.layout.layer_bytes, loaded.layout.num_parts)
+            store = StoreAdapter(
+                config.master,
+                loaded.fingerprint,
+                loaded.layout.layer_bytes,
+                loaded.layout.num_parts,
+                self._secret,
+                self._metrics.store_refused.inc,
+            )
             stack.callback(store.close)
         self._speed = SpeedMeter(config.max_num_batched_tokens, config.peer_fetch)
         bounds = ConnectorConfig(
