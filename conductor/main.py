@@ -62,6 +62,12 @@ _OBSERVE_S = 1.0
 _LINGER_S = 0.5
 
 
+_WITHOUT_SECRET = (
+    "tenants can compute the names of each other's blocks, and with workers' --block-hash xxh3_128 find prompts that "
+    "share them: give conductors and workers the same --cluster-secret, or workers --block-hash sha256"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConductorConfig(SecretOptions, MasterOptions, HttpOptions, ProcessConfig):
     """The conductor's options."""
@@ -194,7 +200,7 @@ class Conductor:
             SystemClock(),
             config.place,
             config.credentials,
-            config.shared_secret(),
+            secret=config.shared_secret(),
         )
         self._spans = SpanExport(config.otlp_endpoint, conductor_id) if config.otlp_endpoint else None
         if self._spans is not None:
@@ -217,6 +223,13 @@ class Conductor:
             tokens,
         )
         self.service.abort_at_peers = self.peers.abort
+        keys = self._port.keys
+        if (
+            keys is not None
+            and not config.shared_secret()
+            and len({each.tenant for each in keys.table.keys.values()}) > 1
+        ):
+            _log.warning("conductor.tenants_without_secret", hint=_WITHOUT_SECRET)
         self.inference = InferencePort(self.service, self.metrics, config, self._port.keys)
         self.dashboard = Dashboard(self.dispatcher, self.metrics, Masters.of(config.master).showing(config.credentials))
         self.address = Address("", 0)

@@ -56,6 +56,10 @@ from tanghulu.workers.sessions.servicer import WorkerServicer
 from tanghulu.workers.sessions.wire import RequestFactory, model_card
 
 _log = structlog.get_logger(__name__)
+_WITHOUT_SECRET = (
+    "whoever may write to the store can put KV that this worker loads; --cluster-secret @FILE, the same for all "
+    "conductors and workers, lets it load only what they have stored"
+)
 _LEASE_MS = 20_000
 _LAST_STEP_S = 30.0  # what the step under way may take when a worker ends
 
@@ -148,6 +152,8 @@ class WorkerServer:
         stack.callback(reader.close)
         store = None
         if config.store:
+            if not self._secret:
+                _log.warning("worker.no_cluster_secret", hint=_WITHOUT_SECRET)
             store = StoreAdapter(
                 config.master,
                 loaded.fingerprint,

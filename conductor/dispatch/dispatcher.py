@@ -132,6 +132,7 @@ class Dispatcher:
         clock: Clock,
         place: Place = Place(),
         credentials: Credentials = NOTHING_TO_SHOW,
+        *,
         secret: ClusterSecret = NO_SECRET,
     ) -> None:
         self.registry = Registry(conductor_id, self, limits.profiles, limits.worker_timeout_s, credentials, secret)

@@ -11,10 +11,13 @@ Without a secret the key is empty: names and signatures have the same form, and 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import secrets
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Final
 
 from tanghulu.auth.credentials import read_token
@@ -60,9 +63,19 @@ class ClusterSecret:
 NO_SECRET = ClusterSecret()
 
 
-def new_cluster_secret() -> str:
-    """A secret that nobody can guess."""
-    return secrets.token_urlsafe(32)
+def make_cluster_secret(path: Path) -> Path:
+    """Make a secret that nobody can guess in the file ``path``, for its owner only, unless it is there.
+
+    Returns the file's whole path; raises ConfigError.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_urlsafe(32) + "\n")
+        return path.resolve()
+    except OSError as error:
+        raise ConfigError(f"cannot write the cluster secret to {path}: {error.strerror or error}") from error
 
 
 def read_cluster_secret(text: str) -> ClusterSecret:
