@@ -177,15 +177,10 @@ class Operations:
         keys = as_keys(keys)
         if len(keys) != len(buffers):
             raise InvalidRequest(f"{len(keys)} keys and {len(buffers)} buffers do not belong together")
-        many = [[writable(each) for each in b] if isinstance(b, list | tuple) else None for b in buffers]
-        ops = [
-            _get_op(key, writable(buffer) if pieces is None else None)
-            for key, buffer, pieces in zip(keys, buffers, many, strict=True)
-        ]
+        ops = [_get_op(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
         yield from gets.fetch(self._context, deadline, ops, self._flush)
-        for op, pieces in zip(ops, many, strict=True):
-            if pieces is not None:
-                ranges.scatter_result(op, pieces)
+        for op in ops:
+            ranges.scatter_result(op)
         if raise_errors:
             raise_first([op.result for op in ops])
         return [op.result for op in ops]  # type: ignore[misc]  # buffers: no chunks
@@ -287,12 +282,17 @@ class Operations:
         return (yield from directory.list_keys(self._context, deadline, prefix, limit, after))
 
 
-def _get_op(key: str, buffer: Buffer | None = None) -> GetOp:
+def _get_op(key: str, buffer: Any = None) -> GetOp:
     """The get of one of many keys; a key that is none is its own outcome."""
+    if isinstance(buffer, list | tuple):
+        op = GetOp(key, pieces=[writable(each) for each in buffer])
+    else:
+        op = GetOp(key, None if buffer is None else writable(buffer))
     try:
-        return GetOp(validate_key(key), buffer)
+        validate_key(key)
     except InvalidRequest as error:
-        return GetOp("", buffer, result=error)
+        op.key, op.result = "", error
+    return op
 
 
 # --- callers' keys and items
