@@ -177,7 +177,7 @@ class Operations:
         keys = as_keys(keys)
         if len(keys) != len(buffers):
             raise InvalidRequest(f"{len(keys)} keys and {len(buffers)} buffers do not belong together")
-        ops = [_get_op(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
+        ops = [_get_op(key, *_destination(buffer)) for key, buffer in zip(keys, buffers, strict=True)]
         yield from gets.fetch(self._context, deadline, ops, self._flush)
         for op in ops:
             ranges.scatter_result(op)
@@ -282,17 +282,19 @@ class Operations:
         return (yield from directory.list_keys(self._context, deadline, prefix, limit, after))
 
 
-def _get_op(key: str, buffer: Any = None) -> GetOp:
+def _get_op(key: str, buffer: Buffer | None = None, pieces: Sequence[Buffer] = ()) -> GetOp:
     """The get of one of many keys; a key that is none is its own outcome."""
-    if isinstance(buffer, list | tuple):
-        op = GetOp(key, pieces=[writable(each) for each in buffer])
-    else:
-        op = GetOp(key, None if buffer is None else writable(buffer))
     try:
-        validate_key(key)
+        return GetOp(validate_key(key), buffer, pieces=pieces)
     except InvalidRequest as error:
-        op.key, op.result = "", error
-    return op
+        return GetOp("", buffer, pieces=pieces, result=error)
+
+
+def _destination(buffer: Any) -> tuple[Buffer | None, Sequence[Buffer]]:
+    """Where a value is to go: one buffer, or several."""
+    if isinstance(buffer, list | tuple):
+        return None, [writable(each) for each in buffer]
+    return writable(buffer), ()
 
 
 # --- callers' keys and items
