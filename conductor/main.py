@@ -45,7 +45,7 @@ from tanghulu.masters import Masters
 from tanghulu.protos.common_pb2 import EndReply
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import check_bounds, command, option
-from tanghulu.runtime.master_options import HttpOptions, MasterOptions
+from tanghulu.runtime.master_options import HttpOptions, MasterOptions, SecretOptions
 from tanghulu.runtime.process import Process, ProcessConfig, run
 from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, Role
@@ -63,8 +63,14 @@ _OBSERVE_S = 1.0
 _LINGER_S = 0.5
 
 
+_WITHOUT_SECRET = (
+    "tenants can compute the names of each other's blocks, and with workers' --block-hash xxh3_128 find prompts that "
+    "share them: give conductors and workers the same --cluster-secret, or workers --block-hash sha256"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ConductorConfig(MasterOptions, HttpOptions, ProcessConfig):
+class ConductorConfig(SecretOptions, MasterOptions, HttpOptions, ProcessConfig):
     """The conductor's options."""
 
     port: int = option(8000, "port of the HTTP API; 0 picks one")
@@ -195,6 +201,7 @@ class Conductor:
             SystemClock(),
             config.place,
             config.credentials,
+            secret=config.shared_secret(),
         )
         self._spans = SpanExport(config.otlp_endpoint, conductor_id) if config.otlp_endpoint else None
         if self._spans is not None:
@@ -217,6 +224,13 @@ class Conductor:
             tokens,
         )
         self.service.abort_at_peers = self.peers.abort
+        keys = self._port.keys
+        if (
+            keys is not None
+            and not config.shared_secret()
+            and len({each.tenant for each in keys.table.keys.values()}) > 1
+        ):
+            _log.warning("conductor.tenants_without_secret", hint=_WITHOUT_SECRET)
         self.inference = InferencePort(self.service, self.metrics, config, self._port.keys)
         self.dashboard = Dashboard(self.dispatcher, self.metrics, Masters.of(config.master).showing(config.credentials))
         self.address = Address("", 0)

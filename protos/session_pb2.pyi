@@ -43,7 +43,7 @@ class SamplingDefaults(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ...) -> None: ...
 
 class ModelCard(_message.Message):
-    __slots__ = ("model", "fingerprint", "block_hash", "block_tokens", "context_length", "vocab_size", "dtype", "eos_token_ids", "tokenizer_json_zlib", "chat_template", "bos_token", "eos_token", "add_bos", "block_bytes", "num_blocks", "sampling_defaults")
+    __slots__ = ("model", "fingerprint", "block_hash", "block_tokens", "context_length", "vocab_size", "dtype", "eos_token_ids", "tokenizer_json_zlib", "chat_template", "bos_token", "eos_token", "add_bos", "block_bytes", "num_blocks", "secret_check", "sampling_defaults")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class ModelCard(_message.Message):
     ADD_BOS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SECRET_CHECK_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     model: str
     fingerprint: bytes
@@ -75,8 +76,9 @@ class ModelCard(_message.Message):
     add_bos: bool
     block_bytes: int
     num_blocks: int
+    secret_check: bytes
     sampling_defaults: SamplingDefaults
-    def __init__(self, model: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., block_hash: _Optional[str] = ..., block_tokens: _Optional[int] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., tokenizer_json_zlib: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., bos_token: _Optional[str] = ..., eos_token: _Optional[str] = ..., add_bos: _Optional[bool] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., sampling_defaults: _Optional[_Union[SamplingDefaults, _Mapping]] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., block_hash: _Optional[str] = ..., block_tokens: _Optional[int] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., tokenizer_json_zlib: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., bos_token: _Optional[str] = ..., eos_token: _Optional[str] = ..., add_bos: _Optional[bool] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., secret_check: _Optional[bytes] = ..., sampling_defaults: _Optional[_Union[SamplingDefaults, _Mapping]] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "logit_bias", "num_logprobs", "json_schema", "regex", "lark", "logprob_token_ids")

@@ -16,6 +16,7 @@ from tanghulu.hashing import (
     vllm_chain_hashes,
     vllm_event_hash,
     vllm_root_hash,
+    vllm_salt,
 )
 from tanghulu.types import Fingerprint
 
@@ -92,6 +93,10 @@ def test_a_sequence_names_its_blocks_as_vllm_does():
     model = Fingerprint(b"m" * 16)
     sequence = TokenSequence(root_hash(model, b"tenant", VLLM_SHA256_CBOR), 4, TOKENS[:6], VLLM_SHA256_CBOR)
     sequence.append(TOKENS[6:])
-    assert sequence.block_hashes == vllm_chain_hashes(vllm_root_hash(), TOKENS, 4, [(("cache_salt", "tenant"),)])
+    given = (("cache_salt", vllm_salt(b"tenant")),)
+    assert sequence.block_hashes == vllm_chain_hashes(vllm_root_hash(), TOKENS, 4, [given])
+    assert root_hash(model, b"", VLLM_SHA256_CBOR) == vllm_root_hash(), "vLLM's own where nothing is to be kept apart"
+    assert root_hash(model, b"\xff", VLLM_SHA256_CBOR) != root_hash(model, b"\xfe", VLLM_SHA256_CBOR)
+    assert root_hash(model, b"", VLLM_SHA256_CBOR, b"key") != vllm_root_hash()
     with pytest.raises(InvalidRequest, match="not UTF-8"):
-        root_hash(model, b"\xff", VLLM_SHA256_CBOR)
+        vllm_root_hash(salt=b"\xff")

@@ -57,6 +57,10 @@ from tanghulu.workers.sessions.servicer import WorkerServicer
 from tanghulu.workers.sessions.wire import RequestFactory, model_card
 
 _log = structlog.get_logger(__name__)
+_WITHOUT_SECRET = (
+    "whoever may write to the store can put KV that this worker loads; --cluster-secret @FILE, the same for all "
+    "conductors and workers, lets it load only what they have stored"
+)
 _LEASE_MS = 20_000
 _LAST_STEP_S = 30.0  # what the step under way may take when a worker ends
 
@@ -68,6 +72,7 @@ class WorkerServer:
         self._process = process
         self._config = config
         self._loaded = loaded
+        self._secret = config.shared_secret()
         self._stack = contextlib.AsyncExitStack()
         self.model_name = loaded.name
         self.address = Address("", 0)
@@ -150,7 +155,16 @@ class WorkerServer:
         stack.callback(reader.close)
         store = None
         if config.store:
-            store = StoreAdapter(config.master, loaded.fingerprint, loaded.layout.layer_bytes, loaded.layout.num_parts)
+            if not self._secret:
+                _log.warning("worker.no_cluster_secret", hint=_WITHOUT_SECRET)
+            store = StoreAdapter(
+                config.master,
+                loaded.fingerprint,
+                loaded.layout.layer_bytes,
+                loaded.layout.num_parts,
+                self._secret,
+                self._metrics.store_refused.inc,
+            )
             stack.callback(store.close)
         self._speed = SpeedMeter(config.max_num_batched_tokens, config.peer_fetch)
         bounds = ConnectorConfig(
@@ -180,7 +194,12 @@ class WorkerServer:
         if config.engine == "torch":
             grammars = GrammarCompiler(assets.tokenizer_json, core.runner.vocab, assets.eos_ids)
         return RequestFactory(
-            self._loaded.fingerprint, config.block_tokens, config.block_hash, assets.eos_ids, grammars
+            self._loaded.fingerprint,
+            config.block_tokens,
+            config.block_hash,
+            assets.eos_ids,
+            grammars,
+            self._secret.naming_key,
         )
 
     def _engine_config(self) -> EngineCoreConfig:
@@ -243,6 +262,7 @@ class WorkerServer:
             num_blocks=core.cache.num_blocks,
             context_length=core.scheduler.max_tokens,
             vocab_size=core.runner.vocab,
+            secret_check=self._secret.check_value,
         )
 
     # --- from the engine

@@ -10,7 +10,7 @@ from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.errors import ConfigError
 from tanghulu.eviction.policies import POLICIES
 from tanghulu.runtime.config import check_bounds, option
-from tanghulu.runtime.master_options import MasterOptions, PortOptions
+from tanghulu.runtime.master_options import MasterOptions, PortOptions, SecretOptions
 from tanghulu.runtime.process import ProcessConfig
 from tanghulu.transfer_engine.options import TransferOptions
 from tanghulu.workers.engine.block_pool import DEFAULT_EVICTION
@@ -19,7 +19,7 @@ from tanghulu.workers.kv.store_policy import POLICIES as STORE_POLICIES
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig(TransferOptions, MasterOptions, PortOptions, ProcessConfig):
+class WorkerConfig(TransferOptions, SecretOptions, MasterOptions, PortOptions, ProcessConfig):
     """The options of a worker."""
 
     port: int = option(7430, "port of sessions, peers and administration; 0 picks one")

@@ -42,6 +42,7 @@ class WorkerMetrics:
         self.fetch_failures = counter("fetch_failures", "prefixes that had to be computed after all", "source")
         self.store_bytes = counter("store_bytes", "KV written to the store")
         self.store_failures = counter("store_failures", "blocks that could not be written to the store")
+        self.store_refused = counter("store_refused", "blocks in the store that were not signed by this cluster")
         self.store_skipped = counter("store_skipped", "blocks not written because too many were under way")
         self.store_dropped = counter("store_dropped", "deferred blocks that were dropped for newer ones")
         self.store_deferred_blocks = gauge("store_deferred_blocks", "blocks to be written when the engine is idle")

@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 
+from tanghulu.auth.cluster_secret import NO_SECRET, ClusterSecret
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
 from tanghulu.conductor.dispatch.admission import Admission, forecast
 from tanghulu.conductor.dispatch.deadlines import Deadlines
@@ -131,8 +132,10 @@ class Dispatcher:
         clock: Clock,
         place: Place = Place(),
         credentials: Credentials = NOTHING_TO_SHOW,
+        *,
+        secret: ClusterSecret = NO_SECRET,
     ) -> None:
-        self.registry = Registry(conductor_id, self, limits.profiles, limits.worker_timeout_s, credentials)
+        self.registry = Registry(conductor_id, self, limits.profiles, limits.worker_timeout_s, credentials, secret)
         self.mirror = CacheMirror(limits.event_shards)
         self.router = Router(self.registry, self.mirror, policies, place, HotPrefixes(limits.hot_prefix_rate))
         self.own = OwnRequests()

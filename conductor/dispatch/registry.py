@@ -20,6 +20,7 @@ from typing import Protocol
 
 import structlog
 
+from tanghulu.auth.cluster_secret import NO_SECRET, ClusterSecret
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
 from tanghulu.conductor.dispatch.liveness import LOOKS, Liveness
 from tanghulu.conductor.dispatch.worker_session import WorkerSession
@@ -119,6 +120,7 @@ class Registry:
         profiles: ProfileFile = NO_FILE,
         worker_timeout_s: float = 0.0,
         credentials: Credentials = NOTHING_TO_SHOW,
+        secret: ClusterSecret = NO_SECRET,
     ) -> None:
         self.workers: dict[InstanceId, RegisteredWorker] = {}
         self.models: dict[str, ServedModel] = {}
@@ -129,6 +131,7 @@ class Registry:
         self._profiles = profiles
         self._worker_timeout_s = worker_timeout_s
         self._credentials = credentials
+        self._secret = secret
         self._ending: set[asyncio.Task[None]] = set()
         self._views: dict[str, WorkerViews[RegisteredWorker]] = {}
         self._least_context: dict[str, int] = {}
@@ -376,8 +379,18 @@ class Registry:
         self._listener.worker_up(worker, welcome)
 
     async def _describe(self, worker: RegisteredWorker, session: WorkerSession) -> None:
-        """Learn what the worker serves now. Raises NodeUnavailable if others serve something else under its name."""
+        """Learn what the worker serves now.
+
+        Raises NodeUnavailable if others serve something else under its name, and for another cluster secret than this
+        conductor's: the two would give each block different names.
+        """
         card = await session.describe()
+        if card.secret_check != self._secret.check_value:
+            theirs = "another cluster secret than" if card.secret_check else "no cluster secret, unlike"
+            theirs = theirs if self._secret else "a cluster secret, unlike"
+            raise NodeUnavailable(
+                f"worker {worker.id} has {theirs} this conductor: start both with the same --cluster-secret"
+            )
         worker.card, worker.model = card, await self._model_of(worker, card)
         worker.load.known, worker.load.block_tokens = self._profiles.of(card.model), card.block_tokens
 
@@ -389,7 +402,7 @@ class Registry:
             if known is not None and not await self._differs(worker, card, known):
                 return known
             if made is None:  # a large tokenizer takes a second to read: look again behind it
-                made = await asyncio.to_thread(ServedModel, card)
+                made = await asyncio.to_thread(ServedModel, card, self._secret.naming_key)
             elif self.models.get(card.model) is known:
                 self.models[card.model] = made
                 self._changed()

@@ -225,6 +225,7 @@ def _card(card: pb.ModelCard) -> ModelCard:
         block_bytes=card.block_bytes,
         kv_dtype=card.dtype,
         sampling_defaults=_defaults(card),
+        secret_check=card.secret_check,
     )
 
 

@@ -23,6 +23,7 @@ from tanghulu.conductor.stories.origin import Origin
 from tanghulu.conductor.text.stop_regex import MAX_PATTERN_CHARACTERS
 from tanghulu.conductor.text.stop_strings import MAX_GENERATE_STOP_STRINGS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from tanghulu.conductor.tools.schemas import check_depth, grammar_of
+from tanghulu.hashing import joined
 from tanghulu.types import InstanceId
 from tanghulu.web.errors import BadField
 
@@ -354,8 +355,8 @@ class RoutedBody(Body):
     @property
     def salt(self) -> bytes:
         """What the hashes of this request's blocks begin with, so that others do not share them."""
-        extra = f"\0{self.extra_key}" if self.extra_key else ""
-        salt = f"{self.cache_salt or ''}{extra}".encode()
+        named = (self.cache_salt or "").encode(), (self.extra_key or "").encode()
+        salt = joined(*named) if any(named) else b""
         return salt if self._key is None else self._key.salted(salt)
 
 

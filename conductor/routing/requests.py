@@ -297,3 +297,5 @@ class ModelCard:
     block_bytes: int
     kv_dtype: str = ""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+    #: ``ClusterSecret.check_value`` of the worker.
+    secret_check: bytes = b""

@@ -32,6 +32,7 @@ from tanghulu.rpc.grpc_edge import guarded_server
 from tanghulu.rpc.grpc_edge import listen as listen_grpc
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
+from tanghulu.runtime.master_options import SecretOptions
 from tanghulu.runtime.process import Process, run
 from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, BlockHash, Fingerprint, Role
@@ -40,7 +41,7 @@ from tanghulu.web.server import address_of, listen
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(pools_main.GlobalRouterConfig):
+class RouterConfig(SecretOptions, pools_main.GlobalRouterConfig):
     """The options of both kinds of router; those below concern the service, without --pools."""
 
     grpc_port: int = option(8101, "service: port of its gRPC API; 0 picks one")
@@ -76,7 +77,11 @@ class RouterConfig(pools_main.GlobalRouterConfig):
             root = BlockHash(bytes.fromhex(self.root_hash))
         except ValueError:
             raise ConfigError(f"--root-hash {self.root_hash!r} is not hex") from None
-        return Hasher(root or root_hash(Fingerprint(bytes(16))), self.block_tokens, self.block_hash)
+        return Hasher(
+            root or root_hash(Fingerprint(bytes(16)), key=self.shared_secret().naming_key),
+            self.block_tokens,
+            self.block_hash,
+        )
 
     def assumed(self) -> AssumedBlocks | None:
         """The index without events, if it is wanted."""

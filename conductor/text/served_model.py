@@ -38,13 +38,15 @@ class ServedModel:
     """Card, tokenizer and template of one model.
 
     ``card`` is that of the workers which serve it but for the context length, the longest that one of them has.
+    ``naming_key`` is the cluster secret's, see ``hashing.root_hash``.
     """
 
-    def __init__(self, card: ModelCard) -> None:
+    def __init__(self, card: ModelCard, naming_key: bytes = b"") -> None:
         if card.block_hash not in HASH_FUNCTIONS:
             raise ModelUnsupported(f"{card.model} hashes its blocks by {card.block_hash!r}, unknown here")
         tokenizer_json = _inflate(card)
         self.card = card
+        self._naming_key = naming_key
         self.tokenizer = _load(card, tokenizer_json)
         self.template = ChatTemplate(card.chat_template, card.bos_token, card.eos_token)
         self.detokenizers = DetokenizerFactory(self.tokenizer, is_byte_level(tokenizer_json))
@@ -186,7 +188,7 @@ class ServedModel:
     def empty_sequence(self, salt: bytes) -> TokenSequence:
         """The token sequence that this model's and tenant's block hashes grow from."""
         card = self.card
-        root = root_hash(card.fingerprint, salt, card.block_hash)
+        root = root_hash(card.fingerprint, salt, card.block_hash, self._naming_key)
         return TokenSequence(root, card.block_tokens, algorithm=card.block_hash, chain=self._hashes.chain)
 
 

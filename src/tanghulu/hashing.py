@@ -2,15 +2,17 @@
 
 A prompt's tokens are cut into blocks of ``block_tokens``. Each full block is named by
 
-    h[-1] = H(fingerprint, salt)            the root: what model, which tenant
+    h[-1] = BLAKE2b(fingerprint, salt)      the root: what model, which tenant; keyed by the cluster secret
     h[i]  = H(h[i-1], tokens of block i)    tokens as little-endian uint32
 
 so equal names mean an equal model, tenant and *whole prefix*, and KV of that block can be shared. With
 blocks of 4 tokens, ``[1..10]`` has two names, h[0] over 1-4 and h[1] over h[0] and 5-8; tokens 9 and 10
 wait for their block to fill. This is the scheme of vLLM's automatic prefix caching and of the Mooncake
 paper (FAST'25, section 4); the 128-bit default H is xxh3, which is fast (a 128k-token prompt in about a
-millisecond) but not collision-proof against an attacker who picks tokens: choose ``sha256`` where tenants
-do not trust each other. ``vllm_sha256_cbor`` gives the names that vLLM itself gives its blocks (at this file's end).
+millisecond). It does not resist an attacker who picks tokens and knows the hash in front of them. The cluster secret
+keeps that from everybody: without one, choose ``sha256`` where tenants do not trust each other, and with one where
+users of the same tenant do not. ``vllm_sha256_cbor`` gives the names that vLLM itself gives its blocks (at this
+file's end).
 """
 
 from __future__ import annotations
@@ -59,14 +61,31 @@ def hash_function(name: str) -> HashFunction:
         raise InvalidRequest(f"block hash {name!r} is unknown; known: {', '.join(HASH_FUNCTIONS)}") from None
 
 
-def root_hash(fingerprint: Fingerprint, salt: bytes = b"", algorithm: str = "xxh3_128") -> BlockHash:
-    """The hash that stands in front of a prompt's first block: model and tenant.
+def joined(*fields: bytes) -> bytes:
+    """``fields`` in one: no two different lists of fields give the same bytes. ``(b"a", b"")`` gives ``b"1:a,0:,"``."""
+    return b"".join(b"%d:%b," % (len(field), field) for field in fields)
 
-    vLLM's names say nothing of the model: there the root is vLLM's own, with the tenant's salt behind it.
+
+def root_hash(fingerprint: Fingerprint, salt: bytes = b"", algorithm: str = "xxh3_128", key: bytes = b"") -> BlockHash:
+    """The hash that stands in front of a prompt's first block: model and tenant. The one way to make it.
+
+    ``key`` is ``ClusterSecret.naming_key``. The root resists attackers whatever ``algorithm`` names the blocks by:
+    16 bytes of keyed BLAKE2b. vLLM's names say nothing of the model: there the root is vLLM's own, with the digest of
+    ``vllm_salt`` behind it.
     """
     if algorithm == VLLM_SHA256_CBOR:
-        return vllm_root_hash(salt=salt)
-    return hash_function(algorithm)(b"tanghulu/v1\0" + fingerprint + b"\0" + salt)
+        return vllm_root_hash(salt=vllm_salt(salt, key).encode())
+    hash_function(algorithm)
+    return BlockHash(_digest(b"root", key, fingerprint, salt))
+
+
+def vllm_salt(salt: bytes, key: bytes = b"") -> str:
+    """The ``cache_salt`` of a request to vLLM whose own salt is ``salt``; "" only for no salt and no key."""
+    return _digest(b"vllm salt", key, salt).hex() if salt or key else ""
+
+
+def _digest(purpose: bytes, key: bytes, *fields: bytes) -> bytes:
+    return hashlib.blake2b(joined(*fields), digest_size=16, key=key, person=purpose).digest()
 
 
 def as_tokens(tokens: Iterable[int] | bytes | Tokens) -> Tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from tanghulu.auth.tenants import Identity, Right, TokenTable
 from tanghulu.errors import ConfigError
 from tanghulu.protos import directory_pb2, store_pb2
-from tanghulu.rpc.methods import Rule
+from tanghulu.rpc.methods import Rule, scope_keys
 from tanghulu.store.protocol.messages import MastersReply
 
 
@@ -45,11 +46,16 @@ def _to_switch(request: store_pb2.EvictionRequest) -> Right:
     return Right.ADMIN if request.policy else Right.READ
 
 
-def to_locate(request: Any) -> Right | None:
+def _to_locate(request: Any) -> Right | None:
     """Who only writes has to find what it removes, who only reads removes nothing."""
     if getattr(request, "removing", False):
         return Right.WRITE
     return Right.READ if request.count_only else None
+
+
+def _removed(request: Any) -> Sequence[str]:
+    keys: Sequence[str] = request.keys
+    return keys if getattr(request, "removing", False) else ()
 
 
 def refuse_open_carriers(table: TokenTable, transports: str) -> None:
@@ -89,4 +95,5 @@ NODES = Rule("nodes", None, None, _without_figures)
 PLACE = Rule("put", Right.WRITE, None, _without_figures)
 MASTERS = Rule("nodes", None, None, _with_scope)
 LIST_KEYS = Rule("ls", Right.READ, _in_listing, _out_of_listing)
+LOCATE = Rule("exists", _to_locate, scope_keys("keys"), written=_removed)
 EVENTS = Rule("following events", Right.READ, _in_events, _out_of_events)

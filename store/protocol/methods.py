@@ -14,23 +14,23 @@ from typing import Any
 
 from tanghulu.auth.tenants import Right
 from tanghulu.protos import directory_pb2, store_pb2
-from tanghulu.rpc.methods import Method, Rule, scope_keys
+from tanghulu.rpc.methods import Method, Rule, scope_keys, writing
 from tanghulu.store.protocol import access_rules as access
 from tanghulu.store.protocol import messages as m
 from tanghulu.store.protocol.types import ClientCommit
 
 _KEYS = scope_keys("keys")
-_ITEM_KEYS = scope_keys("items.key")
+_PUT = writing("put", "items.key")
 
 # --- of a node
 
-PUT = Method(10, "put", m.PutRequest, m.PutReply, Rule("put", Right.WRITE, _ITEM_KEYS))
-RESERVE = Method(11, "reserve", m.ReserveRequest, m.ReserveReply, Rule("put", Right.WRITE, _ITEM_KEYS))
+PUT = Method(10, "put", m.PutRequest, m.PutReply, _PUT)
+RESERVE = Method(11, "reserve", m.ReserveRequest, m.ReserveReply, _PUT)
 COMMIT = Method(12, "commit", m.CommitRequest, m.PutReply, Rule("put", Right.WRITE))
 GET = Method(13, "get", m.GetRequest, m.GetReply, Rule("get", Right.READ, _KEYS))
 UNPIN = Method(14, "unpin", m.UnpinRequest, m.Done, Rule("unpin", None, scope_keys("corrupt", "read")))
 EXISTS = Method(15, "exists", store_pb2.ExistsRequest, store_pb2.ExistsReply, Rule("exists", Right.READ, _KEYS))
-REMOVE = Method(16, "remove", store_pb2.RemoveRequest, store_pb2.RemoveReply, Rule("remove", Right.WRITE, _KEYS))
+REMOVE = Method(16, "remove", store_pb2.RemoveRequest, store_pb2.RemoveReply, writing("remove", "keys"))
 CHUNK_STAT = Method(17, "chunk_stat", store_pb2.StatRequest, store_pb2.StatReply, Rule("stat", Right.READ, _KEYS))
 EVICTION = Method(18, "eviction", store_pb2.EvictionRequest, store_pb2.EvictionReply, access.EVICTION)
 DRAIN = Method(19, "drain", store_pb2.DrainRequest, store_pb2.DrainReply, Rule("drain", Right.ADMIN))
@@ -44,21 +44,19 @@ OPEN_BUFFER = Method(23, "open_buffer", m.OpenBufferRequest, m.OpenBufferReply, 
 ANNOUNCE = Method(
     30, "announce", directory_pb2.AnnounceRequest, directory_pb2.AnnounceReply, Rule("announcing chunks", Right.JOIN)
 )
-LOCATE = Method(31, "locate", m.LocateRequest, m.LocateReply, Rule("exists", access.to_locate, _KEYS))
+LOCATE = Method(31, "locate", m.LocateRequest, m.LocateReply, access.LOCATE)
 PLACE = Method(32, "place", directory_pb2.PlaceRequest, directory_pb2.PlaceReply, access.PLACE)
 NODES = Method(33, "nodes", directory_pb2.NodesRequest, directory_pb2.NodesReply, access.NODES)
 LIST_KEYS = Method(34, "list_keys", directory_pb2.ListKeysRequest, directory_pb2.ListKeysReply, access.LIST_KEYS)
-COMMIT_KEY = Method(35, "commit_key", ClientCommit, m.CommitKeyReply, Rule("put", Right.WRITE, scope_keys("key")))
+COMMIT_KEY = Method(35, "commit_key", ClientCommit, m.CommitKeyReply, writing("put", "key"))
 WAIT = Method(36, "wait", directory_pb2.WaitRequest, directory_pb2.WaitReply, Rule("wait", Right.READ, _KEYS))
-COMMIT_KEYS = Method(
-    37, "commit_keys", m.CommitKeysRequest, m.CommitKeysReply, Rule("put", Right.WRITE, scope_keys("said.key"))
-)
+COMMIT_KEYS = Method(37, "commit_keys", m.CommitKeysRequest, m.CommitKeysReply, writing("put", "said.key"))
 REPLICATE = Method(
     38,
     "replicate",
     directory_pb2.ReplicateRequest,
     directory_pb2.ReplicateReply,
-    Rule("replicate", Right.WRITE, _KEYS),
+    writing("replicate", "keys"),
 )
 
 MASTERS = Method(39, "masters", m.MastersRequest, m.MastersReply, access.MASTERS)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from tanghulu.auth.api_keys import ApiKeysFile, KeyLimits, KeyRight
+from tanghulu.auth.cluster_secret import ClusterSecret, make_cluster_secret, read_cluster_secret
 from tanghulu.cli.keys import COMMAND
 from tanghulu.errors import ConfigError, InvalidRequest
 
@@ -86,3 +88,29 @@ def test_json_has_the_weight_that_counts(tmp_path: Path) -> None:
     [row] = json.loads(run("list", file, "--json").output)
     assert row["weight"] == 1.0
     assert run("list", file).output == "a: inference\n"
+
+
+def test_a_cluster_secret_is_made_once_and_for_its_owner(tmp_path: Path) -> None:
+    file = tmp_path / "of" / "cluster.secret"
+    made = CliRunner().invoke(COMMAND, ["secret", str(file)])
+    assert made.output == f"--cluster-secret @{file}\n"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    secret = read_cluster_secret(f"@{file}")
+    assert secret
+    refused = CliRunner().invoke(COMMAND, ["secret", str(file)])
+    assert isinstance(refused.exception, ConfigError)
+    assert read_cluster_secret(f"@{make_cluster_secret(file)}") == secret
+    assert make_cluster_secret(tmp_path / "other") != file
+    with pytest.raises(ConfigError, match="has 5 characters and needs 32"):
+        read_cluster_secret("short")
+    with pytest.raises(ConfigError, match="cannot read the cluster secret"):
+        read_cluster_secret(f"@{tmp_path}/none")
+    assert not read_cluster_secret("")
+    assert "s" * 32 not in repr(read_cluster_secret("s" * 32))
+
+
+def test_keys_of_a_secret_are_unlike_each_other() -> None:
+    one, other = ClusterSecret("s" * 32), ClusterSecret("t" * 32)
+    keys = [key for secret in (one, other) for key in (secret.naming_key, secret.signing_key, secret.check_value)]
+    assert len({key[:8] for key in keys}) == 6
+    assert ClusterSecret("").check_value == b""

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tanghulu.store.client.signed_kv import SIGNATURE_BYTES
 from tests.e2e.cluster import LiveCluster
 
 ROOT = Path(__file__).parents[2]
@@ -138,7 +139,7 @@ def test_the_store_shows_the_chunks(cluster):
     keys = [row["key"] for row in listed if row["key"].startswith("kv/")]
     assert keys
     stat = _store(cluster, "stat", keys[0])
-    assert stat["size_bytes"] == cluster.metric("prefill", "tanghulu_worker_block_bytes")
+    assert stat["size_bytes"] == cluster.metric("prefill", "tanghulu_worker_block_bytes") + SIGNATURE_BYTES
     [node] = _store(cluster, "nodes")
     assert stat["nodes"] == [node["id"]]
     assert node["address"] == cluster.entry("node")["address"]

@@ -18,6 +18,9 @@ TOKENS = {
     "acme": ("acme", ["read", "write"]),
     "acme-reader": ("acme", ["read"]),
     "acme-writer": ("acme", ["write"]),
+    "acme-kv": ("acme", ["read", "write", "kv"]),
+    "plain": ("", ["read", "write"]),
+    "worker": ("", ["read", "write", "join"]),
     "initech": ("initech", ["read", "write"]),
     "temporary": ("initech", ["read"]),
 }

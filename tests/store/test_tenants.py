@@ -111,6 +111,41 @@ def test_what_a_token_does_not_allow(cluster: Secured) -> None:
         assert writer.remove("guarded")
 
 
+KV_KEYS = ["kv/0011223344556677/00/0", "lmcache/model/00@0@0@model", "sgl/00/00"]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [(name, key) for name in ("acme", "initech", "plain") for key in KV_KEYS] + [("plain", "@acme/kv/1")],
+)
+def test_who_only_writes_puts_and_removes_no_kv(cluster: Secured, name: str, key: str) -> None:
+    """By every way into a node: acme's memory is mapped and initech's is not; engines load what lies there."""
+    with cluster.connect("worker") as worker, cluster.connect(name) as client:
+        stored = key if name == "plain" else f"@{name}/{key}"
+        assert worker.put(stored, b"true").ok
+        with pytest.raises(Forbidden, match="'kv'"):
+            client.remove(key)
+        assert worker.remove(stored)
+        for size in (10, 100 << 10, 3 << 20):
+            for value in (b"f" * size, [b"f", b"f" * (size - 1)]):
+                with pytest.raises(Forbidden, match="'kv'"):
+                    client.put(key, value)
+            many = client.put_many([("beside", b"1"), (key, b"f" * size)])
+            assert isinstance(many[1].error, Forbidden)
+            assert not worker.exists(stored)
+        client.remove("beside")
+
+
+def test_who_has_the_right_puts_and_removes_kv(cluster: Secured) -> None:
+    with cluster.connect("acme-kv") as client, cluster.connect("worker") as worker:
+        for key in KV_KEYS:
+            for size in (10, 100 << 10, 3 << 20):
+                assert client.put(key, b"1" * size).ok
+                assert client.remove(key)
+        assert worker.put(KV_KEYS[0], b"1").ok
+        assert worker.remove(KV_KEYS[0])
+
+
 @pytest.mark.parametrize(
     ("tenant", "token", "said"),
     [

@@ -65,16 +65,18 @@ class RequestFactory:
         block_hash: str,
         eos_ids: Iterable[int],
         grammars: GrammarCompiler | None = None,
+        naming_key: bytes = b"",
     ) -> None:
         self._fingerprint = fingerprint
         self._block_tokens = block_tokens
         self._block_hash = block_hash
         self._eos_ids = frozenset(eos_ids)
         self._grammars = grammars
+        self._naming_key = naming_key
 
     def request(self, submit: session_pb2.Submit) -> EngineRequest:
         """Make the request that ``submit`` describes; raises InvalidRequest if it is not valid."""
-        root = root_hash(self._fingerprint, submit.salt, self._block_hash)
+        root = self._root(submit.salt)
         sequence = TokenSequence(root, self._block_tokens, as_tokens(submit.tokens), self._block_hash)
         source = submit.source if submit.HasField("source") else None
         return EngineRequest(
@@ -97,13 +99,13 @@ class RequestFactory:
 
     def pulled(self, pull: session_pb2.PullAhead) -> tuple[TokenSequence, PeerExport]:
         """Make the prompt that ``pull`` names, and where its KV is computed."""
-        root = root_hash(self._fingerprint, pull.salt, self._block_hash)
+        root = self._root(pull.salt)
         sequence = TokenSequence(root, self._block_tokens, as_tokens(pull.tokens), self._block_hash)
         return sequence, peer_of(pull.source)
 
     def probe(self, request_id: RequestId) -> EngineRequest:
         """Make a request of one token that leaves nothing behind; see `EngineProbe`."""
-        root = root_hash(self._fingerprint, b"probe", self._block_hash)
+        root = self._root(b"probe")
         return EngineRequest(
             request_id=request_id,
             sequence=TokenSequence(root, self._block_tokens, (0,), self._block_hash),
@@ -113,6 +115,9 @@ class RequestFactory:
             priority=PRIORITY,
             fetch_blocks=0,
         )
+
+    def _root(self, salt: bytes) -> BlockHash:
+        return root_hash(self._fingerprint, salt, self._block_hash, self._naming_key)
 
     def _grammar(self, sampling: session_pb2.Sampling) -> Grammar | None:
         kind = sampling.WhichOneof("grammar")
@@ -298,6 +303,7 @@ def model_card(
     num_blocks: int,
     context_length: int,
     vocab_size: int,
+    secret_check: bytes = b"",
 ) -> session_pb2.ModelCard:
     """Describe the model to conductors: tokenizer, layout of blocks, and bounds."""
     return session_pb2.ModelCard(
@@ -317,4 +323,5 @@ def model_card(
         block_bytes=layout.block_bytes,
         num_blocks=num_blocks,
         sampling_defaults=session_pb2.SamplingDefaults(**dataclasses.asdict(assets.defaults)),
+        secret_check=secret_check,
     )

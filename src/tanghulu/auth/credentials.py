@@ -79,15 +79,15 @@ def from_metadata(metadata: tuple[tuple[str, str | bytes], ...]) -> Credentials:
     return Credentials(given.get(TENANT, ""), token)
 
 
-def read_token(text: str) -> str:
-    """The token in ``text``, or in the file FILE if ``text`` is ``@FILE``; raises ConfigError."""
+def read_token(text: str, what: str = "the token") -> str:
+    """The token in ``text``, or in the file FILE if ``text`` is ``@FILE``; raises ConfigError that says ``what``."""
     if not text.startswith("@"):
-        return _sendable(text, "the token")
+        return _sendable(text, what)
     path = Path(text[1:])
     try:
-        return _sendable(path.read_bytes().decode("utf-8-sig").strip(), f"the token in {path}")
+        return _sendable(path.read_bytes().decode("utf-8-sig").strip(), f"{what} in {path}")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the token in {path}: {error}") from error
+        raise ConfigError(f"cannot read {what} in {path}: {error}") from error
 
 
 def _sendable(token: str, name: str) -> str:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 from tanghulu.auth.credentials import Credentials
 from tanghulu.auth.derived_tokens import hash_of, id_of, is_derived_from, named_in
@@ -32,6 +33,7 @@ class Right(Enum):
 
     READ = "read"  # get, exists, list, stat, follow events
     WRITE = "write"  # put, remove
+    KV = "kv"  # besides write: put and remove KV, which workers and engines load
     JOIN = "join"  # be a process of the cluster: register, announce; an operator's alone
     METRICS = "metrics"  # see the metrics of processes, which tell of all tenants
     ADMIN = "admin"  # everything, of every tenant: drain, evict, policies, checks
@@ -87,7 +89,9 @@ class Identity:
         return scope_of(self.tenant)
 
     def may(self, right: Right) -> bool:
-        return right in self.rights or Right.ADMIN in self.rights
+        """Whether the token gives ``right``; a process of the cluster stores KV."""
+        implied = right is Right.KV and Right.JOIN in self.rights
+        return implied or right in self.rights or Right.ADMIN in self.rights
 
     @property
     def sees_metrics(self) -> bool:
@@ -111,6 +115,15 @@ class Identity:
         """The inverse of ``scoped``; a key of another tenant must not come here."""
         assert key.startswith(self.scope), "a key of another tenant"
         return key[len(self.scope) :]
+
+
+#: Below these, engines load what is stored as KV: our workers and vLLM, LMCache, SGLang.
+KV_PREFIXES: Final = ("kv/", "lmcache/", "sgl/")
+
+
+def is_kv(key: str) -> bool:
+    """Whether engines may load what is stored under ``key``, which may have a tenant's scope in front."""
+    return (key.partition("/")[2] if key.startswith("@") else key).startswith(KV_PREFIXES)
 
 
 def scope_of(tenant: str) -> str:

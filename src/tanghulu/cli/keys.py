@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from tanghulu.auth.api_keys import ApiKey, ApiKeysFile, KeyRight, new_key
+from tanghulu.auth.cluster_secret import make_cluster_secret
 from tanghulu.auth.derived_tokens import hash_of
 from tanghulu.auth.tenants import validate_tenant
 from tanghulu.cli.printing import print_json
@@ -30,7 +31,7 @@ _FILE = click.argument("file", type=click.Path(path_type=Path))
 _JSON = click.option("--json", "as_json", is_flag=True, help="print JSON for programs")
 
 
-@click.group("keys", help="Make, list and revoke API keys of the HTTP API.")
+@click.group("keys", help="Make, list and revoke API keys of the HTTP API; make a cluster secret.")
 def COMMAND() -> None:
     """The group; its commands follow."""
 
@@ -61,6 +62,17 @@ def create(file: Path, name: str, tenant: str, rights: tuple[str, ...], as_json:
         print_json({"key": made, "name": name, "sha256": hash_of(made)})
     else:
         click.echo(made)
+
+
+@COMMAND.command("secret", short_help="Make a cluster secret in a file.")
+@_FILE
+def secret(file: Path) -> None:
+    """Make a cluster secret in FILE, which must not be there: what --cluster-secret @FILE of all processes names."""
+    if file.exists():
+        raise ConfigError(
+            f"{file} exists: a new secret makes all stored KV useless; remove it first, or choose another"
+        )
+    print(f"--cluster-secret @{make_cluster_secret(file)}")
 
 
 def add(file: Path, name: str, key: str, rights: tuple[str, ...], tenant: str = "", **numbers: float) -> None:

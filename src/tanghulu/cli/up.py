@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 
+from tanghulu.auth.cluster_secret import make_cluster_secret
 from tanghulu.auth.credentials import NO_TLS
 from tanghulu.auth.tls import client_context
 from tanghulu.cli.children import ChildProcess
@@ -31,6 +32,7 @@ from tanghulu.eviction import POLICIES
 from tanghulu.runtime import extras
 from tanghulu.runtime.config import MOST_PORT, check_bounds, command, configuration_file, option, table_in
 from tanghulu.runtime.machine_memory import refuse_too_much
+from tanghulu.runtime.master_options import SecretOptions
 from tanghulu.runtime.process import own_address, private_directory, stop_signals
 from tanghulu.runtime.tasks import cancelled
 from tanghulu.types import is_loopback
@@ -49,11 +51,13 @@ _MOST_OF_A_ROLE = 1000
 _TO_METRICS = 100  # 7400 -> 7500, 7410 -> 7510; the conductor's metrics stand on its HTTP port, too
 #: What `up` alone decides for its parts; in their tables these keys would contradict it.
 _DECIDED_HERE = frozenset({"host", "port", "metrics_port", "master", "run_dir", "status_fd"})
+#: Who names blocks and moves KV, and so has the cluster secret.
+_KNOW_SECRET = frozenset({"conductor", "prefill", "decode", "worker", "vllm-worker"})
 _PARTS = ("master", "node", "prefill", "decode", "worker", "vllm-worker", "conductor")
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpConfig:
+class UpConfig(SecretOptions):
     """The options of ``tanghulu up``."""
 
     model: str = option("smollm2", "a directory with safetensors or GGUF, a .gguf file, or smollm2", metavar="DIR")
@@ -109,7 +113,7 @@ class UpConfig:
     secure: bool = option(
         False, "certificates, tokens and API keys for all doors of the cluster, made in --state-dir at the first start"
     )
-    state_dir: Path = option(Path(".tanghulu"), "cluster.json and logs go here")
+    state_dir: Path = option(Path(".tanghulu"), "cluster.json, cluster.secret and logs go here")
     log_level: str = option("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
@@ -117,6 +121,9 @@ class UpConfig:
         if bool(self.prefill) != bool(self.decode):
             raise ConfigError("--prefill and --decode come together: each needs the other; both 0 start --workers")
         self._check_derived_ports()
+        if self.cluster_secret and not self.cluster_secret.startswith("@"):
+            raise ConfigError("--cluster-secret of `tanghulu up` is @FILE: all would see it among the processes else")
+        self.shared_secret()
         if self.conductors > 1 and not (self.port and self.grpc_port):
             raise ConfigError(
                 "--conductors share a port that is known before they start: --port and --grpc-port above 0"
@@ -163,6 +170,7 @@ class Cluster:
     ) -> None:
         self._config = config
         self._secure = secure
+        self._secret = config.cluster_secret or f"@{make_cluster_secret(config.state_dir / 'cluster.secret')}"
         self._file = file
         self._tables = _tables_of_parts(file)
         self._board = board
@@ -206,6 +214,8 @@ class Cluster:
         metrics = port + _TO_METRICS if port and role not in ("conductor", "gateway") else 0
         table, secure = self._tables.get(role, {}), self._secure
         shown = [] if secure is None else secure.options(role)
+        if role in _KNOW_SECRET:
+            base += ["--cluster-secret", self._secret]
         given = without_options([*base, "--metrics-port", str(metrics), *arguments, *shown], table)
         if secure is not None:
             given += secure.flags(role)

@@ -6,14 +6,14 @@ in its messages; the same rules guard gRPC methods. Adding a method is adding a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 from google.protobuf.message import Message
 
-from tanghulu.auth.tenants import Identity, Right
+from tanghulu.auth.tenants import Identity, Right, is_kv
 from tanghulu.protos import session_pb2, store_pb2
 from tanghulu.rpc.fast_client import Call
 from tanghulu.rpc.wire import Body, FastMessage
@@ -27,6 +27,7 @@ Scoping: TypeAlias = Callable[[Identity, Any], Any]
 class Rule:
     """What a method needs. ``right`` None: anybody who is known; it may depend on the request.
 
+    ``written`` names the keys of a request that it stores or removes: for KV among them it needs the right ``kv``, too.
     ``scope`` gives the request as the store names things, ``unscope`` the answer (of a stream: each message) as the
     tenant does; both may change what they are given. ``unscope`` is for handlers that answer at once.
     """
@@ -35,6 +36,7 @@ class Rule:
     right: Right | Callable[[Any], Right | None] | None
     scope: Scoping | None = None
     unscope: Scoping | None = None
+    written: Callable[[Any], Iterable[str]] | None = None
 
     def require_right(self, identity: Identity) -> None:
         """Raise Forbidden if the caller may make no such call; done before the request is received."""
@@ -46,6 +48,8 @@ class Rule:
         right = self.right(request) if callable(self.right) else self.right
         if right is not None:
             identity.require(right, self.name)
+        if self.written is not None and not identity.may(Right.KV) and any(map(is_kv, self.written(request))):
+            identity.require(Right.KV, f"{self.name} of KV")
         return request if self.scope is None or not identity.tenant else self.scope(identity, request)
 
     def answer(self, identity: Identity, answer: Any) -> Any:
@@ -76,6 +80,28 @@ HELLO = Method(1, "hello", store_pb2.HelloRequest, store_pb2.HelloReply)
 
 #: A conductor's session with a worker: it begins with a hello, and both sides send on under its call id.
 SESSION = Method(54, "session", session_pb2.ToWorker, session_pb2.FromWorker, Rule("session", Right.JOIN))
+
+
+def writing(name: str, *fields: str) -> Rule:
+    """The rule of a method that stores or removes the keys in these fields of its request."""
+    paths = [field.split(".") for field in fields]
+
+    def written(request: Any) -> Iterator[str]:
+        for path in paths:
+            yield from _texts(request, path)
+
+    return Rule(name, Right.WRITE, scope_keys(*fields), written=written)
+
+
+def _texts(value: Any, path: Sequence[str]) -> Iterator[str]:
+    """The strings that lie at ``path``."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, FastMessage | Message):
+        yield from _texts(getattr(value, path[0]), path[1:])
+    else:
+        for each in value:
+            yield from _texts(each, path)
 
 
 def scope_keys(*fields: str) -> Scoping:
@@ -111,4 +137,4 @@ def _changed(value: Any, path: Sequence[str], change: Callable[[str], str]) -> A
     return value
 
 
-__all__ = ["HELLO", "SESSION", "Method", "Rule", "Scoping", "scope_keys"]
+__all__ = ["HELLO", "SESSION", "Method", "Rule", "Scoping", "scope_keys", "writing"]

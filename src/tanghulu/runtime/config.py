@@ -298,7 +298,7 @@ def describe(config: Any) -> dict[str, Any]:
 
 
 def _is_secret(name: str) -> bool:
-    return "token" in name or name == "api_key"
+    return "token" in name or "secret" in name or name == "api_key"
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tanghulu.auth.certificate_roles import CONDUCTOR, ROUTER
+from tanghulu.auth.cluster_secret import HELP as SECRET_HELP
+from tanghulu.auth.cluster_secret import ClusterSecret, read_cluster_secret
 from tanghulu.auth.credentials import Credentials, TlsFiles, read_token
 from tanghulu.auth.tls import HTTP1, ServerTls, client_context
 from tanghulu.errors import ConfigError
@@ -109,3 +111,14 @@ class MasterOptions(TlsOptions):
     def credentials(self) -> Credentials:
         """The credentials to show to the master; raises ConfigError for a file that cannot be read."""
         return Credentials(self.tenant, read_token(self.token), self.tls)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecretOptions:
+    """The option of every process that names blocks or moves KV to and from the store."""
+
+    cluster_secret: str = option("", SECRET_HELP, metavar="@FILE")
+
+    def shared_secret(self) -> ClusterSecret:
+        """The secret; raises ConfigError for a file that cannot be read and for a short secret."""
+        return read_cluster_secret(self.cluster_secret)

@@ -77,18 +77,21 @@ class _Pinned:
     found: Found
     begin: int = 0  # of the value, what is read: [begin, end)
     end: int = 0
-    arrived: memoryview | None = None  # where its bytes are, or will be
+    arrived: Sequence[memoryview] = ()  # where its bytes are, or will be
     error: TanghuluError | None = None
+    num_moving: int = 0  # transfers that have not ended
     keeps_lease: bool = False
     given_back: bool = False
     running: sums.RunningChecksums | None = None  # of what arrives
 
     def matches(self) -> bool:
         """Whether what has arrived is what was put."""
-        assert self.arrived is not None
         if self.running is not None and self.running.complete:
             return sums.are_from(self.running.end(), self.found.checksums, self.begin)
-        return sums.matches_from(self.arrived, self.found.checksums, self.begin)
+        if len(self.arrived) == 1:
+            return sums.matches_from(self.arrived[0], self.found.checksums, self.begin)
+        checksums = self.found.checksums
+        return not checksums.parts or sums.compute_joined(self.arrived, checksums.part_bytes).parts == checksums.parts
 
 
 def fetch(context: Context, deadline: Deadline, ops: Sequence[GetOp], flush: Callable[[], None]) -> Logic[None]:
@@ -394,16 +397,18 @@ def _read_pinned(context: Context, pinned: list[_Pinned], flush: Callable[[], No
         if span is None:
             continue
         each.begin, each.end = span
-        if each.op.buffer is None and link.view is not None:
+        if each.op.buffer is None and not each.op.pieces and link.view is not None:
             _look_at(context, each, link, flush)
         else:
-            requests.append(_request(context, each, link))
-            moving.append(each)
+            parts = _requests(context, each, link)
+            requests += parts
+            moving += [each] * len(parts)
     for start, part in portions(requests):
         errors, _ = yield Transfer(part)
         for each, error in zip(moving[start : start + len(part)], errors, strict=True):
-            each.error = error
-            if error is None:
+            each.error = each.error or error
+            each.num_moving -= 1
+            if not each.num_moving and each.error is None:
                 _take_moved(each)
     yield from _finish(context, pinned, links)
 
@@ -425,26 +430,37 @@ def _look_at(context: Context, each: _Pinned, link: NodeLink, flush: Callable[[]
     each.keeps_lease = True
 
 
-def _request(context: Context, each: _Pinned, link: NodeLink) -> TransferRequest:
+def _requests(context: Context, each: _Pinned, link: NodeLink) -> list[TransferRequest]:
     op, found, length = each.op, each.found, each.end - each.begin
-    fits = ranges.wanted_span(op, found.size_bytes) == (each.begin, each.end)
-    buffer = op.buffer if op.buffer is not None and fits else Buffer(context.memory.take(length))
-    each.arrived = buffer.view(0, length)
+    if op.pieces:
+        buffers = op.pieces
+    elif op.buffer is not None and ranges.wanted_span(op, found.size_bytes) == (each.begin, each.end):
+        buffers = [op.buffer]
+    else:
+        buffers = [Buffer(context.memory.take(length))]
     if found.checksums.parts:
         each.running = sums.RunningChecksums(length, found.checksums.part_bytes)
-    at, lease_id = found.offset + each.begin, found.lease_id
-    return TransferRequest(Opcode.READ, buffer, link.remote, at, length, 0, lease_id, digest=each.running)
+    at, made, arrived = found.offset + each.begin, list[TransferRequest](), list[memoryview]()
+    for buffer in buffers:
+        size = min(buffer.size_bytes, length)
+        if size:
+            made.append(
+                TransferRequest(Opcode.READ, buffer, link.remote, at, size, 0, found.lease_id, digest=each.running)
+            )
+            arrived.append(buffer.view(0, size))
+        at, length = at + size, length - size
+    each.arrived, each.num_moving = arrived, len(made)
+    return made
 
 
 def _take_moved(each: _Pinned) -> None:
-    assert each.arrived is not None
     op, found = each.op, each.found
     if not each.matches():
         each.error = mismatch(op.key, each.node, found)
-    elif op.buffer is not None and each.arrived.obj is op.buffer.memory.obj:
-        op.result = len(each.arrived)
+    elif op.pieces or (op.buffer is not None and each.arrived[0].obj is op.buffer.memory.obj):
+        op.result = sum(map(len, each.arrived))
     else:
-        ranges.deliver(op, found.version, found.size_bytes, each.begin, each.arrived.toreadonly())
+        ranges.deliver(op, found.version, found.size_bytes, each.begin, each.arrived[0].toreadonly())
 
 
 def _finish(

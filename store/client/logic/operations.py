@@ -177,15 +177,10 @@ class Operations:
         keys = as_keys(keys)
         if len(keys) != len(buffers):
             raise InvalidRequest(f"{len(keys)} keys and {len(buffers)} buffers do not belong together")
-        many = [[writable(each) for each in b] if isinstance(b, list | tuple) else None for b in buffers]
-        ops = [
-            _get_op(key, writable(buffer) if pieces is None else None)
-            for key, buffer, pieces in zip(keys, buffers, many, strict=True)
-        ]
+        ops = [_get_op(key, *_destination(buffer)) for key, buffer in zip(keys, buffers, strict=True)]
         yield from gets.fetch(self._context, deadline, ops, self._flush)
-        for op, pieces in zip(ops, many, strict=True):
-            if pieces is not None:
-                ranges.scatter_result(op, pieces)
+        for op in ops:
+            ranges.scatter_result(op)
         if raise_errors:
             raise_first([op.result for op in ops])
         return [op.result for op in ops]  # type: ignore[misc]  # buffers: no chunks
@@ -287,12 +282,19 @@ class Operations:
         return (yield from directory.list_keys(self._context, deadline, prefix, limit, after))
 
 
-def _get_op(key: str, buffer: Buffer | None = None) -> GetOp:
+def _get_op(key: str, buffer: Buffer | None = None, pieces: Sequence[Buffer] = ()) -> GetOp:
     """The get of one of many keys; a key that is none is its own outcome."""
     try:
-        return GetOp(validate_key(key), buffer)
+        return GetOp(validate_key(key), buffer, pieces=pieces)
     except InvalidRequest as error:
-        return GetOp("", buffer, result=error)
+        return GetOp("", buffer, pieces=pieces, result=error)
+
+
+def _destination(buffer: Any) -> tuple[Buffer | None, Sequence[Buffer]]:
+    """Where a value is to go: one buffer, or several."""
+    if isinstance(buffer, list | tuple):
+        return None, [writable(each) for each in buffer]
+    return writable(buffer), ()
 
 
 # --- callers' keys and items

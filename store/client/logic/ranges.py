@@ -36,12 +36,14 @@ class Range(NamedTuple):
 class GetOp:
     """One key to read: into ``buffer``, or into a Chunk where that is None. Done when ``result`` is set.
 
-    ``part`` None: all of the value.
+    ``part`` None: all of the value. ``pieces`` are several buffers that it goes to; a value that moves goes there at
+    once, and one that came with an answer is a Chunk first, for ``scatter_result``.
     """
 
     key: str
     buffer: Buffer | None = None
     part: Range | None = None
+    pieces: Sequence[Buffer] = ()
     holders: list[PeerId] = field(default_factory=list)
     tried: set[PeerId] = field(default_factory=set)
     located: bool = False
@@ -90,6 +92,11 @@ def wanted_span(op: GetOp, size_bytes: int) -> tuple[int, int] | None:
         return None
     if op.buffer is not None and too_small(op, end - begin):
         return None
+    if op.pieces:
+        room = sum(buffer.size_bytes for buffer in op.pieces)
+        if size_bytes > room:
+            op.result = InvalidRequest(f"{op.key!r} has {size_bytes} bytes, the buffers to read into only {room}")
+            return None
     return begin, end
 
 
@@ -126,11 +133,11 @@ def scatter(chunk: Chunk, buffers: Sequence[Buffer]) -> int:
     return chunk.size_bytes
 
 
-def scatter_result(op: GetOp, buffers: Sequence[Buffer]) -> None:
-    """Copy the chunk that ``op`` got into ``buffers``, and close it; the result becomes its size or an error."""
+def scatter_result(op: GetOp) -> None:
+    """Copy the chunk that ``op`` got into its pieces, and close it; the result becomes its size or an error."""
     if isinstance(op.result, Chunk):
         with op.result as chunk:
             try:
-                op.result = scatter(chunk, buffers)
+                op.result = scatter(chunk, op.pieces)
             except InvalidRequest as error:
                 op.result = error

@@ -163,9 +163,10 @@ class NodeService:
     def open_buffer(self, peer: Peer, request: OpenBufferRequest, attachment: memoryview) -> Answer:
         """A write buffer for a client that maps the memory; none if there is none to spare."""
         session = session_of(peer)
-        scope = "" if peer.identity is None else peer.identity.scope
+        who = peer.identity
+        scope, puts_kv = ("", True) if who is None else (who.scope, who.may(Right.KV))
         maps = session.holder.maps
-        place = self._state.grant_buffer(session.session_id, request.value_bytes, scope) if maps else None
+        place = self._state.grant_buffer(session.session_id, request.value_bytes, scope, puts_kv) if maps else None
         self._puts.room_changed()
         return OpenBufferReply(place)
 

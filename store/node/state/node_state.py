@@ -256,10 +256,12 @@ class NodeState:
 
     # --- write buffers
 
-    def grant_buffer(self, session_id: int, value_bytes: int, key_scope: str = "") -> BufferPlace | None:
+    def grant_buffer(
+        self, session_id: int, value_bytes: int, key_scope: str = "", puts_kv: bool = True
+    ) -> BufferPlace | None:
         """A write buffer for values of about that size; None: no memory to spare, or somebody waits for it.
 
-        ``key_scope`` stands in front of all keys that its client writes: its tenant's.
+        ``key_scope`` stands in front of all keys that its client writes: its tenant's; ``puts_kv``: KV is among them.
         """
         self.tick_buffers(self._clock.now_s())  # the session's last one may be left
         if self.draining or len(self.waiters):
@@ -270,7 +272,7 @@ class NodeState:
         if wanted is None:
             return None
         taken = self.chunks.carve(*wanted)
-        return None if taken is None else self.buffers.open(session_id, *taken, key_scope)
+        return None if taken is None else self.buffers.open(session_id, *taken, key_scope, puts_kv)
 
     def drain_buffers(self) -> int:
         """Make chunks of what clients have written into their buffers; returns how many."""

@@ -24,6 +24,7 @@ from enum import Enum
 
 import structlog
 
+from tanghulu.auth.tenants import is_kv
 from tanghulu.errors import InvalidRequest
 from tanghulu.runtime.clock import Clock
 from tanghulu.store.node.space.allocator import OffsetAllocator
@@ -105,6 +106,7 @@ class _WriteBuffer:
     place: BufferPlace
     reader: BufferReader
     key_scope: str
+    puts_kv: bool
     busy_s: float  # when records came last
     state: WriteBufferState = WriteBufferState.OPEN
     closed_s: float = 0.0
@@ -177,14 +179,15 @@ class WriteBuffers:
             return None
         return wanted, least
 
-    def open(self, session_id: int, offset: int, length: int, key_scope: str) -> BufferPlace:
+    def open(self, session_id: int, offset: int, length: int, key_scope: str, puts_kv: bool = True) -> BufferPlace:
         """Lend a range that is taken from the allocator.
 
-        ``key_scope`` stands in front of all keys that its client writes: its tenant's.
+        ``key_scope`` stands in front of all keys that its client writes: its tenant's. Unless it ``puts_kv``, keys of
+        KV are none that it writes.
         """
         place = BufferPlace(self._free_heads.pop(), self._free_rings.pop(), NUM_RECORDS, offset, length)
         reader = BufferReader(self._memory, place)
-        self._open.append(_WriteBuffer(session_id, place, reader, key_scope, self._clock.now_s()))
+        self._open.append(_WriteBuffer(session_id, place, reader, key_scope, puts_kv, self._clock.now_s()))
         self._bytes += length
         return place
 
@@ -309,6 +312,8 @@ def _cut(buffer: _WriteBuffer, record: Record, now_s: float) -> Chunk | None:
     key, version, place, size, checksum, pin, ttl_ms = record
     offset = buffer.place.offset + place
     end = offset + _rounded(size)
+    if not buffer.puts_kv and is_kv(key):
+        return None
     if not size or place % ALIGNMENT or end > buffer.place.offset + buffer.place.length or buffer.covers(offset, end):
         return None
     try:

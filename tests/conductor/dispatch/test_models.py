@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import zlib
 
+import pytest
+
+from tanghulu.auth.cluster_secret import NO_SECRET, ClusterSecret
 from tanghulu.types import Role
 from tests.conductor.cluster import Cluster, running_cluster
 from tests.conductor.fake_worker import CONTEXT, TEMPLATE, TOKENIZER, FakeWorker
@@ -88,6 +91,20 @@ async def test_a_card_that_differs_in_what_text_is_made_of_is_refused(tmp_path):
         same = await _worker(cluster, "same", tokenizer_json_zlib=zlib.compress(TOKENIZER.to_str().encode(), 1))
         await cluster.until(lambda: _usable(cluster, same))
         assert len(cluster.registry.usable(cluster.registry.models["tiny"])) == 2
+
+
+@pytest.mark.parametrize("own", ["", "s" * 32])
+async def test_a_worker_with_another_cluster_secret_is_refused(tmp_path, own):
+    """It would give its blocks other names, and no prefix would ever be found."""
+    ours = ClusterSecret(own)
+    async with running_cluster(tmp_path, cluster_secret=own) as cluster:
+        for name, theirs in (("other", ClusterSecret("t" * 32)), ("none", NO_SECRET)):
+            if theirs == ours:
+                continue
+            worker = await _worker(cluster, name, secret_check=theirs.check_value)
+            await cluster.until(lambda w=worker: "same --cluster-secret" in _refusal(cluster, w))
+        same = await _worker(cluster, "same", secret_check=ours.check_value)
+        await cluster.until(lambda: _usable(cluster, same))
 
 
 async def test_a_prompt_goes_to_a_worker_whose_context_holds_it(tmp_path):

@@ -16,6 +16,7 @@ from tanghulu.conductor.dashboard import pages
 from tanghulu.conductor.dashboard.pages import Dashboard
 from tanghulu.conductor.main import make_app
 from tanghulu.errors import ConfigError
+from tanghulu.hashing import joined
 from tanghulu.web.authorizer import COOKIE, Need
 from tests.conductor.cluster import Cluster, running_cluster
 from tests.conductor.key_files import SECRETS, bearer, routes_of, write_keys
@@ -125,7 +126,12 @@ async def test_a_tenants_prefixes_are_its_own_and_the_key_is_who_waits(tmp_path:
             assert (await cluster.http.post("/v1/completions", json=body, headers=bearer(name))).status_code == 200
             submit = worker.submits[-1]
             seen.append((submit.salt, submit.client, submit.weight))
-        assert seen == [(b"@acme/s", "key user", 1.0), (b"@other/s", "key other", 4.0), (b"@/s", "key admin", 1.0)]
+        named = joined(b"s", b"")
+        assert seen == [
+            (b"@acme/" + named, "key user", 1.0),
+            (b"@other/" + named, "key other", 4.0),
+            (b"@/" + named, "key admin", 1.0),
+        ]
 
 
 async def test_responses_are_a_keys_own_in_its_tenant_however_it_is_shown(tmp_path: Path) -> None:

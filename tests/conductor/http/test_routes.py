@@ -8,6 +8,7 @@ import json
 
 import pytest
 
+from tanghulu.hashing import joined
 from tanghulu.types import Role
 from tests.conductor.cluster import running_cluster
 from tests.conductor.fake_worker import CONTEXT, EOS, TOKENIZER
@@ -135,7 +136,7 @@ class TestCompletions:
         assert (sampling.presence_penalty, sampling.repetition_penalty) == (-0.5, 1.5)
         assert dict(sampling.logit_bias) == {3: -100}
         assert (list(stop.stop_token_ids), stop.min_tokens, stop.ignore_eos) == ([9], 2, False)
-        assert (submit.salt, submit.priority) == (b"me", -2)
+        assert (submit.salt, submit.priority) == (joined(b"me", b""), -2)
         await _post(cluster, "/v1/completions", **ASK, top_k=-1)
         assert worker.submits[1].sampling.top_k == 0
         assert worker.submits[1].sampling.HasField("seed")  # a random one, the same wherever the request goes on

@@ -97,16 +97,6 @@ def test_what_was_written_is_found_and_read(store: GuardedStore, chunks: Chunks)
     assert chunks.kept == {}
 
 
-@pytest.mark.parametrize("kept", [b"short", b"much longer than that"])
-def test_another_size_is_a_miss(store: GuardedStore, chunks: Chunks, kept: bytes) -> None:
-    chunks.kept["a"] = kept
-    assert store.read(["a"], [bytearray(8)], [8]) == [False]
-    assert store.is_open
-    assert store.has(["a"]) == [False], "it is removed, so that another can take its place"
-    assert store.write(["a"], [b"12345678"]) == [True]
-    assert store.read(["a"], [bytearray(8)], [8]) == [True]
-
-
 def test_a_full_store_is_an_answer(store: GuardedStore, chunks: Chunks) -> None:
     chunks.full = True
     for _ in range(5):

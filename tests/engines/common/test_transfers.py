@@ -69,10 +69,6 @@ class MemoryStore:
             self.chunks.setdefault(key, b"".join(value))
         return [Status(key) for key, _ in items]
 
-    def remove_many(self, keys: Any, *, deadline_s: float | None = None) -> list[bool]:
-        self._call()
-        return [self.chunks.pop(key, None) is not None for key in keys]
-
     def close(self) -> None:
         pass
 
@@ -147,18 +143,6 @@ def test_a_block_of_another_size_is_lost(store, rank):
     store.chunks[bytes([1]).hex()] = b"short"
     rank.transfers.load(LoadJob("r", blocks(5, 6, 7)))
     assert rank.wait(num_loads=1).bad_block_ids == {6, 7}
-
-
-@pytest.mark.parametrize("value", [b"short", bytes(BLOCK_BYTES + 1)])
-def test_a_block_of_another_size_can_be_saved_anew(store, rank, value):
-    save_three(rank)
-    store.chunks[bytes([1]).hex()] = value
-    rank.transfers.load(LoadJob("r", blocks(5, 6, 7)))
-    assert rank.wait(num_loads=1).bad_block_ids == {6, 7}
-    rank.transfers.save(SaveJob(1, blocks(1, 2, 3)))
-    rank.wait(num_saves=1)
-    rank.transfers.load(LoadJob("again", blocks(5, 6, 7)))
-    assert rank.wait(num_loads=1).bad_block_ids == set()
 
 
 @pytest.mark.parametrize("error", [DeadlineExceeded("late"), RuntimeError("a bug")])

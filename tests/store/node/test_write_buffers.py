@@ -232,6 +232,19 @@ def test_a_record_that_no_client_writes_closes_the_buffer(record: Record) -> Non
     assert rig.state.chunks.used_bytes == 64
 
 
+def test_a_client_that_may_not_put_kv_cannot_publish_it() -> None:
+    rig = Rig()
+    for key, scope in (("kv/1", ""), ("kv/1", "@acme/"), ("@acme/sgl/1", "")):
+        place = rig.state.grant_buffer(SESSION, 64, scope, puts_kv=False)
+        assert place is not None
+        writer = BufferWriter(rig.memory, place)
+        rig.put(writer, "doc")
+        rig.put(writer, key)
+        rig.later(0.1)
+        assert rig.held(scope + "doc") is not None
+        assert rig.held(scope + key) is None
+
+
 def test_a_part_of_a_buffer_becomes_one_chunk_only() -> None:
     rig = Rig()
     writer = rig.open()

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from tanghulu.engines.common.lookup import SharedBreaker, is_odd
+from tanghulu.engines.common.lookup import SharedBreaker
 from tanghulu.errors import TanghuluError
 from tanghulu.runtime.clock import Clock, SystemClock
 
@@ -25,7 +25,7 @@ MAX_FAILED_TRANSFERS = 1
 
 
 class CacheClient(Protocol):
-    """What is used of ``tanghulu.Client``."""
+    """The part of ``KvClient`` that is used."""
 
     def exists_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> list[bool]: ...
 
@@ -86,17 +86,8 @@ class GuardedStore:
             return [False] * len(keys)
         self._transfers.judge([each for each in outcomes if isinstance(each, TanghuluError)])
         good = [each == size for each, size in zip(outcomes, sizes, strict=True)]
-        self._remove_odd([key for key, each, size in zip(keys, outcomes, sizes, strict=True) if is_odd(each, size)])
         self._count(keys_loaded=sum(good), keys_not_loaded=len(good) - sum(good))
         return good
-
-    def _remove_odd(self, keys: Sequence[str]) -> None:
-        """Let the next save put these keys anew: the first put of a key stands, and theirs has another size."""
-        if keys:
-            _log.warning(
-                "tanghulu: %d stored values have another size and are removed, the first is %s", len(keys), keys[0]
-            )
-            self.remove(keys)
 
     def write(self, keys: Sequence[str], values: Sequence[Any]) -> list[bool]:
         """Put each value (or list of buffers); whether its key is there now, put by this call or before."""

@@ -132,8 +132,3 @@ class Answers:
     def forget(self, request_id: str) -> None:
         """The request loads, computes or is gone."""
         self._answers.pop(request_id, None)
-
-
-def is_odd(outcome: int | TanghuluError, size_bytes: int) -> bool:
-    """Whether the value that was read is there and has another size: less, or more than fits (InvalidRequest)."""
-    return isinstance(outcome, InvalidRequest) or (not isinstance(outcome, TanghuluError) and outcome != size_bytes)

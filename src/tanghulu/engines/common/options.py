@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from tanghulu.arguments import above_zero, text, whole
+from tanghulu.auth.cluster_secret import read_cluster_secret
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials, TlsFiles
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.masters import Masters
-from tanghulu.store.client.client import Client
 from tanghulu.store.client.settings import ENGINE_ANSWER_S, MAX_DEADLINE_S, Settings
+from tanghulu.store.client.signed_kv import KvClient
 from tanghulu.types import parse_size
 
 SAVE_CHOICES = ("all", "prompt", "none")
@@ -50,6 +51,7 @@ class StoreOptions:
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
+    cluster_secret: str = field(default="", repr=False)
     load_deadline_s: float = 5.0
     save_deadline_s: float = 10.0
 
@@ -77,12 +79,13 @@ class StoreOptions:
         except InvalidRequest as error:
             raise ConfigError(f"master: {error.message}") from None
 
-    def open_client(self) -> Client:
+    def open_client(self) -> KvClient:
         """A client that finds its master when it is first used, and anew after a failure: the store may be away."""
         shown = Credentials(self.tenant, self.token, TlsFiles(self.tls_cert, self.tls_key, self.tls_ca))
         masters = Masters.of(self.master)
         masters = masters.showing(shown) if shown != NOTHING_TO_SHOW else masters
-        return Client(Settings(master=masters, master_answer_s=ENGINE_ANSWER_S))
+        secret = read_cluster_secret(self.cluster_secret)
+        return KvClient(Settings(master=masters, master_answer_s=ENGINE_ANSWER_S), secret)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from tanghulu.engines.common.lookup import Answers, Breaker, SharedBreaker, is_odd
+from tanghulu.engines.common.lookup import Answers, Breaker, SharedBreaker
 from tanghulu.engines.common.options import ConnectorOptions
 from tanghulu.engines.common.requests import LoadJob
 from tanghulu.engines.common.saves import SaveJob
@@ -31,7 +31,7 @@ MAX_FAILED_TRANSFERS = 1
 
 
 class StoreClient(Protocol):
-    """What is used of ``tanghulu.Client``."""
+    """The part of ``KvClient`` that is used."""
 
     def match_prefix(self, keys: Sequence[str], *, deadline_s: float | None = None) -> int: ...
 
@@ -40,8 +40,6 @@ class StoreClient(Protocol):
     ) -> Sequence[int | TanghuluError]: ...
 
     def put_many(self, items: Any, *, deadline_s: float | None = None) -> Sequence[Any]: ...
-
-    def remove_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> Sequence[Any]: ...
 
     def close(self) -> None: ...
 
@@ -181,21 +179,8 @@ class Transfers:
         num_good = next((at for at, size in enumerate(sizes) if size != memory.block_bytes), len(sizes))
         self._breaker.judge([size for size in sizes if isinstance(size, TanghuluError)])
         took_s = self._clock.now_s() - began_s
-        self._remove_odd([key for key, size in zip(keys, sizes, strict=False) if is_odd(size, memory.block_bytes)])
         self._count(loads=1, blocks_loaded=num_good, blocks_not_loaded=len(keys) - num_good, load_s=took_s)
         return num_good
-
-    def _remove_odd(self, keys: Sequence[ChunkKey]) -> None:
-        """Let the next save put these blocks anew: the first put of a key stands, and theirs has another size."""
-        if not keys:
-            return
-        _log.warning(
-            "tanghulu: %d stored blocks have another size and are removed, the first is %s", len(keys), keys[0]
-        )
-        try:
-            self._client.remove_many(keys, deadline_s=self._options.save_deadline_s)
-        except TanghuluError as error:
-            self._breaker.judge([error])
 
     def _save(self, job: SaveJob) -> None:
         try:

@@ -11,7 +11,7 @@ from tanghulu.auth.credentials import Credentials
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.errors import ConfigError
 from tanghulu.runtime.config import check_bounds, option
-from tanghulu.runtime.master_options import MasterOptions, PortOptions
+from tanghulu.runtime.master_options import MasterOptions, PortOptions, SecretOptions
 from tanghulu.runtime.process import ProcessConfig
 
 CONNECTOR = "TanghuluConnector"
@@ -37,7 +37,7 @@ _DECIDED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class VllmWorkerConfig(MasterOptions, PortOptions, ProcessConfig):
+class VllmWorkerConfig(SecretOptions, MasterOptions, PortOptions, ProcessConfig):
     """The options of a worker that computes with vLLM."""
 
     role: str = option(
@@ -126,6 +126,7 @@ class VllmWorkerConfig(MasterOptions, PortOptions, ProcessConfig):
             "tls_ca": shown.tls.ca,
             "tls_cert": shown.tls.cert,
             "tls_key": shown.tls.key,
+            "cluster_secret": self.cluster_secret,
         }
         return {
             "kv_connector": CONNECTOR,

@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable
-from tanghulu.hashing import VLLM_SHA256_CBOR, TokenSequence, as_tokens, root_hash
+from tanghulu.hashing import VLLM_SHA256_CBOR, TokenSequence, as_tokens, root_hash, vllm_salt
 from tanghulu.protos import session_pb2
 from tanghulu.types import BlockHash, Fingerprint, RequestId
 from tanghulu.workers.engine.requests import EngineFinishReason, PeerExport
@@ -57,10 +57,17 @@ class VllmRequestFactory:
     """
 
     def __init__(
-        self, block_tokens: int, *, by_priority: bool = False, keeps_seeds: bool = True, hands_over: bool = False
+        self,
+        block_tokens: int,
+        *,
+        by_priority: bool = False,
+        keeps_seeds: bool = True,
+        hands_over: bool = False,
+        naming_key: bytes = b"",
     ) -> None:
         self._block_tokens = block_tokens
         self._hands_over = hands_over
+        self._naming_key = naming_key
         self._by_priority = by_priority
         self._keeps_seeds = keeps_seeds
 
@@ -69,7 +76,7 @@ class VllmRequestFactory:
         another worker could take."""
         if not self._hands_over and (submit.hand_over or submit.HasField("source")):
             raise InvalidRequest("a vLLM worker without a store computes prompt and answer; it hands nothing over")
-        root = root_hash(Fingerprint(b""), submit.salt, VLLM_SHA256_CBOR)
+        root = root_hash(Fingerprint(b""), submit.salt, VLLM_SHA256_CBOR, self._naming_key)
         sequence = TokenSequence(root, self._block_tokens, as_tokens(submit.tokens), VLLM_SHA256_CBOR)
         num_prompt = submit.num_prompt_tokens or len(sequence)
         if not 0 < num_prompt <= len(sequence):
@@ -82,7 +89,7 @@ class VllmRequestFactory:
             block_hashes=sequence.block_hashes,
             sampling=_sampling(submit, num_generated) | ({} if self._keeps_seeds else {"seed": None}),
             grammar=_grammar(submit.sampling, num_generated),
-            cache_salt=submit.salt.decode(),
+            cache_salt=vllm_salt(submit.salt, self._naming_key),
             priority=-submit.priority if self._by_priority else 0,  # vLLM's lower numbers go first
             hand_over=submit.hand_over,
         )

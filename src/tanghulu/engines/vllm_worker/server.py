@@ -56,6 +56,7 @@ class VllmWorkerServer:
     def __init__(self, process: Process, config: VllmWorkerConfig) -> None:
         self._process = process
         self._config = config
+        self._secret = config.shared_secret()
         self._stack = contextlib.AsyncExitStack()
         self._ending = asyncio.Event()
         self.failure: BaseException | None = None
@@ -136,6 +137,7 @@ class VllmWorkerServer:
             by_priority=loaded.by_priority,
             keeps_seeds=not loaded.on_cpu,
             hands_over=config.store,
+            naming_key=self._secret.naming_key,
         )
         self._metrics = WorkerMetrics(process.registry, facts, facts.num_blocks)
         self._hub = SessionHub(
@@ -174,6 +176,7 @@ class VllmWorkerServer:
             num_blocks=facts.num_blocks,
             context_length=facts.context_length,
             vocab_size=facts.vocab_size,
+            secret_check=self._secret.check_value,
         )
 
     def _handed(self, report: StepReport) -> dict[RequestId, session_pb2.KvSource]:

@@ -1,0 +1,89 @@
+"""The cluster secret, ``--cluster-secret``: what processes that compute KV share and their clients do not know.
+
+Everything made from it is BLAKE2b (RFC 7693), keyed, with a purpose of its own each:
+
+* the root of block names, so that nobody else can compute the names of a prompt's blocks (``hashing.root_hash``);
+* signatures of KV in the store, so that nobody else's is loaded (``store.client.signed_kv``);
+* a check value that says which secret a process has and nothing about it.
+
+Without a secret the key is empty: names and signatures have the same form, and everybody can make them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+from tanghulu.auth.credentials import read_token
+from tanghulu.errors import ConfigError
+
+MIN_CHARACTERS: Final = 32
+HELP: Final = (
+    "secret that all conductors, workers and routers of the cluster share, which block names and signatures of "
+    "stored KV are made from; @FILE reads it from a file"
+)
+
+
+@dataclass(frozen=True)
+class ClusterSecret:
+    """``text`` "" is no secret."""
+
+    text: str = field(default="", repr=False)
+
+    def __bool__(self) -> bool:
+        return bool(self.text)
+
+    @cached_property
+    def naming_key(self) -> bytes:
+        """The key of block names; b"" without a secret."""
+        return self._key(b"names")
+
+    @cached_property
+    def signing_key(self) -> bytes:
+        """The key of signatures of KV; b"" without a secret."""
+        return self._key(b"signatures")
+
+    @cached_property
+    def check_value(self) -> bytes:
+        """8 bytes, equal for processes that have the same secret; b"" without one."""
+        return self._key(b"check")[:8]
+
+    def _key(self, purpose: bytes) -> bytes:
+        if not self.text:
+            return b""
+        return hashlib.blake2b(self.text.encode(), digest_size=32, person=purpose).digest()
+
+
+NO_SECRET = ClusterSecret()
+
+
+def make_cluster_secret(path: Path) -> Path:
+    """Make a secret that nobody can guess in the file ``path``, for its owner only, unless it is there.
+
+    Returns the file's whole path; raises ConfigError.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_urlsafe(32) + "\n")
+        return path.resolve()
+    except OSError as error:
+        raise ConfigError(f"cannot write the cluster secret to {path}: {error.strerror or error}") from error
+
+
+def read_cluster_secret(text: str) -> ClusterSecret:
+    """The secret in ``text``, or in the file FILE if that is ``@FILE``. Raises ConfigError, also for a short one."""
+    secret = read_token(text, "the cluster secret")
+    if text and len(secret) < MIN_CHARACTERS:
+        raise ConfigError(
+            f"the cluster secret has {len(secret)} characters and needs {MIN_CHARACTERS} or more; "
+            "`tanghulu keys secret` makes one"
+        )
+    return ClusterSecret(secret)
