@@ -194,9 +194,9 @@ _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
     "ConductorPeer/Abort": (Needs.OPERATOR, "request", lambda w, t: conductor_pb2.PeerAbort(request_id=t)),
     "Inference/Generate": (
         Needs.KNOWN,
-        "",
+        "request",
         lambda w, t: inference_pb2.GenerateRequest(
-            text="hello", request_id=w.victims["request"], sampling=inference_pb2.SamplingOptions(max_tokens=2)
+            text="hello", request_id=t, sampling=inference_pb2.SamplingOptions(max_tokens=2)
         ),
     ),
     "Inference/Tokenize": (Needs.KNOWN, "", lambda w, t: inference_pb2.TokenizeRequest(text="hello")),
@@ -344,7 +344,7 @@ SERVICE: _Http = {
 }
 GATEWAY: _Http = {
     **_PROBES,
-    **_PAGES,
+    **{route: (_N, *rest) for route, (_, *rest) in _PAGES.items()},
     ("GET", "/health"): (_N, "", "/health", None),
     ("GET", "/v1/chunks"): (_O, "key", "/v1/chunks?prefix={target}", None),
     ("GET", "/v1/chunks/{key:rest}"): (_O, "key", "/v1/chunks/{target}", None),
@@ -358,13 +358,13 @@ GATEWAY: _Http = {
     ("GET", "/v1/stat"): (_K, "", "/v1/stat", None),
     ("GET", "/v1/tenants"): (_K, "", "/v1/tenants", None),
     ("GET", "/v1/policy"): (_K, "", "/v1/policy", None),
-    ("PUT", "/v1/policy"): (_A, "", "/v1/policy", {"policy": "fifo"}),
+    ("PUT", "/v1/policy"): (_A, "", "/v1/policy", {"name": "fifo"}),
     ("POST", "/v1/replicate"): (_O, "key", "/v1/replicate", {"keys": ["{target}"], "holders": 2}),
     ("POST", "/v1/check"): (_A, "", "/v1/check", {}),
     ("POST", "/v1/evict"): (_A, "", "/v1/evict", {"bytes": "1KiB"}),
-    ("POST", "/v1/nodes/{node}/drain"): (_A, "node", "/v1/nodes/{target}/drain", {}),
-    ("POST", "/v1/nodes/{node}/undrain"): (_A, "node", "/v1/nodes/{target}/undrain", {}),
-    ("POST", "/v1/nodes/{node}/evict"): (_A, "node", "/v1/nodes/{target}/evict", {"bytes": "1KiB"}),
+    ("POST", "/v1/nodes/{node}/drain"): (_A, "", "/v1/nodes/{node}/drain", {}),
+    ("POST", "/v1/nodes/{node}/undrain"): (_A, "", "/v1/nodes/{node}/undrain", {}),
+    ("POST", "/v1/nodes/{node}/evict"): (_A, "", "/v1/nodes/{node}/evict", {"bytes": "1KiB"}),
     ("GET", "/dashboard"): (_N, "", "/dashboard", None),
     ("GET", "/dashboard/state"): (_K, "", "/dashboard/state", None),
     ("GET", "/dashboard/events"): (_K, "", "/dashboard/events", None),
@@ -399,7 +399,14 @@ def _http(point: str, method: str, path: str, body: Any) -> Callable[[World, Cal
                     int.from_bytes(bytes.fromhex(target)[i : i + 4], "little") for i in range(0, len(target) // 2, 4)
                 ]
         secret = caller.token if point == "gateway" else caller.key
-        return http(world, url, method, path.replace("{target}", target), caller.headers(secret), filled)
+        return http(
+            world,
+            url,
+            method,
+            path.replace("{target}", target).replace("{node}", world.victims["node"]),
+            caller.headers(secret),
+            filled,
+        )
 
     return call
 

@@ -99,6 +99,8 @@ class World:
         return [entry for entry in self.cluster.entries() if entry["role"] in roles]
 
     def address(self, role: str) -> str:
+        if role == "node" and self.victims:
+            return self.victims["node address"]
         return str(self.processes(role)[0]["address"])
 
     def url(self, address: str) -> str:
@@ -225,7 +227,18 @@ def running_world(folder: Path, *, tls: bool, env: dict[str, str] | None = None)
     certs = files.folder / "certs"
     shown = TlsFiles(str(certs / "client.pem"), str(certs / "client.key"), str(certs / "ca.pem")) if tls else NO_TLS
     grpc_port, gateway_port = free_port(), free_port()
-    flags = ["--engine", "mock", "--mock-speedup", "1000", "--node-memory", "64MiB", "--grpc-port", str(grpc_port)]
+    flags = [
+        "--engine",
+        "mock",
+        "--mock-speedup",
+        "1000",
+        "--node-memory",
+        "64MiB",
+        "--nodes",
+        "2",
+        "--grpc-port",
+        str(grpc_port),
+    ]
     flags += ["--store-http-port", str(gateway_port)]
     settings = {
         "TANGHULU_TRANSPORTS": "tcp",

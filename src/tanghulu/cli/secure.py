@@ -2,6 +2,7 @@
 
     certs/      an authority's certificate, and one for each role (``tanghulu certs init``)
     tokens.toml the hashes of three tokens: the cluster's own, the operator's, and Prometheus's
+    cluster.secret  what names of blocks and signatures of KV are made from
     cluster.token, operator.token, metrics.token, api.key      secrets, for their owner only
     keys.toml   the API keys (``tanghulu keys``); the first, ``operator``, is in api.key
 
@@ -24,6 +25,7 @@ import click
 
 from tanghulu.auth.api_keys import KeyRight, new_key
 from tanghulu.auth.certificate_roles import CONDUCTOR, ROLES, WORKER
+from tanghulu.auth.cluster_secret import make_cluster_secret
 from tanghulu.auth.credentials import TlsFiles
 from tanghulu.auth.derived_tokens import hash_of
 from tanghulu.auth.tenants import Right, new_token
@@ -79,6 +81,7 @@ def prepare(folder: Path, hosts: tuple[str, ...]) -> SecureFiles:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = folder.resolve()
         _certify(folder / "certs", tuple(dict.fromkeys((*hosts, "localhost", "127.0.0.1"))))
+        make_cluster_secret(folder / "cluster.secret")
         if not (folder / "tokens.toml").exists():
             _make_tokens(folder)
         if not (folder / "keys.toml").exists():
@@ -137,4 +140,5 @@ def init(folder: Path, hosts: tuple[str, ...]) -> None:
     files = prepare(folder, hosts)
     click.echo(f"{files.folder}: certificates, tokens and an API key")
     for role in ("master", "node", "worker", "conductor"):
-        click.echo(f"\n  tanghulu {role} {' '.join([*files.options(role), *files.flags(role)])}")
+        secret = ["--cluster-secret", f"@{files.folder}/cluster.secret"] if role in ("worker", "conductor") else []
+        click.echo(f"\n  tanghulu {role} {' '.join([*files.options(role), *files.flags(role), *secret])}")

@@ -170,7 +170,8 @@ class Cluster:
     ) -> None:
         self._config = config
         self._secure = secure
-        self._secret = config.cluster_secret or f"@{make_cluster_secret(config.state_dir / 'cluster.secret')}"
+        folder = config.state_dir if secure is None else secure.folder
+        self._secret = config.cluster_secret or f"@{make_cluster_secret(folder / 'cluster.secret')}"
         self._file = file
         self._tables = _tables_of_parts(file)
         self._board = board
