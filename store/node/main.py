@@ -322,7 +322,7 @@ class Node:
         ).serve(self._service)
         AdminService(self.state, self._puts, self._drain).serve(self._service)
         if self._tokens is not None:
-            self._tokens.answer_at(address, Address(self._config.host, address.port))
+            self._tokens.answer_at(address, Address(self._config.host, address.port), unix_path=self._port.unix_path)
             self._authorizer = Authorizer(self._tokens)
             self._authorizer.authorize(self._service)
         return address

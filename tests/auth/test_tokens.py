@@ -116,6 +116,14 @@ def test_a_derived_token_is_of_use_at_one_address_alone(tmp_path: Path) -> None:
         file.authenticate(shown)
     file.answer_at(here)
     assert file.authenticate(shown) == file.authenticate(own) == file.authenticate(own.to(elsewhere))
+    path = "/run/node.sock"
+    with pytest.raises(Unauthorized, match="another address"):
+        file.authenticate(own.to(here, path))
+    file.answer_at(here, unix_path=path)
+    assert file.authenticate(own.to(here, path)) == file.authenticate(shown)
+    file.answer_at(Address("0.0.0.0", 8100))
+    with pytest.raises(Unauthorized, match="another address"):
+        file.authenticate(own.to(Address("0.0.0.0", 8100)))
     for forged in (shown.token[:-1] + "g", shown.token + "0", "tgd_", "tgd__", "tgd_ü_ü", "tgd_" + "0" * 16 + "_0"):
         with pytest.raises(Unauthorized):
             file.authenticate(Credentials("", forged))

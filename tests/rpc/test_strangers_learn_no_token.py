@@ -167,4 +167,4 @@ def test_a_store_node_is_not_shown_the_clients_token(unix_path: str | None) -> N
     context = cast(Context, SimpleNamespace(leases=SimpleNamespace(held=lambda peer: ())))
     settings, at = Settings(master=Masters.parse("h:1").showing(OWN)), Address("10.0.0.7", 7410)
     call = NodeSessions(settings, context).hello(PeerId("n"), Target(at, unix_path))
-    assert call.request.token == derive(SECRET, "10.0.0.7:7410")
+    assert call.request.token == derive(SECRET, f"10.0.0.7:7410|{unix_path}" if unix_path else "10.0.0.7:7410")

@@ -216,7 +216,7 @@ class PeerLinks:
         at = Address.parse(address)
         connection = FastConnection(at, unix_path or None, tls=self._credentials.tls.to(WORKER), dead_s=SILENT_HOST_S)
         try:
-            return greet(connection, self._credentials.to(at))
+            return greet(connection, self._credentials.to(at, unix_path))
         except BaseException:  # an interrupt, too: nobody else would close it; raised on
             connection.close()
             raise

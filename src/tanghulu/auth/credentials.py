@@ -59,9 +59,13 @@ class Credentials:
         """Whether the credentials are not empty."""
         return bool(self.token)
 
-    def to(self, address: Address) -> Credentials:
-        """The credentials to show to a process that was found at ``address``: their token is of use there alone."""
-        return replace(self, token=derive(self.token, str(address))) if self.token else self
+    def to(self, address: Address, unix_path: str | None = None) -> Credentials:
+        """The credentials to show to a process that was found at ``address``: their token is of use there alone.
+
+        Whoever dials the Unix socket beside it gives its path, too: an instance could name another's address beside a
+        path of its own.
+        """
+        return replace(self, token=derive(self.token, place_of(address, unix_path))) if self.token else self
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -97,6 +101,11 @@ def _sendable(token: str, name: str) -> str:
             f"{name} has characters that are not printable ASCII, which no token has; was it copied whole?"
         )
     return token
+
+
+def place_of(address: Address, unix_path: str | None = None) -> str:
+    """The place for which a token is derived."""
+    return f"{address}|{unix_path}" if unix_path else str(address)
 
 
 NOTHING_TO_SHOW = Credentials()

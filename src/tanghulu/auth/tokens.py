@@ -21,7 +21,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tanghulu.auth.credentials import Credentials
+from tanghulu.auth.credentials import Credentials, place_of
 from tanghulu.auth.private_file import PrivateFile, expiry_unix_s, refuse_unknown, table_of
 from tanghulu.auth.tenants import Identity, Right, Tenant, TokenEntry, TokenTable, validate_tenant
 from tanghulu.errors import ConfigError
@@ -40,9 +40,14 @@ class TokensFile(PrivateFile[TokenTable]):
         super().__init__(path, f"--tokens {path}", _parse)
         self._addresses: set[str] = set()
 
-    def answer_at(self, *addresses: Address) -> None:
-        """Accept tokens derived for these addresses: those at which this process listens, and those it registers."""
-        self._addresses.update(str(address) for address in addresses if address.host not in _WILDCARDS)
+    def answer_at(self, *addresses: Address, unix_path: str = "") -> None:
+        """Accept tokens derived for these addresses: those at which this process listens, and those it registers.
+
+        ``unix_path`` is the socket that it registers beside them.
+        """
+        for address in addresses:
+            if address.host not in _WILDCARDS:
+                self._addresses.update((place_of(address), place_of(address, unix_path)))
 
     def authenticate(self, credentials: Credentials) -> Identity:
         """The identity that ``credentials`` prove here; raises Unauthorized."""

@@ -350,7 +350,18 @@ async def abort(
     context: grpc.aio.ServicerContext[Any, Any], error: TanghuluError, more: tuple[tuple[str, str], ...] = ()
 ) -> None:
     """End a server call with the status of ``error``; its code travels in the trailing metadata, beside ``more``."""
-    await context.abort(status_of(error), shortened(error.message), trailing_metadata=((_CODE_KEY, error.code), *more))
+    try:
+        await context.abort(
+            status_of(error), shortened(error.message), trailing_metadata=((_CODE_KEY, error.code), *more)
+        )
+    except grpc.aio.AbortError as aborted:
+        asyncio.get_running_loop().call_soon(_break_cycle, aborted)
+        raise
+
+
+def _break_cycle(aborted: grpc.aio.AbortError) -> None:
+    """Let a refused request go: gRPC's call keeps the exception, whose traceback keeps the call and its message."""
+    aborted.__traceback__ = aborted.__context__ = None
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> TanghuluError:

@@ -66,7 +66,7 @@ class NodeSessions:
     def hello(self, peer: PeerId, target: Target) -> messages.AnyCall:
         """The first call on a connection to the node ``peer``."""
         settings, held = self._settings, self._context.leases.held(peer)
-        shown = settings.master.credentials.to(target.address)
+        shown = settings.master.credentials.to(target.address, target.unix_path)
         return messages.hello(settings.client_id, shown, settings.host_id, target.unix_path is not None, held)
 
     def greeted(self, peer: PeerId, target: Target, reply: messages.AnyReply) -> Welcome:

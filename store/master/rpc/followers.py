@@ -141,7 +141,7 @@ class _Follower:
             numbered = log.read(self._cursor, BATCH_WEIGHT)
         except Lagged:
             self._server.metrics.cut_off_followers.inc()
-            raise Overloaded(f"this follower fell behind event {log.first}; subscribe again") from None
+            raise Overloaded("this follower fell behind the events that are kept; subscribe again") from None
         if not numbered:
             return None
         first, self._cursor = self._sent + 1, numbered[-1][0]

@@ -20,7 +20,7 @@ from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.writes.puts import PutOutcome, PutService, remaining_s
 from tanghulu.store.protocol.wire import checksums_to_wire, new_chunk_from_wire, set_error
-from tanghulu.types import ChunkKey, format_size
+from tanghulu.types import ChunkKey
 
 #: All values of one answer; below gRPC's own limit for a message.
 MAX_ANSWER_BYTES = 60 << 20
@@ -142,9 +142,7 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
     def _hold(self, context: _Context, num_bytes: int) -> None:
         """Count ``num_bytes`` of an answer until the call is over; raises Overloaded if there are too many."""
         if self._answer_bytes and self._answer_bytes + num_bytes > MAX_ANSWERS_BYTES:
-            raise Overloaded(
-                f"answers over gRPC have {format_size(self._answer_bytes)} of values that are not taken; try again"
-            )
+            raise Overloaded("other answers over gRPC, which their callers have not taken, fill the room; try again")
         self._answer_bytes += num_bytes
 
         def over(_: object) -> None:

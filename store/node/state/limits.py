@@ -45,9 +45,12 @@ class HardPins:
                     f"node, its share of {format_size(self._limit_bytes)}; remove some, or use pin='soft'"
                 )
         if hard_pinned_bytes + size_bytes > self._limit_bytes:
+            most = format_size(self._limit_bytes)
+            if tenant:  # which may not sum up what others hold
+                return StoreFull(f"hard pins of all tenants take the {most} that they may on this node; use pin='soft'")
             return StoreFull(
-                f"hard pins hold {format_size(hard_pinned_bytes)} of at most {format_size(self._limit_bytes)} on this "
-                f"node; remove some, or use pin='soft'"
+                f"hard pins hold {format_size(hard_pinned_bytes)} of at most {most} on this "
+                "node; remove some, or use pin='soft'"
             )
         return None
 

@@ -129,7 +129,7 @@ class VllmWorkerServer:
         port = PortMux(service, process.run_dir, "worker", grpc_authorizer, tls)
         self.address = await port.bind(config.host, config.port, config.reachable_host)
         if tokens is not None:
-            tokens.answer_at(self.address, Address(config.host, self.address.port))
+            tokens.answer_at(self.address, Address(config.host, self.address.port), unix_path=port.unix_path)
         self.unix_path = port.unix_path
         self.instance_id = process.instance_id(self.address.port)
         factory = VllmRequestFactory(
