@@ -12,6 +12,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from tanghulu.auth.certificate_roles import CONDUCTOR, ROUTER
+from tanghulu.auth.credentials import TlsFiles
 from tanghulu.conductor import route_rights
 from tanghulu.conductor.inference.service import DEFAULT_BODY_BYTES
 from tanghulu.conductor.pool_router.app import RequestIds, make_app
@@ -59,11 +60,20 @@ class GlobalRouterConfig(MasterOptions, HttpOptions, ProcessConfig):
         return read_pools(self.pools)
 
 
+def refuse_plain(tls: TlsFiles, *urls: str) -> None:
+    """Raise ConfigError for a URL of plain HTTP where there are TLS files."""
+    for url in urls:
+        if tls and not url.startswith("https:"):
+            raise ConfigError(f"{url} is plain HTTP; with --tls-cert or --tls-ca name the https:// URL of a server")
+
+
 class GlobalRouter:
     """The global router without its process."""
 
     def __init__(self, config: GlobalRouterConfig, pools: PoolMap, registry: CollectorRegistry) -> None:
         self.config = config
+        for pool in pools.pools.values():
+            refuse_plain(config.tls, *pool.urls)
         self._port = HttpPort(config, config.host)
         client = RelayClient(config.silence_timeout, config.tls.to(CONDUCTOR, ROUTER))
         self.forwarder = Forwarder(pools, SystemClock(), PoolMetrics(registry), client)

@@ -94,7 +94,7 @@ class RouterServer:
     def __init__(self, config: RouterConfig, registry: CollectorRegistry, router_id: str = "") -> None:
         self.config = config
         policies = RoutingPolicies(config.policy, parse_weights(config.policy_weights, router_id))
-        networks = WorkerNetworks(config.worker_networks)
+        networks = WorkerNetworks(config.worker_networks, encrypted=bool(config.tls))
         self.service = RoutingService(policies, config.block_tokens, config.block_bytes, config.assumed(), networks)
         self._port = HttpPort(config, config.host)
         self.address = self.grpc_address = Address("", 0)
@@ -106,7 +106,7 @@ class RouterServer:
         config, followers = self.config, [self._follower(source) for source in parse_sources(self.config.vllm_events)]
         listener = listen(config.host, config.port)
         self.address = Address(config.reachable_host, address_of(listener).port)
-        client = RelayClient(config.silence_timeout)
+        client = RelayClient(config.silence_timeout, config.tls)
         generator = Generator(self.service, self._hasher, self._clock, client)
         app = make_app(self.service, self._hasher, self._clock, self._registry, config.max_body_size, generator)
         server = self._port.server(self._port.authorized(app, route_rights.ROUTING_SERVICE), config.grace_s)

@@ -22,18 +22,23 @@ PRIVATE = "127.0.0.0/8,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16,::1/128,fc00::/7"
 
 
 class WorkerNetworks:
-    """The networks in ``text``, separated by commas. Raises ConfigError for what is no network."""
+    """The networks in ``text``, separated by commas. Raises ConfigError for what is no network.
 
-    def __init__(self, text: str = PRIVATE) -> None:
-        self._text = text
+    Where they are ``encrypted``, workers speak HTTPS only.
+    """
+
+    def __init__(self, text: str = PRIVATE, *, encrypted: bool = False) -> None:
+        self._text, self._encrypted = text, encrypted
         try:
             self._networks = [ipaddress.ip_network(part.strip()) for part in text.split(",") if part.strip()]
         except ValueError as error:
             raise ConfigError(f"--worker-networks: {error}") from None
 
     def checked_url(self, url: str) -> str:
-        """``url`` without a slash at its end. Raises InvalidRequest unless its host is a name, or in the networks."""
+        """``url`` without a slash at its end. Raises InvalidRequest for plain HTTP, or a host out of the networks."""
         read = parse_url(url)
+        if self._encrypted and not read.startswith("https:"):
+            raise InvalidRequest(f"url {url!r} is plain HTTP, and this router speaks TLS to workers: use https://")
         address = _address(httpx.URL(read).host)
         if address is not None and not self._holds(address):
             raise InvalidRequest(f"url {url!r} leads out of the workers' networks, {self._text} (--worker-networks)")

@@ -14,11 +14,18 @@ from tanghulu.conductor import route_rights
 from tanghulu.conductor.pool_router.app import make_app
 from tanghulu.conductor.pool_router.grid import parse_pools
 from tanghulu.conductor.pool_router.main import GlobalRouter, GlobalRouterConfig
+from tanghulu.discovery.base import EventKind, Instance, InstanceEvent
+from tanghulu.errors import ConfigError
+from tanghulu.types import Address, InstanceId, Role
 from tanghulu.web.authorizer import Need
 from tests.conductor.cluster import running_cluster
 from tests.conductor.key_files import bearer, routes_of, write_keys
 from tests.tls_files import Authority
 
+ONE_POOL = {
+    "prefill": {"ttft_s": [1.0], "prompt_tokens": [99], "pools": [["one"]]},
+    "decode": {"tbt_s": [1.0], "context_tokens": [99], "pools": [["one"]]},
+}
 BODY = {"prompt": "x", "max_tokens": 4}
 
 
@@ -29,11 +36,7 @@ async def test_a_key_goes_through_a_router_to_a_conductor_over_tls(tmp_path: Pat
     options = {"api_keys": keys, "tls_cert": cert, "tls_key": key, "tls_ca": authority.ca}
     async with running_cluster(tmp_path, **options, token="t") as cluster:
         url = f"https://{cluster.conductor.address}"
-        data = {
-            "pool": [{"name": "one", "urls": [url]}],
-            "prefill": {"ttft_s": [1.0], "prompt_tokens": [99], "pools": [["one"]]},
-            "decode": {"tbt_s": [1.0], "context_tokens": [99], "pools": [["one"]]},
-        }
+        data = {"pool": [{"name": "one", "urls": [url]}]} | ONE_POOL
         router = GlobalRouter(
             GlobalRouterConfig(port=0, grace_s=0.0, **options), parse_pools(data), CollectorRegistry()
         )
@@ -55,3 +58,20 @@ async def test_a_key_goes_through_a_router_to_a_conductor_over_tls(tmp_path: Pat
             async with httpx.AsyncClient(trust_env=False) as stranger:
                 with pytest.raises(httpx.ConnectError):
                     await stranger.get(f"{base}/live")  # an authority that nobody trusts
+
+
+@pytest.mark.parametrize("given", ["tls_ca", "tls_cert"])
+async def test_with_any_tls_file_conductors_are_reached_by_tls_alone(tmp_path: Path, given: str) -> None:
+    authority = Authority(tmp_path)
+    cert, key = authority.sign("host")
+    options = {"tls_ca": authority.ca} if given == "tls_ca" else {"tls_cert": cert, "tls_key": key}
+    config = GlobalRouterConfig(port=0, **options)
+    plain = parse_pools({"pool": [{"name": "one", "urls": ["http://127.0.0.1:1"]}]} | ONE_POOL)
+    with pytest.raises(ConfigError, match="is plain HTTP"):
+        GlobalRouter(config, plain, CollectorRegistry())
+    router = GlobalRouter(config, parse_pools({"pool": [{"name": "one"}]} | ONE_POOL), CollectorRegistry())
+    for scheme in ("http", "https"):
+        found = Instance(InstanceId(scheme), Role.CONDUCTOR, Address("127.0.0.1", 1), attributes={"scheme": scheme})
+        router.apply("one", InstanceEvent(EventKind.PUT, found))
+    assert [each.url for each in router.forwarder.members["one"].in_order(0.0)] == ["https://127.0.0.1:1"]
+    await router.forwarder.close()

@@ -239,5 +239,9 @@ def test_networks_are_named():
     for url in ("http://a..b:1", f"http://{'a' * 64}.example", "http://a:99999", "http://a/b", "http://[::1", "a:1"):
         with pytest.raises(InvalidRequest, match=r"^url"):
             named.checked_url(url)
+    encrypted = WorkerNetworks(encrypted=True)
+    assert encrypted.checked_url("https://127.0.0.1:1") == "https://127.0.0.1:1"
+    with pytest.raises(InvalidRequest, match="is plain HTTP"):
+        encrypted.checked_url("http://127.0.0.1:1")
     with pytest.raises(ConfigError, match="--worker-networks"):
         RouterConfig(worker_networks="10.0.0.1/8")
