@@ -14,7 +14,7 @@ from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.protos import inference_pb2_grpc
 from tanghulu.rpc.authorizer import GrpcKeyAuthorizer
-from tanghulu.rpc.grpc_edge import guarded_server, listen
+from tanghulu.rpc.grpc_edge import MOST_CONNECTIONS, guarded_server, listen
 from tanghulu.runtime.master_options import HttpOptions
 from tanghulu.types import Address
 
@@ -41,6 +41,7 @@ class InferencePort:
         options = {
             "grpc.max_receive_message_length": MESSAGE_BYTES,
             "grpc.so_reuseport": int(reuse_port),
+            MOST_CONNECTIONS: self._options.max_connections,
         }
         authorizer = None if self._keys is None else GrpcKeyAuthorizer(self._keys, RIGHTS)
         server = guarded_server(self._options.max_connections, authorizer, options, message_bytes=MESSAGE_BYTES)

@@ -169,6 +169,8 @@ MAX_REQUEST_BYTES: Final = 256 << 20
 #: How long a call may wait for room, and then how long its message may take to come: less, so that turns come in time.
 WAIT_S: Final = 30.0
 REQUEST_S: Final = 20.0
+#: Of a server that listens by itself: connections beyond it are closed, so that descriptors are left for other ports.
+MOST_CONNECTIONS: Final = "grpc.max_allowed_incoming_connections"
 #: Calls of a tenant at one time, and those of them that answer until they are ended.
 CALLS_SHARE: Final = 256
 STREAMS_SHARE: Final = 16
