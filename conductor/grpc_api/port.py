@@ -14,7 +14,7 @@ from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.protos import inference_pb2_grpc
 from tanghulu.rpc.authorizer import GrpcKeyAuthorizer
-from tanghulu.rpc.grpc_edge import guarded_server, listen
+from tanghulu.rpc.grpc_edge import KEYS, MOST_CONNECTIONS, guarded_server, listen
 from tanghulu.runtime.master_options import HttpOptions
 from tanghulu.types import Address
 
@@ -41,9 +41,12 @@ class InferencePort:
         options = {
             "grpc.max_receive_message_length": MESSAGE_BYTES,
             "grpc.so_reuseport": int(reuse_port),
+            MOST_CONNECTIONS: self._options.max_connections,
         }
         authorizer = None if self._keys is None else GrpcKeyAuthorizer(self._keys, RIGHTS)
-        server = guarded_server(self._options.max_connections, authorizer, options, message_bytes=MESSAGE_BYTES)
+        server = guarded_server(
+            self._options.max_connections, authorizer, options, message_bytes=MESSAGE_BYTES, shares=KEYS
+        )
         inference_pb2_grpc.add_InferenceServicer_to_server(self.servicer, server)
         tls = self._options.tls if self._options.tls.cert else None
         self.address = listen(server, where, tls, mutual=self._options.tls_mutual, flag="--grpc-port")

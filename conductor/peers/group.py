@@ -24,7 +24,7 @@ from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.protos import conductor_pb2_grpc
 from tanghulu.protos.common_pb2 import EndReply
 from tanghulu.rpc.authorizer import GrpcAuthorizer, follow_tokens
-from tanghulu.rpc.grpc_edge import guarded_server, listen
+from tanghulu.rpc.grpc_edge import MOST_CONNECTIONS, guarded_server, listen
 from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, InstanceId, Role
 
@@ -61,7 +61,8 @@ class PeerGroup:
         self._end, self._abort = end, abort
         self._tokens = tokens
         self._conductor_id, self._own, self._heard, self._credentials = conductor_id, own, heard, credentials
-        self._server = guarded_server(MAX_CALLS, None if tokens is None else GrpcAuthorizer(tokens, wire.RULES))
+        authorizer = None if tokens is None else GrpcAuthorizer(tokens, wire.RULES)
+        self._server = guarded_server(MAX_CALLS, authorizer, {MOST_CONNECTIONS: MAX_CALLS})
         self._peers: dict[InstanceId, _Peer] = {}
         self.address = Address("", 0)
 

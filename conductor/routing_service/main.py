@@ -28,7 +28,7 @@ from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.hashing import DEFAULT_BLOCK_TOKENS, HASH_FUNCTIONS, root_hash
 from tanghulu.protos import router_pb2_grpc
 from tanghulu.rpc.authorizer import GrpcKeyAuthorizer
-from tanghulu.rpc.grpc_edge import guarded_server
+from tanghulu.rpc.grpc_edge import KEYS, MOST_CONNECTIONS, guarded_server
 from tanghulu.rpc.grpc_edge import listen as listen_grpc
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
@@ -111,7 +111,9 @@ class RouterServer:
         app = make_app(self.service, self._hasher, self._clock, self._registry, config.max_body_size, generator)
         server = self._port.server(self._port.authorized(app, route_rights.ROUTING_SERVICE), config.grace_s)
         keys = self._port.keys
-        rpc = guarded_server(config.max_connections, None if keys is None else GrpcKeyAuthorizer(keys, RIGHTS))
+        authorizer = None if keys is None else GrpcKeyAuthorizer(keys, RIGHTS)
+        options = {MOST_CONNECTIONS: config.max_connections}
+        rpc = guarded_server(config.max_connections, authorizer, options, shares=KEYS)
         servicer = RouterServicer(self.service, self._hasher, self._clock, generator, keys)
         router_pb2_grpc.add_RouterServicer_to_server(servicer, rpc)
         where, tls = Address(config.host, config.grpc_port), config.tls if config.tls.cert else None

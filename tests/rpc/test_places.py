@@ -26,7 +26,7 @@ def taken(places: Places, caller: Caller, most: int) -> int:
 
 
 def test_a_tenant_has_a_share_and_operators_a_reserve() -> None:
-    places = Places("calls", share=4)
+    places = Places("calls", one_in=2, most_share=4)
     assert taken(places, TENANT, 16) == 4
     with pytest.raises(Overloaded, match="tenant acme has 4 calls here"):
         places.take(Caller.of(Identity("second", frozenset({Right.WRITE}), "acme")), 16)
@@ -42,7 +42,7 @@ def test_a_tenant_has_a_share_and_operators_a_reserve() -> None:
 
 
 def test_without_tokens_everybody_has_all_places() -> None:
-    assert taken(Places("calls", share=2), ANYBODY, 5) == 5
+    assert taken(Places("calls", one_in=4), ANYBODY, 5) == 5
 
 
 def test_the_oldest_of_the_address_with_most_strangers_makes_way() -> None:

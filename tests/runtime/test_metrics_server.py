@@ -123,3 +123,19 @@ async def test_over_tls_a_silent_client_stops_nobody(tmp_path: Path) -> None:
 def test_metrics_tell_of_all_tenants_so_no_tenant_gets_the_right(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'metrics' is for operators, because it sees all tenants"):
         load(write_tokens(tmp_path / "tokens.toml", tenant='rights = ["metrics"]\ntenant = "acme"'))
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
+async def test_silent_connections_make_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypted: bool) -> None:
+    """Each has a thread: they are few, and keep nobody out."""
+    monkeypatch.setattr(metrics_server, "MAX_CONNECTIONS", 3)
+    authority = Authority(tmp_path)
+    cert, key = authority.sign("host")
+    tls = ServerTls(TlsFiles(cert=cert, key=key), mutual=False, protocol=HTTP1) if encrypted else None
+    with served(tls=tls) as address, contextlib.ExitStack() as silent:
+        host, port = address.removeprefix("https://").split(":")
+        opened = [silent.enter_context(socket.create_connection((host, int(port)), timeout=60)) for _ in range(8)]
+        assert await _seen(address, "", TlsFiles(ca=authority.ca) if encrypted else TlsFiles())
+        for each in opened[:5]:
+            with contextlib.suppress(ConnectionError):
+                assert each.recv(1) == b""

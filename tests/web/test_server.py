@@ -7,13 +7,18 @@ import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
+from tanghulu.auth import handshakes
+from tanghulu.auth.credentials import TlsFiles
+from tanghulu.auth.tls import HTTP1, ServerTls, client_context
 from tanghulu.web.server import MAX_HEADER_BYTES, MAX_PIPELINED, HttpServer, address_of, listen
 from tests.rpc.service import until
+from tests.tls_files import Authority
 
 PIECE = bytes(64 << 10)
 #: What kernels may hold for one connection, in both their buffers, is less.
@@ -290,4 +295,20 @@ async def test_a_client_of_http_1_0_gets_no_chunks(path: bytes, method: bytes, b
         assert b"transfer-encoding" not in head
         assert head.startswith(b"HTTP/1.1 200 ")
         assert (b"content-length: 6" in head) == (path == b"/known")
+        writer.close()
+
+
+async def test_clients_that_do_not_end_a_handshake_make_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshakes, "MAX_HANDSHAKES", 3)
+    authority = Authority(tmp_path)
+    cert, key = authority.sign("host")
+    tls = ServerTls(TlsFiles(cert=cert, key=key), mutual=False, protocol=HTTP1)
+    async with served(Held(), tls=tls.context) as (host, port), asked(host, port, *[b""] * 8) as silent:
+        for reader in silent[:5]:
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 60) == b""
+        trusting = client_context(TlsFiles(ca=authority.ca))
+        reader, writer = await asyncio.open_connection(host, port, ssl=trusting, server_hostname="127.0.0.1")
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert await status_of(reader) == b"200"
         writer.close()

@@ -27,6 +27,8 @@ from tanghulu.errors import Overloaded
 T = TypeVar("T", bound=Hashable)
 #: Of all places, one in so many is left to operators.
 _RESERVED = 8
+#: Of connections, a tenant has at most one in so many.
+CONNECTIONS_ONE_IN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +60,10 @@ ANYBODY = Caller()
 
 
 class Places:
-    """Places of one kind, ``what`` in errors. ``share`` None: an eighth of all."""
+    """Places of one kind, ``what`` in errors. A share is one in ``one_in`` of them, and ``most_share`` at most."""
 
-    def __init__(self, what: str, share: int | None = None) -> None:
-        self._what, self._share = what, share
+    def __init__(self, what: str, one_in: int, most_share: int | None = None) -> None:
+        self._what, self._one_in, self._most_share = what, one_in, most_share
         self._taken: Counter[Caller] = Counter()
         self._num_others = 0
 
@@ -70,7 +72,7 @@ class Places:
 
     def take(self, caller: Caller, most: int) -> None:
         """Take one of ``most`` places. Raises Overloaded."""
-        share = max(1, most // _RESERVED if self._share is None else min(self._share, most // 4))
+        share = max(1, min(most // self._one_in, self._most_share or most))
         if caller.has_share and self._taken[caller] >= share:
             raise Overloaded(f"{caller.name} has {share} {self._what} here, which is its share; end some of them")
         if len(self) >= most or (not caller.is_operator and self._num_others >= most - most // _RESERVED):

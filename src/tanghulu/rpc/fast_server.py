@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import structlog
 
-from tanghulu.auth.places import Caller, Places, Strangers, host_of
+from tanghulu.auth.places import CONNECTIONS_ONE_IN, Caller, Places, Strangers, host_of
 from tanghulu.auth.tenants import Identity
 from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError, Unauthorized
 from tanghulu.rpc.frames import ERROR, PREAMBLE, Frame, FrameReader, PartialFrame, PlacedFrame, encode_head
@@ -178,7 +178,7 @@ class FastService:
     peers: set[Peer] = field(default_factory=set)
     #: Connections of those that have not shown who they are, the oldest first.
     unknown: Strangers[FastServerProtocol] = field(default_factory=lambda: Strangers())
-    places: Places = field(default_factory=lambda: Places("connections"))
+    places: Places = field(default_factory=lambda: Places("connections", CONNECTIONS_ONE_IN))
     latencies: Latencies[str] = field(default_factory=Latencies)
     unsent: UnsentAnswers = field(default_factory=UnsentAnswers)
     coming: UnsentAnswers = field(default_factory=partial(UnsentAnswers, MAX_COMING_BYTES))

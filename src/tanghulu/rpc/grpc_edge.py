@@ -14,7 +14,7 @@ from contextlib import aclosing, asynccontextmanager
 from inspect import isasyncgen
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import grpc
 import grpc.aio
@@ -174,9 +174,8 @@ MAX_REQUEST_BYTES: Final = 256 << 20
 #: How long a call may wait for room, and then how long its message may take to come: less, so that turns come in time.
 WAIT_S: Final = 30.0
 REQUEST_S: Final = 20.0
-#: Calls of a tenant at one time, and those of them that answer until they are ended.
-CALLS_SHARE: Final = 256
-STREAMS_SHARE: Final = 16
+#: Of a server that listens by itself: connections beyond it are closed, so that descriptors are left for other ports.
+MOST_CONNECTIONS: Final = "grpc.max_allowed_incoming_connections"
 
 
 class CallAuthorizer(Protocol):
@@ -187,11 +186,23 @@ class CallAuthorizer(Protocol):
         ...
 
 
+class Shares(NamedTuple):
+    """A caller with a share has one call in ``one_in``, and at most ``calls``, of which ``streams``; None: no bound."""
+
+    one_in: int
+    calls: int | None = None
+    streams: int | None = None
+
+
+#: Of tenants' tokens, whose streams go on until they are ended; and of API keys, whose streams are answers.
+TENANTS: Final = Shares(4, 256, 16)
+KEYS: Final = Shares(2)
+
+
 class CallAdmission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's own types are not strict
     """Counts calls and receives their requests; the first interceptor of its server, in front of ``authorizer``.
 
-    ``on_call`` is called with the caller and the address of its connection, and may raise Overloaded. ``streams_share``
-    None: streams are as many as calls.
+    ``on_call`` is called with the caller and the address of its connection, and may raise Overloaded.
     """
 
     def __init__(
@@ -201,15 +212,15 @@ class CallAdmission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's
         *,
         message_bytes: int = MESSAGE_BYTES,
         most_bytes: int = MAX_REQUEST_BYTES,
-        streams_share: int | None = None,
+        shares: Shares = TENANTS,
         on_call: Callable[[str, Caller], None] = lambda peer, caller: None,
         request_s: float = REQUEST_S,
         wait_s: float = WAIT_S,
     ) -> None:
         self._max_calls, self._authorizer, self._on_call = max_calls, authorizer, on_call
         self._request_s, self._wait_s = request_s, wait_s
-        self._calls = Places("calls", CALLS_SHARE)
-        self._streams = Places("streams", CALLS_SHARE if streams_share is None else streams_share)
+        self._calls = Places("calls", shares.one_in, shares.calls)
+        self._streams = Places("streams", shares.one_in, shares.streams)
         self._rooms = {is_operator: RequestRoom(most_bytes, message_bytes) for is_operator in (True, False)}
         self._turns: dict[Hashable, asyncio.Future[None]] = {}
 
@@ -302,13 +313,11 @@ def guarded_server(
     options: Mapping[str, Any] = MappingProxyType({}),
     *,
     message_bytes: int = MESSAGE_BYTES,
-    streams_share: int | None = None,
+    shares: Shares = TENANTS,
     on_call: Callable[[str, Caller], None] = lambda peer, caller: None,
 ) -> grpc.aio.Server:
     """A gRPC server that admits calls so, with ``options`` beside those that every server has."""
-    admission = CallAdmission(
-        max_calls, authorizer, message_bytes=message_bytes, streams_share=streams_share, on_call=on_call
-    )
+    admission = CallAdmission(max_calls, authorizer, message_bytes=message_bytes, shares=shares, on_call=on_call)
     return grpc.aio.server(
         options=list((dict(SERVER_OPTIONS) | dict(options)).items()),
         interceptors=[admission] if authorizer is None else [admission, authorizer],

@@ -22,14 +22,14 @@ import structlog
 
 from tanghulu.auth.certificate_roles import NONE, relay_name, roles_of
 from tanghulu.auth.handshakes import Handshakes
-from tanghulu.auth.places import Caller, Places, Strangers, host_of
+from tanghulu.auth.places import CONNECTIONS_ONE_IN, Caller, Places, Strangers, host_of
 from tanghulu.auth.tls import ServerTls
 from tanghulu.errors import ConfigError
 from tanghulu.rpc import nearby
 from tanghulu.rpc.authorizer import GrpcAuthorizer
 from tanghulu.rpc.fast_server import HELLO_S, FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
-from tanghulu.rpc.grpc_edge import STREAMS_SHARE, guarded_server
+from tanghulu.rpc.grpc_edge import guarded_server
 from tanghulu.rpc.pacing import notice_dead_peer, unpace_within_machine
 from tanghulu.rpc.peer_process import peer_pidfd, peer_process, peer_uid
 from tanghulu.runtime.accepting import accept_no_more
@@ -66,13 +66,13 @@ class PortMux:
         self.tls = tls
         self.unix_path = str(run_dir / f"{name}.sock")
         self._grpc_path = str(run_dir / f"{name}.grpc")
-        self.grpc_server = guarded_server(max_grpc_calls, authorizer, streams_share=STREAMS_SHARE, on_call=self._known)
+        self.grpc_server = guarded_server(max_grpc_calls, authorizer, on_call=self._known)
         self.rare_log = RareLog(_log)
         self._undecided: Strangers[asyncio.Transport] = Strangers()
         self._handshakes: Handshakes | None = None
         self._unknown_relays: Strangers[_Sniffer] = Strangers()
         self._relays: dict[str, _Sniffer] = {}
-        self._relay_places = Places("gRPC connections")
+        self._relay_places = Places("gRPC connections", CONNECTIONS_ONE_IN)
         self._servers: list[asyncio.Server] = []
         self._is_closing = False
         self._transports: set[asyncio.Transport] = set()

@@ -8,6 +8,7 @@ it says that the process runs, and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import ssl
@@ -34,6 +35,8 @@ _log = structlog.get_logger(__name__)
 _HANDSHAKE_S: Final = 10.0
 _REFRESH_S: Final = 1.0
 _CERTIFIED: Final = "tanghulu.certified"
+#: Connections at one time, each with a thread; the oldest goes when another comes.
+MAX_CONNECTIONS: Final = 64
 
 
 class MetricsAuthorizer:
@@ -141,17 +144,49 @@ class _Server(ThreadingWSGIServer):
     tls: ServerTls | None = None
     tls_refreshed_s = 0.0
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._lock = threading.Lock()
+        self._open: dict[Any, socket.socket] = {}
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Begin to serve a connection; the oldest makes way if there are too many."""
+        with self._lock:
+            self._open[client_address] = request
+            oldest = self._open.pop(next(iter(self._open))) if len(self._open) > MAX_CONNECTIONS else None
+        if oldest is not None:
+            with contextlib.suppress(OSError):  # it has ended just now
+                oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Serve one connection."""
-        if self.tls is not None:
-            self._follow_files(self.tls)
-            try:
-                request.settimeout(_HANDSHAKE_S)
-                request = self.tls.context.wrap_socket(request, server_side=True)
-            except OSError as error:  # what wrapping fails for is closed by it
-                _log.debug("metrics.handshake_failed", peer=str(client_address), error=str(error))
-                return
-        super().process_request_thread(request, client_address)
+        try:
+            if self.tls is not None:
+                request = self._encrypted(request, client_address, self.tls)
+            if request is not None:
+                super().process_request_thread(request, client_address)
+        finally:
+            with self._lock:
+                self._open.pop(client_address, None)
+
+    def _encrypted(self, request: Any, client_address: Any, tls: ServerTls) -> ssl.SSLSocket | None:
+        """The connection once TLS is agreed on; None if that fails."""
+        self._follow_files(tls)
+        wrapped: ssl.SSLSocket | None = None
+        try:
+            request.settimeout(_HANDSHAKE_S)
+            wrapped = tls.context.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+            with self._lock:
+                if client_address in self._open:
+                    self._open[client_address] = wrapped
+            wrapped.do_handshake()
+        except OSError as error:  # what wrapping fails for is closed by it
+            _log.debug("metrics.handshake_failed", peer=str(client_address), error=str(error))
+            if wrapped is not None:
+                wrapped.close()
+            return None
+        return wrapped
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say little of a connection that broke or spoke something else."""

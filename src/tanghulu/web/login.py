@@ -23,7 +23,7 @@ LOGIN: Final = "/login"
 _MAX_FORM_BYTES: Final = 4096
 _FORM_S: Final = 10.0
 #: Forms that are coming at one time: strangers send them, and each takes a connection while it comes.
-_MAX_FORMS: Final = 64
+_MAX_FORMS: Final = 16
 _STYLE: Final = "body{font:16px/1.5 system-ui,sans-serif;max-width:24rem;margin:20vh auto;padding:0 1rem}"
 _STYLE_HASH: Final = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
 _POLICY: Final = f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; form-action 'self'"

@@ -19,6 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from tanghulu.auth.handshakes import Handshakes
 from tanghulu.auth.places import Strangers, host_of
 from tanghulu.auth.tls import REFRESH_S, ServerTls
 from tanghulu.errors import ConfigError, InvalidRequest
@@ -354,11 +355,12 @@ class HttpServer(uvicorn.Server):
             self.config.ssl = tls
         self._stopping = asyncio.Event()
         self._listeners: list[socket.socket] = []
+        self._handshakes: Handshakes | None = None
         self._connection: Callable[[], asyncio.Protocol] | None = None
         self._last: list[asyncio.Task[object]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on ``sockets``. As uvicorn does, but that TLS is to be agreed on in ``header_s``."""
+        """Listen on ``sockets``. As uvicorn does, but TLS is to be agreed on in ``header_s``, by few at a time."""
         assert sockets, "it listens on sockets that are there"
         loop, config = asyncio.get_running_loop(), self.config
         await self.lifespan.startup()
@@ -368,13 +370,10 @@ class HttpServer(uvicorn.Server):
             return protocol(config=config, server_state=self.server_state, app_state=self.lifespan.state)
 
         self._connection, self._listeners = connection, sockets
-        patience_s = None if config.ssl is None else self._handshake_s
-        self.servers = [
-            await loop.create_server(
-                connection, sock=each, ssl=config.ssl, ssl_handshake_timeout=patience_s, backlog=config.backlog
-            )
-            for each in sockets
-        ]
+        arrival = connection
+        if config.ssl is not None:
+            arrival = self._handshakes = Handshakes(config.ssl, connection, self._handshake_s)
+        self.servers = [await loop.create_server(arrival, sock=each, backlog=config.backlog) for each in sockets]
         self.started = True
 
     def hang_up_after_answers(self) -> None:
@@ -403,6 +402,8 @@ class HttpServer(uvicorn.Server):
         """End as uvicorn does, with those connections, too, that were accepted just before."""
         await accept_no_more(self.servers)
         cast("type[_Connection]", self.config.http_protocol_class).is_ending = True
+        if self._handshakes is not None:
+            self._handshakes.close()
         await super().shutdown(sockets)
 
     async def main_loop(self) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 
+from tanghulu.auth.tenants import tenant_of
 from tanghulu.errors import Overloaded
 
 MAX_WAITERS = 1 << 15
@@ -18,17 +20,21 @@ MAX_WAITERS = 1 << 15
 MAX_WAITERS_PER_OWNER = 128
 #: Keys of all waiting calls together.
 MAX_KEYS = 1 << 20
+#: A tenant has at most one in so many of the waiting calls, and of their keys.
+_SHARES = 4
 
 
 class WaitingCall:
-    """One call that waits; ``missing`` are those of its keys that have not been seen yet."""
+    """One call that waits; ``missing`` are those of its keys that have not been seen yet, all of one tenant."""
 
-    __slots__ = ("missing", "owner", "until_s")
+    __slots__ = ("missing", "num_keys", "owner", "tenant", "until_s")
 
     def __init__(self, owner: object, missing: set[str], until_s: float) -> None:
         self.owner = owner
         self.missing = missing
         self.until_s = until_s
+        self.num_keys = len(missing)
+        self.tenant = tenant_of(next(iter(missing), ""))
 
     def __repr__(self) -> str:
         return f"WaitingCall({len(self.missing)} keys until {self.until_s:g})"
@@ -44,6 +50,8 @@ class WaitBoard:
         self._numbers = itertools.count()
         self._num_waiters = 0
         self._num_keys = 0
+        self._calls_of: Counter[str] = Counter()
+        self._keys_of: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return self._num_waiters
@@ -57,6 +65,11 @@ class WaitBoard:
             raise Overloaded(f"{self._num_waiters} calls wait for {self._num_keys} keys already; try again")
         if len(own) >= MAX_WAITERS_PER_OWNER:
             raise Overloaded(f"{len(own)} calls of this connection wait already; ask for several keys in one call")
+        calls, keys = self._calls_of[waiter.tenant], self._keys_of[waiter.tenant] + waiter.num_keys
+        if waiter.tenant and (calls >= MAX_WAITERS // _SHARES or keys > MAX_KEYS // _SHARES):
+            raise Overloaded(f"{calls} calls of tenant {waiter.tenant!r} wait already, which is its share; try again")
+        self._calls_of[waiter.tenant] += 1
+        self._keys_of[waiter.tenant] += waiter.num_keys
         self._by_owner.setdefault(owner, own)[waiter] = None
         for key in waiter.missing:
             self._by_key.setdefault(key, {})[waiter] = None
@@ -111,6 +124,10 @@ class WaitBoard:
                 del self._by_key[key]
         self._num_keys -= len(waiter.missing)
         self._num_waiters -= 1
+        self._keys_of[waiter.tenant] -= waiter.num_keys
+        self._calls_of[waiter.tenant] -= 1
+        if not self._calls_of[waiter.tenant]:
+            del self._calls_of[waiter.tenant], self._keys_of[waiter.tenant]
         if not self._num_waiters:
             self._ends.clear()  # what is left in it is over
 
@@ -120,6 +137,8 @@ class WaitBoard:
         assert len(waiters) == self._num_waiters <= MAX_WAITERS
         assert sum(len(waiter.missing) for waiter in waiters) == self._num_keys <= MAX_KEYS
         assert sum(map(len, self._by_key.values())) == self._num_keys
+        assert self._calls_of == Counter(waiter.tenant for waiter in waiters)
+        assert self._keys_of.total() == sum(waiter.num_keys for waiter in waiters)
         timed = {entry[2] for entry in self._ends}
         for waiter in waiters:
             assert waiter.missing, f"{waiter!r} is over"

@@ -15,9 +15,10 @@ from tanghulu.conductor import route_rights
 from tanghulu.conductor.dashboard import pages
 from tanghulu.conductor.dashboard.pages import Dashboard
 from tanghulu.conductor.main import make_app
-from tanghulu.errors import ConfigError
+from tanghulu.errors import ConfigError, Unauthorized
 from tanghulu.hashing import joined
 from tanghulu.web.authorizer import COOKIE, Need
+from tanghulu.web.login import LoginPage
 from tests.conductor.cluster import Cluster, running_cluster
 from tests.conductor.key_files import SECRETS, bearer, routes_of, write_keys
 
@@ -267,3 +268,24 @@ async def test_a_file_that_cannot_be_read_refuses_to_start(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="--api-keys"):
         async with running_cluster(tmp_path, api_keys=tmp_path / "none.toml"):
             pass
+
+
+async def test_log_in_forms_that_do_not_come_are_few() -> None:
+    """Strangers may send them: they hold no more than a few of the connections."""
+    page, silent = LoginPage("key", "API key", "cookie"), asyncio.Event()
+
+    async def nothing() -> Any:
+        await silent.wait()
+        return {"type": "http.disconnect"}
+
+    async def admit(shown: str) -> None:
+        raise Unauthorized(shown)
+
+    scope = {"type": "http", "method": "POST", "path": "/login", "headers": [(b"content-length", b"9")]}
+    coming = [asyncio.create_task(page.log_in(scope, nothing, admit)) for _ in range(16)]
+    await asyncio.sleep(0)
+    refused = await page.log_in(scope, nothing, admit)
+    assert refused is not None
+    assert refused.status_code == 429
+    silent.set()
+    assert await asyncio.gather(*coming) == [None] * 16

@@ -54,6 +54,26 @@ def test_the_bounds_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     board.check()
 
 
+def test_a_tenant_has_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "MAX_WAITERS", 8)
+    monkeypatch.setattr(waits, "MAX_KEYS", 40)
+    board = WaitBoard()
+    for number in range(2):
+        board.join(f"c{number}", ["@acme/a"], 1.0)
+    with pytest.raises(Overloaded, match="2 calls of tenant 'acme'"):
+        board.join("c2", ["@acme/a"], 1.0)
+    many = [f"@other/{number}" for number in range(11)]
+    with pytest.raises(Overloaded, match="0 calls of tenant 'other'"):
+        board.join("c3", many, 1.0)
+    board.join("c3", many[:10], 1.0)
+    for number in range(5):
+        board.join(f"d{number}", ["a"], 1.0)
+    board.check()
+    board.stored(["@acme/a"])
+    board.join("c2", ["@acme/a"], 1.0)
+    board.check()
+
+
 STEP = st.one_of(
     st.tuples(st.just("join"), st.integers(0, 2), st.sets(st.sampled_from("abcde"), min_size=1), st.integers(1, 9)),
     st.tuples(st.just("stored"), st.sets(st.sampled_from("abcde"))),
