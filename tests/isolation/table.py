@@ -196,7 +196,7 @@ _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
         Needs.KNOWN,
         "request",
         lambda w, t: inference_pb2.GenerateRequest(
-            text="hello", request_id=t, sampling=inference_pb2.SamplingOptions(max_tokens=2)
+            text="hello", request_id=t, sampling=inference_pb2.SamplingOptions(max_tokens=2, temperature=0)
         ),
     ),
     "Inference/Tokenize": (Needs.KNOWN, "", lambda w, t: inference_pb2.TokenizeRequest(text="hello")),
@@ -209,9 +209,9 @@ _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
     "Router/BestWorker": (Needs.KNOWN, "", lambda w, t: router_pb2.RouterQuestion(num_tokens=1)),
     "Router/AddRequest": (
         Needs.KNOWN,
-        "",
+        "routed before",
         lambda w, t: router_pb2.RouterAddRequest(
-            question=router_pb2.RouterQuestion(request_id=w.victims["routed"], num_tokens=9), prefill_worker="w1"
+            question=router_pb2.RouterQuestion(request_id=t, num_tokens=9), prefill_worker="w1"
         ),
     ),
     "Router/PrefillCompleted": (Needs.OWN, "routed", lambda w, t: router_pb2.RouterRequestName(request_id=t)),
@@ -221,7 +221,7 @@ _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
     "Router/Generate": (Needs.KNOWN, "", lambda w, t: router_pb2.RouterGenerate(body=b'{"input_ids": [1]}')),
     "Router/DumpEvents": (Needs.OPERATOR, "", lambda w, t: router_pb2.RouterDumpRequest()),
 }
-ABSENT |= {"routed": "no-such-thing-routed", "tokens": "07000000" * 256}
+ABSENT |= {"routed": "no-such-thing-routed", "routed before": "no-such-thing-before", "tokens": "07000000" * 256}
 _GRPC_MODULES = (conductor_pb2, directory_pb2, inference_pb2, membership_pb2, router_pb2, session_pb2, store_pb2)
 
 
@@ -333,9 +333,9 @@ SERVICE: _Http = {
     ("POST", "/best_worker"): (_I, "", "/best_worker", {"num_tokens": 1}),
     ("POST", "/add_request"): (
         _I,
-        "",
+        "routed before",
         "/add_request",
-        {"request_id": f"{MARK}-routed", "num_tokens": 9, "prefill_worker": "w1"},
+        {"request_id": "http-{target}", "num_tokens": 9, "prefill_worker": "w1"},
     ),
     ("POST", "/prefill_completed"): (_O, "routed", "/prefill_completed", {"request_id": "{target}"}),
     ("POST", "/free"): (_O, "routed", "/free", {"request_id": "{target}"}),

@@ -113,6 +113,7 @@ class Victim:
             "worker": "w1",
             "export": "1",
             "routed": f"{MARK}-routed",
+            "routed before": f"{MARK}-before",
             "tokens": "01000000" * 256,
             "prompt": PROMPT,
         }
@@ -127,9 +128,10 @@ class Victim:
         with self._service("operator") as operator:
             assert operator.put("/workers", json={"worker": self._world.victims["worker"]}).status_code == 200
         with self._service("acme") as acme:
-            asked = {"request_id": self._world.victims["routed"], "tokens": [1] * 256}
-            added = {**asked, "prefill_worker": self._world.victims["worker"]}
-            assert acme.post("/add_request", json=added).status_code == 200
+            before = self._world.victims["routed before"]
+            for name in (self._world.victims["routed"], before, f"http-{before}"):
+                added = {"request_id": name, "tokens": [1] * 256, "prefill_worker": self._world.victims["worker"]}
+                assert acme.post("/add_request", json=added).status_code == 200
 
     @contextlib.contextmanager
     def _service(self, caller: str) -> Iterator[httpx.Client]:
