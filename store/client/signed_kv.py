@@ -28,7 +28,7 @@ from tanghulu.auth.cluster_secret import NO_SECRET, ClusterSecret
 from tanghulu.errors import ChunkNotFound, InvalidRequest, TanghuluError
 from tanghulu.runtime.telemetry import RareLog
 from tanghulu.store.client.client import Client
-from tanghulu.store.client.logic.operations import readable
+from tanghulu.store.client.logic.operations import raise_first, readable
 from tanghulu.store.client.model import PutItem, Status
 from tanghulu.store.client.settings import Settings
 
@@ -47,16 +47,49 @@ class KvSigner:
 
     def sign(self, key: str, pieces: Iterable[Any]) -> bytes:
         """The signature of a value that lies in ``pieces``, under ``key``."""
-        content = xxhash.xxh3_128(seed=self._seed)
+        content = self.content()
         for piece in pieces:
             content.update(piece)
+        return self.seal(key, content)
+
+    def content(self) -> Any:
+        """What becomes the digest of a value, see ``seal``."""
+        return xxhash.xxh3_128(seed=self._seed)
+
+    def seal(self, key: str, content: Any) -> bytes:
+        """The signature of the value that ``content`` was shown."""
         return hashlib.blake2b(
             content.digest() + key.encode(), key=self._key, digest_size=SIGNATURE_BYTES, person=b"kv"
         ).digest()
 
-    def signed(self, key: str, pieces: Iterable[Any], signature: bytes | bytearray) -> bool:
-        """Whether ``signature`` is that of the value, by somebody with this secret."""
-        return hmac.compare_digest(self.sign(key, pieces), signature)
+
+class _Arrival:
+    """A signed value on its way into ``pieces`` and ``signature``; a ``Proof`` for the client's logic."""
+
+    def __init__(self, signer: KvSigner, key: str, pieces: Sequence[memoryview]) -> None:
+        self._signer, self._key, self.pieces = signer, key, pieces
+        self.size = sum(map(len, pieces))
+        self.signature = bytearray(SIGNATURE_BYTES)
+        self._content, self._missing = signer.content(), self.size
+
+    def begin(self) -> None:
+        self._content, self._missing = self._signer.content(), self.size
+
+    def add(self, piece: memoryview) -> None:
+        piece = piece[: max(self._missing, 0)]
+        self._content.update(piece)
+        self._missing -= len(piece)
+
+    def void(self) -> None:
+        self._missing = self.size + 1
+
+    def holds(self) -> bool:
+        """Whether the signature is right; of bytes that were not shown as they came they are looked at now."""
+        if self._missing:
+            self.begin()
+            for piece in self.pieces:
+                self.add(piece)
+        return hmac.compare_digest(self._signer.seal(self._key, self._content), self.signature)
 
 
 class KvClient(Client):
@@ -82,34 +115,47 @@ class KvClient(Client):
             signed.append(PutItem(key, [*pieces, self._signer.sign(key, pieces)]))
         return super().put_many(signed, **options)
 
-    def get_many_into(self, keys: Sequence[str], buffers: Sequence[Any], **options: Any) -> list[int | TanghuluError]:
+    def get_many_into(
+        self,
+        keys: Sequence[str],
+        buffers: Sequence[Any],
+        *,
+        raise_errors: bool = False,
+        deadline_s: float | None = None,
+    ) -> list[int | TanghuluError]:
         """As ``Client.get_many_into``, but a value that is not the cluster's, or of another size, is ChunkNotFound.
 
         It is removed, so that the next put can store the right one, and its buffers are zeroed.
         """
-        pieces = [list(map(readable, _pieces(each))) for each in buffers]
-        tags = [bytearray(SIGNATURE_BYTES) for _ in keys]
-        whole = [[*_pieces(each), tag] for each, tag in zip(buffers, tags, strict=True)]
-        outcomes = super().get_many_into(keys, whole, **options)
+        arrivals = [
+            _Arrival(self._signer, key, list(map(readable, _pieces(each))))
+            for key, each in zip(keys, buffers, strict=True)
+        ]
+        whole = [[*_pieces(each), arrival.signature] for each, arrival in zip(buffers, arrivals, strict=True)]
+        deadline = self._deadline(deadline_s)
+        outcomes = self._run(self._do.get_many_into(deadline, keys, whole, proofs=arrivals), deadline)
         refused = []
-        for at, outcome in enumerate(outcomes):
-            size = sum(map(len, pieces[at]))
-            if outcome == size + SIGNATURE_BYTES and self._signer.signed(keys[at], pieces[at], tags[at]):
-                outcomes[at] = size
+        for at, (arrival, outcome) in enumerate(zip(arrivals, outcomes, strict=True)):
+            if outcome == arrival.size + SIGNATURE_BYTES and arrival.holds():
+                outcomes[at] = arrival.size
             elif isinstance(outcome, int | InvalidRequest):
                 refused.append(at)
                 outcomes[at] = ChunkNotFound(f"what was stored as {keys[at]!r} is not this cluster's KV")
         if refused:
-            self._refuse([keys[at] for at in refused], [piece for at in refused for piece in pieces[at]], **options)
+            self._refuse(
+                [keys[at] for at in refused], [each for at in refused for each in arrivals[at].pieces], deadline_s
+            )
+        if raise_errors:
+            raise_first(outcomes)
         return outcomes
 
-    def _refuse(self, keys: Sequence[str], pieces: Iterable[memoryview], **options: Any) -> None:
+    def _refuse(self, keys: Sequence[str], pieces: Iterable[memoryview], deadline_s: float | None) -> None:
         self._on_refused(len(keys))
         self._rare_log.warning("store.kv_refused", first=keys[0], num=len(keys), reason=_REASON)
         for piece in pieces:
             piece[:] = bytes(len(piece))
         try:
-            self.remove_many(keys, **options)
+            self.remove_many(keys, deadline_s=deadline_s)
         except TanghuluError as error:
             self._rare_log.warning("store.kv_not_removed", first=keys[0], num=len(keys), error=error.message)
 

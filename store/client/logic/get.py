@@ -40,7 +40,7 @@ from tanghulu.store.client.logic.effects import (
     portions,
 )
 from tanghulu.store.client.logic.leases import LeasedMemory
-from tanghulu.store.client.logic.ranges import GetOp, too_small
+from tanghulu.store.client.logic.ranges import GetOp, Proof, too_small
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.messages import Found
 from tanghulu.store.protocol.shared_index import Entry, IndexReader
@@ -86,6 +86,8 @@ class _Pinned:
 
     def matches(self) -> bool:
         """Whether what has arrived is what was put."""
+        if self.op.proof is not None and self.op.proof.holds():
+            return True
         if self.running is not None and self.running.complete:
             return sums.are_from(self.running.end(), self.found.checksums, self.begin)
         if len(self.arrived) == 1:
@@ -438,15 +440,16 @@ def _requests(context: Context, each: _Pinned, link: NodeLink) -> list[TransferR
         buffers = [op.buffer]
     else:
         buffers = [Buffer(context.memory.take(length))]
-    if found.checksums.parts:
-        each.running = sums.RunningChecksums(length, found.checksums.part_bytes)
+    digest: Proof | sums.RunningChecksums | None = op.proof
+    if op.proof is not None:
+        op.proof.begin()
+    elif found.checksums.parts:
+        digest = each.running = sums.RunningChecksums(length, found.checksums.part_bytes)
     at, made, arrived = found.offset + each.begin, list[TransferRequest](), list[memoryview]()
     for buffer in buffers:
         size = min(buffer.size_bytes, length)
         if size:
-            made.append(
-                TransferRequest(Opcode.READ, buffer, link.remote, at, size, 0, found.lease_id, digest=each.running)
-            )
+            made.append(TransferRequest(Opcode.READ, buffer, link.remote, at, size, 0, found.lease_id, digest=digest))
             arrived.append(buffer.view(0, size))
         at, length = at + size, length - size
     each.arrived, each.num_moving = arrived, len(made)

@@ -171,13 +171,20 @@ class Operations:
         return op.result
 
     def get_many_into(
-        self, deadline: Deadline, keys: Sequence[str], buffers: Sequence[Any], raise_errors: bool = False
+        self,
+        deadline: Deadline,
+        keys: Sequence[str],
+        buffers: Sequence[Any],
+        raise_errors: bool = False,
+        proofs: Sequence[ranges.Proof] = (),
     ) -> Logic[list[int | TanghuluError]]:
-        """A size or an error for each key."""
+        """A size or an error for each key; ``proofs`` are of values that move, one for each key if there are any."""
         keys = as_keys(keys)
         if len(keys) != len(buffers):
             raise InvalidRequest(f"{len(keys)} keys and {len(buffers)} buffers do not belong together")
         ops = [_get_op(key, *_destination(buffer)) for key, buffer in zip(keys, buffers, strict=True)]
+        for op, proof in zip(ops, proofs, strict=False):
+            op.proof = proof
         yield from gets.fetch(self._context, deadline, ops, self._flush)
         for op in ops:
             ranges.scatter_result(op)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -32,6 +32,22 @@ class Range(NamedTuple):
     length: int | None
 
 
+class Proof(Protocol):
+    """What shows a whole value to be right by itself, at the price of one look at its bytes as they come."""
+
+    def begin(self) -> None:
+        """The value comes now, perhaps once more."""
+
+    def add(self, piece: memoryview) -> None:
+        """See ``Digest`` of the transfer engine."""
+
+    def void(self) -> None:
+        """See ``Digest``."""
+
+    def holds(self) -> bool:
+        """Whether what has arrived is right. If not, the checksums say whether it is at least what was put."""
+
+
 @dataclass(slots=True)
 class GetOp:
     """One key to read: into ``buffer``, or into a Chunk where that is None. Done when ``result`` is set.
@@ -44,6 +60,7 @@ class GetOp:
     buffer: Buffer | None = None
     part: Range | None = None
     pieces: Sequence[Buffer] = ()
+    proof: Proof | None = None
     holders: list[PeerId] = field(default_factory=list)
     tried: set[PeerId] = field(default_factory=set)
     located: bool = False
