@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from tanghulu.auth.certificate_roles import CONDUCTOR
+from tanghulu.auth.certificate_roles import CONDUCTOR, require_role, shown_roles
 from tanghulu.auth.credentials import Credentials, from_metadata
 from tanghulu.auth.derived_tokens import is_token
 from tanghulu.auth.tenants import Right
@@ -96,6 +96,7 @@ class PeerServicer(conductor_pb2_grpc.ConductorPeerServicer):
 
     def _admit(self, request: pb.PeerFollow, context: Context) -> None:
         self._authorize(context)
+        require_role(shown_roles(context.auth_context()), CONDUCTOR, "to follow a conductor")
         if request.protocol_version != PROTOCOL_VERSION:
             raise InvalidRequest(
                 f"conductor {request.conductor_id} speaks version {request.protocol_version} between conductors, "

@@ -20,6 +20,9 @@ from tanghulu.discovery.base import Instance
 from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.errors import ConfigError, Forbidden, TanghuluError
 from tanghulu.masters import Masters
+from tanghulu.protos import directory_pb2
+from tanghulu.rpc.fast_aio import AsyncFastConnection
+from tanghulu.store.protocol.methods import ANNOUNCE
 from tanghulu.types import Address, InstanceId, Role
 from tests.store.cluster import Process
 
@@ -103,7 +106,19 @@ def test_a_process_registers_in_the_role_of_its_certificate(tmp_path):
         async with MasterDiscovery(masters) as discovery:
             await (await discovery.register(instance)).close()
 
+    async def announce(certificate):
+        connection = await AsyncFastConnection.connect(
+            Address.parse(master.address), tls=shown(certificate).to("master")
+        )
+        call = ANNOUNCE.call(directory_pb2.AnnounceRequest(node_id="n"))
+        try:
+            await connection.call(call.method, call.request, call.reply_type, deadline_s=30)
+        finally:
+            await connection.close()
+
     try:
+        with pytest.raises(Forbidden, match="to announce chunks needs the certificate of a node"):
+            asyncio.run(announce("worker"))
         asyncio.run(register("worker", Role.DECODE))
         asyncio.run(register("node", Role.NODE))
         for certificate, role in (("client", Role.DECODE), ("worker", Role.NODE), ("conductor", Role.MASTER)):

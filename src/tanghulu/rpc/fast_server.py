@@ -74,6 +74,7 @@ class Peer:
 
     ``identity`` is who it has shown to be, where there is a gate; ``hang_up`` ends the connection. ``version`` is what
     both speak: the lowest, if no HELLO has told another. ``pidfd`` opens a pidfd of the process, for the caller.
+    ``roles`` are those in its certificate, see ``certificate_roles``.
     """
 
     pid: int | None  # of the process at the other end (Unix sockets only); see ``peer_process``
@@ -85,6 +86,7 @@ class Peer:
     version: int = SPOKEN.lowest
     hang_up: Callable[[], None] = lambda: None
     pidfd: Callable[[], int] | None = None
+    roles: frozenset[str] = frozenset()
 
 
 class Later:

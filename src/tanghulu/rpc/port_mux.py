@@ -355,6 +355,7 @@ class _Sniffer(asyncio.Protocol):
     def _pass_on(self, transport: asyncio.Transport) -> None:
         """From now on the fast lane's protocol hears of the connection itself."""
         peer = _peer(transport)
+        peer.roles = self._mux.roles(transport)
         peer.on_close.append(lambda: self._mux.leave(transport))
         target = FastServerProtocol(self._mux.service, peer)
         transport.set_protocol(target)

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import grpc.aio
 import structlog
 
+from tanghulu.auth.certificate_roles import NODE, require_role
 from tanghulu.errors import NodeUnavailable, NotLeader, StoreFull, TanghuluError
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc, store_pb2
@@ -157,6 +158,7 @@ class DirectoryCalls:
 
     def _announce_on(self, peer: Peer, request: pb.AnnounceRequest, attachment: memoryview) -> pb.AnnounceReply:
         """``announce`` of a node whose connection tells of its end."""
+        require_role(peer.roles, NODE, "to announce chunks")
         reply = self.announce(request)
         if peer.state is None:
             peer.state = node_id = request.node_id

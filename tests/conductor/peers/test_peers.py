@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from tanghulu.auth.credentials import Credentials, TlsFiles
+from tanghulu.cli import certs
 from tanghulu.conductor.main import Conductor, ConductorConfig
 from tanghulu.conductor.peers import group, wire
 from tanghulu.conductor.peers.inbox import PeerRequests
@@ -23,7 +24,7 @@ from tanghulu.conductor.routing.requests import WorkerLoad
 from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.memory import MemoryDiscovery, MemoryRegistry
-from tanghulu.errors import NodeUnavailable, Unauthorized
+from tanghulu.errors import Forbidden, NodeUnavailable, Unauthorized
 from tanghulu.types import BlockHash, InstanceId, Role
 from tests.conductor.fake_worker import FakeWorker
 from tests.tls_files import Authority
@@ -243,6 +244,22 @@ async def test_with_certificates_the_streams_are_encrypted(tmp_path: Path):
             for credentials in (plain, no_certificate):
                 with pytest.raises(NodeUnavailable):
                     await anext(wire.follow(two.peers.address, "three", credentials))
+            two.dispatcher.own.freed("r")
+
+
+async def test_only_conductors_are_told_where_certificates_name_roles(tmp_path: Path):
+    certs.make(tmp_path, ("127.0.0.1",), 1)
+    ca = str(tmp_path / "ca.pem")
+    files = {role: (str(tmp_path / f"{role}.pem"), str(tmp_path / f"{role}.key")) for role in ("conductor", "worker")}
+    cert, key = files["conductor"]
+    options = {"tls_cert": cert, "tls_key": key, "tls_ca": ca, "token": "secret"}
+    async with MemoryDiscovery(MemoryRegistry()) as discovery, conductor(discovery, "one", **options) as (one, _):
+        async with conductor(discovery, "two", **options) as (two, _):
+            two.dispatcher.own.began(begun("r"))
+            await until(lambda: len(one.dispatcher.peers) == 1)
+            worker = Credentials("", "secret", TlsFiles(*files["worker"], ca))
+            with pytest.raises(Forbidden, match="needs the certificate of a conductor"):
+                await anext(wire.follow(two.peers.address, "three", worker))
             two.dispatcher.own.freed("r")
 
 
