@@ -30,7 +30,8 @@ MAX_PATTERN_CHARACTERS: Final = 1024
 MAX_EDGES: Final = 2048
 #: Parts of an expression that are looked at, each as often as it is repeated.
 _MAX_PARTS: Final = 4096
-_MAX_REMEMBERED_CHARACTERS: Final = 512
+#: Places of all characters whose places are remembered, and one for each character: 2 MiB at most.
+_MAX_REMEMBERED: Final = 1 << 15
 #: Warnings are switched off for the whole process while an expression is parsed.
 _parsing: Final = threading.Lock()
 _CATEGORIES: Final[dict[Any, Callable[[str], bool]]] = {
@@ -67,6 +68,7 @@ class StopPattern:
         self._num_edges = 0
         self._num_parts = 0
         self._by_character: dict[str, frozenset[int]] = {}
+        self._num_remembered = 0
         if len(source) > MAX_PATTERN_CHARACTERS:
             raise self._refusal(f"has more than {MAX_PATTERN_CHARACTERS} characters")
         try:
@@ -111,8 +113,11 @@ class StopPattern:
 
     def _accepting(self, character: str) -> frozenset[int]:
         found = frozenset[int]().union(*(places for matches, places in self._places.values() if matches(character)))
-        if len(self._by_character) < _MAX_REMEMBERED_CHARACTERS:
-            self._by_character[character] = found
+        self._num_remembered += len(found) + 1
+        if self._num_remembered > _MAX_REMEMBERED:
+            self._by_character.clear()
+            self._num_remembered = len(found) + 1
+        self._by_character[character] = found
         return found
 
     # --- building

@@ -107,6 +107,15 @@ def test_a_class_is_made_and_looked_through_once_however_often_it_is_repeated(mo
     assert pattern.num_moves == 2000 + 1999
 
 
+def test_what_characters_match_is_remembered_within_bounds():
+    pattern = StopPattern("[^x]{2000}")
+    matcher = PatternMatcher([pattern])
+    for code in range(0x4E00, 0x4E00 + 1000):
+        matcher.feed(chr(code))
+        assert sum(map(len, pattern._by_character.values())) <= stop_regex._MAX_REMEMBERED
+    assert pattern._by_character
+
+
 def test_letters_whose_upper_case_is_longer_meet_a_class_in_any_case():
     matcher = PatternMatcher([StopPattern("(?i)[a-zß]+!")])
     assert (matcher.feed("1ßA!"), matcher.matched) == ("1", "(?i)[a-zß]+!")
