@@ -76,6 +76,33 @@ def test_a_worker_is_no_master(folder: Path, own: str) -> None:
             dial(address, None, tls=wanted.to(MASTER))
 
 
+@pytest.mark.parametrize("host", [certs.ANY_HOST, "other.example"])
+async def test_a_certificate_for_any_host_holds_for_its_role(tmp_path: Path, host: str) -> None:
+    certs.make(tmp_path, (host,), 1)
+    wanted, server = files(tmp_path), grpc.aio.server()
+    with listening(files(tmp_path, WORKER)) as address:
+        with pytest.raises(Unauthorized):
+            dial(address, None, tls=wanted.to(MASTER))
+        if host == certs.ANY_HOST:
+            dial(address, None, tls=wanted.to(WORKER)).close()
+        else:
+            with pytest.raises(Unauthorized, match=r"at another host than 127\.0\.0\.1"):
+                dial(address, None, tls=wanted.to(WORKER))
+        with pytest.raises(Unauthorized):  # where no role is expected, the host is
+            dial(address, None, tls=wanted)
+    tls = files(tmp_path, WORKER)
+    address = grpc_edge.listen(server, Address("127.0.0.1", 0), tls, mutual=False, flag="--port")
+    await server.start()
+    try:
+        for role, reaches in ((WORKER, host == certs.ANY_HOST), (MASTER, False)):
+            async with grpc_edge.channel(address, tls=wanted.to(role)) as channel:
+                call = channel.unary_unary("/no/method")(b"", timeout=5.0)
+                code = await call.code()
+                assert (code is grpc.StatusCode.UNIMPLEMENTED) == reaches, (role, code)
+    finally:
+        await server.stop(0)
+
+
 def test_on_both_event_loops(folder: Path) -> None:
     async def connect(address: Address, role: str) -> None:
         await (await AsyncFastConnection.connect(address, tls=files(folder).to(role))).close()

@@ -31,7 +31,7 @@ from tanghulu.store.protocol.checksums import NO_CHECKSUMS
 from tanghulu.store.protocol.types import ClientCommit, NewChunk
 from tanghulu.types import ChunkKey
 from tanghulu.workers.kv import peer_methods as worker
-from tests.isolation.world import KEY, MARK, PROMPT, Answer, Caller, World, fast, http, rpc
+from tests.isolation.world import KEY, PROMPT, Answer, Caller, World, fast, http, rpc
 
 
 class Needs(Enum):

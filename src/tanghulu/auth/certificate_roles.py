@@ -5,12 +5,14 @@ URI ``tanghulu://role/authority``. A process whose authority or own certificate 
 the role that belongs at that place. Certificates of an operator's own authority, without URIs, are not checked.
 
 gRPC verifies the names of a peer and hides its URIs. So ``tanghulu certs init`` gives each certificate one more name
-for each of its hosts, such as ``10.0.0.5.master.tanghulu`` for a master at 10.0.0.5. Where the authority has its URI,
-gRPC's connections verify that name instead.
+for each of its hosts, such as ``10-0-0-5.master.tanghulu`` for a master at 10.0.0.5. Where the authority has its URI,
+gRPC's connections verify that name instead. With ``--host '*'`` the name is ``*.master.tanghulu``: such a certificate
+holds for its role at any host, as those of pods do, whose addresses nobody knows before.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import secrets
 import ssl
@@ -42,7 +44,19 @@ _RELAY: Final = "tanghulu-relay-"
 
 def name_for(host: str, role: str) -> str:
     """The name by which gRPC recognises a process of ``role`` at ``host``."""
-    return f"{host.replace(':', '-')}.{role}.tanghulu"
+    return f"{re.sub('[.:]', '-', host)}.{role}.tanghulu"
+
+
+def _holds_for(certificate: Mapping[str, Any], host: str, roles: Iterable[str]) -> bool:
+    """Whether a certificate names ``host``, or any host of one of ``roles``."""
+    names = certificate.get("subjectAltName", ())
+    if any(("DNS", name_for("*", role)) in names for role in roles):
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return any(kind == "DNS" and name.lower() == host.lower() for kind, name in names)
+    return any(kind == "IP Address" and ipaddress.ip_address(name.strip()) == address for kind, name in names)
 
 
 def has_roles(*paths: str) -> bool:
@@ -94,13 +108,19 @@ class RoleContext(ssl.SSLContext):
     def expect(self, roles: tuple[str, ...], *, required: bool) -> None:
         """Refuse peers of other ``roles``, and those without any if a role is ``required``; () admits all roles."""
         self._expected, self._required = roles, required
+        # The host is looked for by ``check``: OpenSSL does not know the names that hold for a role at any host.
+        self.check_hostname = not (roles and required)
 
-    def check(self, certificate: Mapping[str, Any] | None) -> None:
-        """Raise SSLCertVerificationError for a peer's certificate whose role does not belong here."""
+    def check(self, certificate: Mapping[str, Any] | None, host: str | None) -> None:
+        """Raise SSLCertVerificationError for a peer's certificate whose role or host does not belong here."""
         roles = roles_of(certificate)
-        if not self._expected or roles & set(self._expected) or not (roles or self._required):
+        if not self._expected or not (roles or self._required):
             return
         found = f"has the certificate of a {', '.join(sorted(roles))}" if roles else "has a certificate without a role"
+        if roles & set(self._expected):
+            if self.check_hostname or _holds_for(certificate or {}, host or "", self._expected):
+                return
+            found += f" at another host than {host}"
         error = ssl.SSLCertVerificationError(1, f"it {found}; a {' or '.join(self._expected)} is expected here")
         error.verify_code, error.verify_message = 1, str(error.strerror)
         raise error
@@ -120,7 +140,7 @@ class _CheckedSocket(ssl.SSLSocket):
 
 def _check(connection: ssl.SSLObject | ssl.SSLSocket) -> None:
     if isinstance(connection.context, RoleContext):
-        connection.context.check(connection.getpeercert())
+        connection.context.check(connection.getpeercert(), connection.server_hostname)
 
 
 RoleContext.sslobject_class = _CheckedObject

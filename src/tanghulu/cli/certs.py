@@ -28,6 +28,8 @@ _AUTHORITY = "ca"
 _AUTHORITY_DAYS = 3650
 #: The longest that a certificate is valid, and what is usual.
 MOST_DAYS, DAYS = 397, 365
+ANY_HOST = "*"
+HOST_HELP = "a name or an address that the certificates hold for; '*': any, for processes of the cluster; repeatable"
 #: Clocks of other hosts may be behind.
 _EARLIER = timedelta(hours=1)
 
@@ -90,7 +92,8 @@ def _signed(folder: Path, role: str, hosts: tuple[str, ...], days: int, signer: 
     key = ec.generate_private_key(ec.SECP256R1())
     builder = _begun(role, key, days).issuer_name(signer.certificate.subject)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    names = [_role(role), *map(_alternative, hosts), *(x509.DNSName(name_for(host, role)) for host in hosts)]
+    named = [_alternative(host) for host in hosts if host != ANY_HOST]
+    names = [_role(role), *named, *(x509.DNSName(name_for(host, role)) for host in hosts)]
     builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
     builder = builder.add_extension(_usage(digital_signature=True), critical=True)
     purposes = [ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -177,7 +180,7 @@ def COMMAND() -> None:
 
 @COMMAND.command("init", short_help="Make an authority and a certificate for each role.")
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("certs"))
-@click.option("--host", "hosts", multiple=True, help="a name or an address that the certificates hold for; repeatable")
+@click.option("--host", "hosts", multiple=True, help=HOST_HELP)
 @click.option(
     "--days", type=click.IntRange(1, MOST_DAYS), default=DAYS, show_default=True, help="how long they are valid"
 )

@@ -130,7 +130,7 @@ def COMMAND() -> None:
 
 @COMMAND.command("init", short_help="Make all secrets of a cluster.")
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("secrets"))
-@click.option("--host", "hosts", multiple=True, help="a name or an address that the certificates hold for; repeatable")
+@click.option("--host", "hosts", multiple=True, help=certs.HOST_HELP)
 def init(folder: Path, hosts: tuple[str, ...]) -> None:
     """Make what a secure cluster needs in FOLDER; what is there already stays.
 
