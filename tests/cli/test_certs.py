@@ -50,7 +50,7 @@ def test_the_commands_of_security_md(tmp_path):
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-ec", block], cwd=tmp_path, env=os.environ | path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert {"certs", "keys.toml"} <= set(os.listdir(tmp_path))
+    assert {"certs", "keys.toml", "tokens.toml", "cluster.secret"} <= set(os.listdir(tmp_path / "secrets"))
     assert re.search(r"tgh_\w+", done.stdout)
     assert "[[tokens]]" in done.stderr
 
