@@ -62,7 +62,8 @@ def _problems(world: World, row: Row, name: str) -> Iterator[str]:
         yield f"told of acme: {got}"
     if row.target:
         like = row.call(world, caller, absent)
-        if _bare(got, victim) != _bare(like, absent):
+        served = row.needs is Needs.KNOWN and name == "mallory"  # what it gets is its own
+        if got[0] != like[0] or (not served and _bare(got, victim) != _bare(like, absent)):
             yield f"told apart what there is ({got}) from what there is not ({like})"
 
 
