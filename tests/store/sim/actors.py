@@ -412,9 +412,10 @@ class _Submitted:
     errors: list[TanghuluError | None] = field(default_factory=list)
 
     async def wait_async(self, deadline_s: float) -> _Submitted:
+        until_s = asyncio.get_running_loop().time() + deadline_s
         for request in self.requests:
             try:
-                await self.engine._move(request, deadline_s)
+                await self.engine._move(request, until_s)
                 self.errors.append(None)
             except TanghuluError as error:
                 self.errors.append(error)
@@ -435,16 +436,18 @@ class SimEngine:
         return _Remote(self._world, descriptor, session.session_id, node.memory if mapped else None)
 
     async def transfer_async(self, requests: Sequence[TransferRequest], deadline_s: float) -> None:
+        until_s = asyncio.get_running_loop().time() + deadline_s
         for request in requests:
-            await self._move(request, deadline_s)
+            await self._move(request, until_s)
 
-    async def _move(self, request: TransferRequest, deadline_s: float) -> None:
+    async def _move(self, request: TransferRequest, until_s: float) -> None:
         remote: Any = request.target
         network: Network = self._world.network
         await asyncio.sleep(network.latency_s(self._host, remote.node))
         node = self._world.nodes.get(remote.node)
         if network.is_cut(self._host, remote.node):
-            await asyncio.sleep(min(deadline_s, 1.0))
+            left_s = until_s - asyncio.get_running_loop().time()
+            await asyncio.sleep(min(max(left_s, 0.0), 1.0))
             raise TransferFailed(f"{remote.node} does not answer")
         if node is None or not node.alive or node.generation != remote.generation:
             raise TransferFailed(f"{remote.node} is gone")
