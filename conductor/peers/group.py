@@ -87,12 +87,12 @@ class PeerGroup:
         tls = self._credentials.tls
         if tls and not tls.cert:
             _log.warning("peers.not_told", why="--tls-ca is given without --tls-cert, and peers speak TLS")
-            return
-        listening = listen(self._server, Address(host, port), tls or None, mutual=bool(tls.ca), flag="--peer-port")
-        self.address = Address(reachable_host, listening.port)
-        servicer.addresses = {str(self.address), str(Address(host, listening.port))}
-        if self._tokens is not None:
-            self._tokens.answer_at(self.address, Address(host, listening.port))
+        else:
+            listening = listen(self._server, Address(host, port), tls or None, mutual=bool(tls.ca), flag="--peer-port")
+            self.address = Address(reachable_host, listening.port)
+            servicer.addresses = {str(self.address), str(Address(host, listening.port))}
+            if self._tokens is not None:
+                self._tokens.answer_at(self.address, Address(host, listening.port))
         await self._server.start()
 
     async def follow(self, discovery: Discovery, namespace: str) -> None:

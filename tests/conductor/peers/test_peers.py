@@ -247,6 +247,12 @@ async def test_with_certificates_the_streams_are_encrypted(tmp_path: Path):
             two.dispatcher.own.freed("r")
 
 
+async def test_without_a_certificate_nothing_is_told_plainly(tmp_path: Path):
+    options = {"tls_ca": Authority(tmp_path).ca, "token": "secret"}
+    async with MemoryDiscovery(MemoryRegistry()) as discovery, conductor(discovery, "one", **options) as (one, _):
+        assert one.peers.told_address == ""
+
+
 async def test_only_conductors_are_told_where_certificates_name_roles(tmp_path: Path):
     certs.make(tmp_path, ("127.0.0.1",), 1)
     ca = str(tmp_path / "ca.pem")
