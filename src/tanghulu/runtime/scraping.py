@@ -14,6 +14,7 @@ from typing import TypeAlias
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from tanghulu.auth.certificate_roles import ROLES
 from tanghulu.auth.credentials import NO_TLS, NOTHING_TO_SHOW, Credentials, TlsFiles
 from tanghulu.auth.tls import client_context
 from tanghulu.errors import InvalidRequest
@@ -65,7 +66,7 @@ async def scrape(addresses: Iterable[str], credentials: Credentials = NOTHING_TO
     async with httpx.AsyncClient(
         trust_env=False,
         timeout=DEADLINE_S,
-        verify=client_context(credentials.tls),
+        verify=client_context(credentials.tls.to(*ROLES)),
         headers={"accept-encoding": "identity"},
         follow_redirects=False,
     ) as http:
