@@ -107,8 +107,8 @@ class GlobalRouter:
         """Take an event of Discovery on the conductors of ``pool``."""
         instance, members = event.instance, self.forwarder.members[pool]
         if instance is not None and event.kind is EventKind.PUT:
-            encrypted = self.config.tls or instance.attributes.get("scheme") == "https"
-            scheme = "https" if encrypted else "http"
+            is_tls = bool(self.config.tls) or instance.attributes.get("scheme") == "https"
+            scheme = "https" if is_tls else "http"  # callers' keys never go in clear text where there is TLS
             members.add(instance.id, f"{scheme}://{instance.address}")
         elif instance is not None and event.kind is EventKind.DELETE:
             members.remove(instance.id)
