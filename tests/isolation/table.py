@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import numpy as np
 from google.protobuf.message import Message
 
 from tanghulu.protos import (
@@ -31,7 +32,7 @@ from tanghulu.store.protocol.checksums import NO_CHECKSUMS
 from tanghulu.store.protocol.types import ClientCommit, NewChunk
 from tanghulu.types import ChunkKey
 from tanghulu.workers.kv import peer_methods as worker
-from tests.isolation.world import KEY, PROMPT, Answer, Caller, World, fast, http, rpc
+from tests.isolation.world import KEY, Answer, Caller, World, fast, http, rpc
 
 
 class Needs(Enum):
@@ -299,9 +300,8 @@ _INFERENCE: _Http = {
     ("POST", "/abort_request"): (_O, "request", "/abort_request", {"rid": "{target}"}),
     ("POST", "/tokenize"): (_I, "", "/tokenize", {"prompt": "hello"}),
     ("POST", "/detokenize"): (_I, "", "/detokenize", {"tokens": [1]}),
-    ("POST", "/route"): (_O, "prompt", "/route", {"prompt": "{target}"}),
+    ("POST", "/route"): (_O, "tokens", "/route", {"prompt": "{token_ids}"}),
 }
-ABSENT |= {"prompt": "no-such-thing-ever " * 40}
 CONDUCTOR: _Http = {
     **_PROBES,
     **_INFERENCE,
@@ -394,10 +394,8 @@ def _http(point: str, method: str, path: str, body: Any) -> Callable[[World, Cal
         if isinstance(body, dict):
             text = json.dumps(body).replace("{target}", target)
             filled = json.loads(text)
-            if filled.get("tokens") == "{token_ids}":
-                filled["tokens"] = [
-                    int.from_bytes(bytes.fromhex(target)[i : i + 4], "little") for i in range(0, len(target) // 2, 4)
-                ]
+            for name in (name for name, value in filled.items() if value == "{token_ids}"):
+                filled[name] = np.frombuffer(bytes.fromhex(target), "<u4").tolist()
         secret = caller.token if point == "gateway" else caller.key
         return http(
             world,
@@ -424,4 +422,4 @@ def rows() -> list[Row]:
     return [*fast_rows(), *grpc_rows(), *http_rows()]
 
 
-__all__ = ["ABSENT", "GATEWAY", "HTTP", "PROMPT", "Needs", "Row", "grpc_methods", "rows"]
+__all__ = ["ABSENT", "GATEWAY", "HTTP", "Needs", "Row", "grpc_methods", "rows"]

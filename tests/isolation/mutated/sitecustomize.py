@@ -23,10 +23,11 @@ for _rule in (
     wire.RULES["/tanghulu.v1.ConductorPeer/Follow"],
 ):
     object.__setattr__(_rule, "right", None)
-object.__setattr__(methods.GET.rule, "scope", None)
+object.__setattr__(methods.EXISTS.rule, "scope", None)
 servicer.RIGHTS["/tanghulu.v1.Inference/Abort"] = None
 grpc_api.RIGHTS["/tanghulu.v1.Router/ReportLoad"] = KeyRight.INFERENCE
-Service.abort = lambda self, *args, **named: 1  # type: ignore[method-assign]
+_abort = Service.abort
+Service.abort = lambda self, call_id, key=None: _abort(self, call_id)  # type: ignore[method-assign]
 route_rights.CONDUCTOR.table["/debug/requests"] = Need.ANY_KEY
 route_rights.POOL_ROUTER.table["/pools"] = Need.ANY_KEY
 route_rights.ROUTING_SERVICE.table["/workers"] = Need.INFERENCE
