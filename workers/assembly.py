@@ -156,7 +156,8 @@ class WorkerServer:
         store = None
         if config.store:
             if not self._secret:
-                _log.warning("worker.no_cluster_secret", hint=_WITHOUT_SECRET)
+                say = _log.info if config.tokens is None else _log.warning  # without tokens nobody is kept out anyway
+                say("worker.no_cluster_secret", hint=_WITHOUT_SECRET)
             store = StoreAdapter(
                 config.master,
                 loaded.fingerprint,

@@ -19,7 +19,6 @@ from typing import Any
 
 import httpx
 
-from tanghulu.auth.cluster_secret import make_cluster_secret
 from tanghulu.auth.credentials import NO_TLS
 from tanghulu.auth.tls import client_context
 from tanghulu.cli.children import ChildProcess
@@ -113,7 +112,7 @@ class UpConfig(SecretOptions):
     secure: bool = option(
         False, "certificates, tokens and API keys for all doors of the cluster, made in --state-dir at the first start"
     )
-    state_dir: Path = option(Path(".tanghulu"), "cluster.json, cluster.secret and logs go here")
+    state_dir: Path = option(Path(".tanghulu"), "cluster.json and logs go here")
     log_level: str = option("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
@@ -170,8 +169,7 @@ class Cluster:
     ) -> None:
         self._config = config
         self._secure = secure
-        folder = config.state_dir if secure is None else secure.folder
-        self._secret = config.cluster_secret or f"@{make_cluster_secret(folder / 'cluster.secret')}"
+        self._secret = config.cluster_secret or ("" if secure is None else f"@{secure.folder / 'cluster.secret'}")
         self._file = file
         self._tables = _tables_of_parts(file)
         self._board = board
@@ -216,7 +214,7 @@ class Cluster:
         table, secure = self._tables.get(role, {}), self._secure
         shown = [] if secure is None else secure.options(role)
         if role in _KNOW_SECRET:
-            base += ["--cluster-secret", self._secret]
+            base += ["--cluster-secret", self._secret] if self._secret else []
         given = without_options([*base, "--metrics-port", str(metrics), *arguments, *shown], table)
         if secure is not None:
             given += secure.flags(role)

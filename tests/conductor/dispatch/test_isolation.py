@@ -9,6 +9,7 @@ import structlog
 
 from tanghulu.conductor.dispatch import worker_session
 from tanghulu.errors import Overloaded
+from tanghulu.hashing import joined
 from tanghulu.types import RequestId
 from tests.conductor.cluster import running_cluster
 
@@ -25,7 +26,7 @@ async def test_a_request_that_cannot_be_routed_fails_alone(tmp_path, monkeypatch
         choose = cluster.dispatcher.router.choose
 
         def breaks(flight, model):
-            assert flight.request.salt != b"broken"
+            assert flight.request.salt != joined(b"broken", b"")
             return choose(flight, model)
 
         monkeypatch.setattr(cluster.dispatcher.router, "choose", breaks)

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from tanghulu.conductor.grpc_api.replies import PIECE_TOKENS
+from tanghulu.hashing import joined
 from tanghulu.protos import inference_pb2 as pb
 from tanghulu.types import Role
 from tests.conductor.fake_worker import CONTEXT, EOS, TOKENIZER
@@ -187,7 +188,7 @@ async def test_all_that_can_be_sampled_by_reaches_the_worker(served):
     assert dict(got.logit_bias) == {3: 1.5}
     assert (submit.stop.max_new_tokens, submit.stop.min_tokens, submit.stop.ignore_eos) == (3, 1, True)
     assert list(submit.stop.stop_token_ids) == [9]
-    assert submit.salt == b"s"
+    assert submit.salt == joined(b"s", b"")
 
 
 BAD = [

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tanghulu.errors import Conflict
 from tanghulu.store.followed_ranges import EventCursor
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory import ranges
@@ -198,12 +199,13 @@ def test_leases_and_directory_keep_in_step() -> None:
     assert kinds == [DirectoryEventKind.STORED, DirectoryEventKind.NODE_GONE]
 
 
-def test_a_node_that_becomes_something_else_leaves_the_directory() -> None:
+def test_a_node_stays_in_the_directory_when_something_else_takes_its_id() -> None:
     master = Master(1, now_s=0.0)
     master.register(instance("n"), 1.0, 0.0)
-    master.register(instance("n", Role.BOTH), 1.0, 0.0)
+    with pytest.raises(Conflict, match="is a node and cannot register as a worker"):
+        master.register(instance("n", Role.BOTH), 1.0, 0.0)
     master.check()
-    assert master.directory.num_nodes == 0
+    assert master.directory.num_nodes == 1
 
 
 def test_a_master_that_stood_still_does_not_blame_the_others() -> None:
