@@ -28,7 +28,7 @@ from tests.store.sim.shared_world import SharedWorld
 
 #: Lives of every run; seeds that fail join them.
 SEEDS = (10, 53, 5003, 10133, 10230, 40241)
-_MUTANT_LIVES = 25
+_MUTANT_LIVES = 100
 #: Masters come and go, and stand still, while nodes, clients and the links between them stay.
 _MOVING = Plan(2, 6, 40, 8.0, 8 << 20, 0.5, faults=(), sizes=(10, 3000), removals=0.1, num_masters=3, master_faults=1.0)
 #: Their machines stand still with their clocks, so that they take themselves for owners when they wake.
@@ -49,7 +49,7 @@ _DOUBLED = Plan(
 )  # fmt: skip
 #: Few keys that are removed twice at once, and put again at once, while nodes' messages wait for masters.
 _REMOVED_TWICE = Plan(
-    2, 6, 4, 8.0, 8 << 20, 0.3, (), (10, 3000), removals=4.0, num_masters=2,
+    2, 6, 4, 20.0, 8 << 20, 0.3, (), (10, 3000), removals=4.0, num_masters=2,
     master_faults=1.0, master_kinds=("stop",), near=1.0, doubled=0.5,
 )  # fmt: skip
 #: Few keys that are removed and put again elsewhere, while links tear and masters stand still: what was told, and was
