@@ -32,7 +32,7 @@ from tanghulu.store.protocol.checksums import NO_CHECKSUMS
 from tanghulu.store.protocol.types import ClientCommit, NewChunk
 from tanghulu.types import ChunkKey
 from tanghulu.workers.kv import peer_methods as worker
-from tests.isolation.world import KEY, Answer, Caller, World, fast, http, rpc
+from tests.isolation.world import KEY, Answer, Caller, World, data, fast, http, rpc, unix
 
 
 class Needs(Enum):
@@ -42,6 +42,7 @@ class Needs(Enum):
     KNOWN = "a token or key"  # whoever is known gets an answer, which tells nothing of others
     OWN = "a token or key, and the thing must be its own"
     OPERATOR = "a right that only operators have"
+    SECRET = "the secret of a session, which only its client has"
 
 
 @dataclass(frozen=True)
@@ -417,9 +418,32 @@ def _metrics(role: str, path: str) -> Callable[[World, Caller, str], Answer]:
     return call
 
 
+def data_rows() -> Iterator[Row]:
+    """Of the ports of transfers, and of the Unix socket beside a port."""
+    for role in ("node", "prefill"):
+        yield Row(
+            f"data port of {role}",
+            "hello",
+            Needs.SECRET,
+            lambda w, c, t, role=role: data(w, c, role, int(t), 1),  # type: ignore[misc]
+            f"{role} session",
+        )
+    yield Row("data port of node", "read", Needs.OWN, lambda w, c, t: data(w, c, "node", 0, int(t)), "lease")
+    yield Row(
+        "Unix socket of node",
+        "exists",
+        Needs.OWN,
+        lambda w, c, t: unix(w, c, "node", store.EXISTS, store_pb2.ExistsRequest(keys=[t])),
+        "scoped",
+    )
+
+
+ABSENT |= {"node session": str((1 << 50) + 3), "prefill session": str((1 << 50) + 5)}
+
+
 def rows() -> list[Row]:
     """All of them."""
-    return [*fast_rows(), *grpc_rows(), *http_rows()]
+    return [*fast_rows(), *grpc_rows(), *data_rows(), *http_rows()]
 
 
 __all__ = ["ABSENT", "GATEWAY", "HTTP", "Needs", "Row", "grpc_methods", "rows"]

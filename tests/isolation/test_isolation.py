@@ -52,7 +52,9 @@ def _problems(world: World, row: Row, name: str) -> Iterator[str]:
     caller = world.callers[name]
     victim, absent = world.victims.get(row.target, ""), ABSENT[row.target]
     got = row.call(world, caller, victim)
-    if row.needs is not Needs.NOTHING and name != "mallory" and got[0] not in _REFUSED:
+    if row.needs is Needs.SECRET and got[0] == "ok":
+        yield f"was let in: {got}"
+    if row.needs not in (Needs.NOTHING, Needs.SECRET) and name != "mallory" and got[0] not in _REFUSED:
         yield f"was let in: {got}"
     if row.needs is Needs.OPERATOR and name == "mallory" and got[0] not in _FORBIDDEN:
         yield f"was not refused: {got}"
@@ -96,7 +98,13 @@ class Victim:
         assert self._store.put(KEY, VALUE).ok
         (node,) = self._store.stat(KEY).nodes
         world.victims |= {"node": node, "node address": _address_of(world, node)}
-        self._connection, _ = world.greeted("acme", world.address("node"))
+        self._connection, welcome = world.greeted("acme", world.address("node"))
+        world.segments["node"], world.victims["node session"] = welcome.segment, str(welcome.session.session_id)
+        self._worker, of_worker = world.greeted("cluster", world.address("prefill"))
+        world.segments["prefill"], world.victims["prefill session"] = (
+            of_worker.segment,
+            str(of_worker.session.session_id),
+        )
         world.stack.callback(self._connection.close)
         pinned = self._connection.call(store.GET.number, GetRequest([KEY], 0), store.GET.reply).message.items[0]
         assert isinstance(pinned, Found)
@@ -185,6 +193,7 @@ class Victim:
         self._streams.join(60)
         self.http.close()
         self._connection.close()
+        self._worker.close()
 
 
 @pytest.fixture(scope="module", params=["tls", "tokens"])

@@ -36,6 +36,10 @@ from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.methods import HELLO, Method
 from tanghulu.store.client import Client
 from tanghulu.store.client.logic import messages
+from tanghulu.transfer_engine.core.config import EngineConfig
+from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
+from tanghulu.transfer_engine.core.slices import Opcode
+from tanghulu.transfer_engine.engine import TransferEngine, TransferRequest
 from tanghulu.types import Address
 from tests.e2e.cluster import START_DEADLINE_S, LiveCluster, eventually, running_cluster
 from tests.free_ports import free_port
@@ -93,6 +97,8 @@ class World:
     service_grpc: str = ""
     pool_router: str = ""
     victims: dict[str, str] = field(default_factory=dict)
+    #: The memory of a node and of a worker, as somebody who may greet them knows it.
+    segments: dict[str, SegmentDescriptor] = field(default_factory=dict)
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def processes(self, *roles: str) -> list[dict[str, Any]]:
@@ -102,6 +108,11 @@ class World:
         if role == "node" and self.victims:
             return self.victims["node address"]
         return str(self.processes(role)[0]["address"])
+
+    def unix_path(self, role: str) -> str:
+        """The Unix socket of the fast lane beside ``address``."""
+        with self.store("operator") as operator:
+            return next(each.unix_path for each in operator.nodes() if each.address == self.address(role))
 
     def url(self, address: str) -> str:
         plain = address.partition("://")[2] or address
@@ -163,6 +174,49 @@ def fast(world: World, caller: Caller, address: str, method: Method[Any, Any], r
         return error.code, error.message
     finally:
         connection.close()
+
+
+def unix(world: World, caller: Caller, role: str, method: Method[Any, Any], request: Any) -> Answer:
+    """One call on the fast lane's Unix socket, as programs of the same user on the same host can make it."""
+    path = world.unix_path(role)
+    connection = FastConnection(Address.parse(world.address(role)), path)
+    try:
+        if caller.token:
+            shown = Credentials(token=caller.token)
+            call = messages.hello(f"isolation-{caller.name}", shown, "elsewhere", False, ())
+            connection.call(call.method, call.request, call.reply_type, deadline_s=DEADLINE_S)
+        reply = connection.call(method.number, request, method.reply, deadline_s=DEADLINE_S)
+        return "ok", str(reply.message)
+    except TanghuluError as error:
+        return error.code, error.message
+    finally:
+        connection.close()
+
+
+def data(world: World, caller: Caller, role: str, session_id: int, lease_id: int) -> Answer:
+    """A read over the port of transfers, in a session of somebody's, and under somebody's lease.
+
+    A caller without a session of its own (``session_id`` other than 0) knows no secret and tries one.
+    """
+    segment = world.segments[role]
+    with contextlib.ExitStack() as stack:
+        session = SessionKey(session_id, bytes(range(16)))
+        if not session_id:
+            try:
+                connection, welcome = world.greeted(caller.name, world.address(role))
+            except TanghuluError as error:
+                return error.code, error.message
+            stack.callback(connection.close)
+            session = welcome.session
+        engine = TransferEngine(transports=["tcp"], host_id="elsewhere", config=EngineConfig(tls=world.tls))
+        stack.callback(engine.close)
+        try:
+            remote = engine.open_segment(segment, session)
+            into = bytearray(16)
+            engine.transfer([TransferRequest(Opcode.READ, into, remote, 0, 16, 0, lease_id)], DEADLINE_S)
+        except TanghuluError as error:
+            return error.code, error.message
+        return "ok", repr(into)
 
 
 def rpc(world: World, shown: Metadata, address: str, method: MethodDescriptor, request: Message) -> Answer:

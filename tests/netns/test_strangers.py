@@ -108,7 +108,7 @@ def test_a_client_with_a_foreign_authority_is_refused(secure: Strangers, tmp_pat
     assert len(metrics) >= 4
     calls: list[tuple[Any, ...]] = [("nodes", [cluster.master, token, shown])]
     calls += [("describe", [each, shown, token]) for each in workers]
-    calls += [("get", [f"{each}/metrics", shown], bearer) for each in metrics]
+    calls += [("get", [f"https://{each}/metrics", shown], bearer) for each in metrics]
     calls += [("get", [page, trusts]) for page in pages]
     refused = secure.tried(*calls)
     assert refused[0] in ("MasterUnavailable", "Unauthorized")
@@ -118,7 +118,7 @@ def test_a_client_with_a_foreign_authority_is_refused(secure: Strangers, tmp_pat
     # With the cluster's own, each of these doors opens: it is the authority that was refused.
     ours: list[tuple[Any, ...]] = [("nodes", [cluster.master, token, certs])]
     ours += [("describe", [each, certs, token]) for each in workers]
-    ours += [("get", [f"{each}/metrics", certs], bearer) for each in metrics]
+    ours += [("get", [f"https://{each}/metrics", certs], bearer) for each in metrics]
     ours += [("get", [page, certs]) for page in pages]
     let_in = secure.tried(*ours)
     assert let_in[:3] == ["1 nodes", "described", "described"]
@@ -146,7 +146,7 @@ def test_a_tenant_on_another_host_sees_no_other_tenant(secure: Strangers) -> Non
     eventually(known, 60, "the new token and the new key are known")
     metrics = [entry["metrics_address"] for entry in secure.cluster.entries()]
     for shown, status in ((acme, {401, 403}), ({}, {401})):
-        found = secure.tried(*(("get", [f"{each}/metrics", certs], shown) for each in metrics))
+        found = secure.tried(*(("get", [f"https://{each}/metrics", certs], shown) for each in metrics))
         assert {each for each, _ in found} <= status, found
     (_, state), (_, tenants) = secure.tried(
         ("get", [f"{gateway}/dashboard/state", certs], acme), ("get", [f"{gateway}/v1/tenants", certs], acme)
