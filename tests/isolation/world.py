@@ -139,7 +139,11 @@ class World:
         call = messages.hello(
             f"isolation-{caller}", Credentials(token=self.callers[caller].token), "elsewhere", False, ()
         )
-        return connection, messages.welcome(connection.call(call.method, call.request, call.reply_type))
+        try:
+            return connection, messages.welcome(connection.call(call.method, call.request, call.reply_type))
+        except TanghuluError:
+            connection.close()
+            raise
 
     @property
     def peer_port(self) -> int:
