@@ -73,13 +73,13 @@ class PeerGroup:
 
     @property
     def told_address(self) -> str:
-        """Where peers are told, "" for nowhere."""
+        """The address of the port for peers; "" without one."""
         return str(self.address) if self.address.port else ""
 
     async def start(self, host: str, port: int, reachable_host: str) -> None:
         """Tell peers on ``port`` (0 picks one) of ``host``. Raises ConfigError if it is taken.
 
-        Without a certificate nobody is told where others speak TLS.
+        Where there is TLS, a conductor without a certificate opens no port.
         """
         token = None if self._tokens else self._credentials.token
         servicer = wire.PeerServicer(self._own, token, self._end, self._abort)

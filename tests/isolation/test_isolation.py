@@ -61,12 +61,12 @@ def _problems(world: World, row: Row, name: str) -> Iterator[str]:
     if row.needs in (Needs.KNOWN, Needs.OWN) and name == "mallory" and got[0] in _REFUSED | _FORBIDDEN:
         yield f"was refused: {got}"
     if "acme" in got[1].replace(victim, "").lower():
-        yield f"told of acme: {got}"
+        yield f"revealed something of acme: {got}"
     if row.target:
         like = row.call(world, caller, absent)
         served = row.needs is Needs.KNOWN and name == "mallory"  # what it gets is its own
         if got[0] != like[0] or (not served and _bare(got, victim) != _bare(like, absent)):
-            yield f"told apart what there is ({got}) from what there is not ({like})"
+            yield f"answered for what exists ({got}) otherwise than for what does not ({like})"
 
 
 def _bare(answer: Answer, target: str) -> tuple[str, str]:

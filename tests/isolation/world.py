@@ -64,7 +64,7 @@ pools = [["all"]]
 STRANGERS = ("stranger", "unknown", "mallory")
 DEADLINE_S = 20.0
 
-#: What came of a call: a word for how it ended, and all that was told.
+#: The outcome of a call: its status, and the whole answer.
 Answer: TypeAlias = tuple[str, str]
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 

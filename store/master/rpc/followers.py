@@ -84,7 +84,7 @@ class _Follower:
 
     @property
     def _number(self) -> int:
-        """The number of the last change behind which the follower is, as it is told."""
+        """The number that this stream gives the last change that the follower has."""
         return self._sent if self._is_numbered_apart else self._cursor
 
     def _require(self) -> None:
