@@ -146,7 +146,7 @@ async def test_a_trailer_beyond_its_bound_ends_the_connection(last: bytes) -> No
     async with served(_echo) as address:
         assert (await _sent(address, begin + b"0\r\nx-a: b\r\n\r\n")).endswith(b"\r\n\r\n2")
         assert await _sent(address, begin + b"0\r\nx-a: ", *[last] * MANY) == b""
-        assert await _sent(address, begin + b"2;x=", *[last.replace(b"\r\n", b"")] * MANY) == b""
+        assert await _sent(address, begin + b"2;x=", *[b"y" * 16_384] * MANY) == b""
 
 
 async def test_a_long_body_is_no_header() -> None:

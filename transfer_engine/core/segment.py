@@ -156,6 +156,7 @@ class MemorySegment:
         os.close(self.fd)
         self.fd = -1
         unmap(self.view, self._area)
+        del self.view, self._area, self._toucher  # or this object would keep what others let go later
         if self.published is not None:
             self.published.close()
 
@@ -192,6 +193,7 @@ class PublishedArea:
         """Close the descriptor and unmap."""
         os.close(self.fd)
         unmap(self.view, self._area)
+        del self.view, self._area
 
 
 def _make_area(label: str, size_bytes: int, *, prefault: bool) -> tuple[int, mmap.mmap]:

@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +64,22 @@ def test_a_writer_writes_to_the_segment_alone(segment: MemorySegment) -> None:
     with pytest.raises(PermissionError):
         os.pwrite(again, b"x", 0)
     os.close(again)
+
+
+def test_slices_keep_a_closed_segment_mapped_and_no_longer() -> None:
+    segment = MemorySegment.create("s", SIZE, published_bytes=mmap.PAGESIZE)
+    assert segment.published is not None
+    before, slices = _num_mapped(), [segment.view[:5], segment.published.view[:5]]
+    slices[0][:] = b"hello"
+    segment.close()
+    assert bytes(slices[0]) == b"hello"
+    assert _num_mapped() == before
+    slices.clear()
+    assert _num_mapped() == before - 2
+
+
+def _num_mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:tanghulu-s")
 
 
 def test_a_kernel_without_the_seal(monkeypatch: pytest.MonkeyPatch) -> None:
