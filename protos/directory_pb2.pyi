@@ -89,22 +89,11 @@ class HotKey(_message.Message):
     def __init__(self, key: _Optional[str] = ..., num_gets: _Optional[int] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
-    __slots__ = ("node_id", "generation", "added", "removed", "report", "capacity_bytes", "used_bytes", "deleted", "ssd_capacity_bytes", "ssd_used_bytes", "term", "term_of", "news", "tenants", "withdrawn", "report_id", "piece", "removed_versions", "deleted_versions", "map_version", "owned", "ranges")
-    class Report(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-        __slots__ = ()
-        NONE: _ClassVar[AnnounceRequest.Report]
-        BEGIN: _ClassVar[AnnounceRequest.Report]
-        PIECE: _ClassVar[AnnounceRequest.Report]
-        END: _ClassVar[AnnounceRequest.Report]
-    NONE: AnnounceRequest.Report
-    BEGIN: AnnounceRequest.Report
-    PIECE: AnnounceRequest.Report
-    END: AnnounceRequest.Report
+    __slots__ = ("node_id", "generation", "added", "removed", "capacity_bytes", "used_bytes", "deleted", "ssd_capacity_bytes", "ssd_used_bytes", "term", "term_of", "news", "tenants", "withdrawn", "report_id", "piece", "removed_versions", "deleted_versions", "map_version", "owned", "ranges")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     ADDED_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
-    REPORT_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DELETED_FIELD_NUMBER: _ClassVar[int]
@@ -126,7 +115,6 @@ class AnnounceRequest(_message.Message):
     generation: int
     added: _containers.RepeatedCompositeFieldContainer[ChunkEntry]
     removed: _containers.RepeatedScalarFieldContainer[str]
-    report: AnnounceRequest.Report
     capacity_bytes: int
     used_bytes: int
     deleted: _containers.RepeatedScalarFieldContainer[str]
@@ -144,7 +132,7 @@ class AnnounceRequest(_message.Message):
     map_version: int
     owned: int
     ranges: _containers.RepeatedCompositeFieldContainer[ReportedRange]
-    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., report: _Optional[_Union[AnnounceRequest.Report, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., deleted: _Optional[_Iterable[str]] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., news: _Optional[_Union[CopyNews, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantBytes, _Mapping]]] = ..., withdrawn: _Optional[_Iterable[_Union[Withdrawal, _Mapping]]] = ..., report_id: _Optional[int] = ..., piece: _Optional[_Union[ReportPiece, _Mapping]] = ..., removed_versions: _Optional[_Iterable[int]] = ..., deleted_versions: _Optional[_Iterable[int]] = ..., map_version: _Optional[int] = ..., owned: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[ReportedRange, _Mapping]]] = ...) -> None: ...
+    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., deleted: _Optional[_Iterable[str]] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., news: _Optional[_Union[CopyNews, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantBytes, _Mapping]]] = ..., withdrawn: _Optional[_Iterable[_Union[Withdrawal, _Mapping]]] = ..., report_id: _Optional[int] = ..., piece: _Optional[_Union[ReportPiece, _Mapping]] = ..., removed_versions: _Optional[_Iterable[int]] = ..., deleted_versions: _Optional[_Iterable[int]] = ..., map_version: _Optional[int] = ..., owned: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[ReportedRange, _Mapping]]] = ...) -> None: ...
 
 class ReportedRange(_message.Message):
     __slots__ = ("number",)

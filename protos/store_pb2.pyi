@@ -26,7 +26,7 @@ class Checksums(_message.Message):
     def __init__(self, part_bytes: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
-    __slots__ = ("protocol_version", "client_id", "tenant", "token", "pid", "host_id", "wants_shm", "held_lease_ids", "highest_version")
+    __slots__ = ("protocol_version", "client_id", "tenant", "token", "pid", "host_id", "wants_shm", "held_lease_ids")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -35,7 +35,6 @@ class HelloRequest(_message.Message):
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     WANTS_SHM_FIELD_NUMBER: _ClassVar[int]
     HELD_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
-    HIGHEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     client_id: str
     tenant: str
@@ -44,8 +43,7 @@ class HelloRequest(_message.Message):
     host_id: str
     wants_shm: bool
     held_lease_ids: _containers.RepeatedScalarFieldContainer[int]
-    highest_version: int
-    def __init__(self, protocol_version: _Optional[int] = ..., client_id: _Optional[str] = ..., tenant: _Optional[str] = ..., token: _Optional[str] = ..., pid: _Optional[int] = ..., host_id: _Optional[str] = ..., wants_shm: _Optional[bool] = ..., held_lease_ids: _Optional[_Iterable[int]] = ..., highest_version: _Optional[int] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., client_id: _Optional[str] = ..., tenant: _Optional[str] = ..., token: _Optional[str] = ..., pid: _Optional[int] = ..., host_id: _Optional[str] = ..., wants_shm: _Optional[bool] = ..., held_lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HelloReply(_message.Message):
     __slots__ = ("status", "instance_id", "generation", "session_id", "segment", "max_inline_bytes", "index", "key_scope", "protocol_version", "session_secret")

@@ -48,10 +48,10 @@ from tanghulu.rpc import greeting, grpc_edge
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.methods import SESSION
+from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.rpc.wire import error_of
 from tanghulu.types import Address, BlockHash, Fingerprint, InstanceId
 
-PROTOCOL_VERSION = 1
 #: What waits for a worker that does not read. A prompt of 128k tokens is half a megabyte.
 MAX_UNSENT_BYTES = 256 << 20
 #: What a worker may say before it is listened to; then nothing more is read from it.

@@ -17,15 +17,15 @@ from tanghulu.auth.credentials import Credentials, from_metadata
 from tanghulu.auth.derived_tokens import is_token
 from tanghulu.auth.tenants import Right
 from tanghulu.conductor.peers.outbox import Begun, News, OwnRequests
-from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError, Unauthorized
+from tanghulu.errors import Overloaded, TanghuluError, Unauthorized
 from tanghulu.protos import conductor_pb2 as pb
 from tanghulu.protos import conductor_pb2_grpc
 from tanghulu.protos.common_pb2 import EndReply, EndRequest
 from tanghulu.rpc import grpc_edge
 from tanghulu.rpc.methods import Rule
+from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
 from tanghulu.types import Address, BlockHash, InstanceId
 
-PROTOCOL_VERSION = 1
 #: News wait so long for more to come, in seconds: one message instead of many.
 GATHER_S = 0.002
 #: Requests in one message; a snapshot of more comes in several.
@@ -97,11 +97,7 @@ class PeerServicer(conductor_pb2_grpc.ConductorPeerServicer):
     def _admit(self, request: pb.PeerFollow, context: Context) -> None:
         self._authorize(context)
         require_role(shown_roles(context.auth_context()), CONDUCTOR, "to follow a conductor")
-        if request.protocol_version != PROTOCOL_VERSION:
-            raise InvalidRequest(
-                f"conductor {request.conductor_id} speaks version {request.protocol_version} between conductors, "
-                f"this one {PROTOCOL_VERSION}"
-            )
+        require_version(request.protocol_version, f"conductor {request.conductor_id}")
 
     def _authorize(self, context: Context) -> None:
         if self._token is None:  # an interceptor has looked already

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 from tanghulu.auth.credentials import Credentials, read_token
@@ -33,7 +33,6 @@ from tanghulu.store.master.rpc.forwarding import Forwarding
 from tanghulu.store.master.rpc.membership_service import MembershipService
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol.methods import MASTER_GRPC_RULES
-from tanghulu.store.protocol.range_map import PROTOCOL, RANGES_FROM
 from tanghulu.types import Address, Role
 
 
@@ -119,7 +118,7 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
 
 
 def _ownership(process: Process, config: MasterConfig, address: Address, server: MasterServer) -> EtcdOwnership:
-    instance = replace(_instance(process, config, address), attributes={PROTOCOL: str(RANGES_FROM)})
+    instance = _instance(process, config, address)
     duties = Duties(server.own, server.disown, server.lead, server.lead_no_more, server.nodes_told)
     return EtcdOwnership(_etcd(config), instance, config.election_ttl_s, server.clock, duties)
 

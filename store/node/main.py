@@ -59,7 +59,6 @@ from tanghulu.store.node.state.write_buffers import AREA_BYTES
 from tanghulu.store.node.writes.puts import PutService
 from tanghulu.store.protocol.access_rules import refuse_open_carriers
 from tanghulu.store.protocol.methods import NODE_GRPC_RULES
-from tanghulu.store.protocol.range_map import PROTOCOL, RANGES_FROM
 from tanghulu.store.protocol.shared_index import MAX_SILENCE_S, IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES
 from tanghulu.transfer_engine.core.access import AccessTable
@@ -345,7 +344,6 @@ class Node:
             attributes={
                 "memory_bytes": str(self._config.memory),
                 "host_id": processes.host_id(),
-                PROTOCOL: str(RANGES_FROM),
             }
             | ({"draining": "true"} if self.state.draining else {})
             | dict(first or {}),

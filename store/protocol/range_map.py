@@ -17,11 +17,6 @@ from dataclasses import dataclass
 from tanghulu.store.protocol.key_slots import NUM_RANGES
 from tanghulu.types import Address
 
-#: From this version of the protocol on, which HELLO and the attribute PROTOCOL of its Instance tell, a process knows of
-#: ranges.
-RANGES_FROM = 6
-PROTOCOL = "protocol"
-
 
 @dataclass(frozen=True, slots=True)
 class RangeMap:

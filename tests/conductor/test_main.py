@@ -27,6 +27,7 @@ from tanghulu.rpc.grpc_edge import channel
 from tanghulu.runtime.process import Process, SupervisorLine, own_address
 from tanghulu.store.master import main as master_main
 from tanghulu.store.master.main import MasterConfig
+from tanghulu.store.protocol.key_slots import NUM_SLOTS
 from tanghulu.types import Address, InstanceId, Role, kv_chunk_key
 from tests.conductor.fake_worker import FINGERPRINT, TOKENIZER, FakeWorker
 
@@ -129,9 +130,8 @@ async def _announce(discovery: MasterDiscovery, prompt: str, num_blocks: int) ->
     added = [directory_pb2.ChunkEntry(key=key, version=1, size_bytes=9) for key in keys]
     async with channel(discovery.address) as connection:
         stub = directory_pb2_grpc.DirectoryStub(connection)
-        for report in (directory_pb2.AnnounceRequest.BEGIN, directory_pb2.AnnounceRequest.END):
-            request = directory_pb2.AnnounceRequest(node_id="node-1", generation=5, report=report)
-            await stub.Announce(request)
+        report = directory_pb2.ReportPiece(next_slot=NUM_SLOTS)
+        await stub.Announce(directory_pb2.AnnounceRequest(node_id="node-1", generation=5, report_id=1, piece=report))
         await stub.Announce(directory_pb2.AnnounceRequest(node_id="node-1", generation=5, added=added))
 
 

@@ -25,6 +25,7 @@ from tanghulu.protos import conductor_pb2, conductor_pb2_grpc, session_pb2, sess
 from tanghulu.protos.common_pb2 import EndRequest
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.methods import HELLO, SESSION, Method
+from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.types import Address
 from tanghulu.web.authorizer import Need
 from tanghulu.workers.kv.peer_methods import EXPORT_PIN, EXPORT_RELEASE, PREFIX_PIN
@@ -139,7 +140,7 @@ def test_nobody_opens_a_session_or_reads_kv_without_a_token(secure: Secure) -> N
             connection.close()
         for token in ("", "wrong"):
             connection = FastConnection(address, tls=secure.tls)
-            shown = store_pb2.HelloRequest(protocol_version=1, highest_version=99, client_id="x", token=token)
+            shown = store_pb2.HelloRequest(protocol_version=PROTOCOL_VERSION, client_id="x", token=token)
             with pytest.raises(Unauthorized):
                 connection.call(HELLO.number, shown, HELLO.reply, deadline_s=10)
             connection.close()

@@ -26,6 +26,7 @@ from tanghulu.protos import (
     store_pb2,
 )
 from tanghulu.rpc import methods as rpc_methods
+from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.store.protocol import messages as m
 from tanghulu.store.protocol import methods as store
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS
@@ -85,7 +86,7 @@ def _fast(role: str, method: Any, request: Callable[[World, str], Any]) -> Calla
 def fast_rows() -> Iterator[Row]:
     """Of the fast lane: nodes, masters and workers."""
     for role in ("master", "node", "prefill", "decode"):
-        hello = store_pb2.HelloRequest(protocol_version=1, highest_version=99, client_id="x")
+        hello = store_pb2.HelloRequest(protocol_version=PROTOCOL_VERSION, client_id="x")
         yield Row(f"fast lane of {role}", "hello", Needs.KNOWN, _fast(role, rpc_methods.HELLO, lambda *_, h=hello: h))
 
     def of(role: str, needs: Needs, method: Any, request: Callable[[World, str], Any], target: str = "") -> Row:

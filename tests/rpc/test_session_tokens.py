@@ -37,7 +37,7 @@ def write(path: Path, **rights: str) -> Path:
 
 
 def greet(peer: Peer, request: store_pb2.HelloRequest, attachment: memoryview) -> store_pb2.HelloReply:
-    return store_pb2.HelloReply(instance_id="worker", protocol_version=request.highest_version)
+    return store_pb2.HelloReply(instance_id="worker", protocol_version=request.protocol_version)
 
 
 def welcome(peer: Peer, request: pb.ToWorker, attachment: memoryview) -> AnswerStream | Later:

@@ -21,7 +21,7 @@ from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.methods import HELLO
 from tanghulu.rpc.pacing import SILENT_HOST_S
-from tanghulu.rpc.versions import SPOKEN, settled
+from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
 from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.process import host_id
 from tanghulu.transfer_engine.client.remote import RemoteSegment
@@ -230,8 +230,7 @@ class PeerLinks:
 
     def _hello(self, connection: FastConnection, shown: Credentials, *, wants_shm: bool) -> store_pb2.HelloReply:
         hello = store_pb2.HelloRequest(
-            protocol_version=SPOKEN.lowest,
-            highest_version=SPOKEN.highest,
+            protocol_version=PROTOCOL_VERSION,
             client_id=self._client_id,
             pid=os.getpid(),
             host_id=host_id(),
@@ -240,7 +239,7 @@ class PeerLinks:
             token=shown.token,
         )
         reply = connection.call(HELLO.number, hello, HELLO.reply, deadline_s=HELLO_DEADLINE_S)
-        settled(reply.message, connection.peer)
+        require_version(reply.message.protocol_version, connection.peer)
         return reply.message
 
     def close(self) -> None:

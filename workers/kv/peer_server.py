@@ -16,7 +16,7 @@ from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, Tanghul
 from tanghulu.protos import session_pb2, store_pb2
 from tanghulu.rpc.fast_server import FastService, Peer
 from tanghulu.rpc.methods import HELLO
-from tanghulu.rpc.versions import settle
+from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
 from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.process import host_id
 from tanghulu.transfer_engine.core.access import AccessTable, unguessable_numbers
@@ -190,7 +190,7 @@ class PeerServer:
     # --- calls of peers
 
     def _hello(self, peer: Peer, request: store_pb2.HelloRequest, _: memoryview) -> store_pb2.HelloReply:
-        version = settle(request)
+        require_version(request.protocol_version, "the caller")
         if peer.state is not None:
             raise InvalidRequest("a connection says hello once")
         session_id = next(self._session_ids)
@@ -204,7 +204,7 @@ class PeerServer:
             session_id=session_id,
             session_secret=session.secret,
             segment=to_proto(self._segment.descriptor()),
-            protocol_version=version,
+            protocol_version=PROTOCOL_VERSION,
         )
 
     async def _pin(

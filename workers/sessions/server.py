@@ -21,6 +21,7 @@ from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError
 from tanghulu.protos import session_pb2
 from tanghulu.rpc.fast_server import NO_ANSWER, AnswerStream, FastService, Later, Peer
 from tanghulu.rpc.methods import SESSION
+from tanghulu.rpc.versions import require_version
 from tanghulu.types import BlockHash, InstanceId, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
 from tanghulu.workers.engine.prompt_scores import PromptScores
@@ -98,12 +99,13 @@ class SessionHub(Generic[RequestT]):
     def receive(self, peer: Peer, message: session_pb2.ToWorker, _: memoryview) -> AnswerStream | Later:
         """Take a message of a conductor; its first, a hello, begins its session, which lasts as long as ``peer`` does.
 
-        Raises InvalidRequest for another first message.
+        Raises InvalidRequest for another first message, VersionMismatch.
         """
         session = self._open.get(peer)
         if session is None:
             if not message.HasField("hello"):
                 raise InvalidRequest("a session begins with a hello")
+            require_version(message.hello.protocol_version, f"conductor {message.hello.conductor_id}")
             session = self._new_session(peer)
             self._receive(session, message)
             return session.stream

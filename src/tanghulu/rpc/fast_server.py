@@ -32,7 +32,6 @@ from tanghulu.rpc.latency import Latencies
 from tanghulu.rpc.methods import Method
 from tanghulu.rpc.pacing import notice_dead_peer
 from tanghulu.rpc.unsent import SLOW_PEER_S, SlowPeer, UnsentAnswers
-from tanghulu.rpc.versions import SPOKEN
 from tanghulu.rpc.wire import Body, encode, parser_of, status_of
 from tanghulu.runtime.descriptors import refuse_last_descriptors
 from tanghulu.runtime.telemetry import RareLog
@@ -72,9 +71,8 @@ BULK_BYTES = 128 << 10
 class Peer:
     """What a server knows of one connection. ``state`` is the service's own: it sets and reads it.
 
-    ``identity`` is who it has shown to be, where there is a gate; ``hang_up`` ends the connection. ``version`` is what
-    both speak: the lowest, if no HELLO has told another. ``pidfd`` opens a pidfd of the process, for the caller.
-    ``roles`` are those in its certificate, see ``certificate_roles``.
+    ``identity`` is who it has shown to be, where there is a gate; ``hang_up`` ends the connection. ``pidfd`` opens
+    a pidfd of the process, for the caller. ``roles`` are those in its certificate, see ``certificate_roles``.
     """
 
     pid: int | None  # of the process at the other end (Unix sockets only); see ``peer_process``
@@ -83,7 +81,6 @@ class Peer:
     state: Any = None
     on_close: list[Callable[[], None]] = field(default_factory=list)
     identity: Identity | None = None
-    version: int = SPOKEN.lowest
     hang_up: Callable[[], None] = lambda: None
     pidfd: Callable[[], int] | None = None
     roles: frozenset[str] = frozenset()

@@ -8,7 +8,7 @@ from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Call, FastConnection
 from tanghulu.rpc.methods import HELLO
-from tanghulu.rpc.versions import SPOKEN, settled
+from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
 
 
 async def show(connection: AsyncFastConnection, credentials: Credentials, deadline_s: float) -> None:
@@ -21,14 +21,13 @@ async def greet(connection: AsyncFastConnection, credentials: Credentials, deadl
     """Greet the master at the other end; raises Unauthorized, or VersionMismatch."""
     call = hello(credentials)
     reply = await connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s)
-    settled(reply.message, connection.peer)
+    require_version(reply.message.protocol_version, connection.peer)
 
 
 def hello(credentials: Credentials) -> Call[store_pb2.HelloReply]:
     """The first call on a connection to a master."""
     request = store_pb2.HelloRequest(
-        protocol_version=SPOKEN.lowest,
-        highest_version=SPOKEN.highest,
+        protocol_version=PROTOCOL_VERSION,
         tenant=credentials.tenant,
         token=credentials.token,
     )
@@ -41,7 +40,7 @@ def greet_blocking(connection: FastConnection, credentials: Credentials, deadlin
         outcome = connection.call_one(hello(credentials), deadline_s=deadline_s)
         if isinstance(outcome, TanghuluError):
             raise outcome
-        settled(outcome.message, connection.peer)
+        require_version(outcome.message.protocol_version, connection.peer)
     except TanghuluError:
         connection.close()
         raise

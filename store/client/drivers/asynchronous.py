@@ -19,13 +19,11 @@ from tanghulu.errors import (
     NodeUnavailable,
     PeerSilent,
     TanghuluError,
-    VersionMismatch,
 )
 from tanghulu.protos.store_pb2 import ExistsRequest
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.greeting import greet
-from tanghulu.rpc.versions import STREAMS_FROM
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.fork import tell_in_children
 from tanghulu.store.client.drivers.connections import (
@@ -265,8 +263,6 @@ class AsyncioDriver:
         try:
             connection = await self._connected(wanted.node, deadline_s)
             welcome = self._sessions.welcome(wanted.node)
-            if welcome is not None and welcome.version < STREAMS_FROM:
-                return VersionMismatch(f"{wanted.node} takes no streamed values")
             commit = wanted.commit_call(0 if welcome is None else welcome.generation)
             if commit is not None:
                 asking = self._loop.create_task(self._exchange(*commit, wanted.within_s, waits=False))

@@ -27,11 +27,9 @@ from tanghulu.errors import (
     NodeUnavailable,
     PeerSilent,
     TanghuluError,
-    VersionMismatch,
 )
 from tanghulu.rpc.fast_client import Asking, FastConnection
 from tanghulu.rpc.greeting import greet_blocking
-from tanghulu.rpc.versions import STREAMS_FROM
 from tanghulu.runtime.busy_polling import Waiters
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.fork import tell_in_children
@@ -309,9 +307,6 @@ class BlockingDriver:
         except TanghuluError as error:
             return error
         welcome = self._sessions.welcome(wanted.node)
-        if welcome is not None and welcome.version < STREAMS_FROM:
-            self._put_back(wanted.node, connection)
-            return VersionMismatch(f"{wanted.node} takes no streamed values")
         asked: _Asked | None = None
 
         def ahead() -> None:

@@ -11,7 +11,7 @@ from tanghulu.errors import TanghuluError
 from tanghulu.protos import directory_pb2, store_pb2
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.rpc.methods import HELLO
-from tanghulu.rpc.versions import SPOKEN, settled
+from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
 from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.client.model import ChunkInfo, KeyInfo, NodeView
 from tanghulu.store.protocol import messages as m
@@ -47,14 +47,12 @@ class Welcome:
     segment: SegmentDescriptor
     index: IndexPlace | None
     key_scope: str = ""
-    version: int = SPOKEN.highest  # of the protocol, as the node has chosen
 
 
 def hello(client_id: str, shown: Credentials, host_id: str, wants_shm: bool, held: Iterable[int]) -> AnyCall:
     """The first frame of a connection to a node."""
     request = store_pb2.HelloRequest(
-        protocol_version=SPOKEN.lowest,
-        highest_version=SPOKEN.highest,
+        protocol_version=PROTOCOL_VERSION,
         client_id=client_id,
         tenant=shown.tenant,
         token=shown.token,
@@ -68,10 +66,10 @@ def hello(client_id: str, shown: Credentials, host_id: str, wants_shm: bool, hel
 def welcome(reply: AnyReply) -> Welcome:
     """The answer to ``hello``; raises VersionMismatch."""
     message: store_pb2.HelloReply = reply.message
-    version = settled(message, message.instance_id)
+    require_version(message.protocol_version, message.instance_id)
     segment, index = from_proto(message.segment), index_from_wire(message)
     session = SessionKey(message.session_id, message.session_secret)
-    return Welcome(message.instance_id, session, message.generation, segment, index, message.key_scope, version)
+    return Welcome(message.instance_id, session, message.generation, segment, index, message.key_scope)
 
 
 def open_buffer(value_bytes: int) -> AnyCall:

@@ -133,9 +133,10 @@ def _finish(context: Context, deadline: Deadline, ops: Sequence[PutOp], options:
 def _try_newcomers(context: Context, deadline: Deadline, ops: Sequence[PutOp], options: PutOptions) -> Logic[None]:
     """Put what found no living node at those that the list of nodes did not have yet, if the master knows any."""
     lost = [op for op in ops if isinstance(op.error, NodeUnavailable) and not op.placed]
-    if not lost or context.nodes.is_fresh(context.clock.now_s()):
+    if not lost:
         return
     before = frozenset(context.nodes.ids())
+    context.nodes.expire()
     yield from common.refresh_nodes(context, deadline)
     if before.issuperset(context.nodes.ids()):
         return

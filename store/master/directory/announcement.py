@@ -36,10 +36,10 @@ class ReportPiece:
 
 
 class Removal(NamedTuple):
-    """A chunk that the node holds no longer; another version of the key is not meant. None: every version is."""
+    """A chunk that the node holds no longer; another version of the key is not meant."""
 
     key: str
-    version: int | None
+    version: int
 
 
 class Retraction(NamedTuple):

@@ -121,8 +121,8 @@ class DirectoryTable:
             self._rewrite(key, version, size_bytes, holders, [*others, holder])
         return Outcome.KEPT if mine else Outcome.STORED
 
-    def remove(self, node_id: str, key: str, version: int | None = None) -> bool:
-        """Enter that ``node_id`` does not hold ``key`` at ``version`` (None: at all) any more.
+    def remove(self, node_id: str, key: str, version: int) -> bool:
+        """Enter that ``node_id`` does not hold ``key`` at ``version`` any more.
 
         Returns whether a follower may believe that it does. Another version of the key stays.
         """
@@ -131,7 +131,7 @@ class DirectoryTable:
             return False
         old_version, size_bytes, holders = _unpacked(entry)
         rest = [h for h in holders if self._owner(h) != node_id]
-        if version not in (None, old_version) or len(rest) == len(holders):
+        if version != old_version or len(rest) == len(holders):
             return False
         told = any(self._owner(h) == node_id and self._state(h) is not InventoryState.GONE for h in holders)
         self._rewrite(key, old_version, size_bytes, holders, rest)

@@ -85,13 +85,11 @@ class Directory:
         key, version = removal.key, removal.version
         stale: list[StaleHolder] = []
         found = self.table.find(key)
-        if found is not None and version in (None, found.version):
-            version = found.version
+        if found is not None and found.version == version:
             for other in found.node_ids:
                 if other != node_id and self.table.remove(other, key, version):
                     stale.append(StaleHolder(other, key, version))
-        if version is not None:
-            self.entomb(key, version)
+        self.entomb(key, version)
         return stale
 
     def entomb(self, key: str, version: int) -> None:

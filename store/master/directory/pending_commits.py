@@ -71,10 +71,10 @@ class PendingCommits:
         self._forget(key)
         return False
 
-    def settle(self, key: str, node_id: str, version: int | None) -> None:
-        """Forget the commit of ``key`` at ``version`` (None: at any): its node has announced it or its removal."""
+    def settle(self, key: str, node_id: str, version: int) -> None:
+        """Forget the commit of ``key`` at ``version``: its node has announced it or its removal."""
         pending = self._by_key.get(key)
-        if pending is not None and pending.node_id == node_id and version in (None, pending.version):
+        if pending is not None and pending.node_id == node_id and pending.version == version:
             self._forget(key)
 
     def retract(self, key: str, node_id: str, version: int) -> bool:

@@ -4,8 +4,8 @@ They are written before a node's registration is answered, so the next leader kn
 chunks, and its directory is complete as soon as all of them have reported. Only the leader may write them: etcd
 compares the leader's key, so a write under an old term fails.
 
-Their ids stand in one value, for masters of the version before, and each has a key of its own with its Instance; both
-are written in one transaction.
+Their ids stand in one value, which tells a cluster without nodes from one that never had a leader, and each node has a
+key of its own with its Instance; both are written in one transaction.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class AdmittedNodes:
 
     @property
     def ids(self) -> frozenset[str]:
-        """The ids of the nodes, those included that a leader of the version before has let in."""
+        """The ids of the nodes, those included that a predecessor has admitted."""
         return frozenset(self._ids | self._written.keys())
 
     @contextlib.asynccontextmanager

@@ -1,25 +1,21 @@
 """What etcd says of a cluster's masters, as far as this master has been told. Pure.
 
 Under one prefix lie ``leader``, ``masters/ID``, ``ranges/00`` to ``ranges/63``, ``nodes/ID``, and ``nodes`` with the
-ids of the nodes that a leader of the version before has admitted, too. A master watches the
-prefix, so it is told of the changes in their order, and of those of one revision together; it may be told late. At any
-revision all masters that have been told see the same, and come to the same conclusions: who should own a range is
-decided by each for itself, and never asked of anybody.
-
-While a master or a node speaks a version of the protocol from before there were ranges, or nothing is known of a node
-but its id, the leader should own all.
+ids of all admitted nodes, which is there as soon as a leader has admitted any. A master watches the prefix, so it is
+told of the changes in their order, and of those of one revision together; it may be told late. At any revision all
+masters that have been told see the same, and come to the same conclusions: who should own a range is decided by each
+for itself, and never asked of anybody.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
 
 from tanghulu.discovery.base import Instance
 from tanghulu.store.master.election.assignment import assign, standbys
 from tanghulu.store.protocol.key_slots import NUM_RANGES
-from tanghulu.store.protocol.range_map import PROTOCOL, RANGES_FROM, RangeMap
+from tanghulu.store.protocol.range_map import RangeMap
 
 LEADER, MASTERS, RANGES, NODES, ADMITTED = "leader", "masters/", "ranges/", "nodes/", "nodes"
 
@@ -30,12 +26,6 @@ def range_name(number: int) -> str:
 
 
 RANGE_NUMBERS = {range_name(number): number for number in range(NUM_RANGES)}
-
-
-def protocol_of(instance: Instance) -> int:
-    """The version of the protocol that ``instance`` speaks; 0 if it does not tell, as those before ranges."""
-    told = instance.attributes.get(PROTOCOL, "")
-    return int(told) if told.isdecimal() else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +63,11 @@ class MastersView:
         self.masters: dict[str, Instance] = {}
         self.leases: dict[str, int] = {}  # of each of the masters
         self.nodes: dict[str, Instance] = {}
-        #: Ids of the admitted nodes as leaders write them, those of the version before, too; None: none ever has.
+        #: Ids of the admitted nodes; None: no leader has written any.
         self.admitted: frozenset[str] | None = None
         self.holders: list[RangeHolder | None] = [None] * NUM_RANGES
         self._terms = [0] * NUM_RANGES  # the last one of each range
         self._map_revision = 0  # of the last change that the map tells of
-        self._is_shared: bool | None = None  # until it is asked for
 
     def begin(self, keys: Iterable[KeySeen], revision: int) -> None:
         """Take ``keys`` for all that there were at ``revision``.
@@ -96,7 +85,6 @@ class MastersView:
         self.leader_lease, self.admitted = 0, None
         self.holders = [None] * NUM_RANGES
         self.revision = revision
-        self._is_shared = None
         for key in keys:
             self._take(key)
 
@@ -112,8 +100,6 @@ class MastersView:
                 self.revision = key.revision
                 if not key.name.startswith(ADMITTED):
                     self._map_revision = key.revision
-                if not key.name.startswith(RANGES):
-                    self._is_shared = None
                 self._take(key)
 
     def _take(self, key: KeySeen) -> None:
@@ -141,27 +127,14 @@ class MastersView:
     # --- what follows
 
     @property
-    def is_shared(self) -> bool:
-        """Whether the masters share the ranges; else the leader should own all of them."""
-        if self._is_shared is None:
-            leader = [] if self.leader is None else [self.leader]
-            instances = chain(self.masters.values(), self.nodes.values(), leader)
-            knows_ranges = all(protocol_of(each) >= RANGES_FROM for each in instances)
-            self._is_shared = knows_ranges and (self.admitted or frozenset()) <= self.nodes.keys()
-        return self._is_shared
-
-    @property
     def wanted(self) -> tuple[str, ...]:
         """The master that should own each range; "" if none of those that can should."""
-        if self.is_shared:
-            return assign(self.masters) or ("",) * NUM_RANGES
-        leader = self.leader.id if self.leader is not None else ""
-        return (leader if leader in self.masters else "",) * NUM_RANGES
+        return assign(self.masters) or ("",) * NUM_RANGES
 
     @property
     def standbys(self) -> tuple[str, ...]:
         """The standby of each range, "" if it has none, when each is owned by the master that should own it."""
-        return standbys(self.masters, self.wanted) if self.is_shared else ("",) * NUM_RANGES
+        return standbys(self.masters, self.wanted)
 
     def map(self, cluster: int) -> RangeMap:
         """The map of the etcd with the id ``cluster``."""

@@ -145,7 +145,7 @@ class EtcdOwnership:
 
     def refusal(self) -> MasterUnavailable:
         """What callers are told who ask for keys that this master does not own."""
-        return KeysMoved.known_in(self._map.version) if self.election.view.is_shared else self._not_leader()
+        return KeysMoved.known_in(self._map.version)
 
     def _not_leader(self) -> NotLeader:
         leader = self.election.view.leader

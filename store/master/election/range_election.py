@@ -407,10 +407,10 @@ class RangeElection:
         return [ClaimLead(self._lease)]
 
     def _claim(self, now_s: float) -> list[RangeInstruction]:
-        wanted, is_shared = self.view.wanted, self.view.is_shared
+        wanted = self.view.wanted
         ranges = []
         for number in self._in(RangeState.VACANT):
-            waits_s = 0.0 if wanted[number] == self._id else OTHERS_WAIT_S if is_shared else float("inf")
+            waits_s = 0.0 if wanted[number] == self._id else OTHERS_WAIT_S
             if now_s >= self._vacant_s[number] + waits_s and self._may_write(number, now_s):
                 ranges.append(number)
         for number in ranges:

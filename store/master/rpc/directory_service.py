@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -14,10 +14,10 @@ from tanghulu.auth.certificate_roles import NODE, require_role
 from tanghulu.errors import NodeUnavailable, NotLeader, StoreFull, TanghuluError
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc, store_pb2
-from tanghulu.rpc.fast_server import FastService, Later, Peer
+from tanghulu.rpc.fast_server import FastService, Peer
 from tanghulu.rpc.grpc_edge import abort
 from tanghulu.rpc.methods import HELLO, Method
-from tanghulu.rpc.versions import settle
+from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
 from tanghulu.store.master.directory.announcement import NodeAnnouncement
 from tanghulu.store.master.directory.chunk_table import FoundChunk
 from tanghulu.store.master.ownership import ALL_RANGES
@@ -41,7 +41,6 @@ from tanghulu.store.protocol.messages import (
     ProveReply,
     ProveRequest,
 )
-from tanghulu.store.protocol.range_map import RANGES_FROM
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
 from tanghulu.types import format_size
 
@@ -64,9 +63,9 @@ R = TypeVar("R", bound=_Termed)
 
 
 class DirectoryCalls:
-    """The unary calls: message in, message out, typed errors raised. None of them waits, but for other masters.
+    """The unary calls: message in, message out, typed errors raised. None waits, but those of gRPC for other masters.
 
-    ``forwarding`` None: who knows no owners is refused what this master does not own, as everybody is.
+    Without ``forwarding`` callers of gRPC, too, are refused what this master does not own.
     """
 
     def __init__(self, server: MasterServer, forwarding: Forwarding | None = None) -> None:
@@ -166,12 +165,12 @@ class DirectoryCalls:
             peer.on_close.append(lambda: self._master.connection_lost(node_id, self._server.now_s))
         return reply
 
-    def through(self, peer: Peer | None, keys: Sequence[str] | None = None) -> Forwarding | None:
-        """What asks the owners of ``keys``, None: of all, for a caller that cannot; None if that is not needed.
+    def through(self, keys: Sequence[str] | None = None) -> Forwarding | None:
+        """What asks the owners of ``keys``, or of all, for a caller of gRPC; None if this master is the only one.
 
-        ``peer`` None: a caller of gRPC, where no map is told. Raises NotLeader if another master is to be asked.
+        Raises NotLeader if another master is to be asked.
         """
-        if self.forwarding is None or (peer is not None and peer.version >= RANGES_FROM):
+        if self.forwarding is None:
             return None
         server = self._server
         if server.ownership.owned == ALL_RANGES or (keys is not None and server.owns(keys)):
@@ -179,13 +178,8 @@ class DirectoryCalls:
         server.require_leadership()
         return self.forwarding
 
-    def _commit_key(
-        self, peer: Peer, said: ClientCommit, attachment: memoryview
-    ) -> CommitKeyReply | Coroutine[None, None, CommitKeyReply]:
+    def _commit_key(self, peer: Peer, said: ClientCommit, attachment: memoryview) -> CommitKeyReply:
         """Take a client's word for a chunk that it has written into a write buffer."""
-        forwarding = self.through(peer, (said.key,))
-        if forwarding is not None:
-            return self._forward_commit(forwarding, said)
         self._server.require_newest(said.term, said.term_of)
         self._server.require_owned((said.key,))
         result = self._master.directory.commit_by_client(said, self._server.now_s)
@@ -199,22 +193,10 @@ class DirectoryCalls:
             counts.refused += 1
         return CommitKeyReply(result, *self._server.signature)
 
-    async def _forward_commit(self, forwarding: Forwarding, said: ClientCommit) -> CommitKeyReply:
-        (result,) = await forwarding.commit((said,))
-        return CommitKeyReply(result, *self._server.signature)
-
-    async def _forward_commits(self, forwarding: Forwarding, said: Sequence[ClientCommit]) -> CommitKeysReply:
-        return CommitKeysReply(await forwarding.commit(said), *self._server.signature)
-
-    def _commit_keys(
-        self, peer: Peer, request: CommitKeysRequest, attachment: memoryview
-    ) -> CommitKeysReply | Coroutine[None, None, CommitKeysReply]:
+    def _commit_keys(self, peer: Peer, request: CommitKeysRequest, attachment: memoryview) -> CommitKeysReply:
         """The same of several values of one put."""
         said = request.said
         wire.check_count(len(said))
-        forwarding = self.through(peer, [each.key for each in said])
-        if forwarding is not None:
-            return self._forward_commits(forwarding, said)
         newest = max(each.term for each in said)
         self._server.require_newest(newest, said[0].term_of)  # one client says all of it
         self._server.require_owned([each.key for each in said])
@@ -251,7 +233,7 @@ class DirectoryCalls:
 
     async def locate(self, request: pb.LocateRequest) -> pb.LocateReply:
         """Answer LOCATE of gRPC: who holds these keys, or only whether somebody does. Raises NotLeader."""
-        forwarding = self.through(None, request.keys)
+        forwarding = self.through(request.keys)
         if forwarding is not None:
             asked = LocateRequest(list(request.keys), request.count_only, request.removing)
             return wire.located_to_wire(await forwarding.locate(asked))
@@ -262,12 +244,7 @@ class DirectoryCalls:
         found = self.holders(request.keys, removing=request.removing)
         return wire.locate_to_wire(found, incomplete=self._master.directory.is_incomplete(request.keys, found))
 
-    def _locate(
-        self, peer: Peer, request: LocateRequest, attachment: memoryview
-    ) -> LocateReply | Coroutine[None, None, LocateReply]:
-        forwarding = self.through(peer, request.keys)
-        if forwarding is not None:
-            return self._forward_locate(forwarding, request)
+    def _locate(self, peer: Peer, request: LocateRequest, attachment: memoryview) -> LocateReply:
         self._server.require_owned(request.keys)
         if request.count_only:
             held = self.holds(request.keys)
@@ -277,10 +254,6 @@ class DirectoryCalls:
         incomplete = self._master.directory.is_incomplete(request.keys, found)
         locations = [None if each is None else Location(*each) for each in found]
         return LocateReply(incomplete, locations, b"", *self._server.signature)
-
-    async def _forward_locate(self, forwarding: Forwarding, request: LocateRequest) -> LocateReply:
-        reply = await forwarding.locate(request)
-        return LocateReply(reply.incomplete, reply.locations, reply.found, *self._server.signature)
 
     def place(self, request: pb.PlaceRequest) -> pb.PlaceReply:
         """Where to put a new chunk. Raises NodeUnavailable without nodes, StoreFull if none can hold it."""
@@ -297,21 +270,18 @@ class DirectoryCalls:
         return pb.PlaceReply(nodes=wire.nodes_to_wire(nodes, self._server.now_s))
 
     async def nodes(self, request: pb.NodesRequest) -> pb.NodesReply:
-        """Answer NODES of gRPC: all nodes, and how the directory stands; see ``NodeList``."""
-        forwarding = self._through_for_nodes(None, request)
+        """Answer NODES of gRPC: all nodes, and how the directory stands; see ``NodeList``.
+
+        The owners are asked for the figures of now; callers that name a version want the nodes alone.
+        """
+        reply = pb.NodesReply.FromString(self._node_list(request))
+        forwarding = None if request.ranges or request.versioned else self.through()
         if forwarding is not None:
-            return await self._forward_nodes(forwarding, request)
-        return pb.NodesReply.FromString(self._node_list(request))
-
-    def _nodes(
-        self, peer: Peer, request: pb.NodesRequest, attachment: memoryview
-    ) -> bytes | Coroutine[None, None, pb.NodesReply]:
-        forwarding = self._through_for_nodes(peer, request)
-        return self._node_list(request) if forwarding is None else self._forward_nodes(forwarding, request)
-
-    def _through_for_nodes(self, peer: Peer | None, request: pb.NodesRequest) -> Forwarding | None:
-        """``_through``, for callers who want the figures of now: by version clients ask for the nodes alone."""
-        return None if request.ranges or request.versioned else self.through(peer)
+            of_all = await forwarding.nodes()
+            del reply.nodes[:]
+            reply.nodes.extend(of_all.nodes)
+            reply.num_keys, reply.rebuilding, reply.of_part = of_all.num_keys, of_all.rebuilding, False
+        return reply
 
     def _node_list(self, request: pb.NodesRequest) -> bytes:
         if request.ranges:
@@ -320,22 +290,16 @@ class DirectoryCalls:
             self._server.require_leadership()
         return self.node_list.answer(request)
 
-    async def _forward_nodes(self, forwarding: Forwarding, request: pb.NodesRequest) -> pb.NodesReply:
-        of_all = await forwarding.nodes()
-        reply = pb.NodesReply.FromString(self._node_list(request))
-        del reply.nodes[:]
-        reply.nodes.extend(of_all.nodes)
-        reply.num_keys, reply.rebuilding, reply.of_part = of_all.num_keys, of_all.rebuilding, False
-        return reply
+    async def list_keys_of_all(self, request: pb.ListKeysRequest) -> pb.ListKeysReply:
+        """Answer LIST_KEYS of gRPC: ``list_keys``, of all owners."""
+        forwarding = None if request.ranges else self.through()
+        return await (self.list_keys(request) if forwarding is None else self._signed(forwarding.list_keys(request)))
 
-    async def list_keys(self, request: pb.ListKeysRequest, peer: Peer | None = None) -> pb.ListKeysReply:
+    async def list_keys(self, request: pb.ListKeysRequest) -> pb.ListKeysReply:
         """A page of keys, in order, made in steps; other calls have their turn in between.
 
         Raises NotLeader, or KeysMoved.
         """
-        forwarding = None if request.ranges else self.through(peer)
-        if forwarding is not None:
-            return self.signed(await forwarding.list_keys(request))
         reply, num_left, after = pb.ListKeysReply(more=True), wire.list_limit(request), request.after
         ranges = request.ranges
         self.signed(reply)  # a range that goes and comes back between two steps has a later term than this says
@@ -350,12 +314,14 @@ class DirectoryCalls:
             await asyncio.sleep(0)
         return reply
 
-    async def replicate(self, request: pb.ReplicateRequest, peer: Peer | None = None) -> pb.ReplicateReply:
+    async def replicate_at_all(self, request: pb.ReplicateRequest) -> pb.ReplicateReply:
+        """Answer REPLICATE of gRPC: ``replicate``, at all owners."""
+        forwarding = self.through(request.keys)
+        return self.replicate(request) if forwarding is None else await self._signed(forwarding.replicate(request))
+
+    def replicate(self, request: pb.ReplicateRequest) -> pb.ReplicateReply:
         """Have chunks copied ahead. Raises InvalidRequest for a number or a time that makes no sense."""
         wire.check_count(len(request.keys))
-        forwarding = self.through(peer, request.keys)
-        if forwarding is not None:
-            return self.signed(await forwarding.replicate(request))
         self._server.require_owned(request.keys)
         master = self._master
         num_taken = master.copies.ask(request.keys, request.holders, request.for_s, self._server.now_s)
@@ -363,21 +329,8 @@ class DirectoryCalls:
 
     async def wait(self, request: pb.WaitRequest) -> pb.WaitReply:
         """Answer WAIT of gRPC; a caller that hangs up cancels it."""
-        forwarding = self.through(None, request.keys)
-        if forwarding is not None:
-            return self.signed(await forwarding.wait(request))
-        return await self.waiting.wait_grpc(request)
-
-    def _wait(
-        self, peer: Peer, request: pb.WaitRequest, attachment: memoryview
-    ) -> pb.WaitReply | Later | Coroutine[None, None, pb.WaitReply]:
-        forwarding = self.through(peer, request.keys)
-        if forwarding is not None:
-            return self._forward_wait(forwarding, request)
-        return self.waiting.wait(peer, request, attachment)
-
-    async def _forward_wait(self, forwarding: Forwarding, request: pb.WaitRequest) -> pb.WaitReply:
-        return self.signed(await forwarding.wait(request))
+        forwarding = self.through(request.keys)
+        return await (self.waiting.wait_grpc(request) if forwarding is None else self._signed(forwarding.wait(request)))
 
     def _masters(self, peer: Peer, request: MastersRequest, attachment: memoryview) -> MastersReply:
         """Which master owns which range, as far as this one knows. Raises NotLeader before it has seen any map."""
@@ -393,6 +346,9 @@ class DirectoryCalls:
         asked_before = await leadership.prove()
         return ProveReply(*self._server.signature, asked_before, round(leadership.ttl_s * 1000))
 
+    async def _signed(self, call: Awaitable[R]) -> R:
+        return self.signed(await call)
+
     def signed(self, reply: R) -> R:
         """``reply`` with this master's term and renewals."""
         reply.term, reply.term_of, reply.renewals = self._server.signature
@@ -405,11 +361,11 @@ class DirectoryCalls:
         service.register(methods.LOCATE, self._locate)
         service.register(methods.COMMIT_KEY, self._commit_key)
         service.register(methods.COMMIT_KEYS, self._commit_keys)
-        service.register(methods.WAIT, self._wait)
-        service.register(methods.NODES, self._nodes)
+        service.register(methods.WAIT, self.waiting.wait)
+        service.register(methods.NODES, lambda peer, request, attachment: self._node_list(request))
         self._register(service, methods.PLACE, self.place)
-        service.register(methods.LIST_KEYS, lambda peer, request, attachment: self.list_keys(request, peer))
-        service.register(methods.REPLICATE, lambda peer, request, attachment: self.replicate(request, peer))
+        service.register(methods.LIST_KEYS, lambda peer, request, attachment: self.list_keys(request))
+        service.register(methods.REPLICATE, lambda peer, request, attachment: self.replicate(request))
         service.register(methods.MASTERS, self._masters)
         service.register(methods.PROVE, self._prove)
 
@@ -448,12 +404,12 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
         return await self._answer_later(self._calls.nodes, request, context)
 
     async def ListKeys(self, request: pb.ListKeysRequest, context: Context) -> pb.ListKeysReply:
-        """See DirectoryCalls.list_keys."""
-        return await self._answer_later(self._calls.list_keys, request, context, signs=False)
+        """See DirectoryCalls.list_keys_of_all."""
+        return await self._answer_later(self._calls.list_keys_of_all, request, context, signs=False)
 
     async def Replicate(self, request: pb.ReplicateRequest, context: Context) -> pb.ReplicateReply:
-        """See DirectoryCalls.replicate."""
-        return await self._answer_later(self._calls.replicate, request, context, signs=False)
+        """See DirectoryCalls.replicate_at_all."""
+        return await self._answer_later(self._calls.replicate_at_all, request, context, signs=False)
 
     async def Wait(self, request: pb.WaitRequest, context: Context) -> pb.WaitReply:
         """See DirectoryCalls.wait."""
@@ -464,7 +420,7 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
         open_streams = self._server.metrics.followers.labels("directory")
         open_streams.inc()
         try:
-            forwarding = None if request.ranges else self._calls.through(None)
+            forwarding = None if request.ranges else self._calls.through()
             told = follow(self._server, request) if forwarding is None else forwarding.follow(request)
             async with aclosing(told) as batches:
                 async for batch in batches:
@@ -502,5 +458,5 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
 
 def _welcome(peer: Peer, request: store_pb2.HelloRequest, attachment: memoryview) -> store_pb2.HelloReply:
     """Peers tell their version and show their credentials; where there is an authorizer it has looked at them."""
-    peer.version = settle(request)
-    return store_pb2.HelloReply(protocol_version=peer.version)
+    require_version(request.protocol_version, "the caller")
+    return store_pb2.HelloReply(protocol_version=PROTOCOL_VERSION)

@@ -1,9 +1,9 @@
-"""Calls of those who know no owners, which the leader answers for all of them: clients of protocol 5, and of gRPC.
+"""Calls over gRPC, whose callers know no owners: the leader of several masters answers them for all owners.
 
-A client of today is told MOVED by a master that does not own all keys of a call, and asks the owners itself. For others
-the leader does what such a client does: it goes by its own map, splits the call, asks each owner, itself among them,
-believes only who proves its lease, and joins the answers in the order of the keys. What nobody answers in time is a
-typed error, and never a "missing"; a commit that no owner has taken is the node's to make.
+A client of the fast lane is refused with MOVED by a master that does not own all keys of a call, and asks the owners
+itself. For others the leader does what such a client does: it goes by its own map, splits the call, asks each owner,
+itself among them, believes only those that prove their lease, and joins the answers in the order of the keys. A key
+whose owner does not answer in time is a typed error, never a "missing".
 
 Bounded are the calls under way, the bytes of their requests (for a listing: of its pages), the streams of events, and
 the time of each call, which is less than what a client waits for one of several masters.
@@ -12,7 +12,7 @@ the time of each call, which is less than what a client waits for one of several
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from typing import Any
 
 from tanghulu.discovery.masters import ATTEMPT_S
@@ -21,9 +21,7 @@ from tanghulu.masters import Masters
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.rpc.fast_client import Call
 from tanghulu.store.client.drivers.asynchronous import AsyncioDriver
-from tanghulu.store.client.logic.commit import commit_by_client
 from tanghulu.store.client.logic.context import ask_each_owner
-from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.client.settings import Settings
 from tanghulu.store.directory_feed import follow_directory
 from tanghulu.store.master.rpc.waiting import MAX_WAIT_S
@@ -31,11 +29,9 @@ from tanghulu.store.master.rpc.wire import check_count, event_to_wire, list_limi
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
-from tanghulu.store.protocol.key_slots import range_of
 from tanghulu.store.protocol.messages import LocateReply, LocateRequest, MastersReply, MastersRequest
-from tanghulu.store.protocol.types import ClientCommit, CommitResult, NewChunk
 
-#: What one call may take. A client of version 5 asks another of its masters after ATTEMPT_S.
+#: What one call may take; a caller with several masters asks the next after ATTEMPT_S.
 CALL_S = ATTEMPT_S * 2 / 3
 #: One round of a call that waits for keys; between two of them owners may change.
 WAIT_ROUND_S = CALL_S
@@ -109,29 +105,6 @@ class Forwarding:
             reply: pb.NodesReply = await self._ask(methods.NODES.call(pb.NodesRequest()))
         return reply
 
-    async def commit(self, said: Sequence[ClientCommit]) -> list[CommitResult]:
-        """Commit what a client says; the node is to be asked for what no owner has answered.
-
-        So it is where a range has changed hands meanwhile: this master's reply names the map of now, by which the node
-        would take the word of an owner that was deposed for its successor's.
-        """
-        check_count(len(said))
-        first, before = said[0], self._server.ownership.map
-        self._server.require_newest(max(each.term for each in said), first.term_of)
-        if any((each.node_id, each.generation) != (first.node_id, first.generation) for each in said):
-            raise InvalidRequest("one call commits chunks of one run of one node")
-        items = [NewChunk(each.key, each.version, each.size_bytes) for each in said]
-        with self._room(_size_of(each.key for each in said)):
-            driver = self._driver_by_map()
-            deadline = driver.deadline(CALL_S)
-            told = commit_by_client(driver.context, deadline, PeerId(first.node_id), first.generation, items)
-            results = await driver.run(told, deadline)
-        moved = self._server.ownership.map.moved(before)
-        return [
-            CommitResult.ASK_NODE if range_of(each.key) in moved else result
-            for each, result in zip(said, results, strict=True)
-        ]
-
     async def _ask(self, call: Call[Any], waits_s: float = 0.0) -> Any:
         """The owners' answers to ``call`` as one; raises MasterUnavailable if one did not answer in time.
 
@@ -150,7 +123,7 @@ class Forwarding:
         if self._num_calls >= MAX_CALLS or (self._num_calls and self._num_bytes + num_bytes > MAX_BYTES):
             raise Overloaded(
                 f"this master asks the owners of keys for {self._num_calls} calls of {self._num_bytes} bytes already; "
-                "try again, or upgrade the callers, who would ask the owners themselves"
+                "try again"
             )
         self._num_calls += 1
         self._num_bytes += num_bytes

@@ -24,7 +24,7 @@ from tanghulu.store.master.directory.placement import MAX_REPLICAS, PlacementReq
 from tanghulu.store.master.replication.orders import Copy, Drop
 from tanghulu.store.master.replication.planner import Progress
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
-from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_SLOTS
+from tanghulu.store.protocol.key_slots import ALL_BITS
 from tanghulu.store.protocol.messages import LocateReply
 from tanghulu.types import MAX_KEY_BYTES, MAX_VALUE_BYTES, Place
 
@@ -32,13 +32,6 @@ MAX_KEYS_PER_CALL = 1 << 16
 DEFAULT_LIST_LIMIT = 1000
 MAX_LIST_LIMIT = 10_000
 
-#: What BEGIN, PIECE and END of a node of protocol 4 mean: an empty first piece, the same again, and all that is left.
-_OLD_REPORTS = {
-    pb.AnnounceRequest.BEGIN: ReportPiece(0, 0),
-    pb.AnnounceRequest.PIECE: ReportPiece(0, 0),
-    pb.AnnounceRequest.END: ReportPiece(1, NUM_SLOTS),
-}
-_OLD_REPORT_ID = 1
 _KINDS = {
     DirectoryEventKind.STORED: pb.DirectoryEvent.STORED,
     DirectoryEventKind.REMOVED: pb.DirectoryEvent.REMOVED,
@@ -60,7 +53,7 @@ def announcement_from_wire(request: pb.AnnounceRequest) -> NodeAnnouncement:
         deleted=_removals(request.deleted, request.deleted_versions),
         retracted=[Retraction(each.key, each.version) for each in request.withdrawn],
         piece=_piece(request),
-        report_id=request.report_id or (_OLD_REPORT_ID if request.report else 0),
+        report_id=request.report_id,
         capacity_bytes=request.capacity_bytes,
         used_bytes=request.used_bytes,
         ssd_capacity_bytes=request.ssd_capacity_bytes,
@@ -78,8 +71,6 @@ def announcement_from_wire(request: pb.AnnounceRequest) -> NodeAnnouncement:
 
 
 def _removals(keys: Sequence[str], versions: Sequence[int]) -> list[Removal]:
-    if not versions:
-        return [Removal(key, None) for key in keys]
     if len(versions) != len(keys):
         raise InvalidRequest(f"{len(keys)} removed keys have {len(versions)} versions; each needs one")
     return list(map(Removal, keys, versions))
@@ -87,7 +78,7 @@ def _removals(keys: Sequence[str], versions: Sequence[int]) -> list[Removal]:
 
 def _piece(request: pb.AnnounceRequest) -> ReportPiece | None:
     if not request.HasField("piece"):
-        return _OLD_REPORTS.get(request.report)
+        return None
     piece = request.piece
     keys, cold = list(piece.keys), piece.cold or bytes(len(piece.keys))
     check_count(len(keys))

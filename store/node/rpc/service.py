@@ -20,7 +20,7 @@ from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_server import NO_ANSWER, Answer, FastService, Handler, Later, PayloadSink, Peer
 from tanghulu.rpc.methods import HELLO, Method
 from tanghulu.rpc.unsent import UnsentAnswers
-from tanghulu.rpc.versions import settle
+from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.sessions import Greeting, Session, Sessions, after_drain
 from tanghulu.store.node.rpc.stats import check_count, stat_reply
@@ -131,7 +131,7 @@ class NodeService:
 
     def hello(self, peer: Peer, request: store_pb2.HelloRequest, attachment: memoryview) -> Answer:
         """Open or join the client's session."""
-        version = settle(request)
+        require_version(request.protocol_version, "the caller")
         if peer.state is not None:
             raise InvalidRequest("HELLO comes once, in the first frame")
         if not request.client_id:
@@ -155,7 +155,7 @@ class NodeService:
             max_inline_bytes=MAX_INLINE_BYTES,
             index=index_to_wire(self._identity.index) if may_map else None,
             key_scope=who.scope if who is not None and may_map else "",
-            protocol_version=version,
+            protocol_version=PROTOCOL_VERSION,
         )
 
     # --- puts

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 import tanghulu
 import tanghulu.aio
-from tanghulu.errors import MasterUnavailable, NotLeader
+from tanghulu.errors import KeysMoved, MasterUnavailable, NotLeader
 from tanghulu.eviction.policies import make_policy
 from tanghulu.protos import directory_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
@@ -35,7 +35,7 @@ from tanghulu.store.master.rpc.directory_service import DirectoryCalls
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.node.state.chunk_table import Published
 from tanghulu.store.node.state.node_state import make_node_state
-from tanghulu.store.protocol.key_slots import NUM_RANGES
+from tanghulu.store.protocol.key_slots import NUM_RANGES, NUM_SLOTS
 from tanghulu.store.protocol.messages import (
     CommitKeyReply,
     CommitKeysRequest,
@@ -141,8 +141,8 @@ class ElectedMaster:
         calls = DirectoryCalls(self.server)
         calls.serve(self.service)
         master.register(node, 600.0, clock.now_s())
-        for report in (directory_pb2.AnnounceRequest.BEGIN, directory_pb2.AnnounceRequest.END):  # it holds nothing yet
-            calls.announce(directory_pb2.AnnounceRequest(node_id="n1", generation=7, report=report))
+        report = directory_pb2.ReportPiece(next_slot=NUM_SLOTS)  # it holds nothing yet
+        calls.announce(directory_pb2.AnnounceRequest(node_id="n1", generation=7, report_id=1, piece=report))
         master.tick(clock.now_s(), 0.0)
         assert master.directory.is_ready
 
@@ -207,7 +207,7 @@ async def test_a_deposed_master_takes_no_commit_of_who_knows_its_successor_and_s
         connection = await AsyncFastConnection.connect(Address.parse(address))
         said = ClientCommit("n1", 7, ChunkKey("k"), 3, 5, 9, ETCD)
         for method, request in ((COMMIT_KEY, said), (COMMIT_KEYS, CommitKeysRequest([said]))):
-            with pytest.raises(NotLeader):
+            with pytest.raises(KeysMoved):
                 await connection.call(method.number, request, method.reply)
         assert master.leadership.leads, "a client's word deposes nobody"
         of_another_etcd = ClientCommit("n1", 7, ChunkKey("k"), 3, 5, 9, ETCD + 1)

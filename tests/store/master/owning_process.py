@@ -8,16 +8,15 @@ import sys
 from tanghulu.discovery.base import Instance
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.store.master.election.ownership import Duties, EtcdOwnership
-from tanghulu.store.protocol.range_map import PROTOCOL, RANGES_FROM
 from tanghulu.types import Address, InstanceId, Role
 
 TTL_S = 2.0
 
 
-def ownership_of(etcd: Address, name: str, owned: dict[int, int], version: int = RANGES_FROM) -> EtcdOwnership:
+def ownership_of(etcd: Address, name: str, owned: dict[int, int]) -> EtcdOwnership:
     """That of the master ``name``; ``owned`` is kept to what it owns: the term of each range."""
     address = Address(name, 7400)
-    instance = Instance(InstanceId(name), Role.MASTER, address, attributes={PROTOCOL: str(version)})
+    instance = Instance(InstanceId(name), Role.MASTER, address)
 
     def own(number: int) -> None:
         owned[number] = ownership.map.term_of(number)

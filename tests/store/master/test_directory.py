@@ -86,7 +86,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         removed=st.lists(st.tuples(KEYS, VERSIONS), max_size=2),
         deleted=st.sampled_from([[], [], [], [("kv/0", 1)], [("kv/0", 2)]]),
         step=st.sampled_from(STEPS),
-        told=st.lists(st.tuples(KEYS, VERSIONS, st.booleans()), max_size=6),
+        told=st.lists(st.tuples(KEYS, VERSIONS, st.booleans()), max_size=6, unique_by=lambda each: each[0]),
     )
     def announce(self, name, added, removed, deleted, step, told) -> None:
         node = self.nodes.get(name)

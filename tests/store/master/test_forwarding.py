@@ -1,4 +1,4 @@
-"""Callers that know no owners, of version 5 and of gRPC: the leader of several masters asks the owners for them."""
+"""Callers of gRPC, who know no owners: the leader of several masters asks the owners for them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,15 @@ import pytest
 from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.errors import ConfigError, InvalidRequest, KeysMoved, MasterUnavailable, Overloaded
 from tanghulu.protos import directory_pb2 as pb
-from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.grpc_edge import typed_errors
-from tanghulu.rpc.methods import HELLO
 from tanghulu.store.directory_feed import _KINDS as KINDS
 from tanghulu.store.directory_feed import DirectoryEvent, DirectoryEventKind
 from tanghulu.store.followed_ranges import EventCursor
 from tanghulu.store.master.main import MasterConfig
 from tanghulu.store.master.rpc import forwarding as forwarding_module
 from tanghulu.store.master.rpc.forwarding import Numbering
-from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.key_slots import ALL_RANGES, range_of
-from tanghulu.store.protocol.messages import CommitKeysRequest
-from tanghulu.store.protocol.types import ClientCommit, CommitResult
 from tests.store.master.running_master import (
     FakeNode,
     SeveralMasters,
@@ -80,44 +75,19 @@ async def _knows_all(node: FakeNode, keys: Sequence[str]) -> bool:
     return not (await node.holders(*keys))[1]
 
 
-@pytest.fixture
-async def then(masters: SeveralMasters, nodes: list[FakeNode]) -> AsyncIterator[AsyncFastConnection]:
-    """A client that says no HELLO to the leader, as those of version 5."""
-    connection = await AsyncFastConnection.connect(masters.addresses[0])
-    yield connection
-    await connection.close()
-
-
 Ask = Callable[[str, Any], Awaitable[Any]]
-METHODS = {
-    "Locate": None,
-    "Wait": methods.WAIT,
-    "ListKeys": methods.LIST_KEYS,
-    "Replicate": methods.REPLICATE,
-    "Nodes": methods.NODES,
-}
 
 
-@pytest.fixture(params=["version 5", "gRPC"])
-async def ask(request: pytest.FixtureRequest, masters: SeveralMasters, then: AsyncFastConnection) -> AsyncIterator[Ask]:
-    """Call a method of the leader."""
-    if request.param == "gRPC":
-        async with directory_stub(masters.addresses[0]) as stub:
+@pytest.fixture
+async def ask(masters: SeveralMasters, nodes: list[FakeNode]) -> AsyncIterator[Ask]:
+    """Call a method of the leader over gRPC."""
+    async with directory_stub(masters.addresses[0]) as stub:
 
-            async def call(name: str, message: Any) -> Any:
-                async with typed_errors("the leader", MasterUnavailable):
-                    return await getattr(stub, name)(message)
+        async def call(name: str, message: Any) -> Any:
+            async with typed_errors("the leader", MasterUnavailable):
+                return await getattr(stub, name)(message)
 
-            yield call
-        return
-
-    async def call_fast(name: str, message: Any) -> Any:
-        method = METHODS[name]
-        if method is None:
-            return await ask_fast(then, message)
-        return (await then.call(method.number, message, method.reply, deadline_s=30.0)).message
-
-    yield call_fast
+        yield call
 
 
 async def test_the_owners_answers_come_as_one(ask: Ask, masters: SeveralMasters) -> None:
@@ -174,70 +144,14 @@ async def test_keys_of_nobody_are_a_typed_error_that_every_version_knows(
     assert 1 in (await ask("Locate", pb.LocateRequest(keys=ASKED, count_only=True))).found
 
 
-# --- commits
-
-
-def commit(key: str, **values: Any) -> ClientCommit:
-    return ClientCommit(**{"node_id": "n1", "generation": 7, "key": key, "version": 9, "size_bytes": 10, **values})
-
-
-async def commit_all(then: AsyncFastConnection, said: Sequence[ClientCommit]) -> list[CommitResult]:
-    call = methods.COMMIT_KEYS.call(CommitKeysRequest(list(said)))
-    return (await then.call(call.method, call.request, call.reply_type, deadline_s=30.0)).message.commit_results
-
-
-async def test_each_commit_is_answered_by_the_owner_of_its_key(
-    masters: SeveralMasters, then: AsyncFastConnection
-) -> None:
-    results = await commit_all(then, [commit(key) for key in [MISSING[0], KEYS[0], *MISSING[1:]]])
-    assert results[1] is CommitResult.ASK_NODE, "the node has it"
-    assert results[:1] + results[2:] == [CommitResult.ACCEPTED] * len(MISSING)
-    (of_other,) = [key for key in (f"one{n}" for n in range(99)) if range_of(key) % 2][:1]
-    reply = (await then.call(methods.COMMIT_KEY.number, commit(of_other), methods.COMMIT_KEY.reply)).message
-    assert (reply.commit_result, reply.term) == (CommitResult.ACCEPTED, masters.ownerships[0].map.version)
-    held = await ask_fast(then, pb.LocateRequest(keys=[*MISSING, of_other], count_only=True))
-    assert held.found == b"\1" * (len(MISSING) + 1)
-    with pytest.raises(InvalidRequest):
-        await commit_all(then, [commit(MISSING[0]), commit(of_other, node_id="n2")])
-
-
-async def test_a_commit_is_not_acknowledged_whose_range_has_left_the_owner_that_took_it(
-    masters: SeveralMasters, then: AsyncFastConnection
-) -> None:
-    """The leader hears of the move before it answers, so its reply would vouch for an owner that is none any more."""
-    others = [key for key in MISSING if range_of(key) % 2]
-
-    def take_away() -> None:
-        asyncio.get_running_loop().call_soon(lambda: masters.share(lambda number: 0))
-
-    masters.ownerships[1].on_asked = take_away
-    results = await commit_all(then, [commit(key) for key in others])
-    assert results == [CommitResult.ASK_NODE] * len(others)
-    reply = (await then.call(methods.COMMIT_KEY.number, commit(others[0]), methods.COMMIT_KEY.reply)).message
-    assert reply.commit_result is CommitResult.ACCEPTED, "the new owner knows nothing of it"
-
-
-async def test_what_nobody_owns_the_node_commits(masters: SeveralMasters, then: AsyncFastConnection) -> None:
-    masters.share(lambda number: None if number % 2 else 0)
-    results = await commit_all(then, [commit(key) for key in MISSING])
-    expected = [CommitResult.ASK_NODE if range_of(key) % 2 else CommitResult.ACCEPTED for key in MISSING]
-    assert results == expected
-
-
 # --- who is forwarded, and how much of it
 
 
-async def test_who_speaks_of_owners_is_told_to_ask_them(masters: SeveralMasters, then: AsyncFastConnection) -> None:
-    for highest, is_told in ((5, False), (6, True)):
-        connection = await AsyncFastConnection.connect(masters.addresses[0])
-        hello = store_pb2.HelloRequest(protocol_version=4, highest_version=highest)
-        assert (await connection.call(HELLO.number, hello, HELLO.reply)).message.protocol_version == highest
-        if is_told:
-            with pytest.raises(KeysMoved):
-                await ask_fast(connection, pb.LocateRequest(keys=ASKED))
-        else:
-            assert len((await ask_fast(connection, pb.LocateRequest(keys=ASKED))).locations) == len(ASKED)
-        await connection.close()
+async def test_callers_of_the_fast_lane_are_refused_what_others_own(masters: SeveralMasters, ask: Ask) -> None:
+    connection = await AsyncFastConnection.connect(masters.addresses[0])
+    with pytest.raises(KeysMoved):
+        await ask_fast(connection, pb.LocateRequest(keys=ASKED))
+    await connection.close()
 
 
 @contextmanager
@@ -249,17 +163,18 @@ def bounds(monkeypatch: pytest.MonkeyPatch, **values: int) -> Iterator[None]:
 
 
 async def test_calls_under_way_and_their_bytes_are_bounded(
-    then: AsyncFastConnection, nodes: list[FakeNode], monkeypatch: pytest.MonkeyPatch
+    ask: Ask, masters: SeveralMasters, nodes: list[FakeNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    at_owner = asyncio.Event()
+    masters.ownerships[1].on_asked = at_owner.set
     late = next(key for key in MISSING if range_of(key) % 2)
-    wait = pb.WaitRequest(keys=[late], deadline_ms=30_000)
-    waiting = asyncio.ensure_future(then.call(methods.WAIT.number, wait, methods.WAIT.reply, deadline_s=30.0))
-    await asyncio.sleep(0)  # it has left
+    waiting = asyncio.ensure_future(ask("Wait", pb.WaitRequest(keys=[late], deadline_ms=30_000)))
+    await at_owner.wait()
     asked = pb.LocateRequest(keys=ASKED, count_only=True)
 
     async def is_refused() -> bool:
         try:
-            await ask_fast(then, asked)
+            await ask("Locate", asked)
         except Overloaded:
             return True
         return False
@@ -270,7 +185,7 @@ async def test_calls_under_way_and_their_bytes_are_bounded(
         assert not await is_refused()
     with bounds(monkeypatch, MAX_BYTES=1):
         await nodes[1].announce((late, 1, 10))
-        assert (await waiting).message.found == b"\1"
+        assert (await waiting).found == b"\1"
         assert not await is_refused(), "a single call is never too large"
 
 

@@ -14,7 +14,6 @@ import pytest
 
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.etcd_client import EtcdClient
-from tanghulu.discovery.masters import leader_key, masters_prefix
 from tanghulu.errors import MasterUnavailable, NotLeader
 from tanghulu.store.master.election.assignment import assign
 from tanghulu.store.master.election.ownership import EtcdOwnership
@@ -117,20 +116,6 @@ async def test_the_lease_is_proven_by_a_renewal_behind_the_call() -> None:
         before = ownership.renewals.confirmed
         numbers = await asyncio.gather(*(ownership.prove() for _ in range(50)))
         assert ownership.renewals.confirmed > max(numbers) >= before
-
-
-async def test_a_leader_of_the_version_before_keeps_all_ranges_to_itself() -> None:
-    async with etcd_here() as etcd:
-        client = EtcdClient([etcd])
-        try:
-            await client.put(leader_key("default"), b"\x0a\x03old\x12\x07default\x1a\x06master\x22\x05old:1", 0)
-            await client.put(masters_prefix("default") + b"nodes", b"node-1\nnode-2", 0)
-            async with owners(etcd, "a", "b") as running:
-                await until(lambda: all(len(each.ownership.election.view.masters) == 2 for each in running))
-                assert all(set(each.ownership.election.view.wanted) == {""} for each in running)
-                assert running[0].ownership.map.owners == (None,) * NUM_RANGES
-        finally:
-            await client.close()
 
 
 async def test_owners_know_the_nodes_that_the_leader_lets_in() -> None:

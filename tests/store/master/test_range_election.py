@@ -8,7 +8,6 @@ from tanghulu.discovery.base import Instance
 from tanghulu.store.master.election import range_election
 from tanghulu.store.master.election.assignment import assign
 from tanghulu.store.master.election.masters_view import (
-    ADMITTED,
     LEADER,
     MASTERS,
     NODES,
@@ -39,7 +38,6 @@ from tanghulu.store.master.election.range_election import (
 )
 from tanghulu.store.protocol import terms
 from tanghulu.store.protocol.key_slots import NUM_RANGES
-from tanghulu.store.protocol.range_map import PROTOCOL
 from tanghulu.store.protocol.terms import MARGIN_S, LeaseProofs, Renewals, Term
 from tanghulu.types import Address, InstanceId, Role
 from tests.store.sim.masters_world import MastersWorld
@@ -52,12 +50,12 @@ MINE = tuple(n for n in ALL if OWNERS[n] == "a")
 OTHERS = tuple(n for n in ALL if OWNERS[n] == "b")
 
 
-def instance(name: str, role: Role = Role.MASTER, version: int = 6) -> Instance:
-    return Instance(InstanceId(name), role, Address(name, 1), attributes={PROTOCOL: str(version)} if version else {})
+def instance(name: str) -> Instance:
+    return Instance(InstanceId(name), Role.MASTER, Address(name, 1))
 
 
-def master_key(name: str, revision: int, lease: int, version: int = 6) -> KeySeen:
-    return KeySeen(MASTERS + name, revision, lease, instance=instance(name, version=version))
+def master_key(name: str, revision: int, lease: int) -> KeySeen:
+    return KeySeen(MASTERS + name, revision, lease, instance=instance(name))
 
 
 def range_keys(ranges: tuple[int, ...] | range, revision: int, owner: str, lease: int) -> list[KeySeen]:
@@ -269,7 +267,7 @@ def test_a_watch_that_is_late_or_begins_again_does_not_deceive() -> None:
 
 def test_a_watch_that_begins_again_takes_nodes_for_no_change_of_the_map() -> None:
     known = [KeySeen(LEADER, 19, 99, instance=instance("z")), master_key("a", 31, LEASE), *range_keys(ALL, 40, "a", 5)]
-    node = KeySeen(NODES + "n", 50, 0, instance=instance("n", Role.NODE))
+    node = KeySeen(NODES + "n", 50, 0, instance=instance("n"))
     watched, begun_again, restarted = MastersView(), MastersView(), MastersView()
     for view in (watched, begun_again):
         view.begin(known[:1], 30)
@@ -309,45 +307,6 @@ def test_a_leader_whose_key_is_anothers_steps_down_and_keeps_its_ranges() -> Non
     stale = KeySeen(LEADER, 53, 4, instance=instance("a"))
     assert election.seen([stale], 10.3) == [], "under a lease that it had before"
     election.check()
-
-
-# --- versions of the protocol
-
-
-@pytest.mark.parametrize("old", ["master", "node", "admitted by one"])
-def test_while_one_speaks_an_older_version_the_leader_should_own_all(old: str) -> None:
-    leader = KeySeen(LEADER, 19, 4, instance=instance("b"))
-    if old == "master":
-        others = [leader, master_key("b", 20, B_LEASE), master_key("c", 21, 8, version=5)]
-    elif old == "node":
-        others = [leader, master_key("b", 20, B_LEASE), KeySeen(NODES + "n", 18, instance=instance("n", Role.NODE, 0))]
-    else:
-        others = [leader, master_key("b", 20, B_LEASE), KeySeen(ADMITTED, 18, text="m\nn")]
-    election = announced(10.0, *others)
-    election.seen([master_key("a", 31, LEASE)], 10.0)
-    assert set(election.view.wanted) == {"b"}
-    assert without_renewals(election.tick(11.0)) == [], "vacant, but not for this one"
-    name = {"master": MASTERS + "c", "node": NODES + "n"}.get(old, ADMITTED)
-    told = election.seen(gone(name, revision=40), 11.1)
-    assert told == [Claim(LEASE, tuple(ALL))], "now they share, and the time for who should is over"
-
-
-def test_a_leader_that_knows_of_no_ranges_is_taken_nothing_away() -> None:
-    election = announced(10.0, KeySeen(LEADER, 19, 4, instance=instance("old", version=0)))
-    assert election.seen([master_key("a", 31, LEASE)], 10.0) == []
-    assert set(election.view.wanted) == {""}
-    assert without_renewals(election.tick(11.0)) == []
-
-
-def test_a_leader_owns_all_when_an_old_node_comes() -> None:
-    election = owning()
-    election.seen([master_key("b", 50, B_LEASE), *range_keys(OTHERS, 51, "b", B_LEASE)], 10.0)
-    election.seen([KeySeen(LEADER, 52, 9, instance=instance("b"))], 10.0)
-    assert without_renewals(election.tick(10.6)) == []
-    node = KeySeen(NODES + "n", 53, instance=instance("n", Role.NODE, 5))
-    told = election.seen([node], 10.7)
-    assert told == [*map(Disown, MINE), HandOver("b", B_LEASE, tuple((n, 40) for n in MINE))]
-    assert election.view.nodes.keys() == {"n"}
 
 
 def test_the_table_knows_every_key_event_in_every_state() -> None:

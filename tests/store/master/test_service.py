@@ -125,7 +125,7 @@ async def test_the_first_put_wins(ask: Ask, address: Address, discovery: MasterD
     async with node(address, discovery, "n1") as n1, node(address, discovery, "n2") as n2:
         assert list((await n1.announce(("k", 1, 5), ("l", 1, 5))).accepted) == [True, True]
         assert list((await n2.announce(("k", 2, 5), ("m", 2, 5))).accepted) == [False, True]
-        assert list((await n1.announce(deleted=["k"])).accepted) == []
+        assert list((await n1.announce(deleted=[("k", 1)])).accepted) == []
         assert list((await n2.announce(("k", 1, 5))).accepted) == [False], "a tombstone"
         assert (await n1.holders("k", "l"))[0] == [[], ["n1"]]
 
@@ -177,7 +177,7 @@ async def test_followers_get_a_snapshot_then_changes(address: Address, discovery
             assert len(everything.pairs) == 5002
             assert len(some.pairs) == 5001
             await n2.announce(("other2", 1, 1))  # makes the filtered follower's sequence jump
-            await n1.announce(("kv/new", 1, 1), removed=["kv/00001"])
+            await n1.announce(("kv/new", 1, 1), removed=[("kv/00001", 1)])
             await until(lambda: ("n1", "kv/new") in everything.pairs and ("n1", "kv/new") in some.pairs)
             assert ("n1", "kv/00001") not in everything.pairs | some.pairs
             await n1.report(("kv/new", 1, 1))

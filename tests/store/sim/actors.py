@@ -49,7 +49,6 @@ from tanghulu.store.node.state.node_state import make_node_state
 from tanghulu.store.node.state.ssd_chunk import SsdChunk
 from tanghulu.store.node.state.write_buffers import AREA_BYTES
 from tanghulu.store.node.writes.puts import PutService
-from tanghulu.store.protocol.range_map import PROTOCOL, RANGES_FROM
 from tanghulu.store.protocol.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.store.protocol.write_buffer import HEAD_BYTES
 from tanghulu.transfer_engine.client.requests import TransferBatch, TransferRequest
@@ -294,7 +293,7 @@ class SimNode(SimProcess):
                 continue
 
     def _instance(self) -> Instance:
-        memory = {"memory_bytes": str(self.capacity_bytes), "host_id": self.host, PROTOCOL: str(RANGES_FROM)}
+        memory = {"memory_bytes": str(self.capacity_bytes), "host_id": self.host}
         place = Place("zone", f"rack-{len(self.id) % 3}", self.host)
         return Instance(
             self.id,

@@ -29,7 +29,7 @@ from tanghulu.protos import common_pb2, directory_pb2, membership_pb2, store_pb2
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import HEAD, PREAMBLE, FrameReader, encode_head
 from tanghulu.rpc.methods import HELLO
-from tanghulu.rpc.versions import SPOKEN
+from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.rpc.wire import FastMessage, encode, parser_of
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.messages import ReserveRequest
@@ -356,7 +356,7 @@ def _same(data: bytes) -> bytes:
 def hello(rng: random.Random) -> bytes:
     """A sound first frame of a client that nobody knows."""
     request = store_pb2.HelloRequest(
-        protocol_version=SPOKEN.lowest, client_id=f"fuzz{rng.randrange(50)}", wants_shm=rng.random() < 0.5
+        protocol_version=PROTOCOL_VERSION, client_id=f"fuzz{rng.randrange(50)}", wants_shm=rng.random() < 0.5
     )
     body = request.SerializeToString()
     return encode_head(HELLO.number, 1, len(body), 0) + body

@@ -34,7 +34,7 @@ from tanghulu.store.master.election.range_election import (
 )
 from tanghulu.store.protocol import terms
 from tanghulu.store.protocol.key_slots import NUM_RANGES
-from tanghulu.store.protocol.range_map import PROTOCOL, RANGES_FROM, RangeMap
+from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.terms import Renewals, Term
 from tanghulu.types import Address, InstanceId, Role
 from tests.store.sim.etcd_model import EtcdModel, NoSuchLeaseError
@@ -53,9 +53,7 @@ class MasterProcess:
 
     def __init__(self, index: int) -> None:
         self.id = f"master-{index}"
-        self.instance = Instance(
-            InstanceId(self.id), Role.MASTER, Address("m", 1000 + index), attributes={PROTOCOL: str(RANGES_FROM)}
-        )
+        self.instance = Instance(InstanceId(self.id), Role.MASTER, Address("m", 1000 + index))
         self.election = range_election.RangeElection(self.id, TTL_S)
         self.behind_s = 0.0  # for so long its clock has stood still
         self.asleep_until_s = 0.0

@@ -38,7 +38,6 @@ from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.rpc.directory_service import DirectoryCalls
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol.key_slots import range_of
-from tanghulu.store.protocol.range_map import PROTOCOL, RANGES_FROM
 from tanghulu.types import Address, ChunkKey, InstanceId, Role
 from tests.store.sim.actors import REGISTER_TTL_S, Server, SimProcess
 from tests.store.sim.etcd_process import ETCD, SimEtcd, SimEtcdClient, reached_by
@@ -87,7 +86,7 @@ class SimOwner(SimProcess):
         self.core.directory.grants.piece_keys = rng.choice((1, 3, 10, 4096))
         self.shell = server = _WatchedServer(self.core, clock, MasterMetrics(CollectorRegistry()), rng)
         server.world, server.id, server.address = world, self.id, address
-        instance = Instance(self.id, Role.MASTER, address, attributes={PROTOCOL: str(RANGES_FROM)})
+        instance = Instance(self.id, Role.MASTER, address)
         duties = Duties(self._owns, server.disown, server.lead, server.lead_no_more, server.nodes_told)
         with reached_by(world.etcd):
             self.ownership = EtcdOwnership((), instance, TTL_S, clock, duties)

@@ -11,7 +11,7 @@ from pathlib import Path
 from tanghulu.protos import session_pb2, store_pb2
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.methods import HELLO
-from tanghulu.rpc.versions import SPOKEN
+from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.runtime.process import host_id
 from tanghulu.transfer_engine.core.descriptor_wire import from_proto
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
@@ -35,7 +35,7 @@ def greeted(address: str, *, wants_shm: bool = False) -> tuple[FastConnection, s
     where, _, unix_path = address.partition("|")
     connection = FastConnection(Address.parse(where), unix_path if wants_shm else None)
     hello = store_pb2.HelloRequest(
-        protocol_version=SPOKEN.lowest, highest_version=SPOKEN.highest, client_id="reader", pid=os.getpid(),
+        protocol_version=PROTOCOL_VERSION, client_id="reader", pid=os.getpid(),
         host_id=host_id(), wants_shm=wants_shm,
     )  # fmt: skip
     return connection, connection.call(HELLO.number, hello, HELLO.reply).message

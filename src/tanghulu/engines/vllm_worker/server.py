@@ -30,7 +30,7 @@ from tanghulu.rpc.authorizer import Authorizer, GrpcAuthorizer
 from tanghulu.rpc.fast_server import FastService, Peer
 from tanghulu.rpc.methods import HELLO
 from tanghulu.rpc.port_mux import PortMux
-from tanghulu.rpc.versions import settle
+from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
 from tanghulu.runtime.process import Process
 from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, RequestId
@@ -162,8 +162,9 @@ class VllmWorkerServer:
         stack.callback(self._hub.close)
 
     def _hello(self, peer: Peer, request: store_pb2.HelloRequest, _: memoryview) -> store_pb2.HelloReply:
+        require_version(request.protocol_version, "the caller")
         return store_pb2.HelloReply(
-            instance_id=self.instance_id, generation=self._process.generation, protocol_version=settle(request)
+            instance_id=self.instance_id, generation=self._process.generation, protocol_version=PROTOCOL_VERSION
         )
 
     def _card(self, facts: VllmFacts, assets: TokenizerAssets) -> session_pb2.ModelCard:
