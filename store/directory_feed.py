@@ -17,7 +17,7 @@ import structlog
 
 from tanghulu.auth.certificate_roles import MASTER
 from tanghulu.discovery.masters import ATTEMPT_S, PING_MS, SILENCE_MS, MasterFinder
-from tanghulu.errors import InvalidRequest, MasterUnavailable, TanghuluError, Unauthorized
+from tanghulu.errors import MasterUnavailable, TanghuluError, Unauthorized
 from tanghulu.masters import Masters
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc
@@ -225,7 +225,7 @@ class _Feed:
             _log.info("directory_events.map", version=reply.version, owners=len(set(reply.addresses)))
 
     async def _ask(self, address: Address) -> MastersReply:
-        """What the master there knows of all of them; a master of a version before there were maps is the only one."""
+        """What the master there knows of all of them."""
         credentials, known = self._masters.credentials_for(address), self._ranges.map
         request = MastersRequest() if known is None else MastersRequest(known.version, known.cluster)
         try:
@@ -234,8 +234,6 @@ class _Feed:
                 try:
                     await greet(connection, credentials, ATTEMPT_S)
                     return (await connection.call(MASTERS.number, request, MASTERS.reply)).message
-                except InvalidRequest:
-                    return MastersReply(0, 0)
                 finally:
                     await connection.close()
         except TimeoutError:

@@ -65,7 +65,7 @@ class MasterConfig(PortOptions, ProcessConfig):
         if not 1 <= self.election_ttl_s <= 60:
             raise ConfigError(f"--election-ttl-s {self.election_ttl_s:g} is not within 1..60 seconds")
         if self.etcd and self.tokens is not None and not self.token:
-            raise ConfigError("--etcd with --tokens needs --token, to ask the other masters for older clients")
+            raise ConfigError("--etcd with --tokens needs --token, to ask the other masters on behalf of gRPC clients")
 
 
 async def serve(process: Process, config: MasterConfig, ownership: RangeOwnership | None = None) -> None:

@@ -24,7 +24,7 @@ MAX_ANSWERS = 8
 class Renewals(NamedTuple):
     """Of a master's lease: renewals that it has ``asked`` of etcd, and up to which one etcd has ``confirmed``.
 
-    They travel as one number; 0, of a master that was not elected or is of the version before, tells nothing.
+    They travel as one number; 0, of a master that was not elected, tells nothing.
     """
 
     asked: int = 0

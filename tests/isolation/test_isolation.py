@@ -40,7 +40,8 @@ _REFUSED = {"UNAUTHORIZED", "UNAUTHENTICATED", "401"}
 _FORBIDDEN = {"FORBIDDEN", "PERMISSION_DENIED", "403"}
 #: Also a worker's load, which is what all tenants together make of it.
 _NUMBER = re.compile(
-    r"(?<=\"queue_tokens\":)\d+|(?<=\"num_requests\":)\d+|\d{4,}|\d+\.\d+(e-?\d+)?|(?:resp|msg|chatcmpl|cmpl|req|gen)[-_][0-9a-f]+|[0-9a-f]{16,}"
+    r"(?<=\"queue_tokens\":)\d+|(?<=\"num_requests\":)\d+|\d{4,}|\d+\.\d+(e-?\d+)?"
+    r"|(?:resp|msg|chatcmpl|cmpl|req|gen)[-_][0-9a-f]+|[0-9a-f]{16,}"
 )
 
 

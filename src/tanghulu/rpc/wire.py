@@ -27,8 +27,8 @@ class FastMessage(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     A peer that knows more fields sends a longer array, and what stands behind the known fields is ignored; one that
     knows fewer sends a shorter array, and what is missing has its default. So a field is added at the end and with a
-    default, and never taken away or given another meaning; everything else needs a new version of the protocol, and
-    peers of the version before are still served (see ``versions``). Messages hold no reference cycles (``gc=False``).
+    default, and never taken away or given another meaning; everything else needs a new version of the protocol
+    (see ``versions``). Messages hold no reference cycles (``gc=False``).
     """
 
     def validate(self) -> None:
