@@ -1,6 +1,8 @@
 """One entrance for configuration: flags, variables and TOML map mechanically onto a frozen dataclass."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
 import pytest
@@ -123,6 +125,35 @@ def test_bad_toml_names_the_key(invoke, tmp_path, text, named):
         load_toml(file, invoke.commands)
 
 
+@pytest.mark.parametrize("value", ["[80]", "true", "2021-01-01", "{ a = 1 }", "80.5", '"eighty"', "nan"])
+@pytest.mark.parametrize("table", ["[probe]\n", ""])
+def test_a_value_of_another_type_is_refused(invoke, tmp_path, table, value):
+    file = tmp_path / "t.toml"
+    file.write_text(f"{table}port = {value}")
+    read = value in ("80.5", '"eighty"', "nan")  # as text, which is no number of a port
+    with nullcontext() if read else pytest.raises(ConfigError, match="port"):
+        result, config = invoke(toml=load_toml(file, invoke.commands))
+        assert (result.exit_code, config) == (2, None)
+        assert "--port" in result.output
+
+
+def test_values_of_a_file_are_read_as_those_of_a_command_line(tmp_path):
+    params = [click.Option(["--flag/--no-flag"]), click.Option(["--name"]), click.Option(["--host"], multiple=True)]
+    commands = {"probe": click.Command("probe", params=params)}
+    file = tmp_path / "t.toml"
+    file.write_text('[probe]\nflag = true\nname = 5\nhost = ["a", "b"]')
+    assert load_toml(file, commands) == {"probe": {"flag": True, "name": "5", "host": ["a", "b"]}}
+    for text in ("flag = 1", "flag = [true]", 'name = ["a"]', "name = false", "host = [[1]]"):
+        file.write_text(f"[probe]\n{text}")
+        with pytest.raises(ConfigError, match="must be"):
+            load_toml(file, commands)
+
+
+def test_a_file_without_an_end_is_refused(invoke):
+    with pytest.raises(ConfigError, match="more than 16"):
+        load_toml(Path("/dev/zero"), invoke.commands)
+
+
 def test_a_command_of_a_group_has_a_table_of_its_own(invoke, tmp_path):
     """Of its keys those that are for one call, like ``--limit`` of a listing, do not belong into a file."""
     listing = click.Command("ls", params=[click.Option(["--limit"]), click.Option(["--master"], envvar="X_MASTER")])
@@ -130,8 +161,8 @@ def test_a_command_of_a_group_has_a_table_of_its_own(invoke, tmp_path):
     file = tmp_path / "t.toml"
     file.write_text('master = "h:1"\n[probe]\nport = 1\n[store.probe]\nport = 2\n[store.ls]\nmaster = "h:3"\n')
     assert load_toml(file, commands) == {
-        "probe": {"master": "h:1", "port": 1},
-        "store": {"probe": {"master": "h:1", "port": 2}, "ls": {"master": "h:3"}},
+        "probe": {"master": "h:1", "port": "1"},
+        "store": {"probe": {"master": "h:1", "port": "2"}, "ls": {"master": "h:3"}},
     }
     for text, named in (
         ("limit = 1", "limit"),

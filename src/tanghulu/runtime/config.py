@@ -30,6 +30,7 @@ PREFIX = "TANGHULU_"
 _OPTION = "tanghulu.option"
 #: The most of an option that has no bound of its own: of a count or of seconds, of a size, of a port.
 MOST, MOST_BYTES, MOST_PORT = 1e9, 1 << 50, 65535
+_MOST_FILE_BYTES = 16 << 20
 #: What Kubernetes sets in every container for a Service that is called ``tanghulu`` or ``tanghulu-...``.
 _SERVICE_VARIABLE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _SERVICE_VALUE = re.compile(r"(tcp|udp|sctp)://")
@@ -187,7 +188,11 @@ def configuration_file() -> Path | None:
 def read_table(path: Path, what: str = "configuration", *, is_json: bool = False) -> Any:
     """The contents of a TOML or JSON file, UTF-8 in every locale. Raises ConfigError that says what is wrong."""
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        with path.open("rb") as file:
+            data = file.read(_MOST_FILE_BYTES + 1)
+        if len(data) > _MOST_FILE_BYTES:
+            raise ConfigError(f"cannot read {what} {path}: it has more than {format_size(_MOST_FILE_BYTES)}")
+        text = data.decode("utf-8-sig")
         return json.loads(text) if is_json else tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {what} {path}: {error}") from error
@@ -232,11 +237,12 @@ def load_toml(path: Path, commands: Mapping[str, click.Command]) -> dict[str, An
 
     Of a command in a group the table is ``[store.serve]``.
 
-    Raises ConfigError for a file that cannot be read and for a key that no command, or not that one, has.
+    Raises ConfigError for a file that cannot be read, for a key that no command, or not that one, has, and for a value
+    of a type that the option does not take. Numbers become text, which is read as on a command line.
     """
     data = read_table(path)
     known = dict(_leaves((), commands))
-    everywhere: set[str] = set().union(*known.values())
+    everywhere = {key for keys in known.values() for key in keys}
     defaults: dict[str, Any] = {}
     for key, value in data.items():
         if isinstance(value, dict):
@@ -245,21 +251,36 @@ def load_toml(path: Path, commands: Mapping[str, click.Command]) -> dict[str, An
             raise ConfigError(f"{path}: key {key!r} is unknown{_hint(key, everywhere)}")
         else:
             for words in (words for words, keys in known.items() if key in keys):
-                _table_of(defaults, words).setdefault(key, value)
+                _table_of(defaults, words).setdefault(key, _as_given(path, known[words][key], value))
     return defaults
+
+
+def _as_given(path: Path, parameter: click.Parameter, value: Any) -> Any:
+    """``value`` as its option takes it."""
+    is_flag = isinstance(parameter, click.Option) and parameter.is_flag
+    is_list = isinstance(value, list) and isinstance(parameter, click.Option) and parameter.multiple
+    given: list[Any] = value if is_list else [value]
+    if not {type(each) for each in given} <= ({str, bool} if is_flag else {str, int, float}):
+        wanted = "true or false" if is_flag else "text or a number"
+        raise ConfigError(f"{path}: {parameter.name} is {json.dumps(value, default=str)}; it must be {wanted}")
+    texts = [each if isinstance(each, str | bool) else str(each) for each in given]
+    return texts if is_list else texts[0]
 
 
 #: The words of a command line, such as ("store", "serve").
 _Words = tuple[str, ...]
 
 
-def _leaves(words: _Words, commands: Mapping[str, click.Command]) -> Iterator[tuple[_Words, set[str]]]:
-    """The keys of each command; of those in groups, what is an environment variable, too: the rest is for one call."""
+def _leaves(
+    words: _Words, commands: Mapping[str, click.Command]
+) -> Iterator[tuple[_Words, dict[str, click.Parameter]]]:
+    """The keys of each command; of those in groups what is an environment variable, too: the rest is for one call."""
     for name, each in commands.items():
         if isinstance(each, click.Group):
             yield from _leaves((*words, name), each.commands)
         else:
-            yield (*words, name), {p.name for p in each.params if p.name and (not words or isinstance(p.envvar, str))}
+            own = (p for p in each.params if not words or isinstance(p.envvar, str))
+            yield (*words, name), {p.name: p for p in own if p.name}
 
 
 def _table_of(defaults: dict[str, Any], words: _Words) -> dict[str, Any]:
@@ -269,21 +290,26 @@ def _table_of(defaults: dict[str, Any], words: _Words) -> dict[str, Any]:
 
 
 def _take_table(
-    path: Path, words: _Words, values: dict[str, Any], known: Mapping[_Words, set[str]], defaults: dict[str, Any]
+    path: Path,
+    words: _Words,
+    values: dict[str, Any],
+    known: Mapping[_Words, Mapping[str, click.Parameter]],
+    defaults: dict[str, Any],
 ) -> None:
     table = ".".join(words)
     below = {each[len(words)] for each in known if each[: len(words)] == words and len(each) > len(words)}
     if words not in known and not below:
         names = {".".join(each) for each in known}
         raise ConfigError(f"{path}: table [{table}] is unknown{_hint(table, names)}")
-    keys = known.get(words, below)
+    parameters = known.get(words, {})
+    keys = parameters.keys() | below
     for key, value in values.items():
         if key not in keys or isinstance(value, dict) != (key in below):
             raise ConfigError(f"{path}: key {key!r} in [{table}] is unknown{_hint(key, keys)}")
         if key in below:
             _take_table(path, (*words, key), value, known, defaults)
         else:
-            _table_of(defaults, words)[key] = value
+            _table_of(defaults, words)[key] = _as_given(path, parameters[key], value)
 
 
 def _hint(name: str, known: set[str]) -> str:
