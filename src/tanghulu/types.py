@@ -163,16 +163,16 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 def parse_size(text: str | int) -> int:
     """Bytes of ``"64MiB"``, ``"1.5 GiB"``, ``"4kB"`` (1000) or ``"512"``; raises InvalidRequest."""
-    if isinstance(text, int):
+    if type(text) is int and text >= 0:
         return text
-    match = _SIZE.match(text)
+    match = _SIZE.match(text) if isinstance(text, str) else None
     if match is None:
         raise InvalidRequest(f"size {text!r} is not a number with a unit such as 512MiB or 2GB")
     number, prefix, binary = match.groups()
     base = 1024 if binary else 1000
     size_bytes = float(number) * base ** _POWERS[prefix.lower()]
     if size_bytes > MAX_SIZE_BYTES:
-        raise InvalidRequest(f"size {text[:80]!r} is beyond {format_size(MAX_SIZE_BYTES)}")
+        raise InvalidRequest(f"size {str(text)[:80]!r} is beyond {format_size(MAX_SIZE_BYTES)}")
     return int(size_bytes)
 
 

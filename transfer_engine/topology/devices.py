@@ -18,8 +18,10 @@ from __future__ import annotations
 import ipaddress
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
+
+import msgspec
 
 from tanghulu.errors import ConfigError
 
@@ -151,8 +153,9 @@ def from_json(text: str) -> Topology:
     try:
         read = json.loads(text)
         devices = tuple(NetworkDevice(**each) for each in read["devices"])
-        given = read.get("matrix") or {}
-        matrix = {name: Preference(tuple(each["preferred"]), tuple(each["others"])) for name, each in given.items()}
+        msgspec.convert(list(map(asdict, devices)), list[NetworkDevice])  # raises ValidationError, a ValueError
+        given = msgspec.convert(read.get("matrix") or {}, dict[str, dict[str, tuple[str, ...]]])
+        matrix = {name: Preference(each["preferred"], each["others"]) for name, each in given.items()}
         for each in devices:
             if each.address:
                 ipaddress.ip_interface(each.address)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tanghulu.auth.derived_tokens import hash_of
-from tanghulu.auth.private_file import PrivateFile, expiry_unix_s, refuse_unknown
+from tanghulu.auth.private_file import PrivateFile, expiry_unix_s, list_of, refuse_unknown, rights_of
 from tanghulu.auth.tenants import validate_tenant
 from tanghulu.errors import ConfigError, Forbidden, Unauthorized
 
@@ -153,7 +153,7 @@ class ApiKeysFile(PrivateFile[ApiKeyTable]):
 
 def _parse(content: dict[str, Any]) -> ApiKeyTable:
     refuse_unknown(content, {"keys"}, "the file")
-    return ApiKeyTable([_key(each) for each in content.get("keys", [])])
+    return ApiKeyTable([_key(each) for each in list_of(content.get("keys", []), dict, "keys")])
 
 
 _NUMBERS: Final = ("requests_per_s", "tokens_per_minute", "max_in_flight", "weight")
@@ -165,11 +165,8 @@ def _key(content: Any) -> ApiKey:
     name = str(content.get("name", ""))
     if not name:
         raise ConfigError("a key has no name")
-    what, known = f"key {name!r}", {right.value: right for right in KeyRight}
-    rights = content.get("rights", [])
-    for right in rights:
-        if right not in known:
-            raise ConfigError(f"{what}: right {right!r} is unknown; known: {', '.join(known)}")
+    what = f"key {name!r}"
+    rights = rights_of(content.get("rights", []), KeyRight, what)
     tenant, shared = str(content.get("tenant", "")), content.get("shared_prefixes", False)
     if not isinstance(shared, bool):
         raise ConfigError(f"{what}: shared_prefixes is true or false")
@@ -184,7 +181,7 @@ def _key(content: Any) -> ApiKey:
     return ApiKey(
         name,
         str(content.get("sha256", "")),
-        frozenset(known[right] for right in rights),
+        rights,
         validate_tenant(tenant) if tenant else "",
         limits,
         weight,

@@ -11,6 +11,7 @@ import os
 import stat
 import tomllib
 from collections.abc import Callable, Set
+from enum import Enum
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -18,7 +19,9 @@ import structlog
 
 from tanghulu.errors import ConfigError, InvalidRequest
 
+E = TypeVar("E", bound=Enum)
 T = TypeVar("T")
+V = TypeVar("V")
 _Stamp: TypeAlias = tuple[int, int, int]
 
 _log = structlog.get_logger(__name__)
@@ -93,6 +96,22 @@ def refuse_unknown(table: dict[str, Any], keys: Set[str], what: str) -> None:
     for key in table_of(table, what):
         if key not in keys:
             raise ConfigError(f"{what}: key {key!r} is unknown; known: {', '.join(sorted(keys))}")
+
+
+def list_of(value: Any, kind: type[V], what: str) -> list[V]:
+    """``value`` if it is a list of ``kind`` alone; else raises ConfigError."""
+    if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
+        raise ConfigError(f"{what} is not a list of {'tables' if kind is dict else 'strings'}")
+    return value
+
+
+def rights_of(value: Any, kind: type[E], what: str) -> frozenset[E]:
+    """The rights of ``kind`` that a list names; raises ConfigError for another."""
+    known = {right.value: right for right in kind}
+    for right in list_of(value, str, f"{what}: rights"):
+        if right not in known:
+            raise ConfigError(f"{what}: right {right!r} is unknown; known: {', '.join(known)}")
+    return frozenset(known[right] for right in value)
 
 
 def expiry_unix_s(what: str, value: Any) -> float | None:

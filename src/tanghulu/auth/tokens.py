@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tanghulu.auth.credentials import Credentials, place_of
-from tanghulu.auth.private_file import PrivateFile, expiry_unix_s, refuse_unknown, table_of
+from tanghulu.auth.private_file import PrivateFile, expiry_unix_s, list_of, refuse_unknown, rights_of, table_of
 from tanghulu.auth.tenants import Identity, Right, Tenant, TokenEntry, TokenTable, validate_tenant
 from tanghulu.errors import ConfigError
 from tanghulu.types import Address, parse_size
@@ -62,7 +62,7 @@ def load(path: Path) -> TokenTable:
 def _parse(content: dict[str, Any]) -> TokenTable:
     refuse_unknown(content, {"tenants", "tokens"}, "the file")
     tenants = {name: _tenant(name, each) for name, each in table_of(content.get("tenants", {}), "tenants").items()}
-    tokens = [_token(each) for each in content.get("tokens", [])]
+    tokens = [_token(each) for each in list_of(content.get("tokens", []), dict, "tokens")]
     if not tokens:
         raise ConfigError("there is no token in it, so nobody could ever connect")
     return TokenTable(tokens, tenants)
@@ -82,11 +82,7 @@ def _token(content: Any) -> TokenEntry:
     name = str(content.get("name", ""))
     if not name:
         raise ConfigError("a token has no name")
-    rights = content.get("rights", [])
-    known = {right.value: right for right in Right}
-    for right in rights:
-        if right not in known:
-            raise ConfigError(f"token {name!r}: right {right!r} is unknown; known: {', '.join(known)}")
+    rights = rights_of(content.get("rights", []), Right, f"token {name!r}")
     expires = expiry_unix_s(f"token {name!r}", content.get("expires"))
     sha256, tenant = str(content.get("sha256", "")), str(content.get("tenant", ""))
-    return TokenEntry(name, sha256, frozenset(known[right] for right in rights), tenant, expires)
+    return TokenEntry(name, sha256, rights, tenant, expires)
