@@ -34,6 +34,8 @@ _ALPHABET = (
     "".join(map(chr, range(33, 127))) + " the of and to in is that for it as was with be by on not he this are or his"
 )
 _TIMEOUT = httpx.Timeout(600, connect=10, pool=None)
+#: Seconds for the questions before the first request.
+_ANSWER_S = 10.0
 
 
 def scaled(requests: Sequence[TraceRequest], scale: int) -> list[TraceRequest]:
@@ -154,11 +156,11 @@ async def _replay(
 async def find_target(http: httpx.AsyncClient, url: str) -> ServedTarget:
     """The first model that is served, and ids that its tokenizer makes of ordinary text."""
     try:
-        model = (await http.get("/v1/models")).raise_for_status().json()["data"][0]
+        model = (await http.get("/v1/models", timeout=_ANSWER_S)).raise_for_status().json()["data"][0]
         asked = {"model": model["id"], "prompt": _ALPHABET, "add_special_tokens": False}
-        ids = (await http.post("/tokenize", json=asked)).raise_for_status().json()["tokens"]
+        ids = (await http.post("/tokenize", json=asked, timeout=_ANSWER_S)).raise_for_status().json()["tokens"]
         return ServedTarget(model["id"], int(model["max_model_len"]), sorted(set(ids)))
-    except (httpx.HTTPError, httpx.InvalidURL, IndexError, KeyError, ValueError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, LookupError, TypeError, ValueError) as error:
         raise NodeUnavailable(f"no model answers at {url}: {error!r}; is `tanghulu up` running?") from error
 
 

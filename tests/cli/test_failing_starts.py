@@ -50,6 +50,13 @@ STARTS = {
         "no model answers at http://127.0.0.1:1/v1: [Errno 111] Connection refused; is `tanghulu up` running?",
     ),
     "no master": (("store", "nodes", "--master", "127.0.0.1:1"), 4, "no master answered at 127.0.0.1:1"),
+    "no master to ask for an instance": (("drain", "x", "--master", "127.0.0.1:1"), 4, "Connection refused"),
+    "no master to ask for the cluster": (("status", "--master", "127.0.0.1:1"), 4, "Connection refused"),
+    "an address that does not answer": (
+        ("bench", "http", "--url", "http://127.0.0.1:{port}"),
+        4,
+        "no model answers at http://127.0.0.1:{port}",
+    ),
     "no model": (
         ("up", "--model", "/no/such/model", "--master-port", "0", "--port", "0", "--state-dir", "{folder}/state"),
         1,

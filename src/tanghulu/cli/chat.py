@@ -18,6 +18,8 @@ from tanghulu.runtime.master_options import HttpClientOptions
 from tanghulu.types import parse_url
 from tanghulu.web.event_stream import EventReader
 
+#: Seconds for the question which models there are.
+_ANSWER_S = 10.0
 _HELP = "/new starts afresh, /system TEXT sets the system prompt, /quit or Ctrl-D ends"
 
 
@@ -117,10 +119,13 @@ def _answer(conversation: Conversation, text: str, console: Console) -> None:
 
 
 def _first_model(http: httpx.Client) -> str:
-    answer = http.get("/v1/models")
+    answer = http.get("/v1/models", timeout=_ANSWER_S)
     if answer.status_code in (401, 403):
         raise _error_of(answer)
-    return str(answer.raise_for_status().json()["data"][0]["id"])
+    try:
+        return str(answer.raise_for_status().json()["data"][0]["id"])
+    except (LookupError, TypeError, ValueError) as error:
+        raise NodeUnavailable(f"{answer.url} lists no model: {error!r}; is that a conductor?") from error
 
 
 def _loop(conversation: Conversation, console: Console) -> None:
@@ -177,7 +182,7 @@ def run(config: ChatConfig) -> None:
                 _answer(conversation, message, console)
             else:
                 _loop(conversation, console)
-    except (httpx.HTTPError, IndexError) as error:
+    except httpx.HTTPError as error:
         raise NodeUnavailable(f"no model answers at {config.url}: {error}; is `tanghulu up` running?") from error
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -11,9 +10,9 @@ import click
 from tanghulu.auth.certificate_roles import CONDUCTOR, WORKER
 from tanghulu.cli.printing import counted, print_json, store_options
 from tanghulu.conductor.peers.group import ATTRIBUTE as PEERS
-from tanghulu.discovery.base import EventKind, Instance
-from tanghulu.discovery.open import HELP, open_discovery
-from tanghulu.errors import InvalidRequest, MasterUnavailable
+from tanghulu.discovery.base import Instance
+from tanghulu.discovery.open import HELP, instances_now
+from tanghulu.errors import InvalidRequest
 from tanghulu.masters import Masters
 from tanghulu.protos import conductor_pb2_grpc, session_pb2_grpc
 from tanghulu.protos.common_pb2 import EndReply, EndRequest
@@ -58,25 +57,11 @@ def COMMAND(instance: str, discovery: str, namespace: str, master: Masters, as_j
 
 async def _find(wanted: str, discovery: str, namespace: str, master: Masters) -> Instance:
     """The instance of that id or address. Raises InvalidRequest that names those that are there."""
-    there = await _instances(discovery, namespace, master)
+    there = await instances_now(discovery, master, *_ROLES, namespace=namespace, deadline_s=_DEADLINE_S)
     for instance in there:
         if wanted in (instance.id, str(instance.address)):
             return instance
     raise InvalidRequest(f"there is no {wanted!r}; there is {', '.join(i.id for i in there) or 'nobody'}")
-
-
-async def _instances(discovery: str, namespace: str, master: Masters) -> Sequence[Instance]:
-    there = list[Instance]()
-    try:
-        async with asyncio.timeout(_DEADLINE_S), open_discovery(discovery, master) as source:
-            async for event in source.watch(*_ROLES, namespace=namespace):
-                if event.kind is EventKind.SYNCED:
-                    break
-                if event.instance is not None:
-                    there.append(event.instance)
-    except TimeoutError:
-        raise MasterUnavailable(f"{discovery} did not say within {_DEADLINE_S:g} s which instances there are") from None
-    return there
 
 
 async def _end(instance: Instance, master: Masters) -> EndReply:

@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tanghulu.cli.printing import print_json, store_options, wide_console
-from tanghulu.discovery.base import EventKind, Instance
+from tanghulu.discovery.base import Instance
 from tanghulu.discovery.masters import MasterFinder
-from tanghulu.discovery.open import HELP, open_discovery
-from tanghulu.errors import MasterUnavailable, TanghuluError
+from tanghulu.discovery.open import HELP, instances_now
+from tanghulu.errors import TanghuluError
 from tanghulu.masters import Masters
 from tanghulu.runtime.config import PREFIX, FiniteRange
 from tanghulu.runtime.scraping import scrape, summed
@@ -132,12 +132,7 @@ def _hit_ratio(role: Role, figures: Mapping[str, float]) -> float | None:
 
 async def look(master: Masters, discovery: str, namespace: str) -> ClusterStatus:
     """Ask discovery, the master and every process; raises MasterUnavailable if nobody can say who there is."""
-    try:
-        async with asyncio.timeout(_DEADLINE_S):
-            instances = await _instances(master, discovery, namespace)
-    except TimeoutError:
-        where = discovery if discovery not in ("", "master") else str(master)
-        raise MasterUnavailable(f"{where} did not say within {_DEADLINE_S:g} s which processes there are") from None
+    instances = await instances_now(discovery, master, namespace=namespace, deadline_s=_DEADLINE_S)
     views: dict[str, NodeView] = {}
     masters: list[MasterView] = []
     asked = str(master)
@@ -170,17 +165,6 @@ def _node_of(view: NodeView) -> Instance:
     """A node that only the list of nodes names: a client's token sees no instances."""
     address = Address.parse(view.address)
     return Instance(InstanceId(view.id), Role.NODE, address, metrics_address=view.metrics_address)
-
-
-async def _instances(master: Masters, discovery: str, namespace: str) -> list[Instance]:
-    found: dict[str, Instance] = {}
-    async with open_discovery(discovery, master) as source:
-        async for event in source.watch(namespace=namespace):
-            if event.kind is EventKind.SYNCED:
-                break
-            if event.kind is EventKind.PUT and event.instance is not None:
-                found[event.instance.id] = event.instance
-    return list(found.values())
 
 
 def _table(status: ClusterStatus) -> Table:

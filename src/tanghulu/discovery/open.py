@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
-from tanghulu.discovery.base import Discovery
+from tanghulu.discovery.base import Discovery, EventKind, Instance
 from tanghulu.discovery.etcd import EtcdDiscovery
 from tanghulu.discovery.file import FileDiscovery
 from tanghulu.discovery.master import MasterDiscovery
-from tanghulu.errors import ConfigError
+from tanghulu.errors import ConfigError, MasterUnavailable
 from tanghulu.masters import Masters
-from tanghulu.types import Address
+from tanghulu.types import Address, InstanceId, Role
 
 HELP = "where instances find each other: master (the default), etcd://host:port[,host:port], or file:DIR"
 
@@ -25,3 +26,23 @@ def open_discovery(spec: str, master: Masters | Address) -> Discovery:
     if scheme == "file" and rest:
         return FileDiscovery(Path(rest.removeprefix("//")))
     raise ConfigError(f"--discovery {spec!r} is none of master, etcd://host:port, file:DIR")
+
+
+async def instances_now(
+    spec: str, master: Masters | Address, *roles: Role, namespace: str, deadline_s: float
+) -> list[Instance]:
+    """Live instances of ``roles``, or of all. Raises MasterUnavailable or Unauthorized soon after ``deadline_s``."""
+    found: dict[InstanceId, Instance] = {}
+    async with open_discovery(spec, master) as source:
+        try:
+            async with asyncio.timeout(deadline_s):
+                async for event in source.watch(*roles, namespace=namespace):
+                    if event.kind is EventKind.SYNCED:
+                        break
+                    if event.instance is not None:
+                        found[event.instance.id] = event.instance
+        except TimeoutError:
+            await source.look()  # its error says why nobody answers
+            where = master if spec in ("", "master") else spec
+            raise MasterUnavailable(f"{where} did not list the processes of the cluster in {deadline_s:g} s") from None
+    return list(found.values())
