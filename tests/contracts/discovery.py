@@ -15,6 +15,7 @@ from dataclasses import replace
 import pytest
 
 from tanghulu.discovery.base import Discovery, EventKind, InstanceEvent
+from tanghulu.discovery.entering import enter
 from tanghulu.errors import Conflict
 from tanghulu.types import Place, Role
 from tests.discovery.sources import Source
@@ -107,7 +108,7 @@ async def test_an_id_keeps_its_role_while_its_process_lives(src: Source, discove
     registration = await discovery.register(instance("one"))
     async with src.open() as other:
         with pytest.raises(Conflict, match="is a node and cannot register as a worker"):
-            await other.register(instance("one", Role.BOTH))
+            await enter(other, instance("one", Role.BOTH))
     async with watching(discovery) as watcher:
         assert await watcher.take() == InstanceEvent(PUT, instance("one"))
         await registration.close()

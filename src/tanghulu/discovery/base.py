@@ -135,8 +135,12 @@ class Discovery(Protocol):
     async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> Registration:
         """Enter ``instance``; it vanishes ``ttl_s`` after this process stops renewing. Raises MasterUnavailable.
 
-        Raises Conflict if an instance with this id is alive and has another role.
+        Processes call ``entering.enter``, which asks ``require_role`` first.
         """
+        ...
+
+    async def require_role(self, instance: Instance) -> None:
+        """Raise Conflict if an instance with this id is alive and has another role, unless ``register`` does."""
         ...
 
     def watch(self, *roles: Role, namespace: str = "default") -> AsyncIterator[InstanceEvent]:

@@ -77,6 +77,7 @@ async def enter(discovery: Discovery, instance: Instance) -> Registration:
     waiting = _Waiting("register")
     while True:
         try:
+            await discovery.require_role(instance)
             registration = await discovery.register(instance)
         except TanghuluError as error:
             if not error.retryable:

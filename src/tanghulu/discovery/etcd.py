@@ -45,8 +45,7 @@ class EtcdRegistration:
         self._renewing: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Take a lease and enter the key; raises MasterUnavailable when etcd does not answer, Conflict."""
-        await self._discovery.require_role(self._instance)
+        """Take a lease and enter the key; raises MasterUnavailable when etcd does not answer."""
         await self._enter()
         self._renewing = asyncio.create_task(self._renew())
 
@@ -125,7 +124,7 @@ class EtcdDiscovery:
         self._registrations.discard(registration)
 
     async def require_role(self, instance: Instance) -> None:
-        """Raise Conflict if an instance with this id is there and has another role."""
+        """Raise Conflict if a live instance with this id has another role."""
         for kv in (await self.client.range(self._key(instance))).kvs:
             try:
                 known = instance_from_proto(common_pb2.Instance.FromString(kv.value))

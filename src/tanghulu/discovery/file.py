@@ -98,8 +98,7 @@ class FileRegistration:
         self._renewing: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Write the file for the first time; raises MasterUnavailable, Conflict."""
-        await asyncio.to_thread(_require_role, self._path, self._instance)
+        """Write the file for the first time; raises MasterUnavailable."""
         await self.update(self._instance)
         self._renewing = asyncio.create_task(self._renew_forever())
 
@@ -200,10 +199,16 @@ class FileDiscovery:
         """Make the directory if it is not there. Raises MasterUnavailable."""
         await asyncio.to_thread(_make, self._directory)
 
+    async def require_role(self, instance: Instance) -> None:
+        """Raise Conflict if a live instance with this id has another role."""
+        await asyncio.to_thread(_require_role, self._path_of(instance), instance)
+
+    def _path_of(self, instance: Instance) -> Path:
+        return self._namespace(instance.namespace) / f"{quote(instance.id, safe='')}.json"
+
     async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> FileRegistration:
         """Enter ``instance``. Raises MasterUnavailable if the directory cannot be written."""
-        path = self._namespace(instance.namespace) / f"{quote(instance.id, safe='')}.json"
-        registration = FileRegistration(self, path, instance, ttl_s)
+        registration = FileRegistration(self, self._path_of(instance), instance, ttl_s)
         await registration.open()
         self.registrations.add(registration)
         return registration

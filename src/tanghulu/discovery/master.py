@@ -181,6 +181,9 @@ class MasterDiscovery:
             kind = NotLeader if self._finder.answered else MasterUnavailable
             raise kind(error.message) from error
 
+    async def require_role(self, instance: Instance) -> None:
+        """The master says so when the instance registers."""
+
     async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> MasterRegistration:
         """Enter ``instance``; waits up to REGISTER_DEADLINE_S for the master, then raises MasterUnavailable."""
         registration = MasterRegistration(self, instance, ttl_s)

@@ -125,6 +125,9 @@ class MemoryDiscovery:
     async def look(self) -> None:
         """The registry is always there."""
 
+    async def require_role(self, instance: Instance) -> None:
+        """The registry says so when the instance registers."""
+
     async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> MemoryRegistration:
         """Enter ``instance``. Raises MasterUnavailable after ``crash``."""
         if self._crashed:

@@ -75,7 +75,10 @@ class GuardedStore:
         return found
 
     def read(self, keys: Sequence[str], buffers: Sequence[Any], sizes: Sequence[int]) -> list[bool]:
-        """Fill each buffer (or list of buffers) with its key's value; whether it has its whole size now."""
+        """Fill each buffer (or list of buffers) with its key's value; whether it has its whole size now.
+
+        A value of another size, which no load could ever use, is removed, so that the next save stores the right one.
+        """
         if not keys or not self._transfers.allows():
             return [False] * len(keys)
         try:
@@ -87,6 +90,9 @@ class GuardedStore:
         self._transfers.judge([each for each in outcomes if isinstance(each, TanghuluError)])
         good = [each == size for each, size in zip(outcomes, sizes, strict=True)]
         self._count(keys_loaded=sum(good), keys_not_loaded=len(good) - sum(good))
+        self.remove(
+            [key for key, each, fits in zip(keys, outcomes, good, strict=True) if type(each) is int and not fits]
+        )
         return good
 
     def write(self, keys: Sequence[str], values: Sequence[Any]) -> list[bool]:
@@ -106,6 +112,8 @@ class GuardedStore:
 
     def remove(self, keys: Sequence[str]) -> list[bool]:
         """Which keys were there and are gone now."""
+        if not keys:
+            return []
         try:
             return [removed is True for removed in self._client.remove_many(keys, deadline_s=self._save_s)]
         except TanghuluError as error:
