@@ -264,6 +264,9 @@ MUTATED = {
     "HTTP of routing service GET /workers",
     "HTTP of gateway GET /v1/values/{target}",
     "metrics of node /metrics",
+    "data port of node hello",
+    "data port of prefill hello",
+    "Unix socket of node exists",
 }
 
 
