@@ -93,7 +93,7 @@ class StubNode:
     async def announce(
         self,
         entries: Sequence[tuple[str, int]] = (),
-        removed: Sequence[str] = (),
+        removed: Sequence[tuple[str, int]] = (),
         piece: directory_pb2.ReportPiece | None = None,
     ) -> None:
         """Announce ``entries`` (key, version); without any it is a sign of life."""
@@ -103,7 +103,8 @@ class StubNode:
             added=[
                 directory_pb2.ChunkEntry(key=key, version=version, size_bytes=CHUNK_BYTES) for key, version in entries
             ],
-            removed=removed,
+            removed=[key for key, _ in removed],
+            removed_versions=[version for _, version in removed],
             report_id=0 if piece is None else 1,
             piece=piece,
             capacity_bytes=200 << 30,
@@ -271,7 +272,7 @@ class Bench:
     async def _remove(self, by_node: Sequence[Sequence[tuple[str, int]]]) -> None:
         for node, entries in zip(self.nodes, by_node, strict=True):
             for start in range(0, len(entries), CONFIRM_KEYS):
-                await node.announce(removed=[key for key, _ in entries[start : start + CONFIRM_KEYS]])
+                await node.announce(removed=entries[start : start + CONFIRM_KEYS])
 
     async def _confirm(self, by_node: Sequence[Sequence[tuple[str, int]]]) -> None:
         async def confirm(node: StubNode, entries: Sequence[tuple[str, int]]) -> None:

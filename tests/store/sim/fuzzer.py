@@ -105,7 +105,9 @@ def record(address: str) -> list[bytes]:
                 client.nodes()
                 client.eviction_policy(client.nodes()[0].id)
                 client.remove(f"fuzz/small{transport}")
-    announce = directory_pb2.AnnounceRequest(node_id="node-1-abc", generation=7, removed=["fuzz/x"], report=1)
+    announce = directory_pb2.AnnounceRequest(
+        node_id="node-1-abc", generation=7, removed=["fuzz/x"], removed_versions=[2], report_id=1
+    )
     announce.added.add(key="fuzz/y", version=3, size_bytes=100)
     body = announce.SerializeToString()
     place = directory_pb2.PlaceRequest(size_bytes=1000, replicas=2, client_place="a/b/c").SerializeToString()
