@@ -1,10 +1,9 @@
-"""What etcd says of a cluster's masters, as far as this master has been told. Pure.
+"""What etcd says of a cluster's masters, as far as this master has seen it. Pure.
 
 Under one prefix lie ``leader``, ``masters/ID``, ``ranges/00`` to ``ranges/63``, ``nodes/ID``, and ``nodes`` with the
-ids of all admitted nodes, which is there as soon as a leader has admitted any. A master watches the prefix, so it is
-told of the changes in their order, and of those of one revision together; it may be told late. At any revision all
-masters that have been told see the same, and come to the same conclusions: who should own a range is decided by each
-for itself, and never asked of anybody.
+ids of all admitted nodes, which is there as soon as a leader has admitted any. A master watches the prefix and receives
+the changes in their order, those of one revision together, perhaps late. All masters that have seen a revision come to
+the same conclusions: each decides for itself who should own a range, and asks nobody.
 """
 
 from __future__ import annotations
