@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
+from tanghulu.auth.api_keys import ApiKey, KeyRight
 from tanghulu.conductor.dispatch.router import RoutedRequest
 from tanghulu.conductor.http.reply import dumps, note_sender, parse_held, reading
 from tanghulu.conductor.inference.preprocess import ParsedRequest, parse_chat, parse_completion, tokenise
@@ -38,12 +39,17 @@ def router(service: Service) -> APIRouter:
     @api.get("/route")
     @api.post("/route")
     async def route(request: Request) -> dict[str, Any]:
-        """Where a completion or chat with this body would go now, and why. GET takes ?prompt=&model= as well."""
+        """Where a completion or chat with this body would go now, and why. GET takes ?prompt=&model= as well.
+
+        The scores and the load of the workers depend on all tenants, so an API key needs the right to metrics for them.
+        """
         async with service.bodies.reading(request.scope, request.receive) as body:
             with body.view() as view, contextlib.ExitStack() as held:
                 parsed = await _parse_body(service, bytes(view), request, held)
         found = service.dispatcher.router.explain(parsed.requests[0], parsed.model)
-        return _explanation(parsed, found)
+        key: ApiKey | None = getattr(request.state, "api_key", None)
+        all_tenants = key is None or key.may(KeyRight.METRICS)
+        return _explanation(parsed, found) | (_loads(found) if all_tenants else {})
 
     @api.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -157,9 +163,14 @@ def _explanation(parsed: ParsedRequest, route: RoutedRequest) -> dict[str, Any]:
         "hit_blocks": {"workers": route.hits.workers, "store": route.hits.store},
         "prefill": decision.prefill if decision else None,
         "decode": decision.decode if decision else None,
+    }
+
+
+def _loads(route: RoutedRequest) -> dict[str, Any]:
+    return {
         "candidates": [
             {"worker": c.worker, "phase": c.phase, "score": c.score, **dict(c.terms)}
-            for c in (decision.candidates if decision else ())
+            for c in (route.decision.candidates if route.decision else ())
         ],
         "workers": [
             {

@@ -99,6 +99,17 @@ async def test_a_key_is_served_by_either_header_and_only_what_it_allows(tmp_path
         assert basic.status_code == 401
 
 
+async def test_a_tenant_sees_where_its_request_would_go_and_no_load_of_others(tmp_path: Path) -> None:
+    async with keyed_cluster(tmp_path) as cluster:
+        worker = await cluster.add()
+        seen = {
+            name: (await cluster.http.post("/route", json=ASK, headers=bearer(name))).json()
+            for name in ("user", "admin")
+        }
+        assert seen["user"]["prefill"] == worker.id
+        assert seen["admin"].keys() - seen["user"].keys() == {"candidates", "workers"}
+
+
 async def test_limits_are_refused_with_when_to_come_back(tmp_path: Path) -> None:
     async with keyed_cluster(tmp_path) as cluster:
         await cluster.add()
