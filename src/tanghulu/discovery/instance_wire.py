@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from tanghulu.discovery.base import MAX_ATTRIBUTES_BYTES, MAX_FIELD_BYTES, Instance, validate
 from tanghulu.errors import InvalidRequest
 from tanghulu.protos import common_pb2
@@ -32,7 +34,7 @@ class InstanceEntry(FastMessage, frozen=True):
     place: str = ""
     generation: U64 = 0
     unix_path: str = ""
-    attributes: dict[str, str] = {}
+    attributes: dict[str, str] = msgspec.field(default_factory=dict)
 
     @classmethod
     def of(cls, instance: Instance) -> InstanceEntry:
