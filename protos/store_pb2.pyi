@@ -25,60 +25,6 @@ class Checksums(_message.Message):
     parts: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, part_bytes: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class HelloRequest(_message.Message):
-    __slots__ = ("protocol_version", "client_id", "tenant", "token", "pid", "host_id", "wants_shm", "held_lease_ids")
-    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
-    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
-    TENANT_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
-    HOST_ID_FIELD_NUMBER: _ClassVar[int]
-    WANTS_SHM_FIELD_NUMBER: _ClassVar[int]
-    HELD_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
-    protocol_version: int
-    client_id: str
-    tenant: str
-    token: str
-    pid: int
-    host_id: str
-    wants_shm: bool
-    held_lease_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, protocol_version: _Optional[int] = ..., client_id: _Optional[str] = ..., tenant: _Optional[str] = ..., token: _Optional[str] = ..., pid: _Optional[int] = ..., host_id: _Optional[str] = ..., wants_shm: _Optional[bool] = ..., held_lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class HelloReply(_message.Message):
-    __slots__ = ("status", "instance_id", "generation", "session_id", "segment", "max_inline_bytes", "index", "key_scope", "protocol_version", "session_secret")
-    STATUS_FIELD_NUMBER: _ClassVar[int]
-    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    SEGMENT_FIELD_NUMBER: _ClassVar[int]
-    MAX_INLINE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    INDEX_FIELD_NUMBER: _ClassVar[int]
-    KEY_SCOPE_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
-    SESSION_SECRET_FIELD_NUMBER: _ClassVar[int]
-    status: _common_pb2.Status
-    instance_id: str
-    generation: int
-    session_id: int
-    segment: _common_pb2.SegmentDescriptor
-    max_inline_bytes: int
-    index: SharedIndex
-    key_scope: str
-    protocol_version: int
-    session_secret: bytes
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., instance_id: _Optional[str] = ..., generation: _Optional[int] = ..., session_id: _Optional[int] = ..., segment: _Optional[_Union[_common_pb2.SegmentDescriptor, _Mapping]] = ..., max_inline_bytes: _Optional[int] = ..., index: _Optional[_Union[SharedIndex, _Mapping]] = ..., key_scope: _Optional[str] = ..., protocol_version: _Optional[int] = ..., session_secret: _Optional[bytes] = ...) -> None: ...
-
-class SharedIndex(_message.Message):
-    __slots__ = ("begin", "num_buckets", "seed")
-    BEGIN_FIELD_NUMBER: _ClassVar[int]
-    NUM_BUCKETS_FIELD_NUMBER: _ClassVar[int]
-    SEED_FIELD_NUMBER: _ClassVar[int]
-    begin: int
-    num_buckets: int
-    seed: int
-    def __init__(self, begin: _Optional[int] = ..., num_buckets: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
-
 class PutItem(_message.Message):
     __slots__ = ("key", "version", "size_bytes", "checksums", "pin", "ttl_ms", "replicas")
     KEY_FIELD_NUMBER: _ClassVar[int]

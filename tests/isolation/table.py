@@ -86,7 +86,7 @@ def _fast(role: str, method: Any, request: Callable[[World, str], Any]) -> Calla
 def fast_rows() -> Iterator[Row]:
     """Of the fast lane: nodes, masters and workers."""
     for role in ("master", "node", "prefill", "decode"):
-        hello = store_pb2.HelloRequest(protocol_version=PROTOCOL_VERSION, client_id="x")
+        hello = m.NodeHello(PROTOCOL_VERSION, client_id="x")
         yield Row(f"fast lane of {role}", "hello", Needs.KNOWN, _fast(role, rpc_methods.HELLO, lambda *_, h=hello: h))
 
     def of(role: str, needs: Needs, method: Any, request: Callable[[World, str], Any], target: str = "") -> Row:

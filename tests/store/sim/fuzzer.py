@@ -28,11 +28,10 @@ from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.protos import common_pb2, directory_pb2, membership_pb2, store_pb2
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import HEAD, PREAMBLE, FrameReader, encode_head
-from tanghulu.rpc.methods import HELLO
 from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.rpc.wire import FastMessage, encode, parser_of
 from tanghulu.store.protocol import methods
-from tanghulu.store.protocol.messages import ReserveRequest
+from tanghulu.store.protocol.messages import NodeHello, ReserveRequest
 from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import Address, ChunkKey
 from tests.store.cluster import Cluster, Process, eventually
@@ -40,7 +39,7 @@ from tests.store.cluster import Cluster, Process, eventually
 #: Without DRAIN: a node that was told to drain rightly takes nothing any more.
 METHODS: dict[int, type[Any]] = {
     method.number: method.request
-    for method in (HELLO, *methods.METHODS)
+    for method in methods.METHODS
     if method is not methods.DRAIN and method.request is not bytes
 }
 GRPC: dict[str, type[Message]] = {
@@ -357,11 +356,9 @@ def _same(data: bytes) -> bytes:
 
 def hello(rng: random.Random) -> bytes:
     """A sound first frame of a client that nobody knows."""
-    request = store_pb2.HelloRequest(
-        protocol_version=PROTOCOL_VERSION, client_id=f"fuzz{rng.randrange(50)}", wants_shm=rng.random() < 0.5
-    )
-    body = request.SerializeToString()
-    return encode_head(HELLO.number, 1, len(body), 0) + body
+    request = NodeHello(PROTOCOL_VERSION, client_id=f"fuzz{rng.randrange(50)}", wants_shm=rng.random() < 0.5)
+    body = encode(request)
+    return encode_head(methods.HELLO.number, 1, len(body), 0) + body
 
 
 def resident_bytes(process: Process) -> int:
