@@ -98,6 +98,21 @@ class HelloReply(FastMessage, frozen=True):
 #: are (see ``transfer_engine.core.segment``).
 HELLO = Method(1, "hello", HelloRequest, HelloReply)
 
+
+class EndRequest(FastMessage, frozen=True):
+    """Have a process end in order, as by SIGTERM."""
+
+
+class EndReply(FastMessage, frozen=True):
+    """``num_requests`` are under way; those that have not ended in ``grace_s`` are moved, or fail where they cannot."""
+
+    num_requests: U32 = 0
+    grace_s: float = 0.0
+
+
+#: Of conductors and workers. The answer comes at once.
+END = Method(55, "end", EndRequest, EndReply, Rule("drain", Right.ADMIN))
+
 #: A conductor's session with a worker: it begins with a hello, and both sides send on under its call id.
 SESSION = Method(54, "session", session_pb2.ToWorker, session_pb2.FromWorker, Rule("session", Right.JOIN))
 
@@ -157,4 +172,4 @@ def _changed(value: Any, path: Sequence[str], change: Callable[[str], str]) -> A
     return value
 
 
-__all__ = ["HELLO", "SESSION", "Method", "Rule", "Scoping", "scope_keys", "writing"]
+__all__ = ["END", "HELLO", "SESSION", "EndReply", "EndRequest", "Method", "Rule", "Scoping", "scope_keys", "writing"]

@@ -22,6 +22,7 @@ from tanghulu.rpc.fast_server import NO_ANSWER, Answer, FastService, Handler, La
 from tanghulu.rpc.methods import Method
 from tanghulu.rpc.unsent import UnsentAnswers
 from tanghulu.rpc.versions import PROTOCOL_VERSION
+from tanghulu.rpc.wire import Failure
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.sessions import Greeting, Session, Sessions, after_drain
 from tanghulu.store.node.rpc.stats import check_count, stat_reply
@@ -39,7 +40,6 @@ from tanghulu.store.protocol.messages import (
     CommitItem,
     CommitRequest,
     Done,
-    Failure,
     Found,
     GetReply,
     GetRequest,
