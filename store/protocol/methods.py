@@ -69,17 +69,8 @@ assert len({each.number for each in METHODS}) == len({each.name for each in METH
 
 # --- gRPC
 
-_NODE = "/tanghulu.v1.StoreNode/"
 _DIRECTORY = "/tanghulu.v1.Directory/"
 _MEMBERSHIP = "/tanghulu.v1.Membership/"
-
-NODE_GRPC_RULES: dict[str, Rule | None] = {
-    _NODE + "Put": PUT.rule,
-    _NODE + "Get": GET.rule,
-    _NODE + "Exists": EXISTS.rule,
-    _NODE + "Remove": REMOVE.rule,
-    _NODE + "Stat": CHUNK_STAT.rule,
-}
 
 MASTER_GRPC_RULES: dict[str, Rule | None] = {
     _DIRECTORY + "Announce": ANNOUNCE.rule,

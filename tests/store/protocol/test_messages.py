@@ -17,7 +17,7 @@ from msgspec import structs
 
 from tanghulu.auth.tenants import Identity, Right
 from tanghulu.errors import ChunkNotFound, InvalidRequest, StoreFull, TanghuluError, VersionMismatch
-from tanghulu.protos import store_pb2
+from tanghulu.protos import directory_pb2
 from tanghulu.rpc.methods import HelloReply, HelloRequest, scope_keys
 from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.rpc.wire import FastMessage, encode, parser_of
@@ -317,7 +317,7 @@ def _keys(value: Any) -> list[str]:
 
 
 def test_keys_of_protobuf_messages_are_scoped_too() -> None:
-    put = store_pb2.PutRequest(items=[store_pb2.PutItem(key="a"), store_pb2.PutItem(key="b")])
-    scoped = scope_keys("items.key")(IDENTITY, put)
-    assert [item.key for item in scoped.items] == [IDENTITY.scoped("a"), IDENTITY.scoped("b")]
-    assert scope_keys("keys")(IDENTITY, store_pb2.GetRequest(keys=["a"])).keys == [IDENTITY.scoped("a")]
+    added = [directory_pb2.ChunkEntry(key="a"), directory_pb2.ChunkEntry(key="b")]
+    scoped = scope_keys("added.key")(IDENTITY, directory_pb2.AnnounceRequest(added=added))
+    assert [item.key for item in scoped.added] == [IDENTITY.scoped("a"), IDENTITY.scoped("b")]
+    assert scope_keys("keys")(IDENTITY, directory_pb2.WaitRequest(keys=["a"])).keys == [IDENTITY.scoped("a")]

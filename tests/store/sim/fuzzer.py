@@ -25,7 +25,7 @@ from google.protobuf.message import Message
 
 import tanghulu
 from tanghulu.errors import InvalidRequest, TanghuluError
-from tanghulu.protos import directory_pb2, membership_pb2, store_pb2
+from tanghulu.protos import directory_pb2, membership_pb2
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import HEAD, PREAMBLE, FrameReader, encode_head
 from tanghulu.rpc.versions import PROTOCOL_VERSION
@@ -43,11 +43,6 @@ METHODS: dict[int, type[Any]] = {
     if method is not methods.DRAIN and method.request is not bytes
 }
 GRPC: dict[str, type[Message]] = {
-    "/tanghulu.v1.StoreNode/Put": store_pb2.PutRequest,
-    "/tanghulu.v1.StoreNode/Get": store_pb2.GetRequest,
-    "/tanghulu.v1.StoreNode/Exists": store_pb2.ExistsRequest,
-    "/tanghulu.v1.StoreNode/Remove": store_pb2.RemoveRequest,
-    "/tanghulu.v1.StoreNode/Stat": store_pb2.StatRequest,
     "/tanghulu.v1.Directory/Announce": directory_pb2.AnnounceRequest,
     "/tanghulu.v1.Directory/Locate": directory_pb2.LocateRequest,
     "/tanghulu.v1.Directory/Place": directory_pb2.PlaceRequest,
@@ -288,7 +283,7 @@ class Fuzzer:
             while time.monotonic() < until_s or min(self.counts["frames"], self.counts["calls"]) < least:
                 for target, channel in zip(self.targets, channels, strict=True):
                     self._connection(target)
-                    self._call(channel, target is self.cluster.master)
+                    self._call(channel)
                 if time.monotonic() > looked_s + 1.0:
                     look()
                     looked_s = time.monotonic()
@@ -322,10 +317,9 @@ class Fuzzer:
                 while sock.recv(1 << 16):
                     pass
 
-    def _call(self, channel: grpc.Channel, is_master: bool) -> None:
+    def _call(self, channel: grpc.Channel) -> None:
         rng = self.mutator.rng
-        served = [(path, kind) for path, kind in GRPC.items() if is_master != ("StoreNode" in path)]
-        path, kind = rng.choice(served if rng.random() < 0.95 else list(GRPC.items()))
+        path, kind = rng.choice(list(GRPC.items()))
         data = self.mutator.message(kind).SerializeToString()
         if rng.random() < 0.4:
             data = self.mutator.bytes_like(data)
