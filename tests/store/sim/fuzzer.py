@@ -24,7 +24,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 import tanghulu
-from tanghulu.errors import InvalidRequest, TanghuluError
+from tanghulu.errors import InvalidRequest, TanghuluError, VersionMismatch
 from tanghulu.protos import directory_pb2, membership_pb2
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import HEAD, PREAMBLE, FrameReader, encode_head
@@ -249,7 +249,7 @@ class Mutator:
 
 
 def decode_in_process(mutator: Mutator, num: int) -> None:
-    """The decoders take anything: frames or InvalidRequest come out, nothing else."""
+    """The decoders take anything: frames, InvalidRequest or, of a HELLO, VersionMismatch come out, nothing else."""
     for _ in range(num):
         reader, stream = FrameReader(), b"".join(mutator.frame() for _ in range(3))
         position = 0
@@ -258,7 +258,7 @@ def decode_in_process(mutator: Mutator, num: int) -> None:
                 step = mutator.rng.choice((1, 7, 100, 5000))
                 for frame in reader.feed(stream[position : position + step]):
                     kind = METHODS.get(frame.method, Failure)
-                    with contextlib.suppress(InvalidRequest):
+                    with contextlib.suppress(InvalidRequest, VersionMismatch):
                         parser_of(kind)(frame.body)
                 position += step
 
