@@ -9,9 +9,9 @@ import msgspec
 
 from tanghulu.auth.tenants import Identity, Right, TokenTable
 from tanghulu.errors import ConfigError
-from tanghulu.protos import directory_pb2, store_pb2
+from tanghulu.protos import directory_pb2
 from tanghulu.rpc.methods import Rule, scope_keys
-from tanghulu.store.protocol.messages import MastersReply
+from tanghulu.store.protocol.messages import EvictionPolicy, MastersReply, TenantsReply
 
 
 def _in_listing(identity: Identity, request: directory_pb2.ListKeysRequest) -> directory_pb2.ListKeysRequest:
@@ -38,12 +38,12 @@ def _out_of_events(identity: Identity, batch: directory_pb2.EventBatch) -> direc
     return batch
 
 
-def _only_itself(identity: Identity, reply: store_pb2.TenantsReply) -> store_pb2.TenantsReply:
-    return store_pb2.TenantsReply(tenants=[usage for usage in reply.tenants if usage.tenant == identity.tenant])
+def _only_itself(identity: Identity, reply: TenantsReply) -> TenantsReply:
+    return TenantsReply([usage for usage in reply.tenants if usage.tenant == identity.tenant])
 
 
-def _to_switch(request: store_pb2.EvictionRequest) -> Right:
-    return Right.ADMIN if request.policy else Right.READ
+def _to_switch(request: EvictionPolicy) -> Right:
+    return Right.ADMIN if request.name else Right.READ
 
 
 def _to_locate(request: Any) -> Right | None:

@@ -24,7 +24,6 @@ from tanghulu.protos import (
     router_pb2,
     session_pb2,
     store_api_pb2,
-    store_pb2,
 )
 from tanghulu.rpc import methods as rpc_methods
 from tanghulu.rpc.versions import PROTOCOL_VERSION
@@ -99,9 +98,9 @@ def fast_rows() -> Iterator[Row]:
         yield of("node", own, store.PUT, lambda w, t: m.PutRequest([chunk(t)], False, 1000), kind)
         yield of("node", own, store.RESERVE, lambda w, t: m.ReserveRequest([chunk(t)], 0), kind)
         yield of("node", own, store.GET, lambda w, t: m.GetRequest([t], 1 << 16), kind)
-        yield of("node", own, store.EXISTS, lambda w, t: store_pb2.ExistsRequest(keys=[t]), kind)
-        yield of("node", own, store.REMOVE, lambda w, t: store_pb2.RemoveRequest(keys=[t]), kind)
-        yield of("node", own, store.CHUNK_STAT, lambda w, t: store_pb2.StatRequest(keys=[t]), kind)
+        yield of("node", own, store.EXISTS, lambda w, t: m.KeysRequest([t]), kind)
+        yield of("node", own, store.REMOVE, lambda w, t: m.RemoveRequest([t]), kind)
+        yield of("node", own, store.CHUNK_STAT, lambda w, t: m.KeysRequest([t]), kind)
         yield of("master", own, store.LOCATE, lambda w, t: m.LocateRequest([t], False), kind)
         yield of("master", own, store.LIST_KEYS, lambda w, t: directory_pb2.ListKeysRequest(prefix=t), kind)
         yield of("master", own, store.COMMIT_KEY, lambda w, t: _commit(w, t), kind)
@@ -110,11 +109,11 @@ def fast_rows() -> Iterator[Row]:
         yield of("master", own, store.REPLICATE, lambda w, t: directory_pb2.ReplicateRequest(keys=[t], holders=2), kind)
     yield of("node", own, store.COMMIT, lambda w, t: m.CommitRequest([], [int(t)], False, 1000), "lease")
     yield of("node", own, store.UNPIN, lambda w, t: m.UnpinRequest([int(t)]), "lease")
-    yield of("node", known, store.EVICTION, lambda w, t: store_pb2.EvictionRequest())
-    yield of("node", operator, store.DRAIN, lambda w, t: store_pb2.DrainRequest(draining=True))
-    yield of("node", operator, store.EVICT, lambda w, t: store_pb2.EvictRequest(keys=[t], num_bytes=1), "scoped")
-    yield of("node", operator, store.VERIFY, lambda w, t: store_pb2.VerifyRequest(after=t), "key")
-    yield of("node", known, store.TENANTS, lambda w, t: store_pb2.TenantsRequest())
+    yield of("node", known, store.EVICTION, lambda w, t: m.EvictionPolicy(""))
+    yield of("node", operator, store.DRAIN, lambda w, t: m.DrainRequest(True))
+    yield of("node", operator, store.EVICT, lambda w, t: m.EvictRequest([t], 1), "scoped")
+    yield of("node", operator, store.VERIFY, lambda w, t: m.VerifyRequest(t), "key")
+    yield of("node", known, store.TENANTS, lambda w, t: m.TenantsRequest())
     yield of("node", known, store.OPEN_BUFFER, lambda w, t: m.OpenBufferRequest(1 << 16))
     yield of("master", operator, store.ANNOUNCE, lambda w, t: directory_pb2.AnnounceRequest(node_id=t), "node")
     yield of("master", known, store.PLACE, lambda w, t: directory_pb2.PlaceRequest(size_bytes=1))
@@ -223,7 +222,6 @@ _GRPC_MODULES = (
     router_pb2,
     session_pb2,
     store_api_pb2,
-    store_pb2,
 )
 
 
@@ -433,7 +431,7 @@ def data_rows() -> Iterator[Row]:
         "Unix socket of node",
         "exists",
         Needs.OWN,
-        lambda w, c, t: unix(w, c, "node", store.EXISTS, store_pb2.ExistsRequest(keys=[t])),
+        lambda w, c, t: unix(w, c, "node", store.EXISTS, m.KeysRequest([t])),
         "scoped",
     )
 

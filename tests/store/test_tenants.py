@@ -326,7 +326,7 @@ def test_only_trusted_tenants_map_memory(cluster: Secured) -> None:
 def test_a_call_without_hello_is_refused(cluster: Secured) -> None:
     for address in (cluster.address, cluster.nodes[0].address):
         connection = FastConnection(Address.parse(address))
-        call = messages.nodes() if address == cluster.address else messages.node_stat(["doc"])
+        call = messages.nodes() if address == cluster.address else messages.node_stat("doc")
         with pytest.raises(Unauthorized, match="HELLO"):
             connection.call(call.method, call.request, call.reply_type)
         connection.close()
