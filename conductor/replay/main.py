@@ -59,8 +59,8 @@ class ReplayConfig(HttpClientOptions):
     live: str = option("", "send the trace to the running conductor at this URL instead of simulating one")
     scale: int = option(1, "live: divide the lengths of prompts and answers by this, 1 to 512", least=1, most=512)
     connections: int = option(256, "live: most requests under way at a time", least=1, most=65536)
-    prefill: int = option(8, "prefill workers", least=1, most=4096)
-    decode: int = option(8, "decode workers", least=1, most=4096)
+    prefill: int = option(8, "number of prefill workers", least=1, most=4096)
+    decode: int = option(8, "number of decode workers", least=1, most=4096)
     speedup: float = option(1.6, "how many times as fast the requests arrive", above=0)
     blocks: int = option(5859, "512-token blocks in the cache of one prefill worker", least=1)
     warmup: str = option("0.5", "share of the time span, or a trace, that is replayed first without being counted")
@@ -71,7 +71,7 @@ class ReplayConfig(HttpClientOptions):
     in_flight: bool = option(True, "match blocks that are still being computed as well")
     shared_cache: bool = option(False, "the idealised pool: one cache for all at no cost")
     order: str = option("fcfs", "order of a worker's queue: first come, or shortest first with ageing", choices=_ORDERS)
-    ageing: float = option(0.1, "sjf: seconds by which a second of waiting makes a prefill count as shorter", least=0)
+    ageing: float = option(0.1, "sjf: seconds by which each second of waiting shortens a prefill's rank", least=0)
     hot_prefix_rate: float = option(
         0.0,
         "fetches a second and holder from which a prefix is copied to more workers ahead of demand; 0: never",
