@@ -24,7 +24,7 @@ _WILDCARDS = ("", "0.0.0.0", "::")
 class TransferOptions:
     """Fields for the configuration of a process that offers a segment or opens others'."""
 
-    transports: str = option("shm,tcp", f"how payloads may move, the best first: of {', '.join(TRANSPORTS)}")
+    transports: str = option("shm,tcp", f"transports of payloads, best first, out of {', '.join(TRANSPORTS)}")
     topology: str = option(
         "", "spread tcp over network devices: auto, or the output of tanghulu topology --json as a file"
     )

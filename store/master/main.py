@@ -159,5 +159,5 @@ COMMAND = command(
     "master",
     MasterConfig,
     lambda config: processes.run(Role.MASTER, config, serve),
-    "Run a master: who is alive, and which node holds which key.",
+    "Run a master, which tracks live processes and the keys on each node.",
 )

@@ -59,7 +59,7 @@ class ProcessConfig:
     """The options that every process has."""
 
     host: str = option("127.0.0.1", "address to listen on")
-    advertise_host: str = option("", "address under which others reach this process; default: --host")
+    advertise_host: str = option("", "address at which others reach this process; default: --host")
     metrics_port: int = option(0, "port of GET /metrics; 0 picks one")
     tokens: Path | None = option(None, "require one of the tokens in this file")
     place: Place = option(Place(), "location of this process: zone/rack/host")
