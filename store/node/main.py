@@ -22,8 +22,7 @@ from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import ConfigError, TanghuluError
 from tanghulu.eviction import POLICIES
-from tanghulu.protos import store_pb2_grpc
-from tanghulu.rpc.authorizer import Authorizer, GrpcAuthorizer
+from tanghulu.rpc.authorizer import Authorizer
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.latency import LatencyCollector
 from tanghulu.rpc.port_mux import DESCRIPTORS_PER_CONNECTION, PortMux
@@ -40,7 +39,6 @@ from tanghulu.store.node.reporting.copy_wire import Orders
 from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.rpc import metrics
 from tanghulu.store.node.rpc.admin_service import AdminService
-from tanghulu.store.node.rpc.grpc_service import MAX_CALLS, GrpcStoreNode
 from tanghulu.store.node.rpc.metrics import NodeCollector, TrafficCounters
 from tanghulu.store.node.rpc.service import NodeIdentity, NodeService
 from tanghulu.store.node.rpc.sessions import Sessions
@@ -58,7 +56,6 @@ from tanghulu.store.node.state.tenant_usage import Policies, TenantUsage
 from tanghulu.store.node.state.write_buffers import AREA_BYTES
 from tanghulu.store.node.writes.puts import PutService
 from tanghulu.store.protocol.access_rules import refuse_open_carriers
-from tanghulu.store.protocol.methods import NODE_GRPC_RULES
 from tanghulu.store.protocol.shared_index import MAX_SILENCE_S, IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES
 from tanghulu.transfer_engine.core.access import AccessTable
@@ -171,8 +168,7 @@ class Node:
         self._tokens = None if config.tokens is None else TokensFile(config.tokens)
         if self._tokens is not None:
             refuse_open_carriers(self._tokens.table, config.transports)
-        authorizer = None if self._tokens is None else GrpcAuthorizer(self._tokens, NODE_GRPC_RULES)
-        self._port = PortMux(self._service, process.run_dir, "node", authorizer, tls, MAX_CALLS)
+        self._port = PortMux(self._service, process.run_dir, "node", tls=tls)
         tenants = None if self._tokens is None else TenantUsage(self._tenants, config.memory)
         self._policies = Policies() if tenants is None else Policies.fair(tenants)
         refuse_too_much(config.memory, "--memory")
@@ -203,9 +199,6 @@ class Node:
         self._copier = Copier(config.master, self._puts, self._reporter.copy_failed)
         self._registration: asyncio.Task[Registration] | None = None
         self._authorizer: Authorizer | None = None
-        store_pb2_grpc.add_StoreNodeServicer_to_server(
-            GrpcStoreNode(self.state, self._puts, self._traffic, self._promoter), self._port.grpc_server
-        )
         self._register_metrics(process.registry, tenants)
 
     def _make_state(self, access: AccessTable, tenants: TenantUsage | None) -> NodeState:

@@ -87,7 +87,7 @@ def _fast(role: str, method: Any, request: Callable[[World, str], Any]) -> Calla
 def fast_rows() -> Iterator[Row]:
     """Of the fast lane: nodes, masters and workers."""
     for role in ("master", "node", "prefill", "decode"):
-        hello = store_pb2.HelloRequest(protocol_version=PROTOCOL_VERSION, client_id="x")
+        hello = m.NodeHello(PROTOCOL_VERSION, client_id="x")
         yield Row(f"fast lane of {role}", "hello", Needs.KNOWN, _fast(role, rpc_methods.HELLO, lambda *_, h=hello: h))
 
     def of(role: str, needs: Needs, method: Any, request: Callable[[World, str], Any], target: str = "") -> Row:
@@ -174,23 +174,6 @@ _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
         lambda w, t: membership_pb2.DeregisterRequest(instance_id=t, lease_id=1),
     ),
     "Membership/Watch": (Needs.KNOWN, "", lambda w, t: membership_pb2.WatchRequest(namespace="default")),
-    "StoreNode/Put": (
-        Needs.OWN,
-        "key",
-        lambda w, t: store_pb2.PutRequest(
-            items=[store_pb2.PutItem(key=t, version=7, size_bytes=3)], inline_data=b"xyz"
-        ),
-    ),
-    "StoreNode/Get": (Needs.OWN, "key", lambda w, t: store_pb2.GetRequest(keys=[t], max_inline_bytes=1 << 16)),
-    "StoreNode/Exists": (Needs.OWN, "key", lambda w, t: store_pb2.ExistsRequest(keys=[t])),
-    "StoreNode/Remove": (Needs.OWN, "key", lambda w, t: store_pb2.RemoveRequest(keys=[t])),
-    "StoreNode/Stat": (Needs.OWN, "key", lambda w, t: store_pb2.StatRequest(keys=[t])),
-    "Store/Put": (Needs.KNOWN, "key", lambda w, t: store_api_pb2.PutRequest(key=t, value=b"xyz")),
-    "Store/Get": (Needs.OWN, "key", lambda w, t: store_api_pb2.GetRequest(key=t)),
-    "Store/Exists": (Needs.OWN, "key", lambda w, t: store_api_pb2.Keys(keys=[t])),
-    "Store/Remove": (Needs.OWN, "key", lambda w, t: store_api_pb2.Keys(keys=[t])),
-    "Store/Stat": (Needs.OWN, "key", lambda w, t: store_api_pb2.StatRequest(key=t)),
-    "Store/List": (Needs.OWN, "key", lambda w, t: store_api_pb2.ListRequest(prefix=t)),
     "Worker/Describe": (Needs.OPERATOR, "", lambda w, t: session_pb2.DescribeRequest()),
     "Worker/DropCache": (Needs.OPERATOR, "", lambda w, t: session_pb2.DropCacheRequest()),
     "Worker/Probe": (Needs.OPERATOR, "", lambda w, t: session_pb2.ProbeRequest(deadline_s=1)),
@@ -266,7 +249,6 @@ def _grpc(name: str, request: Callable[[World, str], Message]) -> Callable[[Worl
         address = {
             "Directory": lambda: world.address("master"),
             "Membership": lambda: world.address("master"),
-            "StoreNode": lambda: world.address("node"),
             "Worker": lambda: world.address("prefill"),
             "ConductorPeer": lambda: f"127.0.0.1:{world.peer_port}",
             "Inference": lambda: f"127.0.0.1:{world.grpc_port}",
