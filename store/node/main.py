@@ -89,18 +89,22 @@ class NodeConfig(TransferOptions, MasterOptions, PortOptions, ProcessConfig):
 
     port: int = option(7410, "port to listen on; 0 picks one")
     memory: int = option(1 << 30, "size of the memory segment", size=True)
-    max_value: int = option(0, "largest value that is taken; 0: what fits into the memory", size=True)
-    eviction: str = option("reuse", "policy that orders chunks for eviction", choices=tuple(POLICIES))
+    max_value: int = option(0, "largest accepted value; 0 accepts what fits into memory", size=True)
+    eviction: str = option("reuse", "eviction policy of chunks", choices=tuple(POLICIES))
     high_watermark: float = option(
-        0.0, "fraction of memory above which chunks are evicted ahead of need; 0: 0.95 with an SSD tier, else never"
+        0.0,
+        "fraction of memory above which chunks are evicted early; 0 means 0.95 with an SSD tier and "
+        "disables it without",
     )
-    low_watermark: float = option(0.0, "fraction of memory at which that ends; 0: 0.05 below the high one")
+    low_watermark: float = option(
+        0.0, "fraction of memory at which early eviction stops; 0 means 0.05 below the high watermark"
+    )
     ssd_path: Path | None = option(None, "file of the SSD tier, or a directory for it; default: no SSD tier")
     ssd_size: int = option(0, "size of the SSD tier's file", size=True)
-    ssd_admission: str = option("all", "which evicted chunks go to the SSD", choices=MODES)
-    ssd_write_rate: int = option(0, "bytes a second that may be written to the SSD; 0: no limit", size=True)
-    lease_ms: int = option(10_000, "how long a reservation or a pin lasts")
-    prefault: bool = option(False, "touch the whole segment at the start")
+    ssd_admission: str = option("all", "evicted chunks that go to the SSD", choices=MODES)
+    ssd_write_rate: int = option(0, "limit on bytes per second written to the SSD; 0 disables it", size=True)
+    lease_ms: int = option(10_000, "duration of a reservation or a pin, in milliseconds")
+    prefault: bool = option(False, "touch the whole segment at startup")
     debug_checks: bool = option(False, "assert all invariants of the node twenty times a second")
 
     def __post_init__(self) -> None:
