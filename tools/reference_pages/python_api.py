@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
 import tanghulu
 from tanghulu import aio
 from tanghulu.store.client import ChunkInfo, KeyInfo, NodeView
@@ -57,14 +59,24 @@ def page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def _fields(kind: type[Any]) -> Iterator[tuple[str, str, Any]]:
+    """Name, type and default of each field of a dataclass or struct."""
+    if dataclasses.is_dataclass(kind):
+        yield from ((each.name, str(each.type), each.default) for each in dataclasses.fields(kind))
+    elif issubclass(kind, msgspec.Struct):
+        for field in msgspec.structs.fields(kind):
+            yield field.name, kind.__annotations__[field.name].replace("U64", "int"), field.default
+
+
 def _class(kind: type[Any]) -> Iterator[str]:
     yield from (f"### {kind.__name__}", "", f"`from {_home(kind)} import {kind.__name__}`", "")
     yield from _text(kind)
-    if dataclasses.is_dataclass(kind):
+    fields = list(_fields(kind))
+    if fields:
         yield from ("| field | type | default |", "|---|---|---|")
-        for field in dataclasses.fields(kind):
-            default = "" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
-            yield f"| `{field.name}` | `{_cell(str(field.type))}` | {default} |"
+        for name, type_name, default in fields:
+            shown = "" if default in (dataclasses.MISSING, msgspec.NODEFAULT) else f"`{default!r}`"
+            yield f"| `{name}` | `{_cell(type_name)}` | {shown} |"
         yield ""
     elif "__init__" in vars(kind) and kind is TransferEngine:
         yield from ("```python", f"{kind.__name__}{_signature(kind.__init__).removesuffix(' -> None')}", "```", "")

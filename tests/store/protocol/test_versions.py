@@ -12,7 +12,7 @@ import pytest
 import tanghulu
 import tanghulu.aio
 from tanghulu.errors import TanghuluError, VersionMismatch
-from tanghulu.protos import directory_pb2, store_pb2
+from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import PREAMBLE, FrameReader, encode_head
 from tanghulu.rpc.methods import HELLO
@@ -87,5 +87,5 @@ async def test_both_clients_refuse_a_master_of_another_version() -> None:
 
 def test_a_field_that_a_process_does_not_know_is_passed_over() -> None:
     unknown = b"\xfa\x3f\x03new"  # field 1023
-    for kind in (store_pb2.HelloRequest, directory_pb2.AnnounceRequest, directory_pb2.AnnounceReply):
+    for kind in (store_pb2.HelloRequest, store_pb2.HelloReply):
         assert kind.FromString(unknown).SerializeToString() == unknown
