@@ -25,8 +25,6 @@ from tanghulu.protos import (
     common_pb2,
     membership_pb2,
     membership_pb2_grpc,
-    store_pb2,
-    store_pb2_grpc,
 )
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Call, FastConnection
@@ -202,12 +200,8 @@ async def _call(address: str, call: str, token: str) -> Any:
     """One gRPC call as a third party makes it."""
     metadata = Credentials("", token).metadata
     async with channel(Address.parse(address)) as link:
-        nodes = store_pb2_grpc.StoreNodeStub(link)
         members = membership_pb2_grpc.MembershipStub(link)
-        item = store_pb2.PutItem(key="third", version=1, size_bytes=3)
         calls = {
-            "put": lambda: nodes.Put(store_pb2.PutRequest(items=[item], inline_data=b"abc"), metadata=metadata),
-            "get": lambda: nodes.Get(store_pb2.GetRequest(keys=["third"]), metadata=metadata),
             "node": lambda: members.Register(membership_pb2.RegisterRequest(instance=NODE), metadata=metadata),
             "join": lambda: members.Deregister(membership_pb2.DeregisterRequest(instance_id="x"), metadata=metadata),
         }
@@ -227,23 +221,23 @@ async def _ask(address: str, call: Call[Any], token: str) -> Any:
         await connection.close()
 
 
-async def test_grpc(cluster: Secured) -> None:
-    node, master = cluster.nodes[0].address, cluster.address
-    await _call(node, "put", "secret-acme")
-    assert (await _call(node, "get", "secret-acme")).inline_data == b"abc"
-    assert (await _call(node, "get", "secret-initech")).items[0].status.code == "CHUNK_NOT_FOUND"
+async def test_callers_without_our_client(cluster: Secured) -> None:
+    master = cluster.address
+    with cluster.connect("acme") as acme:
+        assert acme.put("third", b"abc").ok
+    listing = LIST_KEYS.call(ListKeysRequest("th"))
+    for call in ("node", "join"):
+        with pytest.raises(Unauthorized, match="token is needed"):
+            await _call(master, call, "")
     with pytest.raises(Unauthorized, match="token is needed"):
-        await _call(node, "get", "")
+        await _ask(master, listing, "")
     with pytest.raises(Forbidden, match="'read'"):
-        await _call(node, "get", "secret-acme-writer")
+        await _ask(master, listing, "secret-acme-writer")
     for call in ("node", "join"):
         with pytest.raises(Forbidden, match="'join'"):
             await _call(master, call, "secret-acme")
     with pytest.raises(Forbidden, match="'join'"):
         await _ask(master, ANNOUNCE.call(NodeAnnouncement("x", 1)), "secret-acme")
-    with cluster.connect("acme") as acme:
-        assert acme.exists("third")
-    listing = LIST_KEYS.call(ListKeysRequest("th"))
     assert [info.key for info in (await _ask(master, listing, "secret-acme")).keys] == ["third"]
     assert not (await _ask(master, listing, "secret-initech")).keys
     with cluster.connect("operator") as operator:

@@ -9,11 +9,10 @@ from functools import partial
 from tanghulu.auth.certificate_roles import NODE, require_role
 from tanghulu.auth.places import Caller, Places
 from tanghulu.errors import NodeUnavailable, NotLeader, StoreFull
-from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_server import MAX_CONNECTIONS, AnswerStream, FastService, Peer
+from tanghulu.rpc.greeting import welcome
 from tanghulu.rpc.methods import HELLO
 from tanghulu.rpc.streams import send_all
-from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
 from tanghulu.store.master.directory.announcement import Announced
 from tanghulu.store.master.directory.chunk_table import FoundChunk
 from tanghulu.store.master.directory.placement import PlacementRequest
@@ -311,7 +310,7 @@ class DirectoryCalls:
 
     def serve(self, service: FastService) -> None:
         """Answer on the fast lane."""
-        service.register(HELLO, _welcome)
+        service.register(HELLO, welcome)
         service.register(methods.ANNOUNCE, self._announce_on)
         service.register(methods.LOCATE, self._locate)
         service.register(methods.COMMIT_KEY, self._commit_key)
@@ -324,9 +323,3 @@ class DirectoryCalls:
         service.register(methods.MASTERS, self._masters)
         service.register(methods.PROVE, self._prove)
         service.register(methods.EVENTS, self._events)
-
-
-def _welcome(peer: Peer, request: store_pb2.HelloRequest, attachment: memoryview) -> store_pb2.HelloReply:
-    """Peers tell their version and show their credentials; where there is an authorizer it has looked at them."""
-    require_version(request.protocol_version, "the caller")
-    return store_pb2.HelloReply(protocol_version=PROTOCOL_VERSION)
