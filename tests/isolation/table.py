@@ -18,7 +18,6 @@ from google.protobuf.message import Message
 from tanghulu.protos import (
     common_pb2,
     conductor_pb2,
-    directory_pb2,
     inference_pb2,
     membership_pb2,
     router_pb2,
@@ -27,13 +26,16 @@ from tanghulu.protos import (
 )
 from tanghulu.rpc import methods as rpc_methods
 from tanghulu.rpc.versions import PROTOCOL_VERSION
+from tanghulu.store.protocol import directory_messages as d
 from tanghulu.store.protocol import messages as m
 from tanghulu.store.protocol import methods as store
+from tanghulu.store.protocol.announcements import NodeAnnouncement
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS
+from tanghulu.store.protocol.directory_events import EventsRequest
 from tanghulu.store.protocol.types import ClientCommit, NewChunk
 from tanghulu.types import ChunkKey
 from tanghulu.workers.kv import peer_methods as worker
-from tests.isolation.world import KEY, Answer, Caller, World, data, fast, http, rpc, unix
+from tests.isolation.world import Answer, Caller, World, data, fast, http, rpc, unix
 
 
 class Needs(Enum):
@@ -102,11 +104,12 @@ def fast_rows() -> Iterator[Row]:
         yield of("node", own, store.REMOVE, lambda w, t: m.RemoveRequest([t]), kind)
         yield of("node", own, store.CHUNK_STAT, lambda w, t: m.KeysRequest([t]), kind)
         yield of("master", own, store.LOCATE, lambda w, t: m.LocateRequest([t], False), kind)
-        yield of("master", own, store.LIST_KEYS, lambda w, t: directory_pb2.ListKeysRequest(prefix=t), kind)
+        yield of("master", own, store.LIST_KEYS, lambda w, t: d.ListKeysRequest(t), kind)
         yield of("master", own, store.COMMIT_KEY, lambda w, t: _commit(w, t), kind)
         yield of("master", own, store.COMMIT_KEYS, lambda w, t: m.CommitKeysRequest([_commit(w, t)]), kind)
-        yield of("master", own, store.WAIT, lambda w, t: directory_pb2.WaitRequest(keys=[t]), kind)
-        yield of("master", own, store.REPLICATE, lambda w, t: directory_pb2.ReplicateRequest(keys=[t], holders=2), kind)
+        yield of("master", own, store.EVENTS, lambda w, t: EventsRequest(t), kind)
+        yield of("master", own, store.WAIT, lambda w, t: d.WaitRequest([t]), kind)
+        yield of("master", own, store.REPLICATE, lambda w, t: d.ReplicateRequest([t], 2, 1.0), kind)
     yield of("node", own, store.COMMIT, lambda w, t: m.CommitRequest([], [int(t)], False, 1000), "lease")
     yield of("node", own, store.UNPIN, lambda w, t: m.UnpinRequest([int(t)]), "lease")
     yield of("node", known, store.EVICTION, lambda w, t: m.EvictionPolicy(""))
@@ -115,9 +118,9 @@ def fast_rows() -> Iterator[Row]:
     yield of("node", operator, store.VERIFY, lambda w, t: m.VerifyRequest(t), "key")
     yield of("node", known, store.TENANTS, lambda w, t: m.TenantsRequest())
     yield of("node", known, store.OPEN_BUFFER, lambda w, t: m.OpenBufferRequest(1 << 16))
-    yield of("master", operator, store.ANNOUNCE, lambda w, t: directory_pb2.AnnounceRequest(node_id=t), "node")
-    yield of("master", known, store.PLACE, lambda w, t: directory_pb2.PlaceRequest(size_bytes=1))
-    yield of("master", known, store.NODES, lambda w, t: directory_pb2.NodesRequest())
+    yield of("master", operator, store.ANNOUNCE, lambda w, t: NodeAnnouncement(t, 1), "node")
+    yield of("master", known, store.PLACE, lambda w, t: d.PlaceRequest(1))
+    yield of("master", known, store.NODES, lambda w, t: d.NodesRequest())
     yield of("master", known, store.MASTERS, lambda w, t: m.MastersRequest())
     yield of("master", known, store.PROVE, lambda w, t: m.ProveRequest())
     begin = session_pb2.ToWorker(hello=session_pb2.SessionHello(conductor_id="x", protocol_version=1))
@@ -149,14 +152,6 @@ def _instance(node: str) -> common_pb2.Instance:
 
 #: gRPC's methods by their full names: what they need, the kind of their target, and the request.
 _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
-    "Directory/Announce": (Needs.OPERATOR, "node", lambda w, t: directory_pb2.AnnounceRequest(node_id=t)),
-    "Directory/Locate": (Needs.OWN, "scoped", lambda w, t: directory_pb2.LocateRequest(keys=[t, KEY])),
-    "Directory/Place": (Needs.KNOWN, "", lambda w, t: directory_pb2.PlaceRequest(size_bytes=1)),
-    "Directory/Nodes": (Needs.KNOWN, "", lambda w, t: directory_pb2.NodesRequest()),
-    "Directory/ListKeys": (Needs.OWN, "key", lambda w, t: directory_pb2.ListKeysRequest(prefix=t)),
-    "Directory/Wait": (Needs.OWN, "key", lambda w, t: directory_pb2.WaitRequest(keys=[t])),
-    "Directory/Replicate": (Needs.OWN, "key", lambda w, t: directory_pb2.ReplicateRequest(keys=[t], holders=2)),
-    "Directory/Events": (Needs.OWN, "key", lambda w, t: directory_pb2.EventsRequest(key_prefix=t)),
     "Membership/Register": (
         Needs.OPERATOR,
         "node",
@@ -214,15 +209,7 @@ _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
     "Router/DumpEvents": (Needs.OPERATOR, "", lambda w, t: router_pb2.RouterDumpRequest()),
 }
 ABSENT |= {"routed": "no-such-thing-routed", "routed before": "no-such-thing-before", "tokens": "07000000" * 256}
-_GRPC_MODULES = (
-    conductor_pb2,
-    directory_pb2,
-    inference_pb2,
-    membership_pb2,
-    router_pb2,
-    session_pb2,
-    store_api_pb2,
-)
+_GRPC_MODULES = (conductor_pb2, inference_pb2, membership_pb2, router_pb2, session_pb2, store_api_pb2)
 
 
 def grpc_methods() -> set[str]:
@@ -245,7 +232,6 @@ def _grpc(name: str, request: Callable[[World, str], Message]) -> Callable[[Worl
 
     def call(world: World, caller: Caller, target: str) -> Answer:
         address = {
-            "Directory": lambda: world.address("master"),
             "Membership": lambda: world.address("master"),
             "Worker": lambda: world.address("prefill"),
             "ConductorPeer": lambda: f"127.0.0.1:{world.peer_port}",
