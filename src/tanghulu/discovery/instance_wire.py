@@ -7,7 +7,7 @@ import msgspec
 from tanghulu.discovery.base import MAX_ATTRIBUTES_BYTES, MAX_FIELD_BYTES, Instance, validate
 from tanghulu.errors import InvalidRequest
 from tanghulu.protos import common_pb2
-from tanghulu.rpc.wire import U64, FastMessage
+from tanghulu.rpc.wire import U64, FastMessage, encode, parser_of
 from tanghulu.types import Address, InstanceId, Place, Role
 
 #: With room for the heads of seven fields and of many short attributes.
@@ -66,6 +66,16 @@ class InstanceEntry(FastMessage, frozen=True):
                 attributes=self.attributes,
             )
         )
+
+
+def instance_to_bytes(instance: Instance) -> bytes:
+    """``instance`` as etcd keeps it."""
+    return encode(InstanceEntry.of(instance))
+
+
+def instance_from_bytes(value: bytes) -> Instance:
+    """The instance in a value of etcd; raises InvalidRequest."""
+    return parser_of(InstanceEntry)(value).instance()
 
 
 def instance_to_proto(instance: Instance) -> common_pb2.Instance:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from random import Random
 
 from tanghulu.discovery.etcd_client import EtcdClient, read_blocking
+from tanghulu.discovery.instance_wire import instance_from_bytes
 from tanghulu.errors import KeysMoved, MasterUnavailable, NotLeader, TanghuluError
 from tanghulu.masters import Masters
-from tanghulu.protos import common_pb2
 from tanghulu.runtime.backoff import Backoff
 from tanghulu.types import Address
 
@@ -34,13 +34,13 @@ def masters_prefix(namespace: str) -> bytes:
 
 
 def leader_key(namespace: str) -> bytes:
-    """The key in etcd that holds the leader of ``namespace``, as an Instance message under its lease."""
+    """The key in etcd that holds the leader of ``namespace``, as ``instance_wire`` encodes it, under its lease."""
     return masters_prefix(namespace) + b"leader"
 
 
 def leader_in(value: bytes | None) -> Address | None:
     """The leader's address in the key's value."""
-    return Address.parse(common_pb2.Instance.FromString(value).address) if value else None
+    return instance_from_bytes(value).address if value else None
 
 
 class MasterFinder:
