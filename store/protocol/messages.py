@@ -18,8 +18,8 @@ from typing import Annotated, ClassVar, TypeAlias
 
 import msgspec
 
-from tanghulu.errors import InvalidRequest, TanghuluError, error_from_code
-from tanghulu.rpc.wire import U32, U64, FastMessage
+from tanghulu.errors import InvalidRequest, TanghuluError
+from tanghulu.rpc.wire import U32, U64, Failure, FastMessage
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.key_slots import NUM_RANGES
 from tanghulu.store.protocol.range_map import RangeMap
@@ -27,26 +27,6 @@ from tanghulu.store.protocol.terms import NO_TERM, Term
 from tanghulu.store.protocol.types import ClientCommit, CommitResult, NewChunk
 from tanghulu.store.protocol.write_buffer import BufferPlace
 from tanghulu.types import Address
-
-_MAX_TEXT = (1 << 16) - 1
-
-
-class Failure(FastMessage, frozen=True, tag=1):
-    """The error of one item of a call, where the others may have succeeded."""
-
-    code: str
-    message: str
-
-    @classmethod
-    def of(cls, error: TanghuluError) -> Failure:
-        """``error`` as it travels."""
-        return cls(error.code, error.message[:_MAX_TEXT])
-
-    @property
-    def error(self) -> TanghuluError:
-        """The typed error."""
-        return error_from_code(self.code, self.message)
-
 
 # --- puts in one message: PUT
 

@@ -22,7 +22,7 @@ from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.frames import ERROR, HEAD, PREAMBLE, encode_head
 from tanghulu.rpc.grpc_edge import channel, typed_errors
 from tanghulu.rpc.port_mux import PortMux
-from tanghulu.rpc.wire import error_of, raise_for, status_of
+from tanghulu.rpc.wire import Failure, encode, error_of, parser_of, raise_for, status_of
 from tanghulu.types import Address
 from tests.rpc.service import ECHO, Served, head_of
 
@@ -115,8 +115,8 @@ async def test_the_socket_is_private(served: Served) -> None:
     assert os.stat(served.port_mux.unix_path).st_mode & 0o777 == 0o600
 
 
-def test_status_carries_every_error() -> None:
-    error = error_of(status_of(ChunkNotFound("gone")))
+def test_a_failure_carries_every_error() -> None:
+    error = parser_of(Failure)(encode(Failure.of(ChunkNotFound("gone")))).error
     assert isinstance(error, ChunkNotFound)
     assert error.message == "gone"
     with pytest.raises(ChunkNotFound):

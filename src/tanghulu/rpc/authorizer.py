@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from types import CoroutineType
 from typing import Any
 
@@ -25,7 +26,7 @@ from tanghulu.auth.places import Caller
 from tanghulu.auth.tenants import Identity
 from tanghulu.auth.tokens import TokensFile
 from tanghulu.errors import Forbidden, InvalidRequest, TanghuluError, Unauthorized
-from tanghulu.rpc.fast_server import FastService, Handler, Peer
+from tanghulu.rpc.fast_server import AnswerStream, FastService, Handler, Peer
 from tanghulu.rpc.grpc_edge import abort, refusal
 from tanghulu.rpc.methods import HELLO, Method, Rule
 
@@ -85,6 +86,9 @@ def _authorized(method: Method[Any, Any], handler: Callable[[Peer, Any, Any], An
         if rule is None:
             raise Forbidden(f"method {method.name} is open to nobody while this process has --tokens")
         answer = handler(peer, rule.admit(identity, request), payload)
+        if isinstance(answer, AnswerStream):
+            answer.view = partial(rule.answer, identity)
+            return answer
         return _later(rule, identity, answer) if type(answer) is CoroutineType else rule.answer(identity, answer)
 
     return authorized

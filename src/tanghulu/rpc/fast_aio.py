@@ -22,13 +22,12 @@ from tanghulu.errors import (
     TanghuluError,
     Unauthorized,
 )
-from tanghulu.protos import common_pb2
 from tanghulu.rpc import nearby
 from tanghulu.rpc.dialling import is_silence
-from tanghulu.rpc.fast_client import Call, LateReplies, Reply, outcome_of, tell_late
+from tanghulu.rpc.fast_client import Call, LateReplies, Reply, error_in, outcome_of, tell_late
 from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, call_id_of, encode_head
 from tanghulu.rpc.pacing import SILENT_HOST_S, notice_dead_peer, unpace_within_machine
-from tanghulu.rpc.wire import Body, decode, encode
+from tanghulu.rpc.wire import Body, encode
 from tanghulu.runtime.fork import lose_in_children
 from tanghulu.types import Address
 
@@ -123,7 +122,7 @@ class AsyncFastConnection(asyncio.Protocol):
             only = self._reader.whole(data)
             for frame in self._reader.feed(data) if only is None else (only,):
                 if frame.call_id == 0:
-                    self._reason = decode(common_pb2.Status, frame.body).message
+                    self._reason = error_in(frame).message
                 waiting = self._pending.pop(frame.call_id, None) or self._streams.get(frame.call_id)
                 if waiting is not None:
                     waiting[1](_outcome(waiting[0], frame))

@@ -20,11 +20,10 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, PeerSilent, TanghuluError
-from tanghulu.protos import common_pb2
 from tanghulu.rpc.dialling import CONNECT_TIMEOUT_S, dial, is_silence
 from tanghulu.rpc.frames import ERROR, HEAD, PREAMBLE, Frame, call_id_of, decode_head, encode_head
 from tanghulu.rpc.tls_socket import TlsSocket
-from tanghulu.rpc.wire import Body, decode, encode, error_of, parser_of
+from tanghulu.rpc.wire import Body, Failure, encode, parser_of
 from tanghulu.runtime.busy_polling import BusyPoller
 from tanghulu.types import Address
 
@@ -512,7 +511,7 @@ def _failed(peer: str, error: OSError) -> NodeUnavailable:
 def _stray(peer: str, frame: Frame) -> TanghuluError:
     """The meaning of a reply to no call: with id 0 the peer says why it ends the connection."""
     if frame.call_id == 0 and frame.method == ERROR:
-        return error_of(decode(common_pb2.Status, frame.body)) or InvalidRequest(f"{peer} ended the connection")
+        return error_in(frame)
     return InvalidRequest(f"{peer} answered call {frame.call_id}, which nobody made")
 
 
@@ -524,9 +523,13 @@ def _waits(sock: socket.socket | TlsSocket, poller: BusyPoller | None) -> tuple[
     return sleep, partial(poller.receive, lambda _into, _num_bytes, flags: sock.recv(_RECEIVE_BYTES, flags), None)
 
 
+def error_in(frame: Frame) -> TanghuluError:
+    """The typed error in an ERROR frame; raises InvalidRequest for bytes that are none."""
+    return parser_of(Failure)(frame.body).error
+
+
 def outcome_of(reply_type: type[R], frame: Frame) -> Reply[R] | TanghuluError:
     """The reply in ``frame``, or the peer's typed error; raises InvalidRequest for bytes that are neither."""
     if frame.method == ERROR:
-        error = error_of(decode(common_pb2.Status, frame.body))
-        return error or InvalidRequest("peer sent an error without a code")
+        return error_in(frame)
     return Reply(parser_of(reply_type)(frame.body), memoryview(frame.attachment))

@@ -32,7 +32,7 @@ from tanghulu.rpc.latency import Latencies
 from tanghulu.rpc.methods import Method
 from tanghulu.rpc.pacing import notice_dead_peer
 from tanghulu.rpc.unsent import SLOW_PEER_S, SlowPeer, UnsentAnswers
-from tanghulu.rpc.wire import Body, encode, parser_of, status_of
+from tanghulu.rpc.wire import Body, Failure, encode, parser_of
 from tanghulu.runtime.descriptors import refuse_last_descriptors
 from tanghulu.runtime.telemetry import RareLog
 
@@ -73,6 +73,7 @@ class Peer:
 
     ``identity`` is who it has shown to be, where there is a gate; ``hang_up`` ends the connection. ``pidfd`` opens
     a pidfd of the process, for the caller. ``roles`` are those in its certificate, see ``certificate_roles``.
+    ``has_stream``: a stream of ``streams`` runs on the connection, which carries one.
     """
 
     pid: int | None  # of the process at the other end (Unix sockets only); see ``peer_process``
@@ -84,6 +85,7 @@ class Peer:
     hang_up: Callable[[], None] = lambda: None
     pidfd: Callable[[], int] | None = None
     roles: frozenset[str] = frozenset()
+    has_stream: bool = False
 
 
 class Later:
@@ -113,6 +115,10 @@ class Later:
 NO_ANSWER: Final = Later()
 
 
+def _as_it_is(message: Any) -> Any:
+    return message
+
+
 class AnswerStream:
     """An answer of many messages, until the connection ends. Whoever makes it sends, once the handler has returned it.
 
@@ -120,10 +126,11 @@ class AnswerStream:
     again. A peer that takes too little for too long is hung up on, as with all answers (``unsent``).
     """
 
-    __slots__ = ("_frame", "_protocol", "on_room")
+    __slots__ = ("_frame", "_protocol", "on_room", "view")
 
     def __init__(self, on_room: Callable[[], None]) -> None:
         self.on_room = on_room
+        self.view: Callable[[Any], Body] = _as_it_is  # what the peer may see of a message
         self._protocol: FastServerProtocol | None = None
         self._frame = Frame(0, 0, b"")
 
@@ -139,7 +146,12 @@ class AnswerStream:
     def send(self, message: Body) -> None:
         """Send the next message; a peer that is gone gets none. Raises InvalidRequest for one that is too large."""
         assert self._protocol is not None, "the handler has returned by now"
-        self._protocol.answer(self._frame, message)
+        self._protocol.answer(self._frame, self.view(message))
+
+    def fail(self, error: TanghuluError) -> None:
+        """Send why there are no more messages."""
+        assert self._protocol is not None, "the handler has returned by now"
+        self._protocol.fail(self._frame, error)
 
     def end(self) -> None:
         """Hang up when the peer has taken what was sent, or did not take it in ``SLOW_PEER_S``."""
@@ -243,6 +255,10 @@ class FastServerProtocol(asyncio.Protocol):
     def answer(self, frame: Frame, answer: Answer) -> None:
         """Send one more answer to the call in ``frame``."""
         self._send(frame, answer)
+
+    def fail(self, frame: Frame, error: TanghuluError) -> None:
+        """Answer the call in ``frame`` with ``error``."""
+        self._send_error(frame.call_id, error)
 
     def hang_up(self) -> None:
         """Close behind what was sent; in ``SLOW_PEER_S`` in any case."""
@@ -566,7 +582,7 @@ class FastServerProtocol(asyncio.Protocol):
         self._write(encode_head(frame.method, frame.call_id, len(body), size) + body, attachment)
 
     def _send_error(self, call_id: int, error: TanghuluError) -> None:
-        body = status_of(error).SerializeToString()
+        body = encode(Failure.of(error))
         self._write(encode_head(ERROR, call_id, len(body), 0) + body, ())
 
     def _write(self, head: bytes, attachment: Sequence[bytes | memoryview]) -> None:

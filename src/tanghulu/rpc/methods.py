@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from tanghulu.auth.tenants import Identity, Right, is_kv
 from tanghulu.protos import session_pb2, store_pb2
 from tanghulu.rpc.fast_client import Call
-from tanghulu.rpc.wire import Body, FastMessage
+from tanghulu.rpc.wire import U32, Body, FastMessage
 
 Q = TypeVar("Q", bound=Body)
 A = TypeVar("A", bound=Body)
@@ -78,6 +78,21 @@ class Method(Generic[Q, A]):
 #: The first call of a connection: who asks, and what it is given. Of nodes, masters and workers.
 HELLO = Method(1, "hello", store_pb2.HelloRequest, store_pb2.HelloReply)
 
+
+class EndRequest(FastMessage, frozen=True):
+    """Have a process end in order, as by SIGTERM."""
+
+
+class EndReply(FastMessage, frozen=True):
+    """``num_requests`` are under way; those that have not ended in ``grace_s`` are moved, or fail where they cannot."""
+
+    num_requests: U32 = 0
+    grace_s: float = 0.0
+
+
+#: Of conductors and workers. The answer comes at once.
+END = Method(55, "end", EndRequest, EndReply, Rule("drain", Right.ADMIN))
+
 #: A conductor's session with a worker: it begins with a hello, and both sides send on under its call id.
 SESSION = Method(54, "session", session_pb2.ToWorker, session_pb2.FromWorker, Rule("session", Right.JOIN))
 
@@ -137,4 +152,4 @@ def _changed(value: Any, path: Sequence[str], change: Callable[[str], str]) -> A
     return value
 
 
-__all__ = ["HELLO", "SESSION", "Method", "Rule", "Scoping", "scope_keys", "writing"]
+__all__ = ["END", "HELLO", "SESSION", "EndReply", "EndRequest", "Method", "Rule", "Scoping", "scope_keys", "writing"]

@@ -35,6 +35,26 @@ class FastMessage(msgspec.Struct, array_like=True, frozen=True, gc=False):
         """Raise InvalidRequest for what the fields' types cannot express. Called on what a peer has sent."""
 
 
+_MAX_TEXT = (1 << 16) - 1
+
+
+class Failure(FastMessage, frozen=True, tag=1):
+    """A typed error: of a call, or of one item of a call whose other items may have succeeded."""
+
+    code: str
+    message: str
+
+    @classmethod
+    def of(cls, error: TanghuluError) -> Failure:
+        """``error`` as it travels."""
+        return cls(error.code, error.message[:_MAX_TEXT])
+
+    @property
+    def error(self) -> TanghuluError:
+        """The typed error."""
+        return error_from_code(self.code, self.message)
+
+
 Body: TypeAlias = Message | FastMessage | bytes
 B = TypeVar("B", bound=Body)
 M = TypeVar("M", bound=Message)

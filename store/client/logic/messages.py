@@ -12,12 +12,13 @@ from tanghulu.protos import directory_pb2, store_pb2
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.rpc.methods import HELLO
 from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
+from tanghulu.rpc.wire import Failure
 from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.client.model import ChunkInfo, KeyInfo, NodeView
 from tanghulu.store.protocol import messages as m
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import Checksums
-from tanghulu.store.protocol.messages import Failure, Found, Reservation
+from tanghulu.store.protocol.messages import Found, Reservation
 from tanghulu.store.protocol.shared_index import IndexPlace
 from tanghulu.store.protocol.terms import NO_TERM, Term
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, NewChunk

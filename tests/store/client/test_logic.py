@@ -19,6 +19,7 @@ from tanghulu.errors import (
 )
 from tanghulu.protos import common_pb2, directory_pb2, store_pb2
 from tanghulu.rpc.fast_client import Call, Reply
+from tanghulu.rpc.wire import Failure
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.client.logic.context import Context, refresh_nodes
 from tanghulu.store.client.logic.effects import (
@@ -37,7 +38,7 @@ from tanghulu.store.client.logic.operations import Operations
 from tanghulu.store.client.logic.placement import NodeTable
 from tanghulu.store.client.model import NodeView, PutItem, PutOptions
 from tanghulu.store.protocol import checksums, methods
-from tanghulu.store.protocol.messages import Done, Failure, Found, GetReply, LocateReply, Location, PutReply
+from tanghulu.store.protocol.messages import Done, Found, GetReply, LocateReply, Location, PutReply
 from tanghulu.store.protocol.terms import NO_TERM
 
 OK = PutOptions()

@@ -12,6 +12,7 @@ import pytest
 
 from tanghulu.eviction import make_policy
 from tanghulu.rpc.fast_server import Peer
+from tanghulu.rpc.wire import Failure
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.service import STEP_ITEMS, NodeService
@@ -24,7 +25,7 @@ from tanghulu.store.node.state.outcomes import Reserved
 from tanghulu.store.node.state.ssd_record import UNIT, SsdRecord, encode_head
 from tanghulu.store.node.writes.puts import PutService
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, compute
-from tanghulu.store.protocol.messages import CommitItem, CommitRequest, Failure, PutReply, UnpinRequest
+from tanghulu.store.protocol.messages import CommitItem, CommitRequest, PutReply, UnpinRequest
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.segment import SessionKey
 from tanghulu.types import ChunkKey

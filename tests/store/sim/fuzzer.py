@@ -25,12 +25,12 @@ from google.protobuf.message import Message
 
 import tanghulu
 from tanghulu.errors import InvalidRequest, TanghuluError
-from tanghulu.protos import common_pb2, directory_pb2, membership_pb2, store_pb2
+from tanghulu.protos import directory_pb2, membership_pb2, store_pb2
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import HEAD, PREAMBLE, FrameReader, encode_head
 from tanghulu.rpc.methods import HELLO
 from tanghulu.rpc.versions import PROTOCOL_VERSION
-from tanghulu.rpc.wire import FastMessage, encode, parser_of
+from tanghulu.rpc.wire import Failure, FastMessage, encode, parser_of
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.messages import ReserveRequest
 from tanghulu.store.protocol.types import NewChunk
@@ -263,7 +263,7 @@ def decode_in_process(mutator: Mutator, num: int) -> None:
             while position < len(stream):
                 step = mutator.rng.choice((1, 7, 100, 5000))
                 for frame in reader.feed(stream[position : position + step]):
-                    kind = METHODS.get(frame.method, common_pb2.Status)
+                    kind = METHODS.get(frame.method, Failure)
                     with contextlib.suppress(InvalidRequest):
                         parser_of(kind)(frame.body)
                 position += step
