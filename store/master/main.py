@@ -12,7 +12,7 @@ from tanghulu.auth.tokens import TokensFile
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.masters import Masters
-from tanghulu.protos import directory_pb2_grpc, membership_pb2_grpc
+from tanghulu.protos import directory_pb2_grpc
 from tanghulu.rpc.authorizer import Authorizer, GrpcAuthorizer
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.latency import LatencyCollector
@@ -96,12 +96,12 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
     calls = DirectoryCalls(server, forwarding)
     metrics.observe_waits(calls.waiting.board)
     calls.serve(service)
+    MembershipService(server).serve(service)
     tasks: list[asyncio.Task[None]] = []
     if tokens is not None:
         authorizer = Authorizer(tokens)
         authorizer.authorize(service)
         tasks.append(asyncio.create_task(authorizer.watch(service)))
-    membership_pb2_grpc.add_MembershipServicer_to_server(MembershipService(server), port_mux.grpc_server)
     directory_pb2_grpc.add_DirectoryServicer_to_server(DirectoryService(server, calls), port_mux.grpc_server)
     await port_mux.open()
     tasks += map(asyncio.create_task, running)

@@ -69,7 +69,6 @@ assert len({each.number for each in METHODS}) == len({each.name for each in METH
 
 _NODE = "/tanghulu.v1.StoreNode/"
 _DIRECTORY = "/tanghulu.v1.Directory/"
-_MEMBERSHIP = "/tanghulu.v1.Membership/"
 
 NODE_GRPC_RULES: dict[str, Rule | None] = {
     _NODE + "Put": PUT.rule,
@@ -88,8 +87,4 @@ MASTER_GRPC_RULES: dict[str, Rule | None] = {
     _DIRECTORY + "Wait": WAIT.rule,
     _DIRECTORY + "Replicate": REPLICATE.rule,
     _DIRECTORY + "Events": access.EVENTS,
-    _MEMBERSHIP + "Register": Rule("registering", Right.JOIN),
-    _MEMBERSHIP + "KeepAlive": Rule("registering", Right.JOIN),
-    _MEMBERSHIP + "Deregister": Rule("registering", Right.JOIN),
-    _MEMBERSHIP + "Watch": Rule("watching instances", None),
 }

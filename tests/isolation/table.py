@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import Message
 
+from tanghulu.discovery import membership
+from tanghulu.discovery.instance_wire import InstanceEntry
 from tanghulu.protos import (
     common_pb2,
     conductor_pb2,
     directory_pb2,
     inference_pb2,
-    membership_pb2,
     router_pb2,
     session_pb2,
     store_pb2,
@@ -120,6 +121,12 @@ def fast_rows() -> Iterator[Row]:
     yield of("master", known, store.NODES, lambda w, t: directory_pb2.NodesRequest())
     yield of("master", known, store.MASTERS, lambda w, t: m.MastersRequest())
     yield of("master", known, store.PROVE, lambda w, t: m.ProveRequest())
+    yield of(
+        "master", operator, membership.REGISTER, lambda w, t: membership.RegisterRequest(_instance(t), 60_000), "node"
+    )
+    yield of("master", operator, membership.KEEP_ALIVE, lambda w, t: membership.LeaseRequest(1, t), "node")
+    yield of("master", operator, membership.DEREGISTER, lambda w, t: membership.LeaseRequest(1, t), "node")
+    yield of("master", known, membership.WATCH, lambda w, t: membership.WatchRequest())
     begin = session_pb2.ToWorker(hello=session_pb2.SessionHello(conductor_id="x", protocol_version=1))
     for role in ("prefill", "decode"):
         yield of(role, operator, rpc_methods.SESSION, lambda w, t: begin)
@@ -143,8 +150,8 @@ def _commit(world: World, key: str) -> ClientCommit:
     return ClientCommit(world.victims["node"], 1, ChunkKey(key), 7, 3)
 
 
-def _instance(node: str) -> common_pb2.Instance:
-    return common_pb2.Instance(id=node, namespace="default", component="decode", address="127.0.0.1:9")
+def _instance(node: str) -> InstanceEntry:
+    return InstanceEntry(node, "decode", "127.0.0.1:9")
 
 
 #: gRPC's methods by their full names: what they need, the kind of their target, and the request.
@@ -157,22 +164,6 @@ _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
     "Directory/Wait": (Needs.OWN, "key", lambda w, t: directory_pb2.WaitRequest(keys=[t])),
     "Directory/Replicate": (Needs.OWN, "key", lambda w, t: directory_pb2.ReplicateRequest(keys=[t], holders=2)),
     "Directory/Events": (Needs.OWN, "key", lambda w, t: directory_pb2.EventsRequest(key_prefix=t)),
-    "Membership/Register": (
-        Needs.OPERATOR,
-        "node",
-        lambda w, t: membership_pb2.RegisterRequest(instance=_instance(t), ttl_ms=60_000),
-    ),
-    "Membership/KeepAlive": (
-        Needs.OPERATOR,
-        "node",
-        lambda w, t: membership_pb2.KeepAliveRequest(instance_id=t, lease_id=1),
-    ),
-    "Membership/Deregister": (
-        Needs.OPERATOR,
-        "node",
-        lambda w, t: membership_pb2.DeregisterRequest(instance_id=t, lease_id=1),
-    ),
-    "Membership/Watch": (Needs.KNOWN, "", lambda w, t: membership_pb2.WatchRequest(namespace="default")),
     "StoreNode/Put": (
         Needs.OWN,
         "key",
@@ -225,7 +216,7 @@ _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
     "Router/DumpEvents": (Needs.OPERATOR, "", lambda w, t: router_pb2.RouterDumpRequest()),
 }
 ABSENT |= {"routed": "no-such-thing-routed", "routed before": "no-such-thing-before", "tokens": "07000000" * 256}
-_GRPC_MODULES = (conductor_pb2, directory_pb2, inference_pb2, membership_pb2, router_pb2, session_pb2, store_pb2)
+_GRPC_MODULES = (conductor_pb2, directory_pb2, inference_pb2, router_pb2, session_pb2, store_pb2)
 
 
 def grpc_methods() -> set[str]:
@@ -249,7 +240,6 @@ def _grpc(name: str, request: Callable[[World, str], Message]) -> Callable[[Worl
     def call(world: World, caller: Caller, target: str) -> Answer:
         address = {
             "Directory": lambda: world.address("master"),
-            "Membership": lambda: world.address("master"),
             "StoreNode": lambda: world.address("node"),
             "Worker": lambda: world.address("prefill"),
             "ConductorPeer": lambda: f"127.0.0.1:{world.peer_port}",

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from tanghulu.auth.tls import client_context
 from tanghulu.conductor import route_rights
+from tanghulu.discovery import membership
 from tanghulu.masters import Masters
 from tanghulu.rpc import methods as rpc_methods
 from tanghulu.rpc.methods import Method
@@ -207,6 +208,7 @@ def test_every_method_is_in_the_table() -> None:
     known = {(row.point, row.method.partition(" (")[0]) for row in ROWS}
     modules: list[tuple[Any, tuple[str, ...]]] = [
         (store, ("node", "master")),
+        (membership, ("master",)),
         (peer_methods, ("prefill",)),
         (rpc_methods, ("prefill",)),
     ]
@@ -250,7 +252,7 @@ MUTATED = {
     "fast lane of node exists (scoped)",
     "fast lane of master announce (node)",
     "fast lane of prefill export_pin (export)",
-    "gRPC Membership Register",
+    "fast lane of master register (node)",
     "gRPC Worker Describe",
     "gRPC ConductorPeer Follow",
     "gRPC Inference Abort",
