@@ -17,6 +17,7 @@ class GatewayConfig(MasterOptions, ProcessConfig):
     """The gateway's address, its conditions for callers, and its bounds."""
 
     port: int = option(7480, "port of the HTTP API; 0 picks one")
+    grpc_port: int = option(-1, "port of values and keys over gRPC; 0 picks one; -1 disables it", least=-1)
     tls_mutual: bool = option(False, "let in only clients with a certificate that --tls-ca has signed")
     require_token: bool = option(False, "refuse requests without a token, instead of using the gateway's own")
     insecure: bool = option(False, "listen on other than loopback even in plain, or open to everybody")

@@ -24,6 +24,7 @@ from tanghulu.protos import (
     inference_pb2,
     router_pb2,
     session_pb2,
+    store_api_pb2,
     store_pb2,
 )
 from tanghulu.rpc import methods as rpc_methods
@@ -175,6 +176,12 @@ _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
     "StoreNode/Exists": (Needs.OWN, "key", lambda w, t: store_pb2.ExistsRequest(keys=[t])),
     "StoreNode/Remove": (Needs.OWN, "key", lambda w, t: store_pb2.RemoveRequest(keys=[t])),
     "StoreNode/Stat": (Needs.OWN, "key", lambda w, t: store_pb2.StatRequest(keys=[t])),
+    "Store/Put": (Needs.KNOWN, "key", lambda w, t: store_api_pb2.PutRequest(key=t, value=b"xyz")),
+    "Store/Get": (Needs.OWN, "key", lambda w, t: store_api_pb2.GetRequest(key=t)),
+    "Store/Exists": (Needs.OWN, "key", lambda w, t: store_api_pb2.Keys(keys=[t])),
+    "Store/Remove": (Needs.OWN, "key", lambda w, t: store_api_pb2.Keys(keys=[t])),
+    "Store/Stat": (Needs.OWN, "key", lambda w, t: store_api_pb2.StatRequest(key=t)),
+    "Store/List": (Needs.OWN, "key", lambda w, t: store_api_pb2.ListRequest(prefix=t)),
     "Worker/Describe": (Needs.OPERATOR, "", lambda w, t: session_pb2.DescribeRequest()),
     "Worker/DropCache": (Needs.OPERATOR, "", lambda w, t: session_pb2.DropCacheRequest()),
     "Worker/Probe": (Needs.OPERATOR, "", lambda w, t: session_pb2.ProbeRequest(deadline_s=1)),
@@ -216,7 +223,15 @@ _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
     "Router/DumpEvents": (Needs.OPERATOR, "", lambda w, t: router_pb2.RouterDumpRequest()),
 }
 ABSENT |= {"routed": "no-such-thing-routed", "routed before": "no-such-thing-before", "tokens": "07000000" * 256}
-_GRPC_MODULES = (conductor_pb2, directory_pb2, inference_pb2, router_pb2, session_pb2, store_pb2)
+_GRPC_MODULES = (
+    conductor_pb2,
+    directory_pb2,
+    inference_pb2,
+    router_pb2,
+    session_pb2,
+    store_api_pb2,
+    store_pb2,
+)
 
 
 def grpc_methods() -> set[str]:
@@ -226,7 +241,7 @@ def grpc_methods() -> set[str]:
 
 
 def grpc_rows() -> Iterator[Row]:
-    """Of gRPC: master, node, workers, conductors among themselves, inference, the routing service."""
+    """Of gRPC: inference, the routing service, the store at its gateway, and processes among themselves."""
     for name, (needs, target, request) in _GRPC.items():
         service = name.partition("/")[0]
         yield Row(f"gRPC {service}", name.partition("/")[2], needs, _grpc(name, request), target)
@@ -245,6 +260,7 @@ def _grpc(name: str, request: Callable[[World, str], Message]) -> Callable[[Worl
             "ConductorPeer": lambda: f"127.0.0.1:{world.peer_port}",
             "Inference": lambda: f"127.0.0.1:{world.grpc_port}",
             "Router": lambda: world.service_grpc,
+            "Store": lambda: f"127.0.0.1:{world.gateway_grpc}",
         }[service]()
         secret = caller.key if service in ("Inference", "Router") else caller.token
         shown = (("authorization", f"Bearer {secret}"),) if secret else ()

@@ -101,7 +101,8 @@ class UpConfig(SecretOptions):
     port: int = option(8000, "port of the HTTP API; 0 picks one")
     grpc_port: int = option(-1, "port of inference over gRPC; 0 picks one; -1: it is not served so", least=-1)
     master_port: int = option(7400, "port of the master; nodes follow from +10, workers from +30; 0 picks all")
-    store_http_port: int = option(0, "port of the store over HTTP; 0: it is not served so")
+    store_http_port: int = option(0, "port of the store over HTTP; 0 disables it")
+    store_grpc_port: int = option(-1, "port of the store over gRPC, with --store-http-port; -1 disables it", least=-1)
     grace_s: float = option(10.0, "at the end, how long answers under way may go on, in seconds", least=0)
     worker_timeout: float = option(
         10.0,
@@ -253,7 +254,8 @@ class Cluster:
                 model += ["--mock-speedup", str(config.mock_speedup)]
             self._add(role, name, base and base + _MASTER_TO_WORKERS + i, *at, *model)
         if config.store_http_port:
-            self._add("gateway", "store-http", config.store_http_port, *at)
+            grpc = ("--grpc-port", str(config.store_grpc_port)) if config.store_grpc_port >= 0 else ()
+            self._add("gateway", "store-http", config.store_http_port, *at, *grpc)
         ends = ("--grace-s", str(config.grace_s), "--notice-s", "0")
         timeout = ("--worker-timeout", str(config.worker_timeout))
         ports = ("--grpc-port", str(config.grpc_port)) if config.grpc_port >= 0 else ()
