@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import Message
 
+from tanghulu.conductor.peers import wire as peers
 from tanghulu.discovery import membership
 from tanghulu.discovery.instance_wire import InstanceEntry
 from tanghulu.protos import (
     common_pb2,
-    conductor_pb2,
     directory_pb2,
     inference_pb2,
     router_pb2,
@@ -86,8 +86,8 @@ def _fast(role: str, method: Any, request: Callable[[World, str], Any]) -> Calla
 
 
 def fast_rows() -> Iterator[Row]:
-    """Of the fast lane: nodes, masters and workers."""
-    for role in ("master", "node", "prefill", "decode"):
+    """Of the fast lane: nodes, masters, workers, and conductors among themselves."""
+    for role in ("master", "node", "prefill", "decode", "peers"):
         hello = store_pb2.HelloRequest(protocol_version=PROTOCOL_VERSION, client_id="x")
         yield Row(f"fast lane of {role}", "hello", Needs.KNOWN, _fast(role, rpc_methods.HELLO, lambda *_, h=hello: h))
 
@@ -128,6 +128,9 @@ def fast_rows() -> Iterator[Row]:
     yield of("master", operator, membership.KEEP_ALIVE, lambda w, t: membership.LeaseRequest(1, t), "node")
     yield of("master", operator, membership.DEREGISTER, lambda w, t: membership.LeaseRequest(1, t), "node")
     yield of("master", known, membership.WATCH, lambda w, t: membership.WatchRequest())
+    yield of("peers", operator, peers.FOLLOW, lambda w, t: peers.FollowRequest())
+    yield of("peers", operator, peers.ABORT, lambda w, t: peers.AbortRequest(t), "request")
+    yield of("peers", operator, rpc_methods.END, lambda w, t: rpc_methods.EndRequest())
     begin = session_pb2.ToWorker(hello=session_pb2.SessionHello(conductor_id="x", protocol_version=1))
     for role in ("prefill", "decode"):
         yield of(role, operator, rpc_methods.SESSION, lambda w, t: begin)
@@ -186,13 +189,6 @@ _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
     "Worker/DropCache": (Needs.OPERATOR, "", lambda w, t: session_pb2.DropCacheRequest()),
     "Worker/Probe": (Needs.OPERATOR, "", lambda w, t: session_pb2.ProbeRequest(deadline_s=1)),
     "Worker/Drain": (Needs.OPERATOR, "", lambda w, t: common_pb2.EndRequest()),
-    "ConductorPeer/Follow": (
-        Needs.OPERATOR,
-        "",
-        lambda w, t: conductor_pb2.PeerFollow(conductor_id="x", protocol_version=1),
-    ),
-    "ConductorPeer/Drain": (Needs.OPERATOR, "", lambda w, t: common_pb2.EndRequest()),
-    "ConductorPeer/Abort": (Needs.OPERATOR, "request", lambda w, t: conductor_pb2.PeerAbort(request_id=t)),
     "Inference/Generate": (
         Needs.KNOWN,
         "request",
@@ -224,7 +220,6 @@ _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
 }
 ABSENT |= {"routed": "no-such-thing-routed", "routed before": "no-such-thing-before", "tokens": "07000000" * 256}
 _GRPC_MODULES = (
-    conductor_pb2,
     directory_pb2,
     inference_pb2,
     router_pb2,
@@ -257,7 +252,6 @@ def _grpc(name: str, request: Callable[[World, str], Message]) -> Callable[[Worl
             "Directory": lambda: world.address("master"),
             "StoreNode": lambda: world.address("node"),
             "Worker": lambda: world.address("prefill"),
-            "ConductorPeer": lambda: f"127.0.0.1:{world.peer_port}",
             "Inference": lambda: f"127.0.0.1:{world.grpc_port}",
             "Router": lambda: world.service_grpc,
             "Store": lambda: f"127.0.0.1:{world.gateway_grpc}",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from tanghulu.auth.credentials import Credentials
 from tanghulu.errors import DeadlineExceeded, TanghuluError
 from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Call, FastConnection
+from tanghulu.rpc.fast_server import Peer
 from tanghulu.rpc.methods import HELLO
 from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
 from tanghulu.types import Address
@@ -53,6 +55,12 @@ def hello(credentials: Credentials) -> Call[store_pb2.HelloReply]:
         token=credentials.token,
     )
     return HELLO.call(request)
+
+
+def welcome(peer: Peer, request: Any, attachment: memoryview) -> Any:
+    """Answer HELLO of callers that need no session; where there is an authorizer it has looked at their credentials."""
+    require_version(request.protocol_version, "the caller")
+    return HELLO.reply(protocol_version=PROTOCOL_VERSION)
 
 
 def greet_blocking(connection: FastConnection, credentials: Credentials, deadline_s: float) -> None:

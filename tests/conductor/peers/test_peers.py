@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -129,13 +130,14 @@ async def conductor(
 ) -> AsyncIterator[tuple[Conductor, httpx.AsyncClient]]:
     config = ConductorConfig(**{"port": 0, "grace_s": 0.0, **options})
     made = Conductor(config, name, CollectorRegistry())
-    async with made.running(discovery, 0):
-        attributes = {group.ATTRIBUTE: str(made.peers.address)}
-        entry = Instance(InstanceId(name), Role.CONDUCTOR, made.address, attributes=attributes)
-        registration = await discovery.register(entry)
-        async with httpx.AsyncClient(base_url=f"http://{made.address}", timeout=60, trust_env=False) as http:
-            yield made, http
-        await registration.close()
+    with tempfile.TemporaryDirectory(prefix="th-peers-") as run_dir:
+        async with made.running(discovery, 0, Path(run_dir)):
+            attributes = {group.ATTRIBUTE: str(made.peers.address)}
+            entry = Instance(InstanceId(name), Role.CONDUCTOR, made.address, attributes=attributes)
+            registration = await discovery.register(entry)
+            async with httpx.AsyncClient(base_url=f"http://{made.address}", timeout=60, trust_env=False) as http:
+                yield made, http
+            await registration.close()
 
 
 async def until(condition) -> None:
@@ -243,7 +245,7 @@ async def test_with_certificates_the_streams_are_encrypted(tmp_path: Path):
             no_certificate = Credentials("", "secret", TlsFiles(ca=authority.ca))
             for credentials in (plain, no_certificate):
                 with pytest.raises(NodeUnavailable):
-                    await anext(wire.follow(two.peers.address, "three", credentials))
+                    await anext(wire.follow(two.peers.address, credentials))
             two.dispatcher.own.freed("r")
 
 
@@ -265,7 +267,7 @@ async def test_only_conductors_are_told_where_certificates_name_roles(tmp_path: 
             await until(lambda: len(one.dispatcher.peers) == 1)
             worker = Credentials("", "secret", TlsFiles(*files["worker"], ca))
             with pytest.raises(Forbidden, match="needs the certificate of a conductor"):
-                await anext(wire.follow(two.peers.address, "three", worker))
+                await anext(wire.follow(two.peers.address, worker))
             two.dispatcher.own.freed("r")
 
 
@@ -276,7 +278,7 @@ async def test_only_who_shows_the_clusters_token_is_told(tmp_path: Path):
             await until(lambda: len(one.dispatcher.peers) == 1)
             for token in ("", "guess"):
                 with pytest.raises(Unauthorized):
-                    await anext(wire.follow(two.peers.address, "three", Credentials("", token)))
+                    await anext(wire.follow(two.peers.address, Credentials("", token)))
                 with pytest.raises(Unauthorized):
                     await wire.abort(two.peers.address, None, "", Credentials("", token))
             two.dispatcher.own.freed("r")

@@ -24,7 +24,7 @@ for _rule in (
     membership.REGISTER.rule,
     peer_methods.EXPORT_PIN.rule,
     peer_methods.WORKER_GRPC_RULES["/tanghulu.v1.Worker/Describe"],
-    wire.RULES["/tanghulu.v1.ConductorPeer/Follow"],
+    wire.FOLLOW.rule,
 ):
     object.__setattr__(_rule, "right", None)
 object.__setattr__(methods.EXISTS.rule, "scope", None)
