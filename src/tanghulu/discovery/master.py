@@ -275,7 +275,7 @@ class MasterDiscovery:
         except NotLeader:
             raise
         except (MasterUnavailable, DeadlineExceeded) as error:
-            why = f"{self._peer} did not answer within {deadline_s:g} s; is it running? {error.message}"
+            why = f"{error.message}; it did not answer within {deadline_s:g} s, is it running?"
             raise MasterUnavailable(why) from error
         self.master_generation = reply.master_generation
         return reply.lease_id
@@ -323,7 +323,7 @@ class MasterDiscovery:
         except VersionMismatch:
             raise
         except NodeUnavailable as error:
-            raise MasterUnavailable(error.message) from error
+            raise MasterUnavailable(f"{self._peer}: {error.message}") from error
         return reply.message
 
     async def _link(self, address: Address, timeout_s: float) -> AsyncFastConnection:
