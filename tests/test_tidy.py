@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import click
+
+from tanghulu.cli.main import load_command, root
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("benchmarks", "conductor", "store", "transfer_engine", "workers", "src/tanghulu")
 MIN_LINES = 40
@@ -139,6 +143,37 @@ def test_identifiers_are_made_of_the_fields_words() -> None:
             if PRIVATE_WORDS.intersection(_parts(identifier)):
                 found.add(f"{module.name}: {identifier}")
     _all_but_forgiven("word", found)
+
+
+#: Phrases that a native engineer would not write in a help text, and what is meant (CONTRIBUTING.md).
+STILTED = {
+    r"\bso (long|many|much|often)\b": "seconds, or a number",
+    r"(^|\W)-?[01](\.0)?: ": "'0 disables it', '0 means ...'",
+    r"^(what|who|whose|how)\b|\b(who|whoever)\b": "a noun: clients, callers, the tenant of",
+    r"\b(told|tells? of|heard|hears?|said|says|asked for)\b": "report, receive, state, request",
+    r"\bof late\b|\bbe it\b|\bahead of need\b": "plain words",
+    r"\b(let|lets|taken) in\b|\bunder way\b": "accept, allow; running, in flight",
+}
+
+
+def _help_texts(command: click.Command, words: str) -> Iterator[tuple[str, str]]:
+    yield words, command.help or ""
+    for param in command.params:
+        yield f"{words} {param.opts[0]}", getattr(param, "help", None) or ""
+    for name, each in getattr(command, "commands", {}).items():
+        yield from _help_texts(each, f"{words} {name}")
+
+
+def test_help_is_plain_english() -> None:
+    commands = {name: load_command(name) for name in root.list_commands(click.Context(root))}
+    found = {
+        f"{words}: {text!r} ({better})"
+        for name, command in commands.items()
+        for words, text in _help_texts(command, name)
+        for pattern, better in STILTED.items()
+        if re.search(pattern, text)
+    }
+    assert not found, "\n".join(sorted(found))
 
 
 def _identifiers(module: Module) -> set[str]:

@@ -43,7 +43,7 @@ def router(gateway: Gateway) -> APIRouter:
     )
     async def events(
         prefix: Annotated[str, Query(description="only keys that begin so")] = "",
-        snapshot: Annotated[bool, Query(description="begin with what there is already")] = True,
+        snapshot: Annotated[bool, Query(description="start with the existing keys")] = True,
         *,
         request: Request,
     ) -> Response:

@@ -70,9 +70,9 @@ def router(gateway: Gateway) -> APIRouter:
     async def put(
         request: Request,
         key: str,
-        replicas: Annotated[int, Query(description="nodes that shall hold it")] = 1,
+        replicas: Annotated[int, Query(description="number of nodes to hold it")] = 1,
         pin: Annotated[str, Query(description="how it stands to eviction: none, soft or hard")] = "none",
-        ttl_s: Annotated[float | None, Query(description="seconds after which it may go")] = None,
+        ttl_s: Annotated[float | None, Query(description="seconds after which it may be evicted")] = None,
         prefer_node: Annotated[str | None, Query(description="id of the node that should hold it")] = None,
     ) -> Response:
         """The body is the value. Chunks are immutable: of a key that is there the first value stays.

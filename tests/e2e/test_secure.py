@@ -23,10 +23,10 @@ from tanghulu.cli import keys
 from tanghulu.conductor import route_rights
 from tanghulu.conductor.peers.wire import FOLLOW, FollowRequest
 from tanghulu.errors import NodeUnavailable, Unauthorized
-from tanghulu.protos import common_pb2, session_pb2, session_pb2_grpc, store_pb2
+from tanghulu.protos import common_pb2, session_pb2, session_pb2_grpc
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.greeting import greet_blocking
-from tanghulu.rpc.methods import END, HELLO, SESSION, EndRequest, Method
+from tanghulu.rpc.methods import END, HELLO, SESSION, EndRequest, HelloRequest, Method
 from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.types import Address
 from tanghulu.web.authorizer import Need
@@ -142,7 +142,7 @@ def test_nobody_opens_a_session_or_reads_kv_without_a_token(secure: Secure) -> N
             connection.close()
         for token in ("", "wrong"):
             connection = FastConnection(address, tls=secure.tls)
-            shown = store_pb2.HelloRequest(protocol_version=PROTOCOL_VERSION, client_id="x", token=token)
+            shown = HelloRequest(PROTOCOL_VERSION, token=token)
             with pytest.raises(Unauthorized):
                 connection.call(HELLO.number, shown, HELLO.reply, deadline_s=10)
             connection.close()

@@ -88,7 +88,7 @@ def _fast(role: str, method: Any, request: Callable[[World, str], Any]) -> Calla
 def fast_rows() -> Iterator[Row]:
     """Of the fast lane: nodes, masters, workers, and conductors among themselves."""
     for role in ("master", "node", "prefill", "decode", "peers"):
-        hello = store_pb2.HelloRequest(protocol_version=PROTOCOL_VERSION, client_id="x")
+        hello = m.NodeHello(PROTOCOL_VERSION, client_id="x")
         yield Row(f"fast lane of {role}", "hello", Needs.KNOWN, _fast(role, rpc_methods.HELLO, lambda *_, h=hello: h))
 
     def of(role: str, needs: Needs, method: Any, request: Callable[[World, str], Any], target: str = "") -> Row:
@@ -168,17 +168,6 @@ _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
     "Directory/Wait": (Needs.OWN, "key", lambda w, t: directory_pb2.WaitRequest(keys=[t])),
     "Directory/Replicate": (Needs.OWN, "key", lambda w, t: directory_pb2.ReplicateRequest(keys=[t], holders=2)),
     "Directory/Events": (Needs.OWN, "key", lambda w, t: directory_pb2.EventsRequest(key_prefix=t)),
-    "StoreNode/Put": (
-        Needs.OWN,
-        "key",
-        lambda w, t: store_pb2.PutRequest(
-            items=[store_pb2.PutItem(key=t, version=7, size_bytes=3)], inline_data=b"xyz"
-        ),
-    ),
-    "StoreNode/Get": (Needs.OWN, "key", lambda w, t: store_pb2.GetRequest(keys=[t], max_inline_bytes=1 << 16)),
-    "StoreNode/Exists": (Needs.OWN, "key", lambda w, t: store_pb2.ExistsRequest(keys=[t])),
-    "StoreNode/Remove": (Needs.OWN, "key", lambda w, t: store_pb2.RemoveRequest(keys=[t])),
-    "StoreNode/Stat": (Needs.OWN, "key", lambda w, t: store_pb2.StatRequest(keys=[t])),
     "Store/Put": (Needs.KNOWN, "key", lambda w, t: store_api_pb2.PutRequest(key=t, value=b"xyz")),
     "Store/Get": (Needs.OWN, "key", lambda w, t: store_api_pb2.GetRequest(key=t)),
     "Store/Exists": (Needs.OWN, "key", lambda w, t: store_api_pb2.Keys(keys=[t])),
@@ -250,7 +239,6 @@ def _grpc(name: str, request: Callable[[World, str], Message]) -> Callable[[Worl
     def call(world: World, caller: Caller, target: str) -> Answer:
         address = {
             "Directory": lambda: world.address("master"),
-            "StoreNode": lambda: world.address("node"),
             "Worker": lambda: world.address("prefill"),
             "Inference": lambda: f"127.0.0.1:{world.grpc_port}",
             "Router": lambda: world.service_grpc,

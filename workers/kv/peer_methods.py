@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from tanghulu.auth.tenants import Right
 from tanghulu.protos import session_pb2
+from tanghulu.rpc import methods as rpc
 from tanghulu.rpc.methods import Method, Rule
+from tanghulu.transfer_engine.core.segment import SegmentHello, SegmentWelcome
 
 
 def _of_the_cluster(name: str) -> Rule:
@@ -14,6 +16,7 @@ def _of_the_cluster(name: str) -> Rule:
     return Rule(name, Right.JOIN)
 
 
+HELLO = Method(rpc.HELLO.number, rpc.HELLO.name, SegmentHello, SegmentWelcome)
 EXPORT_PIN = Method(
     50, "export_pin", session_pb2.ExportPinRequest, session_pb2.ExportPinReply, _of_the_cluster("export_pin")
 )

@@ -13,15 +13,14 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
-from tanghulu.protos import session_pb2, store_pb2
+from tanghulu.protos import session_pb2
 from tanghulu.rpc.fast_server import FastService, Peer
-from tanghulu.rpc.methods import HELLO
-from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
+from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.process import host_id
 from tanghulu.transfer_engine.core.access import AccessTable, unguessable_numbers
-from tanghulu.transfer_engine.core.descriptor_wire import to_proto
 from tanghulu.transfer_engine.core.leases import Freed
+from tanghulu.transfer_engine.core.segment import SegmentHello, SegmentWelcome
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.owner.server import SegmentServer
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, LeaseId, RequestId
@@ -30,7 +29,7 @@ from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.step_plan import KvExport
 from tanghulu.workers.engine.thread import StepReport
 from tanghulu.workers.kv.exports import Export, ExportTable
-from tanghulu.workers.kv.peer_methods import EXPORT_PIN, EXPORT_RELEASE, EXPORT_WATCH, PREFIX_PIN
+from tanghulu.workers.kv.peer_methods import EXPORT_PIN, EXPORT_RELEASE, EXPORT_WATCH, HELLO, PREFIX_PIN
 from tanghulu.workers.kv.ports import ExportWindow
 from tanghulu.workers.kv.shown_blocks import ShownBlocks
 from tanghulu.workers.metrics import WorkerMetrics
@@ -189,8 +188,7 @@ class PeerServer:
 
     # --- calls of peers
 
-    def _hello(self, peer: Peer, request: store_pb2.HelloRequest, _: memoryview) -> store_pb2.HelloReply:
-        require_version(request.protocol_version, "the caller")
+    def _hello(self, peer: Peer, request: SegmentHello, _: memoryview) -> SegmentWelcome:
         if peer.state is not None:
             raise InvalidRequest("a connection says hello once")
         session_id = next(self._session_ids)
@@ -198,14 +196,8 @@ class PeerServer:
         session = self._access.open_session(session_id, peer.pid if may_map else None)
         peer.state = session_id
         peer.on_close.append(lambda: self.on_freed(self._access.close_session(session_id)))
-        return store_pb2.HelloReply(
-            instance_id=self._identity.instance_id,
-            generation=self._identity.generation,
-            session_id=session_id,
-            session_secret=session.secret,
-            segment=to_proto(self._segment.descriptor()),
-            protocol_version=PROTOCOL_VERSION,
-        )
+        own = self._identity
+        return SegmentWelcome(PROTOCOL_VERSION, own.instance_id, own.generation, session, self._segment.descriptor())
 
     async def _pin(
         self, peer: Peer, request: session_pb2.ExportPinRequest, _: memoryview
