@@ -19,13 +19,14 @@ from tanghulu.cli import certs
 from tanghulu.conductor.main import Conductor, ConductorConfig
 from tanghulu.conductor.peers import group, wire
 from tanghulu.conductor.peers.inbox import PeerRequests
-from tanghulu.conductor.peers.outbox import MAX_PEERS, Begun, News, OwnRequests
+from tanghulu.conductor.peers.outbox import MAX_BEGUN, MAX_PEERS, Begun, News, OwnRequests
 from tanghulu.conductor.routing.in_flight import InFlightBlocks
 from tanghulu.conductor.routing.requests import WorkerLoad
 from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.memory import MemoryDiscovery, MemoryRegistry
-from tanghulu.errors import Forbidden, NodeUnavailable, Unauthorized
+from tanghulu.errors import Forbidden, NodeUnavailable, PeerSilent, Unauthorized
+from tanghulu.rpc import streams
 from tanghulu.types import BlockHash, InstanceId, Role
 from tests.conductor.fake_worker import FakeWorker
 from tests.tls_files import Authority
@@ -218,6 +219,29 @@ async def test_a_stream_that_breaks_is_asked_for_again_and_heals(tmp_path: Path,
             await until(lambda: len(one.dispatcher.peers) == 1 and streams > 3)
             two.dispatcher.own.freed("r")
             await until(lambda: len(one.dispatcher.peers) == 0)
+
+
+async def test_a_peer_that_sends_nothing_is_lost(monkeypatch: pytest.MonkeyPatch):
+    """Beats come where there is no news; without them the peer is frozen."""
+    async with MemoryDiscovery(MemoryRegistry()) as discovery, conductor(discovery, "one") as (one, _):
+        monkeypatch.setattr(streams, "BEAT_S", 0.01)
+        async with contextlib.aclosing(wire.follow(one.peers.address, Credentials())) as stream:
+            assert [(await anext(stream)).snapshot for _ in range(3)] == [True, False, False]
+        monkeypatch.setattr(streams, "BEAT_S", 60.0)
+        monkeypatch.setattr(wire, "SILENCE_S", 0.5)
+        async with contextlib.aclosing(wire.follow(one.peers.address, Credentials())) as stream:
+            assert (await anext(stream)).snapshot
+            with pytest.raises(PeerSilent):
+                await anext(stream)
+
+
+def test_a_snapshot_comes_in_messages_of_bounded_size():
+    whole = News(True, [begun(str(n)) for n in range(2 * MAX_BEGUN + 1)], ["p"], ["f"])
+    first, second, third = whole.parts()
+    assert [each.snapshot for each in (first, second, third)] == [True, False, False]
+    assert [*first.begun, *second.begun, *third.begun] == whole.begun
+    assert (len(first.begun), first.freed, third.prefilled, third.freed) == (MAX_BEGUN, (), ["p"], ["f"])
+    assert list(News(False, [], [], ["f"]).parts()) == [News(False, [], [], ["f"])]
 
 
 async def test_a_peer_that_does_not_come_back_is_forgotten(monkeypatch: pytest.MonkeyPatch):
