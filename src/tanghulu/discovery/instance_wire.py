@@ -6,7 +6,6 @@ import msgspec
 
 from tanghulu.discovery.base import Instance, validate
 from tanghulu.errors import InvalidRequest
-from tanghulu.protos import common_pb2
 from tanghulu.rpc.wire import U64, FastMessage, encode, parser_of
 from tanghulu.types import Address, InstanceId, Place, Role
 
@@ -74,18 +73,3 @@ def instance_to_bytes(instance: Instance) -> bytes:
 def instance_from_bytes(value: bytes) -> Instance:
     """The instance in a value of etcd; raises InvalidRequest."""
     return parser_of(InstanceEntry)(value).instance()
-
-
-def instance_to_proto(instance: Instance) -> common_pb2.Instance:
-    """The message that carries ``instance``."""
-    return common_pb2.Instance(
-        id=instance.id,
-        namespace=instance.namespace,
-        component=instance.role.value,
-        address=str(instance.address),
-        metrics_address=instance.metrics_address,
-        place=str(instance.place),
-        generation=instance.generation,
-        unix_path=instance.unix_path,
-        attributes=instance.attributes,
-    )

@@ -24,8 +24,6 @@ ATTEMPT_S = 1.5
 #: A master that sends nothing on a stream for so long, not even a beat, stands still, or the path to it swallows
 #: everything. A single one is waited for longer: nobody else could be asked.
 SILENCE_S, SILENCE_OF_ONE_S = 2.5, 4.5
-#: The same of streams over gRPC, in two parts: a ping, and the wait for its answer.
-PING_MS, SILENCE_MS = 1500, 1000
 _ETCD_DEADLINE_S = 1.0
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextvars import ContextVar
 from functools import partial
 from types import CoroutineType
 from typing import Any
@@ -32,8 +31,6 @@ from tanghulu.rpc.methods import HELLO, Method, Rule
 
 _log = structlog.get_logger(__name__)
 REFRESH_S = 1.0
-#: Who makes the gRPC call under way, for handlers whose answer depends on it; None where there are no tokens.
-CALLER: ContextVar[Identity | None] = ContextVar("caller", default=None)
 
 
 class Authorizer:
@@ -98,13 +95,6 @@ async def _later(rule: Rule, identity: Identity, answer: Coroutine[Any, Any, Any
     return rule.answer(identity, await answer)
 
 
-async def follow_tokens(tokens: TokensFile) -> None:
-    """Read the file again when it changes, for a process whose only port is gRPC's; until cancelled."""
-    while True:
-        await asyncio.sleep(REFRESH_S)
-        await asyncio.to_thread(tokens.refresh)
-
-
 class GrpcAuthorizer(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's own types are not strict
     """gRPC's side: an interceptor; ``rules`` by full method name (``/tanghulu.v1.Directory/Locate``)."""
 
@@ -150,7 +140,6 @@ class GrpcAuthorizer(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc'
                 request = rule.admit(identity, request)
             except TanghuluError as error:
                 await abort(context, error)
-            CALLER.set(identity)
             async for message in handler.unary_stream(request, context):
                 if not self._tokens.table.still_stands(identity, time.time()):
                     await abort(context, Unauthorized(f"token {identity.token_name!r} was revoked"))
@@ -202,7 +191,6 @@ def _guarded_unary(
             request = rule.admit(identity, request)
         except TanghuluError as error:
             await abort(context, error)
-        CALLER.set(identity)
         return rule.answer(identity, await handler.unary_unary(request, context))
 
     return grpc.unary_unary_rpc_method_handler(unary, handler.request_deserializer, handler.response_serializer)
