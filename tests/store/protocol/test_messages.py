@@ -17,8 +17,7 @@ from msgspec import structs
 
 from tanghulu.auth.tenants import Identity, Right
 from tanghulu.errors import ChunkNotFound, InvalidRequest, StoreFull, TanghuluError, VersionMismatch
-from tanghulu.protos import store_pb2
-from tanghulu.rpc.methods import HelloReply, HelloRequest, scope_keys
+from tanghulu.rpc.methods import HelloReply, HelloRequest
 from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.rpc.wire import FastMessage, encode, parser_of
 from tanghulu.store.protocol import messages, methods
@@ -415,10 +414,3 @@ def _keys(value: Any) -> list[str]:
         else:
             found += _keys(each)
     return found
-
-
-def test_keys_of_protobuf_messages_are_scoped_too() -> None:
-    chunks = [store_pb2.Verified(key="a"), store_pb2.Verified(key="b")]
-    scoped = scope_keys("chunks.key")(IDENTITY, store_pb2.VerifyReply(chunks=chunks))
-    assert [item.key for item in scoped.chunks] == [IDENTITY.scoped("a"), IDENTITY.scoped("b")]
-    assert scope_keys("keys")(IDENTITY, store_pb2.ExistsRequest(keys=["a"])).keys == [IDENTITY.scoped("a")]
