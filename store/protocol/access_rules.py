@@ -9,12 +9,11 @@ from msgspec.structs import replace
 
 from tanghulu.auth.tenants import Identity, Right, TokenTable
 from tanghulu.errors import ConfigError
-from tanghulu.protos import store_pb2
 from tanghulu.rpc.methods import Rule, scope_keys
 from tanghulu.rpc.wire import parser_of
 from tanghulu.store.protocol.directory_events import EventBatch, EventsRequest
 from tanghulu.store.protocol.directory_messages import ListKeysReply, ListKeysRequest, NodesReply, PlaceReply
-from tanghulu.store.protocol.messages import MastersReply
+from tanghulu.store.protocol.messages import EvictionPolicy, MastersReply, TenantsReply
 
 
 def _in_listing(identity: Identity, request: ListKeysRequest) -> ListKeysRequest:
@@ -36,12 +35,12 @@ def _out_of_events(identity: Identity, batch: EventBatch) -> EventBatch:
     )
 
 
-def _only_itself(identity: Identity, reply: store_pb2.TenantsReply) -> store_pb2.TenantsReply:
-    return store_pb2.TenantsReply(tenants=[usage for usage in reply.tenants if usage.tenant == identity.tenant])
+def _only_itself(identity: Identity, reply: TenantsReply) -> TenantsReply:
+    return TenantsReply([usage for usage in reply.tenants if usage.tenant == identity.tenant])
 
 
-def _to_switch(request: store_pb2.EvictionRequest) -> Right:
-    return Right.ADMIN if request.policy else Right.READ
+def _to_switch(request: EvictionPolicy) -> Right:
+    return Right.ADMIN if request.name else Right.READ
 
 
 def _to_locate(request: Any) -> Right | None:

@@ -59,24 +59,16 @@ def page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _fields(kind: type[Any]) -> Iterator[tuple[str, str, Any]]:
-    """Name, type and default of each field of a dataclass or struct."""
-    if dataclasses.is_dataclass(kind):
-        yield from ((each.name, str(each.type), each.default) for each in dataclasses.fields(kind))
-    elif issubclass(kind, msgspec.Struct):
-        for field in msgspec.structs.fields(kind):
-            yield field.name, kind.__annotations__[field.name].replace("U64", "int"), field.default
-
-
 def _class(kind: type[Any]) -> Iterator[str]:
     yield from (f"### {kind.__name__}", "", f"`from {_home(kind)} import {kind.__name__}`", "")
     yield from _text(kind)
-    fields = list(_fields(kind))
-    if fields:
+    if dataclasses.is_dataclass(kind) or issubclass(kind, msgspec.Struct):
         yield from ("| field | type | default |", "|---|---|---|")
-        for name, type_name, default in fields:
-            shown = "" if default in (dataclasses.MISSING, msgspec.NODEFAULT) else f"`{default!r}`"
-            yield f"| `{name}` | `{_cell(type_name)}` | {shown} |"
+        for field in inspect.signature(kind).parameters.values():
+            is_plain = field.default is not field.empty and repr(field.default) != "<factory>"
+            default = f"`{field.default!r}`" if is_plain else ""
+            of = re.sub(r"\bU(32|64)\b", "int", kind.__annotations__[field.name])
+            yield f"| `{field.name}` | `{_cell(of)}` | {default} |"
         yield ""
     elif "__init__" in vars(kind) and kind is TransferEngine:
         yield from ("```python", f"{kind.__name__}{_signature(kind.__init__).removesuffix(' -> None')}", "```", "")

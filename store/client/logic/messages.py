@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
+import msgspec
+
 from tanghulu.auth.credentials import Credentials
 from tanghulu.errors import TanghuluError
-from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
 from tanghulu.rpc.wire import Failure
 from tanghulu.store.client.logic.effects import PeerId
-from tanghulu.store.client.model import ChunkInfo
 from tanghulu.store.protocol import messages as m
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import Checksums
@@ -27,7 +27,6 @@ from tanghulu.store.protocol.directory_messages import (
 from tanghulu.store.protocol.messages import Found, Reservation, Welcome
 from tanghulu.store.protocol.terms import NO_TERM, Term
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, NewChunk
-from tanghulu.store.protocol.wire import checksums_from_wire, pin_from_wire, tier_from_wire
 from tanghulu.store.protocol.write_buffer import BufferPlace
 
 AnyCall = Call[Any]
@@ -146,43 +145,18 @@ def given_back(call: AnyCall) -> Sequence[int]:
 
 def remove(keys: Sequence[str], deadline_ms: int) -> AnyCall:
     """Drop chunks; the node answers when the master knows."""
-    return methods.REMOVE.call(store_pb2.RemoveRequest(keys=keys, deadline_ms=deadline_ms))
+    return methods.REMOVE.call(m.RemoveRequest(keys, deadline_ms))
 
 
-def eviction(policy: str) -> AnyCall:
-    """Switch the node's eviction policy, or only ask for its name."""
-    return methods.EVICTION.call(store_pb2.EvictionRequest(policy=policy))
+def node_stat(key: str) -> AnyCall:
+    """What the node knows of a chunk."""
+    return methods.CHUNK_STAT.call(m.KeysRequest([key]))
 
 
-def eviction_policy(reply: AnyReply) -> str:
-    """The answer to ``eviction``."""
-    return str(reply.message.policy)
-
-
-def node_stat(keys: Sequence[str]) -> AnyCall:
-    """What the node knows of chunks."""
-    return methods.CHUNK_STAT.call(store_pb2.StatRequest(keys=keys))
-
-
-def chunk_info(key: str, nodes: tuple[str, ...], reply: AnyReply) -> ChunkInfo | None:
-    """The answer to ``node_stat`` for one key; None: not there."""
-    chunk: store_pb2.ChunkStat = reply.message.chunks[0]
-    if not chunk.found:
-        return None
-    return ChunkInfo(
-        key,
-        chunk.size_bytes,
-        chunk.version,
-        nodes,
-        checksums_from_wire(chunk.checksums),
-        pin_from_wire(chunk.pin),
-        chunk.num_leases,
-        chunk.age_s,
-        chunk.num_hits,
-        tier_from_wire(chunk.tier),
-        chunk.replicas or 1,
-        chunk.ttl_ms / 1000 if chunk.ttl_ms else None,
-    )
+def chunk_info(key: str, nodes: tuple[str, ...], reply: AnyReply) -> m.ChunkInfo | None:
+    """The answer to ``node_stat``; None: not there."""
+    (chunk,) = reply.message.chunks
+    return None if chunk is None else msgspec.structs.replace(chunk, key=key, nodes=nodes)
 
 
 # --- master

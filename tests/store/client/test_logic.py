@@ -17,7 +17,6 @@ from tanghulu.errors import (
     StoreFull,
     TanghuluError,
 )
-from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.rpc.wire import Failure
 from tanghulu.runtime.clock import ManualClock
@@ -39,7 +38,7 @@ from tanghulu.store.client.logic.placement import NodeTable
 from tanghulu.store.client.model import NodeView, PutItem, PutOptions
 from tanghulu.store.protocol import checksums, methods
 from tanghulu.store.protocol.directory_messages import NodesReply, PlaceReply
-from tanghulu.store.protocol.messages import Done, Found, GetReply, LocateReply, Location, PutReply
+from tanghulu.store.protocol.messages import Done, Found, GetReply, KeysReply, LocateReply, Location, PutReply
 from tanghulu.store.protocol.terms import NO_TERM
 
 OK = PutOptions()
@@ -157,11 +156,11 @@ class FakeCluster:
 
     def _method_remove(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
         removed = bytes(self.values[peer].pop(key, None) is not None for key in call.request.keys)
-        return Reply(store_pb2.RemoveReply(removed=removed), memoryview(b""))
+        return Reply(KeysReply(removed), memoryview(b""))
 
     def _method_exists(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
         found = bytes(key in self.values[peer] for key in call.request.keys)
-        return Reply(store_pb2.ExistsReply(found=found), memoryview(b""))
+        return Reply(KeysReply(found), memoryview(b""))
 
 
 @pytest.fixture

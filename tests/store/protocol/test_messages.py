@@ -17,8 +17,7 @@ from msgspec import structs
 
 from tanghulu.auth.tenants import Identity, Right
 from tanghulu.errors import ChunkNotFound, InvalidRequest, StoreFull, TanghuluError, VersionMismatch
-from tanghulu.protos import store_pb2
-from tanghulu.rpc.methods import HelloReply, HelloRequest, scope_keys
+from tanghulu.rpc.methods import HelloReply, HelloRequest
 from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.rpc.wire import FastMessage, encode, parser_of
 from tanghulu.store.protocol import messages, methods
@@ -50,16 +49,23 @@ from tanghulu.store.protocol.directory_messages import (
     WaitRequest,
 )
 from tanghulu.store.protocol.messages import (
+    ChunkInfo,
     CommitItem,
     CommitKeyReply,
     CommitKeysReply,
     CommitKeysRequest,
     CommitRequest,
     Done,
+    DrainRequest,
+    Evicted,
+    EvictionPolicy,
+    EvictRequest,
     Failure,
     Found,
     GetReply,
     GetRequest,
+    KeysReply,
+    KeysRequest,
     LocateReply,
     LocateRequest,
     Location,
@@ -72,14 +78,22 @@ from tanghulu.store.protocol.messages import (
     ProveRequest,
     PutReply,
     PutRequest,
+    RemoveRequest,
     Reservation,
     ReserveReply,
     ReserveRequest,
+    StatReply,
+    TenantFigures,
+    TenantsReply,
+    TenantsRequest,
     UnpinRequest,
+    Verified,
+    VerifiedPage,
+    VerifyRequest,
     Welcome,
 )
 from tanghulu.store.protocol.shared_index import IndexPlace
-from tanghulu.store.protocol.types import ClientCommit, CommitResult, NewChunk, Pin
+from tanghulu.store.protocol.types import ClientCommit, CommitResult, NewChunk, Pin, Tier
 from tanghulu.store.protocol.write_buffer import BufferPlace
 from tanghulu.transfer_engine.core.segment import Endpoint, SegmentDescriptor, SessionKey
 from tanghulu.types import MAX_KEY_BYTES, ChunkKey
@@ -105,6 +119,18 @@ EXAMPLES: list[FastMessage] = [
     GetReply([Found(8192, 7, SUMS, 1, 64, True), FAILURE], 5000, 9, 77),
     UnpinRequest([1, 2], 8192, ["a"], ["b", "c"]),
     Done(),
+    KeysRequest(["a", "b"]),
+    RemoveRequest(["a", "b"], 1000),
+    KeysReply(b"\0\1"),
+    StatReply([ChunkInfo("", 8192, 7, (), SUMS, Pin.HARD, 1, 2.5, 3, Tier.SSD, 2, 1.5), None]),
+    EvictionPolicy("lru"),
+    DrainRequest(True),
+    EvictRequest(["a", "b"], 4096),
+    Evicted(2, 8192),
+    VerifyRequest("a", 100, True, True),
+    VerifiedPage([Verified("a", 7, 5, True), Verified("b", 8, 6)], True),
+    TenantsRequest(),
+    TenantsReply([TenantFigures("acme", 100, 1000, 50, 2, 3, 4, 5, 6, 7)]),
     OpenBufferRequest(4096),
     OpenBufferReply(BufferPlace(128, 256, 1024, 1 << 20, 1 << 22)),
     LocateRequest(["a", "b"], True),
@@ -226,6 +252,7 @@ def test_existence() -> None:
 LONG = "x" * (MAX_KEY_BYTES + 1)
 #: 1,024 characters, which are 2,048 bytes.
 WIDE = "ю" * MAX_KEY_BYTES
+WRONG_CHUNKS: list[Any] = [(-1, Pin.SOFT, Tier.SSD), (1, "medium", Tier.SSD), (1, Pin.SOFT, "tape")]
 OUT_OF_BOUNDS: list[FastMessage] = [
     *(PutRequest([NewChunk(ChunkKey(key), 1, 1)], True, 1) for key in ("", LONG, WIDE)),
     *(ReserveRequest([NewChunk(ChunkKey(key), 1, 1)], 1) for key in ("", LONG, WIDE)),
@@ -250,6 +277,12 @@ OUT_OF_BOUNDS: list[FastMessage] = [
     UnpinRequest([-1]),
     UnpinRequest([], -1),
     OpenBufferRequest(-1),
+    RemoveRequest(["k"], 1 << 32),
+    KeysRequest([7]),  # type: ignore[list-item]
+    *(StatReply([ChunkInfo("", size, 7, (), SUMS, pin, 1, 2.5, 3, tier)]) for size, pin, tier in WRONG_CHUNKS),
+    EvictRequest([], -1),
+    VerifyRequest("a", -1),
+    TenantsReply([TenantFigures("acme", -1)]),
     ClientCommit("n", 1, ChunkKey("k"), 1, 1 << 44),
     CommitKeysRequest([]),
     CommitKeysRequest([ClientCommit("n", 1, ChunkKey("k"), 1, 1 << 44)]),
@@ -381,10 +414,3 @@ def _keys(value: Any) -> list[str]:
         else:
             found += _keys(each)
     return found
-
-
-def test_keys_of_protobuf_messages_are_scoped_too() -> None:
-    chunks = [store_pb2.Verified(key="a"), store_pb2.Verified(key="b")]
-    scoped = scope_keys("chunks.key")(IDENTITY, store_pb2.VerifyReply(chunks=chunks))
-    assert [item.key for item in scoped.chunks] == [IDENTITY.scoped("a"), IDENTITY.scoped("b")]
-    assert scope_keys("keys")(IDENTITY, store_pb2.ExistsRequest(keys=["a"])).keys == [IDENTITY.scoped("a")]
