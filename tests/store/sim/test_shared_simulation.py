@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.directory.rebuild import Rebuild
@@ -150,7 +151,7 @@ def _ignores_the_versions_of_removals(original: Any) -> Any:
         return [removal._replace(version=None) for removal in removals]
 
     def take_out(self: RangeDirectories, said: NodeAnnouncement, changes: dict[str, bool]) -> None:
-        said = replace(said, removed=of_any_version(said.removed), deleted=of_any_version(said.deleted))
+        said = structs.replace(said, removed=of_any_version(said.removed), deleted=of_any_version(said.deleted))
         original(self, said, changes)
 
     return take_out
