@@ -9,6 +9,8 @@ from typing import Any, Self
 from tanghulu.arguments import above_zero, text, whole
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
+from tanghulu.store.protocol.directory_messages import KeyInfo as KeyInfo
+from tanghulu.store.protocol.directory_messages import NodeView as NodeView
 from tanghulu.store.protocol.types import Pin
 
 MAX_REPLICAS = 64
@@ -90,40 +92,6 @@ def _put_options(
         bool(visible),
         whole("part_bytes", part_bytes, 0, 1 << 62),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class KeyInfo:
-    """One line of a listing."""
-
-    key: str
-    size_bytes: int
-    version: int
-    nodes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NodeView:
-    """A store node as the master lists it. ``last_seen_s``: seconds since its last sign of life.
-
-    Of a draining node ``num_unsafe`` chunks have no other holder yet; ``drained`` means that it may be stopped.
-    """
-
-    id: str
-    address: str
-    unix_path: str
-    metrics_address: str
-    place: str
-    host_id: str
-    capacity_bytes: int
-    used_bytes: int
-    num_chunks: int
-    draining: bool
-    last_seen_s: float
-    ssd_capacity_bytes: int = 0
-    ssd_used_bytes: int = 0
-    num_unsafe: int = 0
-    drained: bool = False
 
 
 @dataclass(frozen=True, slots=True)

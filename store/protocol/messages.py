@@ -3,8 +3,8 @@
 A class is the type in signatures, the bytes on the wire and their documentation at once; ``FastMessage`` says how it
 may change. Values travel behind a message, in the frame's attachment, one behind the other. Types and bounds are
 checked as a message is decoded, and ``validate`` checks what types cannot say; how many keys one call may name the
-services check, whose errors say what to do. The methods stand in ``methods``; those of protos/directory.proto are for
-both carriers.
+services check, whose errors say what to do. The methods are in ``methods``, the directory's messages in
+``directory_messages`` and ``announcements``.
 
 Example: the put of "ab" = b"xyz" at version 7 with checksum 9, to be acknowledged when the master knows, within 1 s, is
 ``PutRequest([NewChunk("ab", 7, 3, Checksums(0, (9,)))], True, 1000)``, 24 bytes, with the attachment b"xyz":

@@ -10,26 +10,31 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import httpx
 import pytest
 from click.testing import CliRunner
 from prometheus_client import CollectorRegistry
 
+from tanghulu.auth.certificate_roles import CONDUCTOR
+from tanghulu.auth.credentials import Credentials
 from tanghulu.conductor import main as conductor_main
 from tanghulu.conductor.main import COMMAND, ConductorConfig
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.master import MasterDiscovery
-from tanghulu.errors import ConfigError
+from tanghulu.errors import ConfigError, Unauthorized
 from tanghulu.hashing import TokenSequence, root_hash
-from tanghulu.protos import common_pb2, conductor_pb2_grpc, directory_pb2, directory_pb2_grpc
-from tanghulu.rpc.grpc_edge import channel
+from tanghulu.rpc import greeting
+from tanghulu.rpc.fast_aio import AsyncFastConnection
+from tanghulu.rpc.methods import END, EndRequest
 from tanghulu.runtime.process import Process, SupervisorLine, own_address
 from tanghulu.store.master import main as master_main
 from tanghulu.store.master.main import MasterConfig
+from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, ReportPiece
 from tanghulu.store.protocol.key_slots import NUM_SLOTS
+from tanghulu.store.protocol.methods import ANNOUNCE
 from tanghulu.types import Address, InstanceId, Role, kv_chunk_key
 from tests.conductor.fake_worker import FINGERPRINT, TOKENIZER, FakeWorker
+from tests.store.master.running_master import asking
 
 TEXT = "Hello, wörld! "
 LONG = {"model": "tiny", "prompt": "a long prompt", "max_tokens": 40, "ignore_eos": True}
@@ -127,12 +132,9 @@ async def _announce(discovery: MasterDiscovery, prompt: str, num_blocks: int) ->
     await discovery.register(node)
     hashes = TokenSequence(root_hash(FINGERPRINT), 4, TOKENIZER.encode(prompt).ids).block_hashes
     keys = [kv_chunk_key(FINGERPRINT, h) for h in hashes[:num_blocks]]
-    added = [directory_pb2.ChunkEntry(key=key, version=1, size_bytes=9) for key in keys]
-    async with channel(discovery.address) as connection:
-        stub = directory_pb2_grpc.DirectoryStub(connection)
-        report = directory_pb2.ReportPiece(next_slot=NUM_SLOTS)
-        await stub.Announce(directory_pb2.AnnounceRequest(node_id="node-1", generation=5, report_id=1, piece=report))
-        await stub.Announce(directory_pb2.AnnounceRequest(node_id="node-1", generation=5, added=added))
+    async with asking(discovery.address) as ask:
+        await ask(ANNOUNCE, NodeAnnouncement("node-1", 5, report_id=1, piece=ReportPiece(0, NUM_SLOTS)))
+        await ask(ANNOUNCE, NodeAnnouncement("node-1", 5, [ChunkEntry(key, 1, 9) for key in keys]))
 
 
 async def test_at_the_end_requests_under_way_are_finished(tmp_path):
@@ -182,19 +184,21 @@ async def test_it_says_so_before_it_ends_and_serves_meanwhile(tmp_path):
 
 
 async def test_an_administrator_can_have_it_end(tmp_path):
-    async with _cluster(tmp_path) as (process, _, discovery):
+    async with _cluster(tmp_path, token="secret") as (process, _, discovery):
         async for event in discovery.watch(Role.CONDUCTOR):
             assert event.instance is not None
             address = Address.parse(event.instance.attributes["peers"])
             break
-        async with channel(address) as connection:
-            stub = conductor_pb2_grpc.ConductorPeerStub(connection)
-            wrong = (("authorization", "Bearer wrong"),)
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await stub.Drain(common_pb2.EndRequest(), metadata=wrong)
-            assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
-            assert not process.stopping.is_set()
-            reply = await stub.Drain(common_pb2.EndRequest())
+        with pytest.raises(Unauthorized):
+            await greeting.connect(address, Credentials("", "wrong"), CONDUCTOR, 10.0)
+        connection = await AsyncFastConnection.connect(address)
+        with pytest.raises(Unauthorized):
+            await connection.call(END.number, EndRequest(), END.reply)
+        await connection.close()
+        assert not process.stopping.is_set()
+        connection = await greeting.connect(address, Credentials("", "secret"), CONDUCTOR, 10.0)
+        reply = (await connection.call(END.number, EndRequest(), END.reply)).message
+        await connection.close()
         assert (reply.num_requests, reply.grace_s) == (0, 10.0)
         assert process.stopping.is_set()
 

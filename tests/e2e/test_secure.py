@@ -7,6 +7,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,16 @@ import psutil
 import pytest
 
 from tanghulu.auth.api_keys import new_key
-from tanghulu.auth.credentials import TlsFiles
+from tanghulu.auth.credentials import Credentials, TlsFiles
 from tanghulu.auth.tls import client_context
 from tanghulu.cli import keys
 from tanghulu.conductor import route_rights
+from tanghulu.conductor.peers.wire import FOLLOW, FollowRequest
 from tanghulu.errors import NodeUnavailable, Unauthorized
-from tanghulu.protos import conductor_pb2, conductor_pb2_grpc, session_pb2, session_pb2_grpc
-from tanghulu.protos.common_pb2 import EndRequest
+from tanghulu.protos import common_pb2, session_pb2, session_pb2_grpc
 from tanghulu.rpc.fast_client import FastConnection
-from tanghulu.rpc.methods import HELLO, SESSION, HelloRequest, Method
+from tanghulu.rpc.greeting import greet_blocking
+from tanghulu.rpc.methods import END, HELLO, SESSION, EndRequest, HelloRequest, Method
 from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.types import Address
 from tanghulu.web.authorizer import Need
@@ -103,7 +105,7 @@ def test_workers_let_in_nobody_without_a_token(secure: Secure) -> None:
         "Describe": session_pb2.DescribeRequest(),
         "Probe": session_pb2.ProbeRequest(deadline_s=1),
         "DropCache": session_pb2.DropCacheRequest(),
-        "Drain": EndRequest(),
+        "Drain": common_pb2.EndRequest(),
     }
     for entry in secure.processes("prefill", "decode"):
         for shown in ((), (("authorization", "Bearer wrong"),)):
@@ -166,15 +168,13 @@ def test_conductors_tell_nobody_without_a_token(secure: Secure) -> None:
         for address in (entry["address"], entry["metrics_address"])
     }
     (peer_port,) = ports - own
-    for shown in ((), (("authorization", "Bearer wrong"),)):
-        with secure.channel(f"127.0.0.1:{peer_port}") as channel:
-            stub = conductor_pb2_grpc.ConductorPeerStub(channel)
-            with pytest.raises(grpc.RpcError) as refused:
-                next(stub.Follow(conductor_pb2.PeerFollow(conductor_id="x", protocol_version=1), metadata=shown))
-            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-            with pytest.raises(grpc.RpcError) as refused:
-                stub.Drain(EndRequest(), timeout=10, metadata=shown)
-            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    address = Address("127.0.0.1", peer_port)
+    with closing(FastConnection(address, tls=secure.tls)) as stranger:
+        for call in (FOLLOW.call(FollowRequest()), END.call(EndRequest())):
+            with pytest.raises(Unauthorized):
+                stranger.call(call.method, call.request, call.reply_type, deadline_s=10)
+    with pytest.raises(Unauthorized):
+        greet_blocking(FastConnection(address, tls=secure.tls), Credentials("", "wrong"), 10)
 
 
 def test_with_the_key_all_works_and_kv_is_handed_over(secure: Secure) -> None:

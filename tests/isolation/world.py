@@ -106,6 +106,8 @@ class World:
         return [entry for entry in self.cluster.entries() if entry["role"] in roles]
 
     def address(self, role: str) -> str:
+        if role == "peers":  # conductors among themselves
+            return f"127.0.0.1:{self.peer_port}"
         if role == "node" and self.victims:
             return self.victims["node address"]
         return str(self.processes(role)[0]["address"])
@@ -317,7 +319,8 @@ def running_world(folder: Path, *, tls: bool, env: dict[str, str] | None = None)
             for name, value in settings.items():
                 patch.setenv(name, value)
         cluster = stack.enter_context(running_cluster(folder / "state", *flags))
-        world = World(cluster, files, shown, callers, grpc_port, gateway_port, gateway_grpc)
+        ports = {"grpc_port": grpc_port, "gateway_port": gateway_port, "gateway_grpc": gateway_grpc}
+        world = World(cluster, files, shown, callers, **ports)
         stack.enter_context(world.stack)
         _start_routers(world, stack, folder)
         yield world

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from tanghulu.arguments import above_zero, text, whole
 from tanghulu.errors import TanghuluError
-from tanghulu.protos import directory_pb2
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic import query as directory
 from tanghulu.store.client.logic.context import Context, ask_master, ask_owners, learn_owners
@@ -15,6 +14,7 @@ from tanghulu.store.client.logic.query import ask_node
 from tanghulu.store.client.model import MasterView, TenantView
 from tanghulu.store.protocol import messages as m
 from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.directory_messages import NodesRequest, ReplicateRequest
 from tanghulu.store.protocol.key_slots import NUM_RANGES, bits_of
 from tanghulu.store.protocol.types import validate_keys
 
@@ -48,7 +48,7 @@ def replicate(context: Context, deadline: Deadline, keys: Sequence[str], holders
     num_taken = 0
     for start in range(0, len(keys), directory.KEYS_PER_CALL):
         part = keys[start : start + directory.KEYS_PER_CALL]
-        request = directory_pb2.ReplicateRequest(keys=part, holders=holders, for_s=for_s)
+        request = ReplicateRequest(part, holders, for_s)
         reply = yield from ask_owners(context, deadline, methods.REPLICATE.call(request))
         num_taken += reply.message.num_taken
     return num_taken
@@ -64,7 +64,7 @@ def masters(context: Context) -> Logic[list[MasterView]]:
     known = owners.map
     ranges = {owner: sorted(known.ranges_of(owner)) for owner in known.owners if owner is not None}
     calls = [
-        (owner_peer(owner), methods.NODES.call(directory_pb2.NodesRequest(ranges=bits_of(numbers))))
+        (owner_peer(owner), methods.NODES.call(NodesRequest(ranges=bits_of(numbers))))
         for owner, numbers in ranges.items()
     ]
     outcomes = yield CallPeers(calls, _MASTER_S, waits=False)

@@ -9,15 +9,21 @@ import msgspec
 
 from tanghulu.auth.credentials import Credentials
 from tanghulu.errors import TanghuluError
-from tanghulu.protos import directory_pb2
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
 from tanghulu.rpc.wire import Failure
 from tanghulu.store.client.logic.effects import PeerId
-from tanghulu.store.client.model import KeyInfo, NodeView
 from tanghulu.store.protocol import messages as m
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import Checksums
+from tanghulu.store.protocol.directory_messages import (
+    KeyInfo,
+    ListKeysReply,
+    ListKeysRequest,
+    NodesRequest,
+    NodeView,
+    PlaceRequest,
+)
 from tanghulu.store.protocol.messages import Found, Reservation, Welcome
 from tanghulu.store.protocol.terms import NO_TERM, Term
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, NewChunk
@@ -183,14 +189,12 @@ class ListVersion(NamedTuple):
 
 def nodes() -> AnyCall:
     """Ask for all nodes, with their present figures."""
-    return methods.NODES.call(directory_pb2.NodesRequest())
+    return methods.NODES.call(NodesRequest())
 
 
 def nodes_since(known: ListVersion) -> AnyCall:
     """Ask for all nodes, unless the list is still the known one."""
-    number, generation = known
-    request = directory_pb2.NodesRequest(known_version=number, known_generation=generation, versioned=True)
-    return methods.NODES.call(request)
+    return methods.NODES.call(NodesRequest(known.number, known.generation, versioned=True))
 
 
 def list_version(reply: AnyReply) -> ListVersion:
@@ -205,34 +209,13 @@ def is_unchanged(reply: AnyReply) -> bool:
 
 def place(size_bytes: int, replicas: int, prefer_node: str, client_place: str) -> AnyCall:
     """Where to put a value."""
-    request = directory_pb2.PlaceRequest(
-        size_bytes=size_bytes, replicas=replicas, prefer_node=prefer_node, client_place=client_place
-    )
-    return methods.PLACE.call(request)
+    return methods.PLACE.call(PlaceRequest(size_bytes, replicas, prefer_node, client_place))
 
 
 def node_views(reply: AnyReply) -> list[NodeView]:
     """The nodes in the answer to ``nodes`` or ``place``."""
-    return [
-        NodeView(
-            node.instance.id,
-            node.instance.address,
-            node.instance.unix_path,
-            node.instance.metrics_address,
-            node.instance.place,
-            node.instance.attributes.get("host_id", ""),
-            node.capacity_bytes,
-            node.used_bytes,
-            node.num_chunks,
-            node.draining,
-            node.last_seen_s,
-            node.ssd_capacity_bytes,
-            node.ssd_used_bytes,
-            node.num_unsafe,
-            node.drained,
-        )
-        for node in reply.message.nodes
-    ]
+    views: list[NodeView] = reply.message.nodes
+    return views
 
 
 def is_rebuilding(reply: AnyReply) -> bool:
@@ -242,11 +225,10 @@ def is_rebuilding(reply: AnyReply) -> bool:
 
 def list_keys(prefix: str, after: str, limit: int) -> AnyCall:
     """A page of keys."""
-    request = directory_pb2.ListKeysRequest(prefix=prefix, after=after, limit=limit)
-    return methods.LIST_KEYS.call(request)
+    return methods.LIST_KEYS.call(ListKeysRequest(prefix, after, limit))
 
 
 def key_page(reply: AnyReply) -> tuple[list[KeyInfo], bool]:
     """The answer to ``list_keys``: (keys, whether there are more)."""
-    message: directory_pb2.ListKeysReply = reply.message
-    return [KeyInfo(k.key, k.size_bytes, k.version, tuple(k.node_ids)) for k in message.keys], message.more
+    message: ListKeysReply = reply.message
+    return message.keys, message.more

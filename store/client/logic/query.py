@@ -21,7 +21,6 @@ from tanghulu.errors import (
     Overloaded,
     TanghuluError,
 )
-from tanghulu.protos import directory_pb2
 from tanghulu.runtime.backoff import Backoff
 from tanghulu.store.client.logic import context as common
 from tanghulu.store.client.logic import messages
@@ -29,6 +28,7 @@ from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import CallPeers, Deadline, Logic, PeerId, Sleep
 from tanghulu.store.client.model import KeyInfo, NodeView
 from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.directory_messages import WaitRequest
 from tanghulu.store.protocol.messages import ChunkInfo, EvictionPolicy
 from tanghulu.store.protocol.types import validate_key, validate_keys
 
@@ -106,7 +106,7 @@ def _wait(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[li
     while True:
         wait_s = context.wait_s if context.owners is None else min(context.wait_s, OWNER_WAIT_S)
         waiting_s = max(min(deadline.remaining_s(), wait_s) - _SLACK_S, 0.0)
-        request = directory_pb2.WaitRequest(keys=keys, deadline_ms=int(waiting_s * 1000))
+        request = WaitRequest(keys, int(waiting_s * 1000))
         failure: TanghuluError | None = None
         try:
             reply = yield from common.ask_owners(context, deadline, methods.WAIT.call(request), waits=False)
