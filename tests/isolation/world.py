@@ -36,6 +36,7 @@ from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.methods import HELLO, Method
 from tanghulu.store.client import Client
 from tanghulu.store.client.logic import messages
+from tanghulu.store.protocol.messages import Welcome
 from tanghulu.transfer_engine.core.config import EngineConfig
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
 from tanghulu.transfer_engine.core.slices import Opcode
@@ -135,7 +136,7 @@ class World:
     def connection(self, address: str) -> FastConnection:
         return FastConnection(Address.parse(address), tls=self.tls)
 
-    def greeted(self, caller: str, address: str) -> tuple[FastConnection, messages.Welcome]:
+    def greeted(self, caller: str, address: str) -> tuple[FastConnection, Welcome]:
         """A connection with a session at a node or a worker."""
         connection = self.connection(address)
         call = messages.hello(

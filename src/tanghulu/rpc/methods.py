@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
-from google.protobuf.message import Message
 
 from tanghulu.auth.tenants import Identity, Right, is_kv
 from tanghulu.protos import session_pb2
@@ -30,7 +29,7 @@ class Rule:
 
     ``written`` names the keys of a request that it stores or removes: for KV among them it needs the right ``kv``, too.
     ``scope`` gives the request as the store names things, ``unscope`` the answer (of a stream: each message) as the
-    tenant does; both may change what they are given. ``unscope`` is for handlers that answer at once.
+    tenant does. ``unscope`` is for handlers that answer at once.
     """
 
     name: str
@@ -132,7 +131,7 @@ def _texts(value: Any, path: Sequence[str]) -> Iterator[str]:
     """The strings that lie at ``path``."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, FastMessage | Message):
+    elif isinstance(value, FastMessage):
         yield from _texts(getattr(value, path[0]), path[1:])
     else:
         for each in value:
@@ -156,20 +155,13 @@ def scope_keys(*fields: str) -> Scoping:
 
 
 def _changed(value: Any, path: Sequence[str], change: Callable[[str], str]) -> Any:
-    """``value`` with ``change`` done to what lies at ``path``; protobuf messages are changed in place."""
+    """``value`` with ``change`` done to what lies at ``path``."""
     if isinstance(value, str):
         return change(value)
-    if not isinstance(value, FastMessage | Message):
+    if not isinstance(value, FastMessage):
         return [_changed(each, path, change) for each in value]
     name, *rest = path
-    changed = _changed(getattr(value, name), rest, change)
-    if isinstance(value, FastMessage):
-        return msgspec.structs.replace(value, **{name: changed})
-    if isinstance(changed, str):
-        setattr(value, name, changed)
-    elif isinstance(changed, list) and not rest:
-        getattr(value, name)[:] = changed
-    return value
+    return msgspec.structs.replace(value, **{name: _changed(getattr(value, name), rest, change)})
 
 
 __all__ = ["END", "HELLO", "SESSION", "EndReply", "EndRequest", "Method", "Rule", "Scoping", "scope_keys", "writing"]

@@ -20,7 +20,7 @@ from tanghulu.runtime import process
 from tanghulu.store.client.logic import messages
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS
-from tanghulu.store.protocol.messages import Found, GetRequest, ReserveRequest
+from tanghulu.store.protocol.messages import Found, GetRequest, ReserveRequest, Welcome
 from tanghulu.store.protocol.shared_index import IndexPlace, IndexReader, IndexWriter, index_bytes
 from tanghulu.store.protocol.types import NewChunk
 from tanghulu.transfer_engine.core.wire import SHM_ANSWER_BYTES, Head, Op, ShmHello, name_hash, secret_numbers
@@ -30,7 +30,7 @@ MIB = 1 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def greeted(address: str, name: str, token: str = "") -> tuple[FastConnection, messages.Welcome]:
+def greeted(address: str, name: str, token: str = "") -> tuple[FastConnection, Welcome]:
     """A connection with a session at a node, as of another host, and what it was told."""
     connection = FastConnection(Address.parse(address))
     call = messages.hello(name, Credentials("", token), "elsewhere", False, ())
