@@ -22,11 +22,11 @@ from tanghulu.protos import (
     inference_pb2,
     membership_pb2,
     router_pb2,
-    session_pb2,
     store_pb2,
 )
 from tanghulu.rpc import methods as rpc_methods
 from tanghulu.rpc.versions import PROTOCOL_VERSION
+from tanghulu.session import messages as session
 from tanghulu.store.protocol import messages as m
 from tanghulu.store.protocol import methods as store
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS
@@ -120,23 +120,23 @@ def fast_rows() -> Iterator[Row]:
     yield of("master", known, store.NODES, lambda w, t: directory_pb2.NodesRequest())
     yield of("master", known, store.MASTERS, lambda w, t: m.MastersRequest())
     yield of("master", known, store.PROVE, lambda w, t: m.ProveRequest())
-    begin = session_pb2.ToWorker(hello=session_pb2.SessionHello(conductor_id="x", protocol_version=1))
+    begin = session.ToWorker(session.SessionHello("x", 1))
     for role in ("prefill", "decode"):
-        yield of(role, operator, rpc_methods.SESSION, lambda w, t: begin)
-        yield of(
-            role, operator, worker.EXPORT_PIN, lambda w, t: session_pb2.ExportPinRequest(export_id=int(t)), "export"
-        )
+        yield of(role, operator, session.SESSION, lambda w, t: begin)
+        yield of(role, operator, session.DESCRIBE, lambda w, t: session.DescribeRequest())
+        yield of(role, operator, session.DROP_CACHE, lambda w, t: session.DropCacheRequest())
+        yield of(role, operator, session.PROBE, lambda w, t: session.ProbeRequest(1))
+        yield of(role, operator, rpc_methods.END, lambda w, t: rpc_methods.EndRequest())
+        yield of(role, operator, worker.EXPORT_PIN, lambda w, t: worker.ExportPinRequest(int(t)), "export")
         yield of(
             role,
             operator,
             worker.EXPORT_RELEASE,
-            lambda w, t: session_pb2.ExportReleaseRequest(export_id=int(t)),
+            lambda w, t: worker.ExportReleaseRequest(int(t)),
             "export",
         )
-        yield of(
-            role, operator, worker.EXPORT_WATCH, lambda w, t: session_pb2.ExportWatchRequest(export_id=int(t)), "export"
-        )
-        yield of(role, operator, worker.PREFIX_PIN, lambda w, t: session_pb2.PrefixPinRequest(block_hashes=[b"x" * 16]))
+        yield of(role, operator, worker.EXPORT_WATCH, lambda w, t: worker.ExportWatchRequest(int(t)), "export")
+        yield of(role, operator, worker.PREFIX_PIN, lambda w, t: worker.PrefixPinRequest([b"x" * 16]))
 
 
 def _commit(world: World, key: str) -> ClientCommit:
@@ -184,10 +184,6 @@ _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
     "StoreNode/Exists": (Needs.OWN, "key", lambda w, t: store_pb2.ExistsRequest(keys=[t])),
     "StoreNode/Remove": (Needs.OWN, "key", lambda w, t: store_pb2.RemoveRequest(keys=[t])),
     "StoreNode/Stat": (Needs.OWN, "key", lambda w, t: store_pb2.StatRequest(keys=[t])),
-    "Worker/Describe": (Needs.OPERATOR, "", lambda w, t: session_pb2.DescribeRequest()),
-    "Worker/DropCache": (Needs.OPERATOR, "", lambda w, t: session_pb2.DropCacheRequest()),
-    "Worker/Probe": (Needs.OPERATOR, "", lambda w, t: session_pb2.ProbeRequest(deadline_s=1)),
-    "Worker/Drain": (Needs.OPERATOR, "", lambda w, t: common_pb2.EndRequest()),
     "ConductorPeer/Follow": (
         Needs.OPERATOR,
         "",
@@ -225,7 +221,7 @@ _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
     "Router/DumpEvents": (Needs.OPERATOR, "", lambda w, t: router_pb2.RouterDumpRequest()),
 }
 ABSENT |= {"routed": "no-such-thing-routed", "routed before": "no-such-thing-before", "tokens": "07000000" * 256}
-_GRPC_MODULES = (conductor_pb2, directory_pb2, inference_pb2, membership_pb2, router_pb2, session_pb2, store_pb2)
+_GRPC_MODULES = (conductor_pb2, directory_pb2, inference_pb2, membership_pb2, router_pb2, store_pb2)
 
 
 def grpc_methods() -> set[str]:
@@ -235,7 +231,7 @@ def grpc_methods() -> set[str]:
 
 
 def grpc_rows() -> Iterator[Row]:
-    """Of gRPC: master, node, workers, conductors among themselves, inference, the routing service."""
+    """Of gRPC: master, node, conductors among themselves, inference, the routing service."""
     for name, (needs, target, request) in _GRPC.items():
         service = name.partition("/")[0]
         yield Row(f"gRPC {service}", name.partition("/")[2], needs, _grpc(name, request), target)
@@ -251,7 +247,6 @@ def _grpc(name: str, request: Callable[[World, str], Message]) -> Callable[[Worl
             "Directory": lambda: world.address("master"),
             "Membership": lambda: world.address("master"),
             "StoreNode": lambda: world.address("node"),
-            "Worker": lambda: world.address("prefill"),
             "ConductorPeer": lambda: f"127.0.0.1:{world.peer_port}",
             "Inference": lambda: f"127.0.0.1:{world.grpc_port}",
             "Router": lambda: world.service_grpc,

@@ -251,7 +251,7 @@ MUTATED = {
     "fast lane of master announce (node)",
     "fast lane of prefill export_pin (export)",
     "gRPC Membership Register",
-    "gRPC Worker Describe",
+    "fast lane of prefill describe",
     "gRPC ConductorPeer Follow",
     "gRPC Inference Abort",
     "gRPC Router ReportLoad",

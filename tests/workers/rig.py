@@ -115,8 +115,8 @@ class Rig:
             for output in self.next_report().result.outputs:
                 assert output.request_id == name
                 tokens += output.tokens
-                if output.finish_reason is not None:
-                    return tokens, output.num_cached_tokens
+                if output.finish is not None:
+                    return tokens, output.cached_tokens
 
     def run_all(self, prompts: dict[str, list[int]], num_tokens: int) -> dict[str, list[int]]:
         """The greedy tokens of all ``prompts``, served at once."""

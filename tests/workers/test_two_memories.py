@@ -57,8 +57,8 @@ class Watched(WorkerServer):
             report = await asyncio.wait_for(self.reports.get(), 20)
             for output in report.result.outputs:
                 tokens += output.tokens
-                if output.finish_reason is not None:
-                    return tokens, output.num_cached_tokens
+                if output.finish is not None:
+                    return tokens, output.cached_tokens
 
 
 @contextlib.asynccontextmanager

@@ -165,7 +165,7 @@ class EngineCore:
         if int(request.sequence.tokens.max()) >= vocab:
             raise InvalidRequest(f"request {request.request_id} has a token id outside the vocabulary of {vocab}")
         sampling = request.sampling
-        named = {token for token, _ in sampling.logit_bias} | request.stop.ending_ids | {*sampling.logprob_token_ids}
+        named = {*sampling.logit_bias, *request.ending_ids, *sampling.logprob_token_ids}
         unknown = sorted(token for token in named if not 0 <= token < vocab)
         if unknown:
             raise InvalidRequest(
@@ -266,7 +266,7 @@ class EngineCore:
     def _result(self, plan: StepPlan, computed: Computed, outcome: StepOutcome, timings: StepTimings) -> StepResult:
         now_s = self._clock.now_s()
         for output in outcome.outputs:
-            output.phases = self._phases.token(output.request_id, output.finish_reason is not None, now_s)
+            output.phases = self._phases.token(output.request_id, output.finish is not None, now_s)
         return StepResult(
             outputs=outcome.outputs,
             num_computed_tokens=plan.num_tokens + plan.num_drafted,

@@ -12,7 +12,6 @@ import xxhash
 
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
 from tanghulu.errors import ChecksumMismatch, Overloaded, TanghuluError
-from tanghulu.protos import session_pb2
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.runtime.clock import Clock, SystemClock
 from tanghulu.transfer_engine.client.requests import TransferBatch, TransferRequest
@@ -21,7 +20,18 @@ from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.types import BlockHash, Fingerprint
 from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
 from tanghulu.workers.kv.peer_links import PeerLink, PeerLinks
-from tanghulu.workers.kv.peer_methods import EXPORT_PIN, EXPORT_RELEASE, EXPORT_WATCH, PREFIX_PIN
+from tanghulu.workers.kv.peer_methods import (
+    EXPORT_PIN,
+    EXPORT_RELEASE,
+    EXPORT_WATCH,
+    PREFIX_PIN,
+    ExportedBlock,
+    ExportPinReply,
+    ExportPinRequest,
+    ExportReleaseRequest,
+    ExportWatchRequest,
+    PrefixPinRequest,
+)
 from tanghulu.workers.kv.ports import wipe
 from tanghulu.workers.kv.silence import SilenceWatch
 
@@ -65,7 +75,7 @@ def cut(parts: Sequence[ExportPart], at: int, num_blocks: int) -> list[ExportPar
 class _Pin(NamedTuple):
     """A call that pins blocks, ``num_blocks`` at most."""
 
-    call: Call[session_pb2.ExportPinReply]
+    call: Call[ExportPinReply]
     num_blocks: int
     export_id: int = 0
 
@@ -76,7 +86,7 @@ class _Shown(NamedTuple):
     ``unused``: exports of which something is pinned behind that one. ``made``: exports that the pins have made.
     """
 
-    blocks: list[session_pb2.ExportedBlock]
+    blocks: list[ExportedBlock]
     error: TanghuluError | None
     unused: list[int]
     made: list[int]
@@ -126,12 +136,7 @@ class PeerReader:
 
     def _pin(self, part: ExportPart) -> _Pin:
         export_id = int(part.peer.export_id)
-        request = session_pb2.ExportPinRequest(
-            export_id=export_id,
-            first_block=part.first_block,
-            fingerprint=self._fingerprint,
-            max_blocks=part.num_blocks,
-        )
+        request = ExportPinRequest(export_id, part.first_block, self._fingerprint, part.num_blocks)
         return _Pin(EXPORT_PIN.call(request), part.num_blocks, export_id)
 
     def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
@@ -141,7 +146,7 @@ class PeerReader:
         """
 
         def read(at: int) -> _Arrived:
-            request = session_pb2.PrefixPinRequest(block_hashes=hashes[at:], fingerprint=self._fingerprint)
+            request = PrefixPinRequest(hashes[at:], self._fingerprint)
             pin = _Pin(PREFIX_PIN.call(request), len(buffers) - at)
             return self._links.use(
                 holder.instance, lambda link: self._read(link, [pin], buffers[at:], PREFIX_DEADLINE_S)
@@ -177,14 +182,9 @@ class PeerReader:
         connection = self._links.open_apart(peer.instance)
 
         def num_blocks(num_known: int) -> int:
-            request = session_pb2.ExportWatchRequest(
-                export_id=int(peer.export_id),
-                num_known=num_known,
-                fingerprint=self._fingerprint,
-                wait_ms=int(1000 * WATCH_S),
-            )
+            request = ExportWatchRequest(int(peer.export_id), num_known, self._fingerprint, int(1000 * WATCH_S))
             reply = connection.call(EXPORT_WATCH.number, request, EXPORT_WATCH.reply, deadline_s=WATCH_S + DEADLINE_S)
-            return int(reply.message.num_blocks)
+            return reply.message.num_blocks
 
         try:
             yield num_blocks
@@ -202,7 +202,7 @@ class PeerReader:
     def _transfer(
         self,
         link: PeerLink,
-        blocks: Sequence[session_pb2.ExportedBlock],
+        blocks: Sequence[ExportedBlock],
         buffers: Sequence[memoryview],
         deadline_s: float,
     ) -> None:
@@ -242,11 +242,11 @@ class PeerReader:
 
 
 def _release(link: PeerLink, export_id: int, bytes_read: int, *, keep: bool = False) -> None:
-    request = session_pb2.ExportReleaseRequest(export_id=export_id, bytes_read=bytes_read, keep=keep)
+    request = ExportReleaseRequest(export_id, bytes_read, keep)
     link.connection.post(EXPORT_RELEASE.call(request), deadline_s=DEADLINE_S)  # what is lost ends by its time limit
 
 
-def _shown(pins: Sequence[_Pin], outcomes: Sequence[Reply[session_pb2.ExportPinReply] | TanghuluError]) -> _Shown:
+def _shown(pins: Sequence[_Pin], outcomes: Sequence[Reply[ExportPinReply] | TanghuluError]) -> _Shown:
     """See `_Shown`."""
     shown, whole = _Shown([], None, [], []), True
     for pin, outcome in zip(pins, outcomes, strict=True):
@@ -290,12 +290,12 @@ def _asked_twice(read: Callable[[int], _Arrived], at: int) -> _Arrived:
         return read(at)
 
 
-def _count_whole(blocks: Sequence[session_pb2.ExportedBlock], buffers: Sequence[memoryview]) -> int:
+def _count_whole(blocks: Sequence[ExportedBlock], buffers: Sequence[memoryview]) -> int:
     """Count the leading blocks whose checksums match; raises ChecksumMismatch if the first one's does not."""
     for count, (block, buffer) in enumerate(zip(blocks, buffers, strict=False)):
-        step = block.checksums.part_bytes
+        step = block.part_bytes
         parts = [xxhash.xxh3_64_intdigest(buffer[i : i + step]) for i in range(0, len(buffer), step)]
-        if parts != list(block.checksums.parts):
+        if parts != list(block.checksums):
             if count == 0:
                 raise ChecksumMismatch("the first exported block did not arrive as it was sent")
             return count

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from tanghulu.errors import TanghuluError
 from tanghulu.hashing import TokenSequence
-from tanghulu.protos import session_pb2
+from tanghulu.session.messages import PullAhead, Submit
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
 from tanghulu.workers.engine.requests import PeerExport
@@ -52,8 +52,8 @@ class SessionEngine(Beating, Protocol[RequestIn]):
 class MakesRequests(Protocol[RequestOut]):
     """Makes an engine's requests from messages."""
 
-    def request(self, submit: session_pb2.Submit) -> RequestOut:
+    def request(self, submit: Submit) -> RequestOut:
         """The request that ``submit`` describes; raises InvalidRequest if it is not valid."""
 
-    def pulled(self, pull: session_pb2.PullAhead) -> tuple[TokenSequence, PeerExport]:
+    def pulled(self, pull: PullAhead) -> tuple[TokenSequence, PeerExport]:
         """The prompt that ``pull`` names, and where its KV is computed; raises InvalidRequest where that cannot be."""

@@ -14,7 +14,7 @@ import msgspec
 from google.protobuf.message import Message
 
 from tanghulu.auth.tenants import Identity, Right, is_kv
-from tanghulu.protos import session_pb2, store_pb2
+from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_client import Call
 from tanghulu.rpc.wire import U32, Body, FastMessage
 
@@ -93,9 +93,6 @@ class EndReply(FastMessage, frozen=True):
 #: Of conductors and workers. The answer comes at once.
 END = Method(55, "end", EndRequest, EndReply, Rule("drain", Right.ADMIN))
 
-#: A conductor's session with a worker: it begins with a hello, and both sides send on under its call id.
-SESSION = Method(54, "session", session_pb2.ToWorker, session_pb2.FromWorker, Rule("session", Right.JOIN))
-
 
 def writing(name: str, *fields: str) -> Rule:
     """The rule of a method that stores or removes the keys in these fields of its request."""
@@ -152,4 +149,4 @@ def _changed(value: Any, path: Sequence[str], change: Callable[[str], str]) -> A
     return value
 
 
-__all__ = ["END", "HELLO", "SESSION", "EndReply", "EndRequest", "Method", "Rule", "Scoping", "scope_keys", "writing"]
+__all__ = ["END", "HELLO", "EndReply", "EndRequest", "Method", "Rule", "Scoping", "scope_keys", "writing"]

@@ -88,7 +88,7 @@ class TestCompletions:
     async def test_without_echo_nothing_of_the_prompt_is_computed(self, cluster):
         worker = await cluster.add()
         await _completion(cluster, logprobs=1, max_tokens=0)
-        assert not worker.submits[0].HasField("scoring")
+        assert worker.submits[0].scoring is None
 
 
 class TestGenerate:
@@ -145,7 +145,7 @@ class TestWorkers:
         answer = await _completion(cluster, echo=True, logprobs=1, max_tokens=4)
         assert answer["choices"][0]["logprobs"]["token_logprobs"] == [*EXPECTED, *([-0.5] * 4)]
         assert prefill.submits[0].scoring.start == 1
-        assert not decode.submits[0].HasField("scoring")
+        assert decode.submits[0].scoring is None
 
     async def test_the_rest_is_asked_of_another_worker(self, cluster):
         """The first worker dies with the log probabilities of two tokens told."""

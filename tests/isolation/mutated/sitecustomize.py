@@ -11,6 +11,7 @@ from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.peers import wire
 from tanghulu.conductor.routing_service import grpc_api
 from tanghulu.runtime.metrics_server import MetricsAuthorizer
+from tanghulu.session import messages
 from tanghulu.store.gateway.gateway import Gateway
 from tanghulu.store.protocol import methods
 from tanghulu.transfer_engine.core import access
@@ -22,7 +23,7 @@ for _rule in (
     methods.ANNOUNCE.rule,
     methods.MASTER_GRPC_RULES["/tanghulu.v1.Membership/Register"],
     peer_methods.EXPORT_PIN.rule,
-    peer_methods.WORKER_GRPC_RULES["/tanghulu.v1.Worker/Describe"],
+    messages.DESCRIBE.rule,
     wire.RULES["/tanghulu.v1.ConductorPeer/Follow"],
 ):
     object.__setattr__(_rule, "right", None)

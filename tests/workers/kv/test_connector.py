@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
+from tanghulu.session.load import WorkerLoad
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
-from tanghulu.workers.engine.speed import SpeedMeter, Speeds
+from tanghulu.workers.engine.speed import ASSUMED_PEER_BYTES_PER_S, SpeedMeter
 from tanghulu.workers.engine.thread import Command
 from tanghulu.workers.kv.connector import NUM_FETCH_THREADS
 from tanghulu.workers.kv.peer_reader import ExportPart
@@ -258,7 +259,7 @@ def _assert(condition: bool) -> None:
 def test_small_steps_do_not_say_how_fast_prefill_is() -> None:
     meter = SpeedMeter()
     meter.step(37, 1, 0.4)
-    assert meter.speeds == Speeds()
+    assert meter.speeds == WorkerLoad(peer_bytes_per_s=ASSUMED_PEER_BYTES_PER_S)
     meter.step(512, 1, 1.0)
     meter.step(8, 8, 0.05)
     meter.fetched(10_000_000, 0.1)

@@ -8,7 +8,7 @@ import os
 import socket
 from pathlib import Path
 
-from tanghulu.protos import session_pb2, store_pb2
+from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.methods import HELLO
 from tanghulu.rpc.versions import PROTOCOL_VERSION
@@ -27,7 +27,7 @@ from tanghulu.transfer_engine.core.wire import (
     secret_numbers,
 )
 from tanghulu.types import Address
-from tanghulu.workers.kv.peer_methods import EXPORT_PIN
+from tanghulu.workers.kv.peer_methods import EXPORT_PIN, ExportPinRequest
 from tests.workers.kv.test_staging import LAYOUT, NAME, Holder, HostCopier, bytes_of
 
 
@@ -68,7 +68,7 @@ async def test_numbers_are_not_enough_to_read_a_block(tmp_path: Path) -> None:
             honest, welcome = greeted(holder.instance)
             stranger, other = greeted(holder.instance)
             with contextlib.closing(honest), contextlib.closing(stranger):
-                request = session_pb2.ExportPinRequest(export_id=int(export.export_id), fingerprint=NAME)
+                request = ExportPinRequest(int(export.export_id), fingerprint=NAME)
                 (block,) = honest.call(EXPORT_PIN.number, request, EXPORT_PIN.reply).message.blocks
                 segment, key = from_proto(welcome.segment), SessionKey(welcome.session_id, welcome.session_secret)
                 assert len({welcome.session_id >> 32, other.session_id >> 32, block.lease_id >> 32}) == 3
