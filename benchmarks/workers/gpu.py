@@ -32,6 +32,7 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.common.report import keep
 from tanghulu.hashing import TokenSequence, root_hash
+from tanghulu.session.outputs import KvSource, PrefixHolder
 from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.transfer_engine.gpu.staging import StagingRing, make_copier
 from tanghulu.types import BlockHash, Fingerprint, RequestId
@@ -41,7 +42,7 @@ from tanghulu.workers.compute.device_runner import DeviceRunner
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.models.registry import Model, load_model, pick_dtype
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
-from tanghulu.workers.engine.requests import EngineRequest, PeerExport, PeerPrefix
+from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
@@ -149,10 +150,10 @@ class NoPeers:
     def read(self, parts: Sequence[ExportPart], buffers: Sequence[memoryview]) -> int:
         return 0
 
-    def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+    def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         return 0
 
-    def release(self, peer: PeerExport, bytes_read: int = 0, *, keep: bool = False) -> None:
+    def release(self, peer: KvSource, bytes_read: int = 0, *, keep: bool = False) -> None:
         pass
 
 

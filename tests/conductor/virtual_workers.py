@@ -26,7 +26,7 @@ from tanghulu.session.outputs import BegunExport, FinishReason, KvChange, KvSour
 from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import Address, Fingerprint, InstanceId, RequestId, Role
 from tanghulu.workers.engine.block_pool import BlockPool, KvEventKind
-from tanghulu.workers.engine.requests import EngineRequest, PeerExport, PeerPrefix
+from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.step_plan import FetchWanted, StepPlan
@@ -142,7 +142,6 @@ class VirtualWorker:
     def submit(self, request, to, tokens, holder=None, moved=False) -> None:
         source, ahead = to.source, to.ahead
         sequence = TokenSequence(root_hash(_CARD.fingerprint), BLOCK_TOKENS, tokens)
-        peer = PeerExport(source.address, str(source.export_id), source.num_tokens) if source is not None else None
         engine_request = EngineRequest(
             RequestId(to.wire_id),
             sequence,
@@ -150,21 +149,20 @@ class VirtualWorker:
             Sampling(),
             StopRule(request.stop.max_new_tokens, ignore_eos=True),
             hold_kv=to.hand_over,
-            peer=peer,
-            holder=PeerPrefix(holder.address, holder.num_blocks) if holder is not None else None,
+            peer=source,
+            holder=holder,
             moved=moved,
             ahead=RequestId(ahead) if ahead else None,
         )
-        self.num_hand_overs += peer is not None
+        self.num_hand_overs += source is not None
         self._time.after(WIRE_S, lambda: self._add(engine_request))
 
     def pull(self, name, tokens, salt, source) -> None:
         sequence = TokenSequence(root_hash(_CARD.fingerprint), BLOCK_TOKENS, tokens)
-        peer = PeerExport(source.address, str(source.export_id), source.num_tokens)
         holder = self._cluster.by_address[source.address]
 
         def begin() -> None:
-            wanted = self.scheduler.pull_ahead(RequestId(name), sequence, peer)
+            wanted = self.scheduler.pull_ahead(RequestId(name), sequence, source)
             if wanted is not None:
                 holder.read_early(source.export_id, VirtualPull(self, wanted))
 
@@ -199,7 +197,7 @@ class VirtualWorker:
         for wanted in plan.fetches:
             self._fetch(wanted)
         for peer in plan.forgone:
-            self._cluster.by_address[peer.instance].release(int(peer.export_id))
+            self._cluster.by_address[peer.address].release(peer.export_id)
         self._busy = bool(plan.runs)
         seconds = SLOWNESS * self._timing.step_seconds(plan) + STEP_S if plan.runs else 0.0
         if plan.runs:
@@ -266,10 +264,10 @@ class VirtualWorker:
         def arrive() -> None:
             num_ok = 0
             if wanted.peer is not None:
-                self._cluster.by_address[wanted.peer.instance].release(int(wanted.peer.export_id))
+                self._cluster.by_address[wanted.peer.address].release(wanted.peer.export_id)
                 num_ok = len(wanted.block_ids)
             elif wanted.holder is not None:
-                num_ok = self._cluster.by_address[wanted.holder.instance].pool.num_hits(wanted.block_hashes)
+                num_ok = self._cluster.by_address[wanted.holder.address].pool.num_hits(wanted.block_hashes)
             self.scheduler.fetch_done(wanted.request_id, min(num_ok, len(wanted.block_ids)))
             self._begin_step()
 

@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 
-from tanghulu.session.outputs import TokenLogprobs
+from tanghulu.session.outputs import KvSource, TokenLogprobs
 from tanghulu.session.sampling import Sampling
 from tanghulu.types import RequestId
 from tanghulu.workers.compute.kv_cache import KvTensors
@@ -20,9 +20,10 @@ from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig, KvFetcher, ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
-from tanghulu.workers.engine.requests import EngineRequest, PeerExport
+from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.step_plan import FetchWanted
 from tanghulu.workers.engine.step_result import StepResult
+from tests.workers.peers import export_at
 from tests.workers.tiny import request
 
 #: Tokens and log probabilities of an answer.
@@ -104,7 +105,7 @@ class Outside:
     def fetch(self, wanted: FetchWanted) -> None:
         self._wanted.append(wanted)
 
-    def forgo(self, peer: PeerExport) -> None: ...
+    def forgo(self, peer: KvSource) -> None: ...
 
     def pull(self, wanted: FetchWanted) -> None:
         raise AssertionError("nothing is pulled ahead")
@@ -191,7 +192,7 @@ def handed_off(served: Served) -> list[Answer]:
         rest = served.request(index, found[index][0])
         export = prefill.scheduler.held.export(rest.request_id)
         assert export is not None
-        rest.peer = PeerExport("prefill", rest.request_id, export.num_tokens)
+        rest.peer = export_at("prefill", rest.request_id, export.num_tokens)
         decode.add(rest)
     while decode.scheduler.has_work:
         collect(decode, found)

@@ -16,11 +16,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from msgspec import Struct
-
 from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import TokenSequence
-from tanghulu.session.outputs import FinishReason
+from tanghulu.session.outputs import FinishReason, KvSource, PrefixHolder
 from tanghulu.session.sampling import PromptScoring, Sampling, StopRule
 from tanghulu.types import RequestId
 
@@ -70,24 +68,6 @@ TRANSITIONS: dict[tuple[EngineRequestState, EngineRequestEvent], EngineRequestSt
 }
 
 
-class PeerExport(Struct, frozen=True):
-    """KV that another worker keeps for this request: its first ``num_tokens`` tokens, partial last block included.
-
-    ``instance`` and ``export_id`` are opaque here; the connector resolves them.
-    """
-
-    instance: str
-    export_id: str
-    num_tokens: int
-
-
-class PeerPrefix(Struct, frozen=True):
-    """A worker whose prefix cache had the prompt's first ``num_blocks`` blocks; ``instance`` as in `PeerExport`."""
-
-    instance: str
-    num_blocks: int
-
-
 @dataclass(slots=True, eq=False)
 class EngineRequest:
     """A request and its progress. The scheduler alone changes the fields below ``arrival``.
@@ -110,8 +90,8 @@ class EngineRequest:
     hold_kv: bool = False
     priority: int = 0
     fetch_blocks: int | None = None
-    peer: PeerExport | None = None
-    holder: PeerPrefix | None = None
+    peer: KvSource | None = None
+    holder: PrefixHolder | None = None
     grammar: Grammar | None = None
     client: str = ""
     moved: bool = False

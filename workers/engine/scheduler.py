@@ -31,14 +31,14 @@ from tanghulu.errors import ConfigError, ContextLengthExceeded, InvalidRequest, 
 from tanghulu.fair_turns import FairTurns
 from tanghulu.hashing import TokenSequence
 from tanghulu.rpc.wire import Failure
-from tanghulu.session.outputs import FinishReason, Output, TokenLogprobs
+from tanghulu.session.outputs import FinishReason, KvSource, Output, TokenLogprobs
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
 from tanghulu.workers.engine.early_exports import EarlyExports
 from tanghulu.workers.engine.early_pulls import EarlyPulls
 from tanghulu.workers.engine.held_blocks import HeldBlocks
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
-from tanghulu.workers.engine.requests import EngineRequest, EngineRequestEvent, EngineRequestState, PeerExport
+from tanghulu.workers.engine.requests import EngineRequest, EngineRequestEvent, EngineRequestState
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, KvExport, StepPlan, plan_fetch
 from tanghulu.workers.engine.step_result import Sampled, StepOutcome
 
@@ -119,7 +119,7 @@ class Scheduler:
         insort(self._waiting, request, key=_order)
         self.pulls.leave(request.ahead)
 
-    def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: PeerExport) -> FetchWanted | None:
+    def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: KvSource) -> FetchWanted | None:
         """Begin to pull the full blocks of ``sequence`` from ``peer``, as far as no request needs the room."""
         if not self.config.can_fetch:
             return None

@@ -21,12 +21,12 @@ from msgspec import Struct, structs
 from tanghulu.errors import TanghuluError
 from tanghulu.hashing import TokenSequence
 from tanghulu.session.load import PeerRead, WorkerLoad
-from tanghulu.session.outputs import FinishReason, Output
+from tanghulu.session.outputs import FinishReason, KvSource, Output
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
 from tanghulu.workers.engine.early_exports import EarlyBlocks
 from tanghulu.workers.engine.engine import EngineCore
-from tanghulu.workers.engine.requests import EngineRequest, PeerExport
+from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.step_plan import KvExport
 from tanghulu.workers.engine.step_result import StepResult
@@ -146,7 +146,7 @@ class EngineThread:
 
         self.post(add)
 
-    def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: PeerExport) -> None:
+    def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: KvSource) -> None:
         """Begin to fetch a prompt that another worker computes."""
         self.post(lambda core: core.pull_ahead(name, sequence, peer))
 

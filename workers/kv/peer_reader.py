@@ -14,12 +14,12 @@ from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
 from tanghulu.errors import ChecksumMismatch, Overloaded, TanghuluError
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.runtime.clock import Clock, SystemClock
+from tanghulu.session.outputs import KvSource, PrefixHolder
 from tanghulu.transfer_engine.client.requests import TransferBatch, TransferRequest
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.types import BlockHash, Fingerprint
-from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
-from tanghulu.workers.kv.peer_links import PeerLink, PeerLinks
+from tanghulu.workers.kv.peer_links import PeerLink, PeerLinks, link_of
 from tanghulu.workers.kv.peer_methods import (
     EXPORT_PIN,
     EXPORT_RELEASE,
@@ -56,7 +56,7 @@ Watch = Callable[[int], int]
 class ExportPart(NamedTuple):
     """Neighbouring blocks of an export."""
 
-    peer: PeerExport
+    peer: KvSource
     first_block: int
     num_blocks: int
 
@@ -130,16 +130,16 @@ class PeerReader:
         def read(at: int) -> _Arrived:
             wanted = buffers[at : at + turn_blocks]
             pins = [self._pin(part) for part in cut(parts, at, len(wanted))]
-            return self._links.use(parts[0].peer.instance, lambda link: self._read(link, pins, wanted, DEADLINE_S))
+            return self._links.use(link_of(parts[0].peer), lambda link: self._read(link, pins, wanted, DEADLINE_S))
 
         return _in_turns(read, len(buffers))
 
     def _pin(self, part: ExportPart) -> _Pin:
-        export_id = int(part.peer.export_id)
+        export_id = part.peer.export_id
         request = ExportPinRequest(export_id, part.first_block, self._fingerprint, part.num_blocks)
         return _Pin(EXPORT_PIN.call(request), part.num_blocks, export_id)
 
-    def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+    def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers`` with the blocks of ``hashes`` that ``holder`` has in its cache now.
 
         Returns how many leading ones arrived whole, 0 if it has none (any more). Raises as `read` does, and Overloaded.
@@ -149,7 +149,7 @@ class PeerReader:
             request = PrefixPinRequest(hashes[at:], self._fingerprint)
             pin = _Pin(PREFIX_PIN.call(request), len(buffers) - at)
             return self._links.use(
-                holder.instance, lambda link: self._read(link, [pin], buffers[at:], PREFIX_DEADLINE_S)
+                link_of(holder), lambda link: self._read(link, [pin], buffers[at:], PREFIX_DEADLINE_S)
             )
 
         return _in_turns(read, len(buffers))
@@ -173,16 +173,16 @@ class PeerReader:
         return _Arrived(num_whole, bool(shown.blocks) and num_whole == len(shown.blocks) and shown.error is None)
 
     @contextlib.contextmanager
-    def watch(self, peer: PeerExport) -> Iterator[Watch]:
+    def watch(self, peer: KvSource) -> Iterator[Watch]:
         """Give a function that waits for an export to have more blocks than the ``num_known`` it is called with.
 
         It returns how many are complete, after ``WATCH_S`` also if none came; it raises ChunkNotFound when the export
         is over. No other read waits meanwhile. Raises NodeUnavailable or DeadlineExceeded, as the function does.
         """
-        connection = self._links.open_apart(peer.instance)
+        connection = self._links.open_apart(link_of(peer))
 
         def num_blocks(num_known: int) -> int:
-            request = ExportWatchRequest(int(peer.export_id), num_known, self._fingerprint, int(1000 * WATCH_S))
+            request = ExportWatchRequest(peer.export_id, num_known, self._fingerprint, int(1000 * WATCH_S))
             reply = connection.call(EXPORT_WATCH.number, request, EXPORT_WATCH.reply, deadline_s=WATCH_S + DEADLINE_S)
             return reply.message.num_blocks
 
@@ -191,13 +191,13 @@ class PeerReader:
         finally:
             connection.close()
 
-    def release(self, peer: PeerExport, bytes_read: int = 0, *, keep: bool = False) -> None:
+    def release(self, peer: KvSource, bytes_read: int = 0, *, keep: bool = False) -> None:
         """Tell the export's holder that this worker reads no more of it, without waiting for its answer.
 
         Raises NodeUnavailable or DeadlineExceeded.
         ``keep``: another worker, or a later read of this one, still needs the export.
         """
-        self._links.use(peer.instance, lambda link: _release(link, int(peer.export_id), bytes_read, keep=keep))
+        self._links.use(link_of(peer), lambda link: _release(link, peer.export_id, bytes_read, keep=keep))
 
     def _transfer(
         self,

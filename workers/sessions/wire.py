@@ -11,12 +11,11 @@ from msgspec import structs
 
 from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import TokenSequence, as_tokens, root_hash
-from tanghulu.runtime.process import host_id
 from tanghulu.session import outputs
 from tanghulu.session.load import WorkerLoad
 from tanghulu.session.messages import PullAhead, SessionWelcome, Submit
 from tanghulu.session.model_card import ModelCard
-from tanghulu.session.outputs import KvChange, KvSource, PrefixHolder
+from tanghulu.session.outputs import KvChange, KvSource
 from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent, KvEventKind
@@ -24,7 +23,7 @@ from tanghulu.workers.engine.grammar import Grammar, GrammarCompiler, GrammarKin
 from tanghulu.workers.engine.kv_layout import BlockShape
 from tanghulu.workers.engine.probe import PRIORITY
 from tanghulu.workers.engine.prompt_scores import PromptScores
-from tanghulu.workers.engine.requests import EngineRequest, PeerExport, PeerPrefix
+from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.sessions.beats import BEAT_S
 from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets
 
@@ -72,15 +71,15 @@ class RequestFactory:
             weight=submit.weight,
             moved=submit.moved,
             ahead=RequestId(submit.ahead) if submit.ahead else None,
-            peer=peer_of(submit.source) if submit.source is not None else None,
-            holder=_holder(submit.holder) if submit.holder is not None else None,
+            peer=submit.source,
+            holder=submit.holder,
             grammar=self._grammar(sampling),
             scoring=submit.scoring,
         )
 
-    def pulled(self, pull: PullAhead) -> tuple[TokenSequence, PeerExport]:
+    def pulled(self, pull: PullAhead) -> tuple[TokenSequence, KvSource]:
         """Make the prompt that ``pull`` names, and where its KV is computed."""
-        return self._sequence(pull.salt, pull.tokens), peer_of(pull.source)
+        return self._sequence(pull.salt, pull.tokens), pull.source
 
     def probe(self, request_id: RequestId) -> EngineRequest:
         """Make a request of one token that leaves nothing behind; see `EngineProbe`."""
@@ -105,28 +104,6 @@ class RequestFactory:
             raise InvalidRequest("this worker's engine computes no text, so it cannot keep to a grammar")
         kind, text = sampling.grammar
         return self._grammars.compile(GrammarKind(kind), text)
-
-
-def peer_of(source: KvSource) -> PeerExport:
-    """Read where the KV is, as the engine carries it: ``address|unix path`` and the export's number."""
-    return PeerExport(_instance(source), str(source.export_id), source.num_tokens)
-
-
-def _holder(holder: PrefixHolder) -> PeerPrefix:
-    return PeerPrefix(_instance(holder), holder.num_blocks)
-
-
-def _instance(where: KvSource | PrefixHolder) -> str:
-    """The worker as `split_instance` reads it; a Unix path of another host names somebody else's socket here."""
-    return f"{where.address}|{where.unix_path if where.host_id == host_id() else ''}"
-
-
-def split_instance(instance: str) -> tuple[str, str]:
-    """Split the ``instance`` of a peer or a holder into its address and its unix path."""
-    address, _, unix_path = instance.partition("|")
-    if not address:
-        raise InvalidRequest("a KV source without an address")
-    return address, unix_path
 
 
 def score_messages(scores: PromptScores) -> Iterator[outputs.PromptScores]:

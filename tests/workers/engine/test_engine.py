@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from tanghulu.errors import ConfigError, ContextLengthExceeded, InvalidRequest
-from tanghulu.session.outputs import FinishReason
+from tanghulu.session.outputs import FinishReason, KvSource
 from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import RequestId
 from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.engine.block_pool import KvEventKind
 from tanghulu.workers.engine.engine import EngineCore
-from tanghulu.workers.engine.requests import PeerExport
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted
+from tests.workers.peers import export_at
 from tests.workers.tiny import BLOCK, VOCAB, engine, outputs_of, request, run_all
 
 PROMPT = random.Random(9).choices(range(2, VOCAB), k=45)
@@ -30,7 +30,7 @@ class Shelf:
         self.chunks: dict[bytes, bytes] = {}
         self.core: EngineCore
         self.wanted: list[FetchWanted] = []
-        self.forgone: list[PeerExport] = []
+        self.forgone: list[KvSource] = []
 
     def blocks_reused(self, blocks: Sequence[CommittedBlock]) -> None: ...
 
@@ -40,7 +40,7 @@ class Shelf:
         for block in blocks:
             self.chunks[block.block_hash] = self.core.cache.block_view(block.block_id).tobytes()
 
-    def forgo(self, peer: PeerExport) -> None:
+    def forgo(self, peer: KvSource) -> None:
         self.forgone.append(peer)
 
     def fetch(self, wanted: FetchWanted) -> None:
@@ -119,7 +119,7 @@ def test_hand_over_between_two_engines(tiny_model: Model, length: int) -> None:
     export = prefill.scheduler.held.export(RequestId("a"))
     assert export is not None
     tokens = [*PROMPT[:length], *first.tokens]
-    peer = PeerExport("prefill", "a", export.num_tokens)
+    peer = export_at("prefill", "a", export.num_tokens)
     decode.add(request("a", tokens, 12, num_prompt=length, peer=peer))
     decode.step()
     (wanted,) = shelf.wanted

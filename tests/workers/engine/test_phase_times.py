@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tanghulu.runtime.clock import ManualClock
-from tanghulu.session.outputs import FinishReason, Output, PhaseTimes
+from tanghulu.session.outputs import FinishReason, KvSource, Output, PhaseTimes
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.engine import Computed, EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.kv_layout import KvLayout, KvMemory
-from tanghulu.workers.engine.requests import PeerExport
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, StepPlan
 from tanghulu.workers.engine.step_result import Sampled
 from tests.workers.tiny import BLOCK, request
@@ -43,7 +42,7 @@ class Outside:
     def fetch(self, wanted: FetchWanted) -> None:
         self.wanted.append(wanted)
 
-    def forgo(self, peer: PeerExport) -> None: ...
+    def forgo(self, peer: KvSource) -> None: ...
 
     def blocks_reused(self, blocks: Sequence[CommittedBlock]) -> None: ...
 

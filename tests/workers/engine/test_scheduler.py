@@ -12,16 +12,11 @@ from tanghulu.session.outputs import FinishReason
 from tanghulu.session.sampling import StopRule
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
-from tanghulu.workers.engine.requests import (
-    TRANSITIONS,
-    EngineRequest,
-    EngineRequestEvent,
-    EngineRequestState,
-    PeerExport,
-)
+from tanghulu.workers.engine.requests import TRANSITIONS, EngineRequest, EngineRequestEvent, EngineRequestState
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
 from tanghulu.workers.engine.step_plan import StepPlan
 from tanghulu.workers.engine.step_result import StepOutcome
+from tests.workers.peers import export_at
 from tests.workers.tiny import request, sampled
 
 B = 4
@@ -275,10 +270,10 @@ def test_a_fetch_goes_on_behind_the_local_hits() -> None:
 
 def test_an_export_that_is_found_here_is_forgone() -> None:
     core = scheduler(can_fetch=True)
-    peer = PeerExport("p", "1", 8)
+    peer = export_at("p", 1, 8)
     core.add(req("a", 9, 1, fetch_blocks=0))
     drain(core)
-    core.add(req("partly", 14, peer=PeerExport("p", "2", 13)))
+    core.add(req("partly", 14, peer=export_at("p", 2, 13)))
     core.add(req("wholly", 9, peer=peer))
     plan, _ = step(core)
     assert [wanted.request_id for wanted in plan.fetches] == ["partly"]
@@ -346,7 +341,7 @@ def test_no_hand_over_of_a_text_that_is_over() -> None:
 def test_a_decode_worker_takes_over_with_the_partial_block(num_prompt: int) -> None:
     """Prompt from the peer, its first token known: exactly that one token is computed."""
     core = scheduler(can_fetch=True)
-    peer = PeerExport("prefill-1", "x", num_prompt)
+    peer = export_at("prefill-1", "x", num_prompt)
     core.add(req("a", [*range(num_prompt), 77], num_prompt=num_prompt, peer=peer))
     (wanted,) = step(core)[0].fetches
     assert wanted.num_tokens == num_prompt
@@ -360,7 +355,7 @@ def test_a_decode_worker_takes_over_with_the_partial_block(num_prompt: int) -> N
 
 def test_a_peer_that_failed_is_not_asked_again() -> None:
     core = scheduler(can_fetch=True)
-    core.add(req("a", 9, peer=PeerExport("p", "x", 9)))
+    core.add(req("a", 9, peer=export_at("p", "x", 9)))
     step(core)
     core.fetch_done(ident("a"), 1)
     assert runs(step(core)[0]) == {"a": (4, 5)}

@@ -12,9 +12,10 @@ from tanghulu.session.outputs import FinishReason
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
-from tanghulu.workers.engine.requests import EngineRequest, PeerExport
+from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
 from tanghulu.workers.engine.step_plan import FetchWanted, ScheduledRun, StepPlan
+from tests.workers.peers import export_at
 from tests.workers.tiny import request, sampled
 
 
@@ -138,11 +139,11 @@ class World:
             hold_kv=rng.random() < 0.2,
             priority=rng.choice((0, 0, 0, 1)),
             fetch_blocks=rng.choice((None, None, 0, 2)),
-            peer=PeerExport("p", name, length) if rng.random() < 0.2 else None,
+            peer=export_at("p", name, length) if rng.random() < 0.2 else None,
             ahead=RequestId(f"{name}.pull") if rng.random() < 0.3 else None,
         )
         if made.ahead is not None:
-            wanted = self.core.pull_ahead(made.ahead, made.sequence, PeerExport("p", name, length))
+            wanted = self.core.pull_ahead(made.ahead, made.sequence, export_at("p", name, length))
             if wanted is not None:
                 self.pulls[made.ahead] = list(wanted.block_ids)
             if rng.random() < 0.2:

@@ -68,7 +68,7 @@ async def test_numbers_are_not_enough_to_read_a_block(tmp_path: Path) -> None:
             honest, welcome = greeted(holder.instance)
             stranger, other = greeted(holder.instance)
             with contextlib.closing(honest), contextlib.closing(stranger):
-                request = ExportPinRequest(int(export.export_id), fingerprint=NAME)
+                request = ExportPinRequest(export.export_id, fingerprint=NAME)
                 (block,) = honest.call(EXPORT_PIN.number, request, EXPORT_PIN.reply).message.blocks
                 segment, key = from_proto(welcome.segment), SessionKey(welcome.session_id, welcome.session_secret)
                 assert len({welcome.session_id >> 32, other.session_id >> 32, block.lease_id >> 32}) == 3

@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tanghulu.session.outputs import FinishReason
+from tanghulu.session.outputs import FinishReason, KvSource
 from tanghulu.session.sampling import Sampling
 from tanghulu.types import RequestId
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.block_pool import KvEventKind
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.requests import PeerExport
 from tanghulu.workers.engine.step_plan import FetchWanted
 from tanghulu.workers.mock import loading as mock_loading
 from tanghulu.workers.mock import runner as mock_runner
 from tanghulu.workers.mock.holding import DECODE_TOKENS, MOST_S, HoldingRunner
 from tanghulu.workers.mock.runner import MockRunner
 from tanghulu.workers.mock.timing import TIMINGS, MockTiming
+from tests.workers.peers import export_at
 from tests.workers.tiny import BLOCK, request, run_all
 
 LAYOUT = KvLayout(1, BLOCK, 1, 2, "float32")
@@ -106,7 +106,7 @@ class Copying:
         self.core: EngineCore
         self.wanted: list[FetchWanted] = []
 
-    def forgo(self, peer: PeerExport) -> None:
+    def forgo(self, peer: KvSource) -> None:
         raise AssertionError(f"{peer} is needed")
 
     def fetch(self, wanted: FetchWanted) -> None:
@@ -128,7 +128,7 @@ def test_a_torn_hand_over_is_found(torn: bool) -> None:
     copying = Copying(prefill, export.block_ids, torn)
     copying.core = decode = Rig(copying).core
     tokens = [*PROMPT, *output.tokens]
-    decode.add(request("a", tokens, 4, num_prompt=len(PROMPT), peer=PeerExport("p", "1", export.num_tokens)))
+    decode.add(request("a", tokens, 4, num_prompt=len(PROMPT), peer=export_at("p", 1, export.num_tokens)))
     decode.step()
     decode.fetch_done(RequestId("a"), len(copying.wanted[0].block_ids))
     if torn:

@@ -20,10 +20,9 @@ from tanghulu.engines.vllm_worker.load_book import LoadBook
 from tanghulu.engines.vllm_worker.requests import VllmRequest, output_of
 from tanghulu.errors import Conflict, DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.hashing import TokenSequence
-from tanghulu.session.outputs import FinishReason, KvChange, Output
+from tanghulu.session.outputs import FinishReason, KvChange, KvSource, Output
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
-from tanghulu.workers.engine.requests import PeerExport
 from tanghulu.workers.engine.step_plan import KvExport
 from tanghulu.workers.engine.step_result import StepResult
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
@@ -120,7 +119,7 @@ class VllmEngine:
         self._tasks[request.request_id] = task
         task.add_done_callback(lambda _: self._ended(request.request_id))
 
-    def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: PeerExport) -> None:
+    def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: KvSource) -> None:
         """Never called: the factory makes no pulls."""
         raise AssertionError(f"{name} was to be fetched")
 

@@ -16,10 +16,9 @@ import xxhash
 from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.hashing import VLLM_SHA256_CBOR, TokenSequence, as_tokens, root_hash, vllm_salt
 from tanghulu.session.messages import PullAhead, Submit
-from tanghulu.session.outputs import FinishReason, Output, TokenLogprobs
+from tanghulu.session.outputs import FinishReason, KvSource, Output, TokenLogprobs
 from tanghulu.session.sampling import Sampling
 from tanghulu.types import BlockHash, Fingerprint, RequestId
-from tanghulu.workers.engine.requests import PeerExport
 
 #: Names of grammars in messages -> in vLLM's ``StructuredOutputsParams``.
 _GRAMMARS = {"json_schema": "json", "regex": "regex", "lark": "grammar"}
@@ -95,7 +94,7 @@ class VllmRequestFactory:
             hand_over=submit.hand_over,
         )
 
-    def pulled(self, pull: PullAhead) -> tuple[TokenSequence, PeerExport]:
+    def pulled(self, pull: PullAhead) -> tuple[TokenSequence, KvSource]:
         """Raise InvalidRequest: nothing is fetched from another worker's memory here."""
         raise InvalidRequest("a vLLM worker fetches nothing from another one's memory")
 
