@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import pytest
+from msgspec import structs
 
 from tanghulu.types import Role
 from tests.conductor.fake_worker import CONTEXT, TOKENIZER
@@ -154,8 +155,7 @@ class TestWorkers:
         asked = asyncio.create_task(_completion(cluster, echo=True, logprobs=1, max_tokens=2))
         await first.until(lambda: first.num_running == 1)
         running = next(iter(first._running.values()))
-        submit = running.submit
-        submit.num_prompt_tokens = 3  # it comes as far as position 3
+        running.submit = structs.replace(running.submit, num_prompt_tokens=3)  # it comes as far as position 3
         first._score(running)
         flights = [entry.flight for entry in cluster.dispatcher._entries.values()]
         await cluster.until(lambda: flights[0].num_scored == 3)
