@@ -75,90 +75,82 @@ class ConductorConfig(SecretOptions, MasterOptions, HttpOptions, ProcessConfig):
 
     port: int = option(8000, "port of the HTTP API; 0 picks one")
     discovery: str = option("master", DISCOVERY_HELP)
-    policy: str = option("ttft-min", "how workers are chosen for a request", choices=POLICY_NAMES)
+    policy: str = option("ttft-min", "routing policy", choices=POLICY_NAMES)
     policy_weights: str = option("", "weights of the policies, such as alpha=0.7,temperature=0.2")
     profiles: Path | None = option(
-        None, "file (JSON or TOML) of what prefill and decode cost, until workers report what they measured"
+        None, "file (JSON or TOML) with costs of prefill and decode, used until workers report measured ones"
     )
     event_shards: int = option(
         DEFAULT_SHARDS,
-        "queues over which workers' KV events are shared out, so that none waits for another's snapshot",
+        "number of queues for workers' KV events, so that none waits for another's snapshot",
         least=1,
         most=1024,
     )
     snapshot_every: float = option(
         0.0,
-        "seconds between snapshots of each worker's cache, which put right what its events left wrong; 0: never",
+        "seconds between snapshots of each worker's cache, which repair lost events; 0 disables them",
         least=0,
     )
-    max_in_flight: int = option(1024, "most sequences under way at workers", least=1)
-    max_queued: int = option(1024, "most sequences that wait; beyond it requests are refused with 429", least=1)
-    queue_timeout_s: float = option(30.0, "longest wait for a place or for a worker, in seconds", least=0)
+    max_in_flight: int = option(1024, "limit on sequences running at workers", least=1)
+    max_queued: int = option(1024, "limit on waiting sequences; further requests are rejected with 429", least=1)
+    queue_timeout_s: float = option(30.0, "longest wait for a place or a worker, in seconds", least=0)
     queue_order: str = option(
-        "fcfs", "who is sent first of those that wait here: first come, or shortest prefill with ageing", choices=ORDERS
+        "fcfs", "order of waiting requests: first come first served, or shortest prefill with ageing", choices=ORDERS
     )
-    queue_ageing: float = option(
-        0.1, "sjf: seconds by which a second of waiting makes a prefill count as shorter", least=0
-    )
+    queue_ageing: float = option(0.1, "sjf: seconds by which each second of waiting shortens a prefill's rank", least=0)
     hot_prefix_rate: float = option(
         10.0,
-        "fetches a second and store node from which a prefix is copied to more nodes ahead of demand; 0: never",
+        "fetches per second and store node above which a prefix is copied to more nodes; 0 disables it",
         least=0,
     )
     ttft_slo_s: float = option(
-        0.0, "refuse with 429 what would wait longer for its first token, in seconds; 0: never", least=0
+        0.0, "reject requests with 429 whose first token would take longer, in seconds; 0 disables it", least=0
     )
     tbt_slo_s: float = option(
-        0.0, "refuse with 429 what would wait longer for each token, in seconds; 0: never", least=0
+        0.0, "reject requests with 429 whose tokens would take longer, in seconds; 0 disables it", least=0
     )
-    request_timeout: float = option(
-        0.0, "longest time from a request's arrival to its end, in seconds; 0: no limit", least=0
-    )
-    first_token_timeout: float = option(
-        600.0, "longest wait for a request's first token, in seconds; 0: no limit", least=0
-    )
-    token_timeout: float = option(300.0, "longest wait for each further token, in seconds; 0: no limit", least=0)
+    request_timeout: float = option(0.0, "timeout of a whole request, in seconds; 0 disables it", least=0)
+    first_token_timeout: float = option(600.0, "timeout of a request's first token, in seconds; 0 disables it", least=0)
+    token_timeout: float = option(300.0, "timeout of each further token, in seconds; 0 disables it", least=0)
     worker_timeout: float = option(
         10.0,
-        "a worker that sends no step for so long counts as lost until a probe succeeds, in seconds; 0: never",
+        "seconds without a step after which a worker counts as lost until a probe succeeds; 0 disables it",
         least=0,
     )
     max_redispatches: int = option(
-        3, "how often in a row, without a new token, a request is moved because its worker was lost", least=0
+        3, "limit on moves of a request from lost workers without a new token in between", least=0
     )
     migration_max_seq_len: int = option(
-        0, "a sequence of more tokens is not moved when its worker is lost; 0: no limit", least=0
+        0, "longest sequence that moves when its worker is lost, in tokens; 0 moves all", least=0
     )
     tool_call_parser: str = option(
         AUTO,
-        "form of the models' tool calls; auto tells it from the chat template",
+        "format of the models' tool calls; auto detects it from the chat template",
         choices=TOOL_CALL_PARSERS,
     )
     reasoning_parser: str = option(
         AUTO,
-        "form of the models' reasoning; auto tells it from the chat template",
+        "format of the models' reasoning; auto detects it from the chat template",
         choices=REASONING_PARSERS,
     )
-    max_body_size: int = option(DEFAULT_BODY_BYTES, "longest request body", size=True, least=1)
+    max_body_size: int = option(DEFAULT_BODY_BYTES, "largest request body", size=True, least=1)
     unknown_fields: str = option(
         UnknownFields.WARN.value,
-        "fields that no API defines: named in a Warning header of the answer, or refused with 400",
+        "treatment of unknown fields: a Warning header, or rejection with 400",
         choices=tuple(each.value for each in UnknownFields),
     )
     cors_origins: str = option(
-        "", "origins of web pages that may read the answers, such as https://a.example,https://b.example; or *"
+        "", "origins of web pages that may read the answers: https://a.example,https://b.example, or *"
     )
-    log_requests: bool = option(False, "log each request that ends, with where its time went")
-    otlp_endpoint: str = option(
-        "", "collector that gets requests as OpenTelemetry's spans, such as http://host:4318 (extra otel)"
-    )
-    grpc_port: int = option(-1, "port of inference over gRPC; 0 picks one; -1: it is not served so", least=-1)
+    log_requests: bool = option(False, "log each finished request with the time of its phases")
+    otlp_endpoint: str = option("", "OpenTelemetry collector for request spans, such as http://host:4318 (extra otel)")
+    grpc_port: int = option(-1, "port of inference over gRPC; 0 picks one, -1 disables it", least=-1)
     peer_port: int = option(0, "port on which other conductors follow this one's requests; 0 picks one")
     notice_s: float = option(
-        2.0, "at the end, how long requests are still accepted after /ready has said no, in seconds", least=0
+        2.0, "seconds for which requests are still accepted at shutdown, after /ready fails", least=0
     )
-    grace_s: float = option(10.0, "and then how long requests under way may go on, in seconds", least=0)
-    reuse_port: bool = option(False, "share the port with a successor that says so too (SO_REUSEPORT)")
+    grace_s: float = option(10.0, "seconds for which running requests may then continue", least=0)
+    reuse_port: bool = option(False, "share the port with a successor that has the option, too (SO_REUSEPORT)")
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -24,17 +24,19 @@ _WILDCARDS = ("", "0.0.0.0", "::")
 class TransferOptions:
     """Fields for the configuration of a process that offers a segment or opens others'."""
 
-    transports: str = option("shm,tcp", f"how payloads may move, the best first: of {', '.join(TRANSPORTS)}")
-    topology: str = option("", "spread tcp over network devices: auto, or a file as tanghulu topology --json prints it")
-    tcp_devices: str = option("", "of these devices only, by name: eth1,eth2; default: all of --topology")
-    rdma_devices: str = option("", "verbs devices for rdma, in the order of their rails; default: all that work")
+    transports: str = option("shm,tcp", f"transports of payloads, best first, out of {', '.join(TRANSPORTS)}")
+    topology: str = option(
+        "", "spread tcp over network devices: auto, or the output of tanghulu topology --json as a file"
+    )
+    tcp_devices: str = option("", "network devices for tcp: eth1,eth2; default: all of --topology")
+    rdma_devices: str = option("", "verbs devices for rdma, in the order of their rails; default: all working ones")
     spin_us: int = option(
-        round(SPIN_S * 1e6), "microseconds in which small transfers over tcp are asked for before sleeping; 0: never"
+        round(SPIN_S * 1e6), "microseconds of busy polling for small transfers over tcp; 0 disables it"
     )
     max_data_connections: int = option(
-        MAX_CONNECTIONS, "connections to this process's memory, over each transport, that are let in"
+        MAX_CONNECTIONS, "limit on connections to this process's memory, for each transport"
     )
-    near: str = option("", "where this process's memory lies, a row of --topology's matrix: cpu:1, gpu:0")
+    near: str = option("", "location of this process's memory, a row of --topology's matrix: cpu:1, gpu:0")
 
 
 @dataclass(frozen=True, slots=True)

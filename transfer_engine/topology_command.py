@@ -25,7 +25,7 @@ class TopologyConfig:
     """The options of ``tanghulu topology``."""
 
     json: bool = option(False, "print JSON; its devices and matrix are what --file reads")
-    file: str = option("", "a topology file to show instead of what is discovered")
+    file: str = option("", "topology file to show instead of the discovered one")
 
 
 def abilities(topology: Topology) -> dict[str, Ability]:

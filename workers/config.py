@@ -25,63 +25,68 @@ class WorkerConfig(TransferOptions, SecretOptions, MasterOptions, PortOptions, P
     port: int = option(7430, "port of sessions, peers and administration; 0 picks one")
     discovery: str = option("master", DISCOVERY_HELP)
     model: str = option("smollm2", "a directory with safetensors or GGUF, a .gguf file, or smollm2", metavar="DIR")
-    engine: str = option("torch", "torch computes; mock takes as long as a model would", choices=("torch", "mock"))
+    engine: str = option("torch", "torch, or mock, which imitates a model's timing", choices=("torch", "mock"))
     dtype: str = option("auto", "type of the weights", choices=("auto", "float32", "bfloat16", "float16"))
     kv_dtype: str = option(
         "auto",
-        "type of the KV in cache, store and transfers; auto: as --dtype; int8: half of bfloat16, with a small loss",
+        "type of the KV in cache, store and transfers; auto follows --dtype, int8 halves bfloat16 with a small loss",
         choices=("auto", "float32", "bfloat16", "int8"),
     )
-    device: str = option("auto", "where the model computes: auto (a GPU, if torch sees one), cpu, cuda or cuda:N")
+    device: str = option("auto", "device of the model: auto (a GPU if torch finds one), cpu, cuda or cuda:N")
     attention: str = option("auto", "attention backend", choices=("auto", "varlen", "sdpa"))
     batch_invariant: bool = option(
-        False, "the same bits for a request whatever is computed beside it, chunked, cached or moved; slower prefills"
+        False,
+        "compute the same bits for a request whether it is batched, chunked, cached or moved; slows prefills down",
     )
     graphs: bool = option(True, "replay decode steps from CUDA graphs, on GPUs")
     kv_memory: int = option(1 << 30, "memory of the paged KV cache", size=True)
     kv_staging: int = option(
-        1 << 30, "pinned memory through which KV of a GPU goes to and from the store and other workers", size=True
+        1 << 30, "pinned host memory for KV on its way between a GPU and the store or other workers", size=True
     )
-    block_tokens: int = option(64, "tokens of a block; equal for all workers that share KV", least=1)
+    block_tokens: int = option(64, "tokens per block; equal for all workers that share KV", least=1)
     block_hash: str = option("xxh3_128", "hash of block names", choices=("xxh3_128", "sha256"))
     max_num_batched_tokens: int = option(
-        512, "tokens of one step at most: bounds how long a prefill delays decodes", least=1
+        512, "limit on tokens per step; bounds how long a prefill delays decodes", least=1
     )
-    max_num_seqs: int = option(32, "requests in one step at most", least=1)
-    max_num_waiting: int = option(1024, "requests that may queue; more are refused", least=1)
-    eviction: str = option(DEFAULT_EVICTION, "which cached blocks make room first", choices=tuple(POLICIES))
-    threads: int = option(0, "threads of the model at most; 0: one a core that the process may use", most=4096)
+    max_num_seqs: int = option(32, "limit on requests per step", least=1)
+    max_num_waiting: int = option(1024, "limit on queued requests; further ones are rejected", least=1)
+    eviction: str = option(DEFAULT_EVICTION, "eviction policy of cached blocks", choices=tuple(POLICIES))
+    threads: int = option(0, "limit on the model's threads; 0 means one per usable core", most=4096)
     lora: str = option("", "name=DIR: serve the model with this LoRA adapter (PEFT's format) as MODEL:name")
     speculative: str = option(
-        "", "ngram:K: propose up to K tokens from where the last ones stood before; the same text in fewer steps"
+        "", "ngram:K proposes up to K tokens that followed the last ones before; the same text in fewer steps"
     )
-    tp: int = option(1, "tensor-parallel ranks that share out the heads; a process each, on this host", most=1024)
+    tp: int = option(1, "number of tensor-parallel ranks, a process each, on this host", most=1024)
     store: bool = option(True, "load prefixes from the store and keep new blocks there")
     store_policy: str = option(
         "all",
-        "blocks written to the store: all, those used twice, the others when idle too (defer), none",
+        "blocks written to the store: all, those used twice, the rest as well when idle (defer), none",
         choices=tuple(STORE_POLICIES),
     )
-    store_pending: int = option(512 << 20, "bytes under way to the store; beyond them blocks are not kept", size=True)
-    store_deferred: int = option(512 << 20, "with defer: bytes of blocks that wait for an idle moment", size=True)
+    store_pending: int = option(
+        512 << 20, "limit on bytes in flight to the store; further blocks are not stored", size=True
+    )
+    store_deferred: int = option(
+        512 << 20, "with defer: limit on bytes of blocks waiting for an idle moment", size=True
+    )
     preemption: str = option(
         "recompute",
-        "full blocks of a request that had to make room: recompute what the cache loses, or move them to the store",
+        "treatment of a preempted request's full blocks: recompute lost ones, or move them to the store",
         choices=("recompute", "store"),
     )
-    peer_fetch: bool = option(True, "read prefixes from other workers' caches where the conductor says so")
+    peer_fetch: bool = option(True, "read prefixes from other workers' caches when the conductor asks for it")
     profile: str = option("", "write a torch profiler trace of the first 64 steps to this file", metavar="FILE")
     grace_s: float = option(
-        5.0, "at the end, how long requests under way may go on before they move to other workers, in seconds", least=0
+        5.0, "seconds for which running requests may continue at shutdown before they move to other workers", least=0
     )
     checks: bool = option(False, "assert all invariants after every step (slow)")
-    mock_speedup: float = option(1.0, "the mock engine runs this many times faster than its timing", above=0)
+    mock_speedup: float = option(1.0, "speedup of the mock engine's timing", above=0)
     mock_timing: str = option("cpu-135m", "the mock engine's model of time", choices=("cpu-135m", "gpu-8b", "gpu-70b"))
-    mock_kv_token_bytes: int = option(16, "bytes of KV that the mock engine keeps a token; a multiple of 8")
+    mock_kv_token_bytes: int = option(16, "bytes of KV per token of the mock engine; a multiple of 8")
     mock_hold: Path | None = option(
-        None, "directory in which files hold the mock engine before steps, for tests (docs/workers.md)", metavar="DIR"
+        None, "directory of files that pause the mock engine before steps, for tests (docs/workers.md)", metavar="DIR"
     )
-    deterministic: bool = option(False, "the mock engine's text depends on prompt and position alone, not on seeds")
+    deterministic: bool = option(False, "make the mock engine's text depend on prompt and position alone, not on seeds")
 
     def __post_init__(self) -> None:
         PortOptions.__post_init__(self)

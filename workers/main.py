@@ -90,7 +90,7 @@ DECODE = command("decode", WorkerConfig, lambda c: run(Role.DECODE, c, serve), "
 class AnyWorkerConfig(WorkerConfig):
     """The options of ``tanghulu worker``."""
 
-    role: str = option("both", "the phases that it runs", choices=("both", "prefill", "decode"))
+    role: str = option("both", "phases to run", choices=("both", "prefill", "decode"))
 
 
 def _run_any(config: AnyWorkerConfig) -> None:

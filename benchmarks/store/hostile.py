@@ -14,7 +14,6 @@ The attackers run at a low priority, as if they were on another machine: what co
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import os
 import random
@@ -26,7 +25,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -34,9 +32,7 @@ from rich.table import Table
 import tanghulu
 from benchmarks.common.report import keep
 from benchmarks.store.soak import Server
-from tanghulu.protos import store_pb2
 from tanghulu.rpc.frames import PREAMBLE, encode_head
-from tanghulu.rpc.grpc_edge import channel
 from tanghulu.rpc.wire import encode
 from tanghulu.store.client import Client
 from tanghulu.store.protocol import methods
@@ -141,25 +137,6 @@ def forged_entries(address: str) -> None:
         assert not list(forger.attempts())
 
 
-def grpc_puts(address: str) -> None:
-    """Sixteen callers that put over gRPC, in messages as large as they may be, one behind the other."""
-    size = 60 * MIB
-    item = store_pb2.PutItem(key="by-grpc", version=1, size_bytes=size)
-    request = store_pb2.PutRequest(items=[item], inline_data=bytes(size)).SerializeToString()
-
-    async def caller() -> None:
-        async with channel(address) as link:
-            put = link.unary_unary("/tanghulu.v1.StoreNode/Put")
-            while True:
-                with contextlib.suppress(grpc.aio.AioRpcError):
-                    await put(request, timeout=60)
-
-    async def callers() -> None:
-        await asyncio.gather(*(caller() for _ in range(16)))
-
-    asyncio.run(callers())
-
-
 ATTACKS: dict[str, Callable[[str], None]] = {
     each.__name__: each
     for each in (
@@ -171,7 +148,6 @@ ATTACKS: dict[str, Callable[[str], None]] = {
         dripping,
         slow_transfers,
         forged_entries,
-        grpc_puts,
     )
 }
 

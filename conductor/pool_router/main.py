@@ -44,11 +44,11 @@ class GlobalRouterConfig(MasterOptions, HttpOptions, ProcessConfig):
     port: int = option(8100, "port of the HTTP API; 0 picks one")
     pools: Path | None = option(None, "TOML or JSON file with the pools and the grid")
     discovery: str = option("master", DISCOVERY_HELP + ", or none: only the urls in the file")
-    max_body_size: int = option(DEFAULT_BODY_BYTES, "longest request body", size=True, least=1)
+    max_body_size: int = option(DEFAULT_BODY_BYTES, "largest request body", size=True, least=1)
     silence_timeout: float = option(
-        SILENCE_S, "give up a server that has a request and for so long, in seconds, answers nothing at all", least=0.1
+        SILENCE_S, "seconds of silence after which a server with a request counts as lost", least=0.1
     )
-    grace_s: float = option(10.0, "at the end, how long requests under way may go on, in seconds", least=0)
+    grace_s: float = option(10.0, "seconds for which running requests may continue at shutdown", least=0)
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -58,43 +58,41 @@ class ReplayConfig(HttpClientOptions):
     policy: str = option("", "policies to compare, separated by commas; default: ttft-min, live the conductor's own")
     live: str = option("", "send the trace to the running conductor at this URL instead of simulating one")
     scale: int = option(1, "live: divide the lengths of prompts and answers by this, 1 to 512", least=1, most=512)
-    connections: int = option(256, "live: most requests under way at a time", least=1, most=65536)
-    prefill: int = option(8, "prefill workers", least=1, most=4096)
-    decode: int = option(8, "decode workers", least=1, most=4096)
-    speedup: float = option(1.6, "how many times as fast the requests arrive", above=0)
+    connections: int = option(256, "live: limit on concurrent requests", least=1, most=65536)
+    prefill: int = option(8, "number of prefill workers", least=1, most=4096)
+    decode: int = option(8, "number of decode workers", least=1, most=4096)
+    speedup: float = option(1.6, "speedup of the arrival of requests", above=0)
     blocks: int = option(5859, "512-token blocks in the cache of one prefill worker", least=1)
-    warmup: str = option("0.5", "share of the time span, or a trace, that is replayed first without being counted")
+    warmup: str = option("0.5", "share of the time span, or a trace, replayed first for warm-up")
     noise: float = option(0.0, "sigma of the lognormal factor between expected and real prefill time", least=0, most=10)
-    seed: int = option(0, "seed of everything that is drawn")
-    limit: int = option(0, "replay only this many requests; 0: all", least=0)
+    seed: int = option(0, "random seed")
+    limit: int = option(0, "limit on replayed requests; 0 replays all", least=0)
     fetch: bool = option(True, "workers can fetch prefixes from each other")
-    in_flight: bool = option(True, "match blocks that are still being computed as well")
-    shared_cache: bool = option(False, "the idealised pool: one cache for all at no cost")
-    order: str = option("fcfs", "order of a worker's queue: first come, or shortest first with ageing", choices=_ORDERS)
-    ageing: float = option(0.1, "sjf: seconds by which a second of waiting makes a prefill count as shorter", least=0)
+    in_flight: bool = option(True, "also match blocks that are still being computed")
+    shared_cache: bool = option(False, "simulate an ideal pool: one shared cache at no cost")
+    order: str = option(
+        "fcfs", "order of a worker's queue: first come first served, or shortest first with ageing", choices=_ORDERS
+    )
+    ageing: float = option(0.1, "sjf: seconds by which each second of waiting shortens a prefill's rank", least=0)
     hot_prefix_rate: float = option(
         0.0,
-        "fetches a second and holder from which a prefix is copied to more workers ahead of demand; 0: never",
+        "fetches per second and holder above which a prefix is copied to more workers; 0 disables it",
         least=0,
     )
-    reject: bool = option(False, "refuse a request at once that would miss an SLO")
+    reject: bool = option(False, "reject requests that would miss an SLO")
     ttft_slo: float = option(5.0, "SLO on the time to the first token, in seconds", least=0)
     tbt_slo: float = option(0.1, "SLO on the time between tokens, in seconds", least=0)
-    replica_weight: float = option(
-        1.0, "ttft-min: what a copy of a prefix is charged, in times of what it saves", least=0
-    )
-    load_weight: float = option(
-        6.0, "ttft-min: what computing is charged for those who come behind, in times of it", least=0
-    )
+    replica_weight: float = option(1.0, "ttft-min: cost of copying a prefix, as a multiple of its benefit", least=0)
+    load_weight: float = option(6.0, "ttft-min: cost of computation to later requests, as a multiple of it", least=0)
     balance_threshold: float = option(
-        1.5, "mooncake: how many times longer a remote prefix must be to be fetched", above=0
+        1.5, "mooncake: factor by which a remote prefix must be longer to be fetched", above=0
     )
     overlap_weight: float = option(1.0, "dynamo: weight of prefill blocks against active blocks")
     temperature: float = option(0.0, "dynamo: above 0, draw a worker by softmax over the costs", least=0)
     alpha: float = option(0.5, "linear: weight of the hit share")
     beta: float = option(0.5, "linear: weight of the free share of the queue")
-    gamma: float = option(0.05, "linear: weight of nearness")
-    patience_s: float = option(2.0, "session affinity: how much longer a session's worker may keep it waiting")
+    gamma: float = option(0.05, "linear: weight of proximity")
+    patience_s: float = option(2.0, "session affinity: acceptable extra wait at the session's worker")
     layers: int = option(80, "model: layers", least=1, most=10_000)
     dim: int = option(8192, "model: width", least=1, most=1 << 20)
     gqa: int = option(8, "model: query heads for each key-value head", least=1, most=10_000)
@@ -104,11 +102,11 @@ class ReplayConfig(HttpClientOptions):
     h2d: float = option(128e9, "worker: loading KV to the GPU, in bytes/s", above=0, most=1e18)
     nic: float = option(70e9, "worker: network, in bytes/s", above=0, most=1e18)
     c: float = option(0.020, "worker: fixed part of a decode step, in seconds", above=0, most=3600)
-    d: float = option(1e-4, "worker: what a sequence adds to a decode step, in seconds", least=0, most=3600)
-    e: float = option(2.9e-8, "worker: what a token of context adds to a decode step, in seconds", least=0, most=3600)
-    kv_tokens: float = option(1.4e6, "worker: most tokens of context that decode holds", above=0, most=1e12)
-    max_batch: int = option(512, "worker: most sequences in a decode step", least=1)
-    plot: str = option("", "draw the policies side by side into this file: PNG or HTML by its suffix (extra 'plot')")
+    d: float = option(1e-4, "worker: cost of a sequence in a decode step, in seconds", least=0, most=3600)
+    e: float = option(2.9e-8, "worker: cost of a token of context in a decode step, in seconds", least=0, most=3600)
+    kv_tokens: float = option(1.4e6, "worker: limit on tokens of context for decoding", above=0, most=1e12)
+    max_batch: int = option(512, "worker: limit on sequences in a decode step", least=1)
+    plot: str = option("", "plot the policies side by side to this file, .png or .html (extra 'plot')")
     json: bool = option(False, "print one JSON object a line instead of a table")
 
     def __post_init__(self) -> None:

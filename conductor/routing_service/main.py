@@ -45,24 +45,25 @@ class RouterConfig(SecretOptions, pools_main.GlobalRouterConfig):
     """The options of both kinds of router; those below concern the service, without --pools."""
 
     grpc_port: int = option(8101, "service: port of its gRPC API; 0 picks one")
-    policy: str = option("ttft-min", "service: how workers are chosen", choices=POLICY_NAMES)
+    policy: str = option("ttft-min", "service: routing policy", choices=POLICY_NAMES)
     policy_weights: str = option("", "service: weights of the policies, such as alpha=0.7,temperature=0.2")
-    block_tokens: int = option(DEFAULT_BLOCK_TOKENS, "service: tokens of a block", least=1)
-    block_bytes: int = option(2 << 20, "service: bytes of a block's KV", size=True, least=1)
-    block_hash: str = option("xxh3_128", "service: how tokens are hashed", choices=tuple(HASH_FUNCTIONS))
-    root_hash: str = option("", "service: what the first block's hash grows from, in hex; default: an unnamed model's")
+    block_tokens: int = option(DEFAULT_BLOCK_TOKENS, "service: tokens per block", least=1)
+    block_bytes: int = option(2 << 20, "service: bytes of KV per block", size=True, least=1)
+    block_hash: str = option("xxh3_128", "service: hash function of blocks", choices=tuple(HASH_FUNCTIONS))
+    root_hash: str = option("", "service: parent hash of the first block, in hex; default: that of an unnamed model")
     assume_cached_s: float = option(
-        0.0, "service: take a prefilled prompt's blocks to be at its worker for so long; 0: only by KV events", least=0
+        0.0,
+        "service: seconds for which a prefilled prompt's blocks are assumed cached at its worker; 0 "
+        "relies on KV events alone",
+        least=0,
     )
     vllm_events: str = option(
         "", "service: vLLM workers whose KV events are followed, worker=tcp://host:5557[|tcp://host:5558 for replay],…"
     )
     assume_cached_blocks: int = option(
-        DEFAULT_MAX_BLOCKS, "service: most blocks that one worker is taken to have", least=1
+        DEFAULT_MAX_BLOCKS, "service: limit on blocks assumed cached at one worker", least=1
     )
-    worker_networks: str = option(
-        PRIVATE, "service: networks in which workers' urls may lie, as addresses with a length: 10.1.0.0/16,…"
-    )
+    worker_networks: str = option(PRIVATE, "service: networks that workers' URLs may be in: 10.1.0.0/16,…")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -35,14 +35,14 @@ def router(gateway: Gateway) -> APIRouter:
         after: Annotated[str, Query(description="go on behind this key: `next` of the page before")] = "",
     ) -> Row:
         """Keys in order, their sizes and who holds them. `next` is null on the last page."""
-        async with gateway.store(request) as store:
+        async with gateway.store(request.headers) as store:
             keys, more = await store.key_page(prefix, after, limit)
         return {"chunks": plain(keys), "next": keys[-1].key if more and keys else None}
 
     @api.get("/v1/chunks/" + rest("key"), summary="All about one chunk")
     async def stat(request: Request, key: str) -> Row:
         """Size, version, holders, pin, what is left of its time, reads, leases, checksums."""
-        async with gateway.store(request) as store:
+        async with gateway.store(request.headers) as store:
             row: Row = plain(await store.stat(key))
         return row
 
@@ -56,13 +56,13 @@ def router(gateway: Gateway) -> APIRouter:
         if bool(prefix) == bool(regex):
             raise InvalidRequest("say either prefix= or regex=, not empty; regex=^ removes everything")
         with gateway.removals.holding():
-            async with gateway.store(request) as store:
+            async with gateway.store(request.headers) as store:
                 return await _remove_several(store, prefix or "", regex, gateway.patience())
 
     @api.delete("/v1/chunks/" + rest("key"), summary="Remove a chunk")
     async def remove(request: Request, key: str) -> Row:
         """404 if there is none."""
-        async with gateway.store(request) as store:
+        async with gateway.store(request.headers) as store:
             await check_for_change(request, store, key)
             removal = await perform_async(store, orders.remove([key]))
         removal.complain()

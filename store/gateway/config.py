@@ -17,27 +17,28 @@ class GatewayConfig(MasterOptions, ProcessConfig):
     """The gateway's address, its conditions for callers, and its bounds."""
 
     port: int = option(7480, "port of the HTTP API; 0 picks one")
-    tls_mutual: bool = option(False, "let in only clients with a certificate that --tls-ca has signed")
-    require_token: bool = option(False, "refuse requests without a token, instead of using the gateway's own")
-    insecure: bool = option(False, "listen on other than loopback even in plain, or open to everybody")
+    grpc_port: int = option(-1, "port of values and keys over gRPC; 0 picks one, -1 disables it", least=-1)
+    tls_mutual: bool = option(False, "require client certificates signed by --tls-ca")
+    require_token: bool = option(False, "reject requests without a token instead of using the gateway's own")
+    insecure: bool = option(False, "allow an address beyond loopback without TLS, or open to everybody")
     allowed_hosts: str = option(
-        "", "names by which a port on loopback is asked for, as through a proxy in front: a.example,b.example"
+        "", "host names accepted on a loopback port, for example behind a proxy: a.example,b.example"
     )
-    deadline_s: float = option(10.0, "what one call of the store may take", above=0)
+    deadline_s: float = option(10.0, "deadline of one store call, in seconds", above=0)
     request_s: float = option(
-        300.0, "what one request may take that is many calls: checks, removals by pattern", above=0
+        300.0, "deadline of a request of many calls (checks, removals by pattern), in seconds", above=0
     )
-    stall_s: float = option(30.0, "hang up on a client that neither sends nor takes anything for this long", above=0)
-    max_value: int = option(4 << 30, "longest value that is taken; the nodes' memory bounds it too", size=True, least=1)
-    max_in_flight_bytes: int = option(
-        8 << 30, "values that are under way at one time, all together", size=True, least=1
+    stall_s: float = option(
+        30.0, "seconds after which a client that neither sends nor receives is disconnected", above=0
     )
-    max_requests: int = option(256, "requests under way at one time", least=1)
-    max_streams: int = option(64, "followers of /v1/events at one time", least=1)
-    max_connections: int = option(1024, "connections that are let in", least=1)
-    max_clients: int = option(64, "tokens that are kept connected at one time", least=2)
-    idle_s: float = option(300.0, "forget a token that was not used for this long", above=0)
-    grace_s: float = option(5.0, "what open requests have left when the process ends", above=0)
+    max_value: int = option(4 << 30, "largest accepted value, within the memory of a node", size=True, least=1)
+    max_in_flight_bytes: int = option(8 << 30, "limit on bytes of values in flight", size=True, least=1)
+    max_requests: int = option(256, "limit on requests in flight", least=1)
+    max_streams: int = option(64, "limit on followers of /v1/events", least=1)
+    max_connections: int = option(1024, "limit on connections", least=1)
+    max_clients: int = option(64, "limit on tokens kept connected", least=2)
+    idle_s: float = option(300.0, "seconds after which an unused token is forgotten", above=0)
+    grace_s: float = option(5.0, "seconds for which open requests may continue at shutdown", above=0)
 
     def __post_init__(self) -> None:
         check_bounds(self)

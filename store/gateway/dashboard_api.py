@@ -153,7 +153,7 @@ def _credentials(gateway: Gateway, request: Request) -> Credentials:
     kept = _PAGE.shown(request.headers)
     if kept and "authorization" not in request.headers:
         return Credentials("", kept, gateway.config.master.credentials.tls)
-    return gateway.credentials_of(request)
+    return gateway.credentials_of(request.headers)
 
 
 async def _admit(gateway: Gateway, credentials: Credentials) -> None:

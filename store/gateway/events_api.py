@@ -43,7 +43,7 @@ def router(gateway: Gateway) -> APIRouter:
     )
     async def events(
         prefix: Annotated[str, Query(description="only keys that begin so")] = "",
-        snapshot: Annotated[bool, Query(description="begin with what there is already")] = True,
+        snapshot: Annotated[bool, Query(description="start with the existing keys")] = True,
         *,
         request: Request,
     ) -> Response:
@@ -68,7 +68,7 @@ class _EventsReply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream (ASGI)."""
-        credentials = self._gateway.credentials_of(self._request)
+        credentials = self._gateway.credentials_of(self._request.headers)
         with self._gateway.streams.holding():
             async with self._gateway.clients.of(credentials) as client:
                 await client.exists(_PROBE)  # raises Forbidden, which the stream itself would wait out

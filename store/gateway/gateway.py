@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
-from fastapi import Request
-
-from tanghulu.auth.credentials import TENANT, Credentials
+from tanghulu.auth.credentials import AUTHORIZATION, TENANT, Credentials
 from tanghulu.errors import DeadlineExceeded, Unauthorized
 from tanghulu.store.gateway.bounds import InFlight
 from tanghulu.store.gateway.clients import Clients, GatewayClient
@@ -37,11 +35,11 @@ class Gateway:
         metrics.gauge("event_streams", "Followers of events", lambda: self.streams.now)
         metrics.gauge("clients", "Tokens that are connected to the store", lambda: len(self.clients))
 
-    def credentials_of(self, request: Request) -> Credentials:
-        """The credentials that the request is done with: those it shows, or the gateway's own; raises Unauthorized."""
+    def credentials_of(self, headers: Mapping[str, str]) -> Credentials:
+        """The credentials that a request acts with: those in its headers, or the gateway's own; raises Unauthorized."""
         own = self.config.master.credentials
-        shown = request.headers.get("authorization")
-        tenant = request.headers.get(TENANT, "")
+        shown = headers.get(AUTHORIZATION)
+        tenant = headers.get(TENANT, "")
         if shown is not None:
             scheme, _, token = shown.strip().partition(" ")
             if scheme.lower() != "bearer" or not token.strip():
@@ -54,9 +52,12 @@ class Gateway:
         return own
 
     @contextlib.asynccontextmanager
-    async def store(self, request: Request) -> AsyncIterator[GatewayClient]:
-        """The store as the caller of ``request`` sees it. Raises Unauthorized, MasterUnavailable, Overloaded."""
-        async with self.clients.of(self.credentials_of(request)) as client:
+    async def store(self, headers: Mapping[str, str]) -> AsyncIterator[GatewayClient]:
+        """The store as the caller of a request with ``headers`` sees it.
+
+        Raises Unauthorized, MasterUnavailable, Overloaded.
+        """
+        async with self.clients.of(self.credentials_of(headers)) as client:
             yield client
 
     def patience(self) -> Patience:

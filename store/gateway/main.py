@@ -14,6 +14,7 @@ from tanghulu.store.gateway import chunks_api, dashboard_api, events_api, health
 from tanghulu.store.gateway.bounds import Bounded
 from tanghulu.store.gateway.config import GatewayConfig
 from tanghulu.store.gateway.gateway import Gateway
+from tanghulu.store.gateway.grpc_api import StorePort
 from tanghulu.store.gateway.metrics import GatewayMetrics
 from tanghulu.store.gateway.ranges import RangeNotSatisfiable
 from tanghulu.types import Address
@@ -50,6 +51,9 @@ async def _serving(process: Process, config: GatewayConfig) -> AsyncIterator[Add
         header_s=min(config.stall_s, HEADER_S),
         stall_s=config.stall_s,
     )
+    port = StorePort(gateway)
+    if config.grpc_port >= 0:
+        await port.start()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     keeping = [asyncio.create_task(gateway.clients.sweep())]
     if tls is not None:
@@ -59,7 +63,7 @@ async def _serving(process: Process, config: GatewayConfig) -> AsyncIterator[Add
         yield Address(config.reachable_host, address.port)
     finally:
         server.stop()
-        await asyncio.wait([serving], timeout=config.grace_s)
+        await asyncio.gather(asyncio.wait([serving], timeout=config.grace_s), port.stop(config.grace_s))
         server.force_exit = True
         for task in keeping:
             task.cancel()

@@ -43,6 +43,11 @@ class GatewayMetrics:
         if route not in (EVENTS_ROUTE, DASHBOARD_EVENTS_ROUTE):
             self.seconds.labels(method, route).observe(seconds)
 
+    def note_call(self, name: str, status: str, seconds: float) -> None:
+        """Count a call over gRPC; ``status`` is the name of gRPC's code."""
+        self.requests.labels("gRPC", name, status).inc()
+        self.seconds.labels("gRPC", name).observe(seconds)
+
     def gauge(self, name: str, text: str, ask: Callable[[], float]) -> None:
         """Add a gauge whose value ``ask`` gives when it is read."""
         Gauge(_PREFIX + name, text, registry=self.registry).set_function(ask)

@@ -64,7 +64,7 @@ def router(gateway: Gateway) -> APIRouter:
     api = APIRouter()
 
     async def perform(request: Request, order: Order[Any]) -> Any:
-        async with gateway.store(request) as store:
+        async with gateway.store(request.headers) as store:
             return await perform_async(store, order)
 
     _questions(api, gateway)
@@ -151,19 +151,19 @@ def _questions(api: APIRouter, gateway: Gateway) -> None:
     @api.get("/v1/nodes", summary="List the store nodes", tags=["nodes"])
     async def nodes(request: Request) -> list[Row]:
         """Where they are, what they hold, when they were last seen, how far a drain is."""
-        async with gateway.store(request) as store:
+        async with gateway.store(request.headers) as store:
             found: list[Row] = plain(await store.nodes())
         return found
 
     @api.get("/v1/stat", summary="The store as a whole", tags=["store"])
     async def stat(request: Request) -> Row:
         """Nodes, chunks (each copy counted), bytes of memory and SSD."""
-        async with gateway.store(request) as store:
+        async with gateway.store(request.headers) as store:
             return rows.totals(await store.nodes())
 
     @api.get("/v1/tenants", summary="What each tenant holds and may hold", tags=["store"])
     async def tenants(request: Request) -> list[Row]:
         """A tenant's own token tells of that tenant only."""
-        async with gateway.store(request) as store:
+        async with gateway.store(request.headers) as store:
             found: list[Row] = plain(await store.tenants())
         return found

@@ -48,7 +48,7 @@ def router(gateway: Gateway) -> APIRouter:
     @api.head("/v1/values/" + rest("key"), summary="Whether a value is there, and its size", response_class=Response)
     async def head(request: Request, key: str) -> Response:
         """The headers of GET. Reads nothing, so it does not count as a use of the chunk."""
-        async with gateway.store(request) as store:
+        async with gateway.store(request.headers) as store:
             info = await store.stat(key)
         if check_conditions(*conditions_of(request), tag_of(info.version)):
             return Response(status_code=304, headers=_headers(info.version))
@@ -70,9 +70,9 @@ def router(gateway: Gateway) -> APIRouter:
     async def put(
         request: Request,
         key: str,
-        replicas: Annotated[int, Query(description="nodes that shall hold it")] = 1,
+        replicas: Annotated[int, Query(description="number of nodes to hold it")] = 1,
         pin: Annotated[str, Query(description="how it stands to eviction: none, soft or hard")] = "none",
-        ttl_s: Annotated[float | None, Query(description="seconds after which it may go")] = None,
+        ttl_s: Annotated[float | None, Query(description="seconds after which it may be evicted")] = None,
         prefer_node: Annotated[str | None, Query(description="id of the node that should hold it")] = None,
     ) -> Response:
         """The body is the value. Chunks are immutable: of a key that is there the first value stays.
@@ -84,7 +84,7 @@ def router(gateway: Gateway) -> APIRouter:
             raise InvalidRequest("Content-Range: a value is put whole, not in parts")
         put_options(replicas, pin, ttl_s, prefer_node, True, 0)  # before the body is read
         size_bytes = _length(request)
-        async with gateway.store(request) as store:
+        async with gateway.store(request.headers) as store:
             await _refuse_too_large(gateway, store, size_bytes)
             await check_for_change(request, store, key)
             with gateway.values.holding_what_comes() as come:
@@ -152,7 +152,7 @@ class _ValueReply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Get the value and send it."""
-        async with self._gateway.store(self._request) as store:
+        async with self._gateway.store(self._request.headers) as store:
             if (version := await self._known(store)) is not None:
                 await _begin(send, 304, _headers(version))
                 await send({"type": "http.response.body"})

@@ -42,19 +42,19 @@ class MasterConfig(PortOptions, ProcessConfig):
 
     port: int = option(7400, "port to listen on; 0 picks one")
     rebuild_s: float = option(
-        REBUILD_S, "time after which a node that has not come to a new master has left, in seconds: a node's lease"
+        REBUILD_S, "seconds after which a node that has not reached a new master has left; the lease of a node"
     )
-    copy_rate: int = option(256 << 20, "bytes a second that copies may move through one node", size=True)
+    copy_rate: int = option(256 << 20, "limit on bytes per second copied through one node", size=True)
     etcd: str = option(
         "",
-        "share the keys with the other masters of this etcd, each a part of them",
+        "share the keys with the other masters of this etcd",
         metavar="HOST:PORT[,HOST:PORT...]",
     )
-    election_ttl_s: float = option(2.0, "a master that is lost is replaced after so long; etcd counts whole seconds")
-    token: str = option(
-        "", "an operator's token, with read and write, to show to other masters: of use with --etcd and --tokens"
+    election_ttl_s: float = option(
+        2.0, "seconds after which a lost master is replaced; etcd rounds up to whole seconds"
     )
-    seed: int = option(0, "seed of placement's random choices; 0: a different one each start")
+    token: str = option("", "operator's token with read and write for other masters; used with --etcd and --tokens")
+    seed: int = option(0, "seed of random placement; 0 picks one at each start")
 
     def __post_init__(self) -> None:
         PortOptions.__post_init__(self)
@@ -159,5 +159,5 @@ COMMAND = command(
     "master",
     MasterConfig,
     lambda config: processes.run(Role.MASTER, config, serve),
-    "Run a master: who is alive, and which node holds which key.",
+    "Run a master, which tracks live processes and the keys on each node.",
 )

@@ -22,8 +22,7 @@ from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import ConfigError, TanghuluError
 from tanghulu.eviction import POLICIES
-from tanghulu.protos import store_pb2_grpc
-from tanghulu.rpc.authorizer import Authorizer, GrpcAuthorizer
+from tanghulu.rpc.authorizer import Authorizer
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.latency import LatencyCollector
 from tanghulu.rpc.port_mux import DESCRIPTORS_PER_CONNECTION, PortMux
@@ -40,7 +39,6 @@ from tanghulu.store.node.reporting.copy_wire import Orders
 from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.rpc import metrics
 from tanghulu.store.node.rpc.admin_service import AdminService
-from tanghulu.store.node.rpc.grpc_service import MAX_CALLS, GrpcStoreNode
 from tanghulu.store.node.rpc.metrics import NodeCollector, TrafficCounters
 from tanghulu.store.node.rpc.service import NodeIdentity, NodeService
 from tanghulu.store.node.rpc.sessions import Sessions
@@ -58,7 +56,6 @@ from tanghulu.store.node.state.tenant_usage import Policies, TenantUsage
 from tanghulu.store.node.state.write_buffers import AREA_BYTES
 from tanghulu.store.node.writes.puts import PutService
 from tanghulu.store.protocol.access_rules import refuse_open_carriers
-from tanghulu.store.protocol.methods import NODE_GRPC_RULES
 from tanghulu.store.protocol.shared_index import MAX_SILENCE_S, IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES
 from tanghulu.transfer_engine.core.access import AccessTable
@@ -92,18 +89,22 @@ class NodeConfig(TransferOptions, MasterOptions, PortOptions, ProcessConfig):
 
     port: int = option(7410, "port to listen on; 0 picks one")
     memory: int = option(1 << 30, "size of the memory segment", size=True)
-    max_value: int = option(0, "largest value that is taken; 0: what fits into the memory", size=True)
-    eviction: str = option("reuse", "policy that orders chunks for eviction", choices=tuple(POLICIES))
+    max_value: int = option(0, "largest accepted value; 0 accepts what fits into memory", size=True)
+    eviction: str = option("reuse", "eviction policy of chunks", choices=tuple(POLICIES))
     high_watermark: float = option(
-        0.0, "fraction of memory above which chunks are evicted ahead of need; 0: 0.95 with an SSD tier, else never"
+        0.0,
+        "fraction of memory above which chunks are evicted early; 0 means 0.95 with an SSD tier and "
+        "disables it without",
     )
-    low_watermark: float = option(0.0, "fraction of memory at which that ends; 0: 0.05 below the high one")
+    low_watermark: float = option(
+        0.0, "fraction of memory at which early eviction stops; 0 means 0.05 below the high watermark"
+    )
     ssd_path: Path | None = option(None, "file of the SSD tier, or a directory for it; default: no SSD tier")
     ssd_size: int = option(0, "size of the SSD tier's file", size=True)
-    ssd_admission: str = option("all", "which evicted chunks go to the SSD", choices=MODES)
-    ssd_write_rate: int = option(0, "bytes a second that may be written to the SSD; 0: no limit", size=True)
-    lease_ms: int = option(10_000, "how long a reservation or a pin lasts")
-    prefault: bool = option(False, "touch the whole segment at the start")
+    ssd_admission: str = option("all", "evicted chunks that go to the SSD", choices=MODES)
+    ssd_write_rate: int = option(0, "limit on bytes per second written to the SSD; 0 disables it", size=True)
+    lease_ms: int = option(10_000, "duration of a reservation or a pin, in milliseconds")
+    prefault: bool = option(False, "touch the whole segment at startup")
     debug_checks: bool = option(False, "assert all invariants of the node twenty times a second")
 
     def __post_init__(self) -> None:
@@ -167,8 +168,7 @@ class Node:
         self._tokens = None if config.tokens is None else TokensFile(config.tokens)
         if self._tokens is not None:
             refuse_open_carriers(self._tokens.table, config.transports)
-        authorizer = None if self._tokens is None else GrpcAuthorizer(self._tokens, NODE_GRPC_RULES)
-        self._port = PortMux(self._service, process.run_dir, "node", authorizer, tls, MAX_CALLS)
+        self._port = PortMux(self._service, process.run_dir, "node", tls=tls)
         tenants = None if self._tokens is None else TenantUsage(self._tenants, config.memory)
         self._policies = Policies() if tenants is None else Policies.fair(tenants)
         refuse_too_much(config.memory, "--memory")
@@ -199,9 +199,6 @@ class Node:
         self._copier = Copier(config.master, self._puts, self._reporter.copy_failed)
         self._registration: asyncio.Task[Registration] | None = None
         self._authorizer: Authorizer | None = None
-        store_pb2_grpc.add_StoreNodeServicer_to_server(
-            GrpcStoreNode(self.state, self._puts, self._traffic, self._promoter), self._port.grpc_server
-        )
         self._register_metrics(process.registry, tenants)
 
     def _make_state(self, access: AccessTable, tenants: TenantUsage | None) -> NodeState:

@@ -23,10 +23,28 @@ from tanghulu.rpc.wire import U32, U64, Failure, FastMessage
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.key_slots import NUM_RANGES
 from tanghulu.store.protocol.range_map import RangeMap
+from tanghulu.store.protocol.shared_index import IndexPlace
 from tanghulu.store.protocol.terms import NO_TERM, Term
 from tanghulu.store.protocol.types import ClientCommit, CommitResult, NewChunk
 from tanghulu.store.protocol.write_buffer import BufferPlace
+from tanghulu.transfer_engine.core.segment import SegmentHello, SegmentWelcome
 from tanghulu.types import Address
+
+# --- sessions: HELLO
+
+
+class NodeHello(SegmentHello, frozen=True):
+    """A client that lost its connections names the leases that it still uses; its others are released."""
+
+    held_lease_ids: Sequence[U64] = ()
+
+
+class Welcome(SegmentWelcome, frozen=True):
+    """``index``: of the chunks in the segment, for clients that map it; ``key_scope`` stands in front of their keys."""
+
+    index: IndexPlace | None = None
+    key_scope: str = ""
+
 
 # --- puts in one message: PUT
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from tanghulu.auth.tenants import Right
 from tanghulu.protos import directory_pb2, store_pb2
+from tanghulu.rpc import methods as rpc
 from tanghulu.rpc.methods import Method, Rule, scope_keys, writing
 from tanghulu.store.protocol import access_rules as access
 from tanghulu.store.protocol import messages as m
@@ -24,6 +25,7 @@ _PUT = writing("put", "items.key")
 
 # --- of a node
 
+HELLO = Method(rpc.HELLO.number, rpc.HELLO.name, m.NodeHello, m.Welcome)
 PUT = Method(10, "put", m.PutRequest, m.PutReply, _PUT)
 RESERVE = Method(11, "reserve", m.ReserveRequest, m.ReserveReply, _PUT)
 COMMIT = Method(12, "commit", m.CommitRequest, m.PutReply, Rule("put", Right.WRITE))
@@ -67,17 +69,8 @@ assert len({each.number for each in METHODS}) == len({each.name for each in METH
 
 # --- gRPC
 
-_NODE = "/tanghulu.v1.StoreNode/"
 _DIRECTORY = "/tanghulu.v1.Directory/"
 _MEMBERSHIP = "/tanghulu.v1.Membership/"
-
-NODE_GRPC_RULES: dict[str, Rule | None] = {
-    _NODE + "Put": PUT.rule,
-    _NODE + "Get": GET.rule,
-    _NODE + "Exists": EXISTS.rule,
-    _NODE + "Remove": REMOVE.rule,
-    _NODE + "Stat": CHUNK_STAT.rule,
-}
 
 MASTER_GRPC_RULES: dict[str, Rule | None] = {
     _DIRECTORY + "Announce": ANNOUNCE.rule,

@@ -34,6 +34,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from tanghulu.rpc.wire import U32, U64
 from tanghulu.store.protocol.terms import Term
 
 _xxh3_64: Callable[[bytes | memoryview], int] = xxhash.xxh3_64_intdigest
@@ -67,9 +68,9 @@ _NO_ENTRY = bytes(ENTRY_BYTES)
 class IndexPlace(NamedTuple):
     """Where the index lies in what the node publishes, and the seed of its hashes."""
 
-    begin: int
-    num_buckets: int
-    seed: int
+    begin: U64
+    num_buckets: U32
+    seed: U64
 
 
 class Entry(NamedTuple):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from tanghulu.errors import InvalidRequest, TanghuluError
+from tanghulu.errors import InvalidRequest
 from tanghulu.protos import common_pb2, store_pb2
-from tanghulu.store.protocol.checksums import MAX_PARTS, NO_CHECKSUMS, Checksums, validate
-from tanghulu.store.protocol.shared_index import IndexPlace
-from tanghulu.store.protocol.types import NewChunk, Pin, Tier, validate_key
+from tanghulu.store.protocol.checksums import MAX_PARTS, NO_CHECKSUMS, Checksums
+from tanghulu.store.protocol.types import Pin, Tier
 
 _PIN_TO_WIRE = {Pin.NONE: store_pb2.PIN_NONE, Pin.SOFT: store_pb2.PIN_SOFT, Pin.HARD: store_pb2.PIN_HARD}
 _TIER_TO_WIRE = {Tier.MEMORY: common_pb2.TIER_MEMORY, Tier.SSD: common_pb2.TIER_SSD}
@@ -44,26 +43,6 @@ def pin_from_wire(number: int) -> Pin:
     return pin
 
 
-def new_chunk_from_wire(item: store_pb2.PutItem) -> NewChunk:
-    """What is to be put; raises InvalidRequest for a bad key, pin or checksums."""
-    checksums = checksums_from_wire(item.checksums)
-    validate(checksums, item.size_bytes)
-    ttl_s = item.ttl_ms / 1000 if item.ttl_ms else None
-    pin = pin_from_wire(item.pin)
-    return NewChunk(validate_key(item.key), item.version, item.size_bytes, checksums, pin, ttl_s, item.replicas or 1)
-
-
-def index_to_wire(place: IndexPlace | None) -> store_pb2.SharedIndex | None:
-    """The message of a shared index."""
-    return None if place is None else store_pb2.SharedIndex(**place._asdict())
-
-
-def index_from_wire(message: store_pb2.HelloReply) -> IndexPlace | None:
-    """The shared index that a node offers, if it has one."""
-    index = message.index
-    return IndexPlace(index.begin, index.num_buckets, index.seed) if message.HasField("index") else None
-
-
 def pin_to_wire(pin: Pin) -> store_pb2.Pin:
     """The number of ``pin``."""
     return _PIN_TO_WIRE[pin]
@@ -77,9 +56,3 @@ def tier_to_wire(tier: Tier) -> common_pb2.Tier:
 def tier_from_wire(number: int) -> Tier:
     """The tier of that number; one that this version does not know is below memory too."""
     return Tier.MEMORY if number == common_pb2.TIER_MEMORY else Tier.SSD
-
-
-def set_error(status: common_pb2.Status, error: TanghuluError) -> None:
-    """Fill a reply's ``status`` with ``error``."""
-    status.code = error.code
-    status.message = error.message

@@ -18,6 +18,7 @@ import pytest
 import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tanghulu.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, NodeUnavailable
 from tanghulu.transfer_engine.core.segment import SessionKey
@@ -321,7 +322,7 @@ class TestBadInput:
     @pytest.mark.parametrize("change", [{"name": ""}, {"name": "n" * 256}, {"generation": -1}, {"generation": 1 << 64}])
     def test_descriptors_of_nothing(self, engine: TransferEngine, owner: SegmentProcess, transport: str, change: Any):
         with pytest.raises(InvalidRequest):
-            engine.open_segment(replace(owner.descriptor, **change), transport=transport)
+            engine.open_segment(structs.replace(owner.descriptor, **change), transport=transport)
 
     @pytest.mark.parametrize("session_id", [-1, 1 << 64])
     def test_sessions_of_nobody(self, engine: TransferEngine, owner: SegmentProcess, transport: str, session_id: int):
@@ -331,15 +332,15 @@ class TestBadInput:
     @pytest.mark.parametrize("change", [{"name": "another"}, {"generation": 99}])
     def test_unknown_segments(self, engine: TransferEngine, owner: SegmentProcess, transport: str, change: Any):
         with pytest.raises(NodeUnavailable):
-            engine.open_segment(replace(owner.descriptor, **change), transport=transport)
+            engine.open_segment(structs.replace(owner.descriptor, **change), transport=transport)
 
     @pytest.mark.parametrize(
         "address", ["", "no port", "127.0.0.1:none", "127.0.0.1:99999", "nowhere.invalid:1", "/not/there", "x" * 300]
     )
     def test_addresses_of_nobody(self, engine: TransferEngine, owner: SegmentProcess, transport: str, address: str):
-        endpoint = replace(owner.descriptor.endpoints_of(transport)[0], address=address)
+        endpoint = structs.replace(owner.descriptor.endpoints_of(transport)[0], address=address)
         with pytest.raises(NodeUnavailable):
-            engine.open_segment(replace(owner.descriptor, endpoints=(endpoint,)), transport=transport)
+            engine.open_segment(structs.replace(owner.descriptor, endpoints=(endpoint,)), transport=transport)
 
     async def test_a_deadline_that_is_no_time(self, engine: TransferEngine, remote: RemoteSegment):
         requests = [TransferRequest(READ, bytearray(5), remote, 0, 5)]

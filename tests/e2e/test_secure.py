@@ -21,10 +21,10 @@ from tanghulu.auth.tls import client_context
 from tanghulu.cli import keys
 from tanghulu.conductor import route_rights
 from tanghulu.errors import NodeUnavailable, Unauthorized
-from tanghulu.protos import common_pb2, conductor_pb2, conductor_pb2_grpc, store_pb2
+from tanghulu.protos import common_pb2, conductor_pb2, conductor_pb2_grpc
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.greeting import greet_blocking
-from tanghulu.rpc.methods import END, HELLO, EndRequest, Method
+from tanghulu.rpc.methods import END, HELLO, EndRequest, HelloRequest, Method
 from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.session.messages import (
     DESCRIBE,
@@ -158,7 +158,7 @@ def test_nobody_opens_a_session_or_reads_kv_without_a_token(secure: Secure) -> N
             connection.close()
         for token in ("", "wrong"):
             connection = FastConnection(address, tls=secure.tls)
-            shown = store_pb2.HelloRequest(protocol_version=PROTOCOL_VERSION, client_id="x", token=token)
+            shown = HelloRequest(PROTOCOL_VERSION, token=token)
             with pytest.raises(Unauthorized):
                 connection.call(HELLO.number, shown, HELLO.reply, deadline_s=10)
             connection.close()

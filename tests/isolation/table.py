@@ -22,6 +22,7 @@ from tanghulu.protos import (
     inference_pb2,
     membership_pb2,
     router_pb2,
+    store_api_pb2,
     store_pb2,
 )
 from tanghulu.rpc import methods as rpc_methods
@@ -86,7 +87,7 @@ def _fast(role: str, method: Any, request: Callable[[World, str], Any]) -> Calla
 def fast_rows() -> Iterator[Row]:
     """Of the fast lane: nodes, masters and workers."""
     for role in ("master", "node", "prefill", "decode"):
-        hello = store_pb2.HelloRequest(protocol_version=PROTOCOL_VERSION, client_id="x")
+        hello = m.NodeHello(PROTOCOL_VERSION, client_id="x")
         yield Row(f"fast lane of {role}", "hello", Needs.KNOWN, _fast(role, rpc_methods.HELLO, lambda *_, h=hello: h))
 
     def of(role: str, needs: Needs, method: Any, request: Callable[[World, str], Any], target: str = "") -> Row:
@@ -173,17 +174,6 @@ _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
         lambda w, t: membership_pb2.DeregisterRequest(instance_id=t, lease_id=1),
     ),
     "Membership/Watch": (Needs.KNOWN, "", lambda w, t: membership_pb2.WatchRequest(namespace="default")),
-    "StoreNode/Put": (
-        Needs.OWN,
-        "key",
-        lambda w, t: store_pb2.PutRequest(
-            items=[store_pb2.PutItem(key=t, version=7, size_bytes=3)], inline_data=b"xyz"
-        ),
-    ),
-    "StoreNode/Get": (Needs.OWN, "key", lambda w, t: store_pb2.GetRequest(keys=[t], max_inline_bytes=1 << 16)),
-    "StoreNode/Exists": (Needs.OWN, "key", lambda w, t: store_pb2.ExistsRequest(keys=[t])),
-    "StoreNode/Remove": (Needs.OWN, "key", lambda w, t: store_pb2.RemoveRequest(keys=[t])),
-    "StoreNode/Stat": (Needs.OWN, "key", lambda w, t: store_pb2.StatRequest(keys=[t])),
     "ConductorPeer/Follow": (
         Needs.OPERATOR,
         "",
@@ -221,7 +211,7 @@ _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
     "Router/DumpEvents": (Needs.OPERATOR, "", lambda w, t: router_pb2.RouterDumpRequest()),
 }
 ABSENT |= {"routed": "no-such-thing-routed", "routed before": "no-such-thing-before", "tokens": "07000000" * 256}
-_GRPC_MODULES = (conductor_pb2, directory_pb2, inference_pb2, membership_pb2, router_pb2, store_pb2)
+_GRPC_MODULES = (conductor_pb2, directory_pb2, inference_pb2, membership_pb2, router_pb2, store_api_pb2, store_pb2)
 
 
 def grpc_methods() -> set[str]:
@@ -231,7 +221,7 @@ def grpc_methods() -> set[str]:
 
 
 def grpc_rows() -> Iterator[Row]:
-    """Of gRPC: master, node, conductors among themselves, inference, the routing service."""
+    """Of gRPC: inference, the routing service, the store at its gateway, and processes among themselves."""
     for name, (needs, target, request) in _GRPC.items():
         service = name.partition("/")[0]
         yield Row(f"gRPC {service}", name.partition("/")[2], needs, _grpc(name, request), target)
@@ -246,10 +236,10 @@ def _grpc(name: str, request: Callable[[World, str], Message]) -> Callable[[Worl
         address = {
             "Directory": lambda: world.address("master"),
             "Membership": lambda: world.address("master"),
-            "StoreNode": lambda: world.address("node"),
             "ConductorPeer": lambda: f"127.0.0.1:{world.peer_port}",
             "Inference": lambda: f"127.0.0.1:{world.grpc_port}",
             "Router": lambda: world.service_grpc,
+            "Store": lambda: f"127.0.0.1:{world.gateway_grpc}",
         }[service]()
         secret = caller.key if service in ("Inference", "Router") else caller.token
         shown = (("authorization", f"Bearer {secret}"),) if secret else ()

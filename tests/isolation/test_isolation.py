@@ -269,7 +269,8 @@ MUTATED = {
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_rules_that_are_removed_are_missed(tmp_path: Path) -> None:
-    rows = [row for row in ROWS if str(row) in MUTATED]
+    # Evictions last: without their rule they may take the value that other rows ask for.
+    rows = sorted((row for row in ROWS if str(row) in MUTATED), key=lambda row: row.method == "evict (scoped)")
     assert {str(row) for row in rows} == MUTATED
     path = str(Path(__file__).parent / "mutated")
     with running_world(tmp_path, tls=False, env={"PYTHONPATH": path}) as world:

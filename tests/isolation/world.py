@@ -158,6 +158,7 @@ class World:
 
     grpc_port: int = 0
     gateway_port: int = 0
+    gateway_grpc: int = 0
 
 
 # --- calls
@@ -169,7 +170,7 @@ def fast(world: World, caller: Caller, address: str, method: Method[Any, Any], r
     try:
         if caller.token:
             call = messages.hello(f"isolation-{caller.name}", Credentials(token=caller.token), "elsewhere", False, ())
-            greeting = connection.call(call.method, call.request, call.reply_type, deadline_s=DEADLINE_S)
+            greeting = connection.call(HELLO.number, call.request, bytes, deadline_s=DEADLINE_S)
             if method is HELLO:
                 return "ok", str(greeting.message)
         reply = connection.call(method.number, request, method.reply, deadline_s=DEADLINE_S)
@@ -284,7 +285,7 @@ def running_world(folder: Path, *, tls: bool, env: dict[str, str] | None = None)
     callers = _add_tenants(files)
     certs = files.folder / "certs"
     shown = TlsFiles(str(certs / "client.pem"), str(certs / "client.key"), str(certs / "ca.pem")) if tls else NO_TLS
-    grpc_port, gateway_port = free_port(), free_port()
+    grpc_port, gateway_port, gateway_grpc = free_port(), free_port(), free_port()
     flags = [
         "--engine",
         "mock",
@@ -297,7 +298,7 @@ def running_world(folder: Path, *, tls: bool, env: dict[str, str] | None = None)
         "--grpc-port",
         str(grpc_port),
     ]
-    flags += ["--store-http-port", str(gateway_port)]
+    flags += ["--store-http-port", str(gateway_port), "--store-grpc-port", str(gateway_grpc)]
     settings = {
         "TANGHULU_TRANSPORTS": "tcp",
         "TANGHULU_TOKENS": str(files.folder / "tokens.toml"),
@@ -315,7 +316,7 @@ def running_world(folder: Path, *, tls: bool, env: dict[str, str] | None = None)
             for name, value in settings.items():
                 patch.setenv(name, value)
         cluster = stack.enter_context(running_cluster(folder / "state", *flags))
-        world = World(cluster, files, shown, callers, grpc_port=grpc_port, gateway_port=gateway_port)
+        world = World(cluster, files, shown, callers, grpc_port, gateway_port, gateway_grpc)
         stack.enter_context(world.stack)
         _start_routers(world, stack, folder)
         yield world

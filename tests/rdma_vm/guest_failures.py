@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, LeaseExpired, NodeUnavailable, TransferFailed
 from tanghulu.transfer_engine.core.segment import SessionKey
@@ -200,7 +201,7 @@ def test_the_owner_is_killed_in_the_middle(engine: TransferEngine, agent: Remote
 def test_another_generation_and_another_segment(engine: TransferEngine, owner: RemoteOwner):
     for wrong in ({"generation": 2}, {"name": "other"}):
         with pytest.raises(NodeUnavailable):
-            engine.open_segment(dataclasses.replace(owner.descriptor, **wrong), transport="rdma")
+            engine.open_segment(structs.replace(owner.descriptor, **wrong), transport="rdma")
 
 
 def test_devices_that_are_not_there(owner: RemoteOwner):

@@ -14,11 +14,11 @@ import grpc.aio
 import pytest
 
 from tanghulu.auth.places import Caller, RequestRoom
-from tanghulu.protos import membership_pb2, membership_pb2_grpc, store_pb2, store_pb2_grpc
+from tanghulu.protos import membership_pb2, membership_pb2_grpc, store_api_pb2, store_api_pb2_grpc
 from tanghulu.rpc.grpc_edge import MESSAGE_BYTES, SERVER_OPTIONS, CallAdmission, Shares, from_rpc_error, guarded_server
 from tests.rpc.service import until
 
-PUT = "/tanghulu.v1.StoreNode/Put"
+PUT = "/tanghulu.store.v1.Store/Put"
 
 
 def test_a_message_that_is_coming_counts_as_the_largest() -> None:
@@ -73,15 +73,15 @@ def test_a_tenant_has_half_of_the_room_and_callers_take_turns() -> None:
     room.check()
 
 
-class Node(store_pb2_grpc.StoreNodeServicer):
-    async def Put(self, request: store_pb2.PutRequest, context: Any) -> store_pb2.PutReply:
-        return store_pb2.PutReply(results=[store_pb2.PutResult(existed=True)] * len(request.items))
+class Store(store_api_pb2_grpc.StoreServicer):
+    async def Put(self, request: store_api_pb2.PutRequest, context: Any) -> store_api_pb2.PutReply:
+        return store_api_pb2.PutReply(existed=True)
 
 
 @asynccontextmanager
 async def served(requests: CallAdmission) -> AsyncIterator[grpc.aio.Channel]:
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[requests])
-    store_pb2_grpc.add_StoreNodeServicer_to_server(Node(), server)
+    store_api_pb2_grpc.add_StoreServicer_to_server(Store(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -101,12 +101,12 @@ async def test_a_request_is_not_received_before_there_is_room() -> None:
     async with served(requests) as link:
         silent = silent_put(link)
         await until(lambda: requests.num_held == 1)
-        request = store_pb2.PutRequest(items=[store_pb2.PutItem()], inline_data=bytes(8 << 20))
-        call = store_pb2_grpc.StoreNodeStub(link).Put(request)
+        request = store_api_pb2.PutRequest(value=bytes(8 << 20))
+        call = store_api_pb2_grpc.StoreStub(link).Put(request)
         await until(lambda: requests.num_waiting == 1)
         assert not call.done()
         silent.cancel()
-        assert (await call).results[0].existed
+        assert (await call).existed
         await until(lambda: requests.num_held == 0)
 
 
@@ -121,16 +121,16 @@ async def test_requests_that_do_not_come_make_way() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await ended
         assert from_rpc_error(error.value, "node").code == "INVALID_REQUEST"
-        reply = await store_pb2_grpc.StoreNodeStub(link).Put(store_pb2.PutRequest(items=[store_pb2.PutItem()]))
-        assert reply.results[0].existed
+        reply = await store_api_pb2_grpc.StoreStub(link).Put(store_api_pb2.PutRequest())
+        assert reply.existed
 
 
 async def test_many_calls_at_once_are_all_served() -> None:
     requests = CallAdmission(100, most_bytes=MESSAGE_BYTES)
     async with served(requests) as link:
-        request = store_pb2.PutRequest(items=[store_pb2.PutItem()], inline_data=bytes(1 << 20))
-        replies = await asyncio.gather(*(store_pb2_grpc.StoreNodeStub(link).Put(request) for _ in range(40)))
-        assert all(reply.results[0].existed for reply in replies)
+        request = store_api_pb2.PutRequest(value=bytes(1 << 20))
+        replies = await asyncio.gather(*(store_api_pb2_grpc.StoreStub(link).Put(request) for _ in range(40)))
+        assert all(reply.existed for reply in replies)
         await until(lambda: requests.num_held == requests.num_waiting == 0)
 
 

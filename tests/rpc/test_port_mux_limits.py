@@ -18,14 +18,16 @@ from tanghulu.auth.tls import ServerTls, client_context
 from tanghulu.auth.tokens import TokensFile
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, Unauthorized
 from tanghulu.protos import directory_pb2 as pb
-from tanghulu.protos import directory_pb2_grpc, store_pb2
+from tanghulu.protos import directory_pb2_grpc
 from tanghulu.rpc import fast_server, port_mux
 from tanghulu.rpc.authorizer import Authorizer
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import HEAD, PREAMBLE, encode_head
+from tanghulu.rpc.greeting import welcome
 from tanghulu.rpc.grpc_edge import channel
-from tanghulu.rpc.methods import HELLO
+from tanghulu.rpc.methods import HELLO, HelloRequest
+from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tests.rpc.service import ECHO, Served, head_of, serving, until
 from tests.tls_files import Authority
 
@@ -152,10 +154,7 @@ async def guarded(served: Served, tmp_path: Path) -> Served:
     sha256 = hashlib.sha256(b"secret").hexdigest()
     file.write_text(f'[[tokens]]\nname = "t"\nrights = ["read"]\nsha256 = "{sha256}"\n')
 
-    def hello(peer: fast_server.Peer, request: store_pb2.HelloRequest, attachment: memoryview) -> store_pb2.HelloReply:
-        return store_pb2.HelloReply()
-
-    served.service.register(HELLO, hello)
+    served.service.register(HELLO, welcome)
     Authorizer(TokensFile(file)).authorize(served.service)
     return served
 
@@ -174,7 +173,7 @@ async def test_a_known_peer_may_send_as_much_as_ever(guarded: Served) -> None:
     connection = await asyncio.to_thread(FastConnection, guarded.port_mux.address)
     with pytest.raises(Unauthorized, match="HELLO"):
         await asyncio.to_thread(connection.call, ECHO, ASK, REPLY)
-    request = store_pb2.HelloRequest(token="secret")
+    request = HelloRequest(PROTOCOL_VERSION, token="secret")
     await asyncio.to_thread(connection.call, HELLO.number, request, HELLO.reply)
     with pytest.raises(InvalidRequest, match="comes once"):
         await asyncio.to_thread(connection.call, HELLO.number, request, HELLO.reply)
@@ -184,7 +183,7 @@ async def test_a_known_peer_may_send_as_much_as_ever(guarded: Served) -> None:
 
 
 def greet(connection: FastConnection) -> None:
-    connection.call(HELLO.number, store_pb2.HelloRequest(token="secret"), HELLO.reply)
+    connection.call(HELLO.number, HelloRequest(PROTOCOL_VERSION, token="secret"), HELLO.reply)
 
 
 async def test_the_unknown_make_way_for_each_other_and_not_for_the_known(

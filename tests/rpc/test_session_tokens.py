@@ -14,7 +14,6 @@ from tanghulu.auth.derived_tokens import hash_of
 from tanghulu.auth.tenants import new_token
 from tanghulu.auth.tokens import TokensFile
 from tanghulu.errors import Forbidden, NodeUnavailable, TanghuluError, Unauthorized
-from tanghulu.protos import store_pb2
 from tanghulu.rpc import authorizer, greeting
 from tanghulu.rpc.authorizer import Authorizer
 from tanghulu.rpc.fast_aio import AsyncFastConnection
@@ -39,10 +38,6 @@ def write(path: Path, **rights: str) -> Path:
     return path
 
 
-def greet(peer: Peer, request: store_pb2.HelloRequest, attachment: memoryview) -> store_pb2.HelloReply:
-    return store_pb2.HelloReply(instance_id="worker", protocol_version=request.protocol_version)
-
-
 def welcome(peer: Peer, request: ToWorker, attachment: memoryview) -> AnswerStream | Later:
     stream = AnswerStream(lambda: None)
     message = FromWorker(SessionWelcome(InstanceId("worker"), 1, (), 0, WorkerLoad()))
@@ -54,7 +49,7 @@ def welcome(peer: Peer, request: ToWorker, attachment: memoryview) -> AnswerStre
 async def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PortMux]:
     monkeypatch.setattr(authorizer, "REFRESH_S", 0.01)
     service = FastService()
-    service.register(HELLO, greet)
+    service.register(HELLO, greeting.welcome)
     service.register(SESSION, welcome)
     authorized = Authorizer(TokensFile(write(tmp_path / "tokens.toml", cluster="join", reader="read")))
     authorized.authorize(service)

@@ -25,9 +25,8 @@ from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import MasterUnavailable, TanghuluError, Unauthorized
 from tanghulu.masters import Masters
-from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_server import FastService, Peer
-from tanghulu.rpc.methods import HELLO
+from tanghulu.rpc.methods import HELLO, HelloReply, HelloRequest
 from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.store.client.drivers.connections import NodeSessions, Target
@@ -52,7 +51,7 @@ class Stranger:
     def intercept(self, metadata: tuple[tuple[str, str], ...]) -> None:
         self.shown.append(from_metadata(metadata).token)
 
-    def hello(self, peer: Peer, request: store_pb2.HelloRequest, attachment: memoryview) -> store_pb2.HelloReply:
+    def hello(self, peer: Peer, request: HelloRequest, attachment: memoryview) -> HelloReply:
         self.shown.append(request.token)
         raise Unauthorized("go away")
 

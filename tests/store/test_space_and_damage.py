@@ -155,30 +155,6 @@ def test_a_chunk_outlives_the_connection_it_came_by(cluster: Cluster, client: Cl
     assert cluster.nodes[0].metric("tanghulu_node_leases") == 0
 
 
-async def test_third_parties_use_grpc(cluster: Cluster, client: Client) -> None:
-    import grpc.aio
-
-    from tanghulu.protos import store_pb2, store_pb2_grpc
-    from tanghulu.rpc import grpc_edge
-
-    async with grpc_edge.channel(cluster.nodes[0].address) as channel:
-        node = store_pb2_grpc.StoreNodeStub(channel)
-        items = [store_pb2.PutItem(key=k, version=i + 1, size_bytes=3) for i, k in enumerate(["g1", "g2"])]
-        put = await node.Put(store_pb2.PutRequest(items=items, visible=True, inline_data=b"onetwo"))
-        assert [result.existed for result in put.results] == [False, False]
-        got = await node.Get(store_pb2.GetRequest(keys=["g2", "absent", "g1"], verify=True))
-        assert got.inline_data == b"twoone"
-        assert [item.status.code for item in got.items] == ["", "CHUNK_NOT_FOUND", ""]
-        assert (await node.Exists(store_pb2.ExistsRequest(keys=["g1", "absent"]))).found == bytes([1, 0])
-        assert (await node.Stat(store_pb2.StatRequest(keys=["g1"]))).chunks[0].size_bytes == 3
-        with client.get("g1") as chunk:
-            assert chunk == b"one"
-        assert (await node.Remove(store_pb2.RemoveRequest(keys=["g1"]))).removed == bytes([1])
-        assert not client.exists("g1")
-        with pytest.raises(grpc.aio.AioRpcError, match="add up"):
-            await node.Put(store_pb2.PutRequest(items=items, inline_data=b"short"))
-
-
 # --- damage
 
 

@@ -1,7 +1,7 @@
 """Memory that a process offers to its peers, and the descriptor by which peers find it.
 
-Owns the shared mapping's life (create, seal, unmap) and the descriptor's meaning. Knows nothing of
-sockets, leases or protobuf (see ``descriptor_wire`` for the latter).
+Owns the shared mapping's life (create, seal, unmap) and the descriptor's meaning, which travels as it is. Knows nothing
+of sockets and leases.
 
 Who may write what: peers map a segment by a file descriptor that is open for reading only, so their pages can neither
 be mapped nor made writable; who may write gets a second one, and maps it when it first writes. What only the owner
@@ -13,13 +13,14 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
 import structlog
 
 from tanghulu.errors import InvalidRequest
+from tanghulu.rpc.methods import HelloReply, HelloRequest
+from tanghulu.rpc.wire import U32, U64, FastMessage
 from tanghulu.runtime.fork import keep_reserved
 from tanghulu.transfer_engine.core.page_touch import PageToucher
 
@@ -34,8 +35,7 @@ _MAX_MEMFD_NAME_BYTES = 200
 _PRIVATE_MODE = 0o400
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
+class Endpoint(FastMessage, frozen=True):
     """One way to reach a segment.
 
     ``transport`` is ``"shm"`` (``address``: path of the Unix socket that passes the descriptor), ``"tcp"``, or
@@ -47,11 +47,10 @@ class Endpoint:
     transport: str
     address: str
     device: str = ""
-    distance: int = 0
+    distance: U32 = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentDescriptor:
+class SegmentDescriptor(FastMessage, frozen=True):
     """What a peer needs in order to open a segment; a value, valid while the process of ``generation`` lives.
 
     ``host_id`` is equal for processes that can share memory. A restarted process offers another ``generation``,
@@ -59,9 +58,9 @@ class SegmentDescriptor:
     """
 
     name: str
-    size_bytes: int
+    size_bytes: U64
     host_id: str
-    generation: int
+    generation: U64
     endpoints: tuple[Endpoint, ...]
 
     def endpoints_of(self, transport: str) -> tuple[Endpoint, ...]:
@@ -72,13 +71,30 @@ class SegmentDescriptor:
 class SessionKey(NamedTuple):
     """A session at a segment's owner, and the secret that proves at each new connection that it is the caller's."""
 
-    session_id: int
+    session_id: U64
     secret: bytes
 
 
 SECRET_BYTES: Final = 16
 #: For segments whose owner keeps no leases.
 NO_SESSION: Final = SessionKey(0, bytes(SECRET_BYTES))
+
+
+class SegmentHello(HelloRequest, frozen=True):
+    """The HELLO of a caller that will read or write the server's segment. ``wants_shm``: by mapping it."""
+
+    client_id: str = ""
+    host_id: str = ""
+    wants_shm: bool = False
+
+
+class SegmentWelcome(HelloReply, frozen=True):
+    """The answer: the server, its ``generation``, the caller's session and the segment; transfers name all of them."""
+
+    instance_id: str
+    generation: U64
+    session: SessionKey
+    segment: SegmentDescriptor
 
 
 class MemorySegment:

@@ -6,7 +6,6 @@ thread that reads has ended; that it is unmapped then tells the other worker tha
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,19 +16,17 @@ import structlog
 from tanghulu.auth.certificate_roles import WORKER
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, PeerSilent
-from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_client import FastConnection
-from tanghulu.rpc.methods import HELLO
 from tanghulu.rpc.pacing import SILENT_HOST_S
 from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
 from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.process import host_id
 from tanghulu.session.outputs import KvSource, PrefixHolder
 from tanghulu.transfer_engine.client.remote import RemoteSegment
-from tanghulu.transfer_engine.core.descriptor_wire import from_proto
-from tanghulu.transfer_engine.core.segment import SessionKey
+from tanghulu.transfer_engine.core.segment import SegmentHello, SegmentWelcome
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.types import Address
+from tanghulu.workers.kv.peer_methods import HELLO
 
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
@@ -228,21 +225,11 @@ class PeerLinks:
 
     def _greet(self, connection: FastConnection, shown: Credentials) -> PeerLink:
         reply = self._hello(connection, shown, wants_shm=True)
-        segment = self._engine.open_segment(
-            from_proto(reply.segment), SessionKey(reply.session_id, reply.session_secret)
-        )
+        segment = self._engine.open_segment(reply.segment, reply.session)
         return PeerLink(connection, segment, self._clock.now_s())
 
-    def _hello(self, connection: FastConnection, shown: Credentials, *, wants_shm: bool) -> store_pb2.HelloReply:
-        hello = store_pb2.HelloRequest(
-            protocol_version=PROTOCOL_VERSION,
-            client_id=self._client_id,
-            pid=os.getpid(),
-            host_id=host_id(),
-            wants_shm=wants_shm,
-            tenant=shown.tenant,
-            token=shown.token,
-        )
+    def _hello(self, connection: FastConnection, shown: Credentials, *, wants_shm: bool) -> SegmentWelcome:
+        hello = SegmentHello(PROTOCOL_VERSION, shown.tenant, shown.token, self._client_id, host_id(), wants_shm)
         reply = connection.call(HELLO.number, hello, HELLO.reply, deadline_s=HELLO_DEADLINE_S)
         require_version(reply.message.protocol_version, connection.peer)
         return reply.message

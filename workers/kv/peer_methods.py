@@ -8,8 +8,10 @@ from typing import Annotated
 import msgspec
 
 from tanghulu.auth.tenants import Right
+from tanghulu.rpc import methods as rpc
 from tanghulu.rpc.methods import Method, Rule
 from tanghulu.rpc.wire import U32, U64, FastMessage
+from tanghulu.transfer_engine.core.segment import SegmentHello, SegmentWelcome
 from tanghulu.types import BlockHash
 
 
@@ -87,6 +89,7 @@ def _of_the_cluster(name: str) -> Rule:
     return Rule(name, Right.JOIN)
 
 
+HELLO = Method(rpc.HELLO.number, rpc.HELLO.name, SegmentHello, SegmentWelcome)
 EXPORT_PIN = Method(50, "export_pin", ExportPinRequest, ExportPinReply, _of_the_cluster("export_pin"))
 EXPORT_RELEASE = Method(
     51, "export_release", ExportReleaseRequest, ExportReleaseReply, _of_the_cluster("export_release")

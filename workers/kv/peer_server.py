@@ -15,16 +15,14 @@ from typing import NamedTuple, Protocol
 from msgspec import structs
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
-from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_server import FastService, Peer
-from tanghulu.rpc.methods import HELLO
-from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
+from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.process import host_id
 from tanghulu.session.outputs import KvSource
 from tanghulu.transfer_engine.core.access import AccessTable, unguessable_numbers
-from tanghulu.transfer_engine.core.descriptor_wire import to_proto
 from tanghulu.transfer_engine.core.leases import Freed
+from tanghulu.transfer_engine.core.segment import SegmentHello, SegmentWelcome
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.owner.server import SegmentServer
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, LeaseId, RequestId
@@ -37,6 +35,7 @@ from tanghulu.workers.kv.peer_methods import (
     EXPORT_PIN,
     EXPORT_RELEASE,
     EXPORT_WATCH,
+    HELLO,
     PREFIX_PIN,
     ExportedBlock,
     ExportPinReply,
@@ -205,8 +204,7 @@ class PeerServer:
 
     # --- calls of peers
 
-    def _hello(self, peer: Peer, request: store_pb2.HelloRequest, _: memoryview) -> store_pb2.HelloReply:
-        require_version(request.protocol_version, "the caller")
+    def _hello(self, peer: Peer, request: SegmentHello, _: memoryview) -> SegmentWelcome:
         if peer.state is not None:
             raise InvalidRequest("a connection says hello once")
         session_id = next(self._session_ids)
@@ -214,14 +212,8 @@ class PeerServer:
         session = self._access.open_session(session_id, peer.pid if may_map else None)
         peer.state = session_id
         peer.on_close.append(lambda: self.on_freed(self._access.close_session(session_id)))
-        return store_pb2.HelloReply(
-            instance_id=self._identity.instance_id,
-            generation=self._identity.generation,
-            session_id=session_id,
-            session_secret=session.secret,
-            segment=to_proto(self._segment.descriptor()),
-            protocol_version=PROTOCOL_VERSION,
-        )
+        own = self._identity
+        return SegmentWelcome(PROTOCOL_VERSION, own.instance_id, own.generation, session, self._segment.descriptor())
 
     async def _pin(self, peer: Peer, request: ExportPinRequest, _: memoryview) -> ExportPinReply:
         self._require_known(peer, request.fingerprint)

@@ -25,8 +25,8 @@ from tanghulu.errors import ConfigError
 
 MIN_CHARACTERS: Final = 32
 HELP: Final = (
-    "secret that all conductors, workers and routers of the cluster share, which block names and signatures of "
-    "stored KV are made from; @FILE reads it from a file"
+    "secret shared by all conductors, workers and routers, the key of block names and of signatures "
+    "of stored KV; @FILE reads it from a file"
 )
 
 

@@ -29,10 +29,10 @@ _TIMEOUT = httpx.Timeout(600, connect=10, pool=None)
 
 @click.group("bench", short_help="Measure a running cluster.")
 def COMMAND() -> None:
-    """Measure a running cluster: what its HTTP API gives to streams, or its store to one client.
+    """Measure a running cluster: streams of its HTTP API, or its store with one client.
 
-    Both leave nothing behind: chunks are removed, prompts begin with words of their own. Figures hold for this
-    machine, beside whatever else runs.
+    Both leave nothing behind: chunks are removed, and prompts have beginnings of their own. Figures hold for this
+    machine and its other load.
     """
 
 
@@ -77,17 +77,25 @@ def prompts(load: StreamLoad, vocabulary: Sequence[int], run: int) -> list[list[
 
 @COMMAND.command("http")
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="the conductor")
-@click.option("--requests", type=click.IntRange(1, 1_000_000), default=64, show_default=True, help="how many in all")
+@click.option(
+    "--requests", type=click.IntRange(1, 1_000_000), default=64, show_default=True, help="total number of requests"
+)
 @click.option("--concurrency", type=click.IntRange(1, 4096), default=8, show_default=True, help="streams at a time")
 @click.option("--prompt-tokens", type=click.IntRange(1, 1_000_000), default=256, show_default=True)
 @click.option("--output-tokens", type=click.IntRange(2, 1_000_000), default=32, show_default=True)
-@click.option("--shared", type=FiniteRange(0, 1), default=0.9, show_default=True, help="part that prompts share")
+@click.option(
+    "--shared",
+    type=FiniteRange(0, 1),
+    default=0.9,
+    show_default=True,
+    help="share of each prompt that all have in common",
+)
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
-@click.option("--api-key", default="", envvar=PREFIX + "API_KEY", help="what to show to a conductor with --api-keys")
+@click.option("--api-key", default="", envvar=PREFIX + "API_KEY", help="API key for a conductor with --api-keys")
 @click.option("--tls-ca", default="", envvar=PREFIX + "TLS_CA", metavar="FILE", help=TLS_CA_HELP)
 @click.option("--json", "as_json", is_flag=True, help="print JSON for programs")
 def http(url: str, requests: int, api_key: str, tls_ca: str, as_json: bool, **load_options: Any) -> None:
-    """Send streamed completions, some at a time, and tell times to tokens and throughput."""
+    """Send concurrent streamed completions and report times to tokens and throughput."""
     load = StreamLoad(num_requests=requests, **load_options)
     figures = asyncio.run(measure_http(url, load, HttpClientOptions(api_key=api_key, tls_ca=tls_ca)))
     if as_json:
@@ -185,10 +193,10 @@ class StoreFigures:
 
 @COMMAND.command("store")
 @click.option("--size", "sizes", multiple=True, default=("4KiB", "64KiB", "1MiB", "16MiB"), show_default=True)
-@click.option("--seconds", type=FiniteRange(0.01, 3600), default=1.0, show_default=True, help="for each figure")
+@click.option("--seconds", type=FiniteRange(0.01, 3600), default=1.0, show_default=True, help="seconds per measurement")
 @store_options
 def store(sizes: Sequence[str], seconds: float, master: Masters, as_json: bool) -> None:
-    """Put, find, get and remove chunks of some sizes, one call after the other."""
+    """Put, find, get and remove chunks of several sizes, one call after the other."""
     rows = list[StoreFigures]()
     try:
         with connect(master) as client:

@@ -29,7 +29,7 @@ _AUTHORITY_DAYS = 3650
 #: The longest that a certificate is valid, and what is usual.
 MOST_DAYS, DAYS = 397, 365
 ANY_HOST = "*"
-HOST_HELP = "a name or an address that the certificates hold for; '*': any, for processes of the cluster; repeatable"
+HOST_HELP = "name or address that the certificates are valid for; '*' means any, for cluster processes only; repeatable"
 #: Clocks of other hosts may be behind.
 _EARLIER = timedelta(hours=1)
 
@@ -181,11 +181,9 @@ def COMMAND() -> None:
 @COMMAND.command("init", short_help="Make an authority and a certificate for each role.")
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("certs"))
 @click.option("--host", "hosts", multiple=True, help=HOST_HELP)
-@click.option(
-    "--days", type=click.IntRange(1, MOST_DAYS), default=DAYS, show_default=True, help="how long they are valid"
-)
+@click.option("--days", type=click.IntRange(1, MOST_DAYS), default=DAYS, show_default=True, help="days of validity")
 def init(folder: Path, hosts: tuple[str, ...], days: int) -> None:
-    """Make an authority and certificates for all roles in FOLDER; what is there already stays."""
+    """Make an authority and certificates for all roles in FOLDER; existing files stay."""
     named = tuple(dict.fromkeys((*hosts, "localhost", "127.0.0.1")))
     made = make(folder, named, days)
     click.echo(f"{folder}: {', '.join(path.name for path in made) if made else 'all is there already'}")

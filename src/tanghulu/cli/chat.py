@@ -30,9 +30,9 @@ class ChatConfig(HttpClientOptions):
     url: str = option("http://127.0.0.1:8000", "the conductor's HTTP address")
     model: str = option("", "the model to talk to; default: the first that is served")
     system: str = option("", "system prompt")
-    message: str = option("", "send this one message, print the answer and end")
+    message: str = option("", "send this message, print the answer and exit")
     max_tokens: int = option(512, "longest answer in tokens", least=1)
-    temperature: float = option(0.7, "0 always takes the most likely token", most=2)
+    temperature: float = option(0.7, "0 always picks the most likely token", most=2)
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):

@@ -225,7 +225,7 @@ def _read(path: Path) -> str:
 @click.argument("command", type=click.Choice(tuple(NEEDS)), default="up")
 @click.option("--json", "as_json", is_flag=True, help="print JSON for programs")
 def COMMAND(command: str, as_json: bool) -> None:
-    """Look at this machine as COMMAND (default: up) would need it. Ends with 1 if something keeps it from working."""
+    """Check whether this machine can run COMMAND (default: up). Exits with 1 if something prevents it."""
     findings = examine(command)
     if as_json:
         print_json([asdict(each) | {"level": each.level.value} for each in findings])

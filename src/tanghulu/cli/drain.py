@@ -35,10 +35,10 @@ _ROLES = (Role.CONDUCTOR, Role.PREFILL, Role.DECODE, Role.BOTH, Role.NODE)
 def COMMAND(instance: str, discovery: str, namespace: str, master: Masters, as_json: bool) -> None:
     """Drain INSTANCE, a worker, conductor or store node, by its id or its address.
 
-    A worker takes no new requests, and what does not end within its --grace-s moves to others. A conductor says no on
-    /ready first, accepts for its --notice-s more, and lets answers end within its --grace-s. Then the process ends; a
-    supervisor that restarts it makes this a rolling restart. A node moves its chunks away, as by `tanghulu store
-    drain`, and goes on until it is stopped.
+    A worker accepts no new requests; requests that have not finished within its --grace-s move to other workers. A
+    conductor fails /ready, accepts requests for another --notice-s, and finishes answers within its --grace-s. Then the
+    process exits; with a supervisor that restarts it this is a rolling restart. A node moves its chunks to other nodes,
+    as with `tanghulu store drain`, and keeps running.
     """
     found = asyncio.run(_find(instance, discovery, namespace, master))
     if found.role is Role.NODE:

@@ -39,23 +39,30 @@ def COMMAND() -> None:
 @COMMAND.command("create", short_help="Add a key to a file, and print it once.")
 @_FILE
 @click.argument("name")
-@click.option("--tenant", default="", help="whose key it is: prefixes are shared within a tenant only")
+@click.option("--tenant", default="", help="tenant of the key; prefixes are shared within a tenant only")
 @click.option(
     "--right",
     "rights",
     multiple=True,
     type=click.Choice([right.value for right in KeyRight]),
-    help="what it allows; may be said several times [default: inference]",
+    help="right of the key; repeatable [default: inference]",
 )
-@click.option("--requests-per-s", type=FiniteRange(0, MOST), default=0.0, help="0: no limit")
-@click.option("--tokens-per-minute", type=FiniteRange(0, MOST), default=0.0, help="of prompts and answers; 0: no limit")
+@click.option("--requests-per-s", type=FiniteRange(0, MOST), default=0.0, help="0 disables it")
 @click.option(
-    "--max-in-flight", type=click.IntRange(0, 10**9), default=0, help="requests under way at one time; 0: no limit"
+    "--tokens-per-minute",
+    type=FiniteRange(0, MOST),
+    default=0.0,
+    help="limit on tokens of a prompt and its answer; 0 disables it",
 )
-@click.option("--weight", type=FiniteRange(0, 1e6, min_open=True), default=1.0, help="turns for each of another key's")
+@click.option(
+    "--max-in-flight", type=click.IntRange(0, 10**9), default=0, help="limit on concurrent requests; 0 disables it"
+)
+@click.option(
+    "--weight", type=FiniteRange(0, 1e6, min_open=True), default=1.0, help="turns for each turn of a key with weight 1"
+)
 @_JSON
 def create(file: Path, name: str, tenant: str, rights: tuple[str, ...], as_json: bool, **numbers: float) -> None:
-    """Add a key called NAME to FILE, which is made if it is not there, and print the key. It cannot be shown again."""
+    """Add a key called NAME to FILE, creating the file if necessary, and print the key. It cannot be shown again."""
     made = new_key()
     add(file, name, made, rights or (KeyRight.INFERENCE.value,), tenant, **numbers)
     if as_json:
@@ -67,7 +74,7 @@ def create(file: Path, name: str, tenant: str, rights: tuple[str, ...], as_json:
 @COMMAND.command("secret", short_help="Make a cluster secret in a file.")
 @_FILE
 def secret(file: Path) -> None:
-    """Make a cluster secret in FILE, which must not be there: what --cluster-secret @FILE of all processes names."""
+    """Make a cluster secret in FILE, which must not exist yet; start all processes with --cluster-secret @FILE."""
     if file.exists():
         raise ConfigError(
             f"{file} exists: a new secret makes all stored KV useless; remove it first, or choose another"
@@ -93,7 +100,7 @@ def add(file: Path, name: str, key: str, rights: tuple[str, ...], tenant: str = 
 @_FILE
 @_JSON
 def show(file: Path, as_json: bool) -> None:
-    """List the keys of FILE: names, tenants, rights and limits. The keys themselves stand nowhere."""
+    """List the keys of FILE: names, tenants, rights and limits. The keys themselves are not stored."""
     keys = ApiKeysFile(file, called=str(file)).table.keys.values()
     if as_json:
         print_json([_row(key) for key in keys])
@@ -110,7 +117,7 @@ def show(file: Path, as_json: bool) -> None:
 @_FILE
 @click.argument("name")
 def revoke(file: Path, name: str) -> None:
-    """Remove the key called NAME from FILE. Answers under way end as they would have; further requests get 401."""
+    """Remove the key called NAME from FILE. Running answers finish; further requests get 401."""
     if name not in ApiKeysFile(file, called=str(file)).table.keys:
         raise InvalidRequest(f"{file} has no key {name!r}")
     if file.suffix == ".json":

@@ -38,7 +38,7 @@ _COMMANDS = {
     "bench": ("tanghulu.cli.bench", "COMMAND", "Measure a running cluster: its HTTP API or its store."),
     "keys": ("tanghulu.cli.keys", "COMMAND", "Make, list and revoke API keys of the HTTP API."),
     "chat": ("tanghulu.cli.chat", "COMMAND", "Talk to a running conductor."),
-    "store": ("tanghulu.cli.store", "COMMAND", "Look into and administer the store."),
+    "store": ("tanghulu.cli.store", "COMMAND", "Inspect and administer the store."),
     "master": ("tanghulu.store.master.main", "COMMAND", "Run a master."),
     "node": ("tanghulu.store.node.main", "COMMAND", "Run a store node."),
     "conductor": ("tanghulu.conductor.main", "COMMAND", "Run a conductor (the HTTP API)."),

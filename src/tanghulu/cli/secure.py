@@ -132,7 +132,7 @@ def COMMAND() -> None:
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("secrets"))
 @click.option("--host", "hosts", multiple=True, help=certs.HOST_HELP)
 def init(folder: Path, hosts: tuple[str, ...]) -> None:
-    """Make what a secure cluster needs in FOLDER; what is there already stays.
+    """Make certificates, tokens and keys for a secure cluster in FOLDER; existing files stay.
 
     Each process gets tokens.toml, cluster.token, certs/ca.pem and its role's certificate; conductors get keys.toml too.
     operator.token is for `tanghulu store` and `tanghulu drain`, metrics.token for Prometheus, api.key for the HTTP API.

@@ -191,16 +191,20 @@ def _span(seconds: float) -> str:
 
 @click.command("status", short_help="Show the whole cluster at a glance.")
 @click.option("--discovery", default="master", show_default=True, envvar=PREFIX + "DISCOVERY", help=HELP)
-@click.option("--namespace", default="default", show_default=True, envvar=PREFIX + "NAMESPACE", help="whose processes")
-@click.option("--watch", is_flag=True, help="look again until Ctrl-C")
-@click.option("--interval-s", type=FiniteRange(0.1, 86_400), default=2.0, show_default=True, help="between two looks")
+@click.option(
+    "--namespace", default="default", show_default=True, envvar=PREFIX + "NAMESPACE", help="namespace of the processes"
+)
+@click.option("--watch", is_flag=True, help="refresh until Ctrl-C")
+@click.option(
+    "--interval-s", type=FiniteRange(0.1, 86_400), default=2.0, show_default=True, help="seconds between refreshes"
+)
 @store_options
 def COMMAND(discovery: str, namespace: str, watch: bool, interval_s: float, master: Masters, as_json: bool) -> None:
-    """Show every process of the cluster: its health, load, hit ratio and where its metrics are.
+    """Show the health, load, hit ratio and metrics address of every process in the cluster.
 
     A token without the right to join or to see metrics sees masters and store nodes alone.
 
-    Ends with 1 if something is wrong with it, for scripts. With --json one object a look.
+    Exits with 1 if something is wrong, for scripts. --json prints one object per refresh.
     """
     console = wide_console()
 

@@ -29,7 +29,7 @@ from tanghulu.types import Role, format_size, printable
 _DEFAULT_LIMIT = 1000
 
 
-@click.group("store", help="Look into and administer the store.")
+@click.group("store", help="Inspect and administer the store.")
 def COMMAND() -> None:
     """The group; its commands follow."""
 
@@ -41,9 +41,9 @@ def COMMAND() -> None:
     type=click.IntRange(0, 10**9),
     default=_DEFAULT_LIMIT,
     show_default=True,
-    help="at most this many keys; 0: all",
+    help="limit on keys; 0 means all",
 )
-@click.option("--after", default="", metavar="KEY", help="only keys that come behind KEY in the order of names")
+@click.option("--after", default="", metavar="KEY", help="only keys after KEY in alphabetical order")
 @store_options
 def ls(prefix: str, limit: int, after: str, master: Masters, as_json: bool) -> None:
     """List the keys that begin with PREFIX, their sizes and the nodes that hold them."""
@@ -120,7 +120,7 @@ def _totals(store: Client, as_json: bool) -> None:
 @COMMAND.command(short_help="List the store nodes.")
 @store_options
 def nodes(master: Masters, as_json: bool) -> None:
-    """List the store nodes: where they are, what they hold, when they were last seen."""
+    """List the store nodes: addresses, contents, time since last contact."""
     with connect(master) as store:
         found = store.nodes()
     if as_json:
@@ -153,10 +153,10 @@ def _state(node: NodeView) -> str:
 @click.argument("key")
 @click.argument("file", type=click.File("rb"))
 @click.option(
-    "--replicas", type=click.IntRange(1, MAX_REPLICAS), default=1, show_default=True, help="nodes that shall hold it"
+    "--replicas", type=click.IntRange(1, MAX_REPLICAS), default=1, show_default=True, help="number of nodes to hold it"
 )
-@click.option("--pin", type=click.Choice(["none", "soft", "hard"]), default="none", help="how it stands to eviction")
-@click.option("--ttl-s", type=FiniteRange(0, MAX_TTL_S, min_open=True), help="seconds after which it may go")
+@click.option("--pin", type=click.Choice(["none", "soft", "hard"]), default="none", help="protection from eviction")
+@click.option("--ttl-s", type=FiniteRange(0, MAX_TTL_S, min_open=True), help="seconds after which it may be evicted")
 @store_options
 def put(key: str, file: Any, replicas: int, pin: str, ttl_s: float | None, master: Masters, as_json: bool) -> None:
     """Put the contents of FILE (- for standard input) under KEY."""
@@ -181,7 +181,7 @@ def put(key: str, file: Any, replicas: int, pin: str, ttl_s: float | None, maste
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="write to this file; - is standard output")
 @store_options
 def get(key: str, output: Path | None, master: Masters, as_json: bool) -> None:
-    """Write the value of KEY to standard output or a file; with --json only its size is printed."""
+    """Write the value of KEY to standard output or a file; --json prints only its size."""
     to_file = output is not None and str(output) != "-"
     with connect(master) as store, store.get(key) as chunk:
         value = chunk.bytes()
@@ -203,13 +203,17 @@ def _write(output: Path, value: bytes) -> None:
 
 @COMMAND.command(short_help="Remove chunks by key or pattern.")
 @click.argument("keys", nargs=-1)
-@click.option("--matching", metavar="REGEX", help="remove every key in which this pattern is found; ^ is its beginning")
-@click.option("--dry-run", is_flag=True, help="only say which keys --matching would remove")
+@click.option(
+    "--matching",
+    metavar="REGEX",
+    help="remove every key that contains a match of this pattern; ^ anchors it at the beginning",
+)
+@click.option("--dry-run", is_flag=True, help="only print the keys that --matching would remove")
 @store_options
 def rm(keys: tuple[str, ...], matching: str | None, dry_run: bool, master: Masters, as_json: bool) -> None:
-    """Remove the chunks of KEYS, or all that match a pattern; look first with --dry-run: kv/ holds the workers' own.
+    """Remove the chunks of KEYS, or all that match a pattern. Try --dry-run first: kv/ holds the workers' own.
 
-    Exit code 3 if one was not there; of what could not be removed the first reason is told.
+    Exits with 3 if a key did not exist; if removals fail, the first reason is printed.
     """
     if bool(keys) == bool(matching):
         raise click.UsageError("name KEYS or give --matching REGEX")
@@ -247,7 +251,7 @@ def _would_remove(pattern: str | None, master: Masters, as_json: bool) -> None:
 @click.option("--node", "node_id", default="", help="this node only (its id); default: all")
 @store_options
 def policy(name: str | None, node_id: str, master: Masters, as_json: bool) -> None:
-    """Show the nodes' eviction policy, or switch it to NAME while they run; chunks and their order are kept."""
+    """Show the nodes' eviction policy, or switch it to NAME at run time; chunks and their order are kept."""
     with connect(master) as store:
         policies = perform(store, orders.policy(node_id, name))
     if as_json:
@@ -266,7 +270,8 @@ SERVE = command(
     "serve",
     GatewayConfig,
     _serve,
-    "Serve the store over HTTP: values, listings, administration, events. Requests act by the token that they bring.",
+    "Serve the store over HTTP (and gRPC): values, listings, administration, events. Requests act "
+    "with their own token.",
 )
 SERVE.short_help = "Serve the store over HTTP."
 

@@ -26,13 +26,13 @@ from tanghulu.types import format_size, parse_size, printable
 
 @click.command(short_help="Move a node's chunks away, to stop it.")
 @click.argument("node")
-@click.option("--wait/--no-wait", default=True, help="wait until the node may be stopped")
-@click.option("--timeout-s", type=FiniteRange(0, MOST), help="give up waiting after so long; the drain goes on")
+@click.option("--wait/--no-wait", default=True, help="wait until the node can be stopped")
+@click.option("--timeout-s", type=FiniteRange(0, MOST), help="seconds to wait; the drain continues after that")
 @store_options
 def drain(node: str, wait: bool, timeout_s: float | None, master: Masters, as_json: bool) -> None:
-    """Move the chunks of NODE to other nodes, so that it can be stopped and nothing is lost.
+    """Move the chunks of NODE to other nodes, so that it can be stopped without loss.
 
-    From now on it takes no new chunks. Ends when it is safe to stop; undrain takes it back.
+    The node accepts no new chunks. Exits when it is safe to stop; undrain reverses it.
     """
     with connect(master) as store:
         outcome = _drain(store, node, wait, timeout_s, show=not as_json)
@@ -62,7 +62,7 @@ def _drain(store: Client, node: str, wait: bool, timeout_s: float | None, *, sho
 @click.argument("node")
 @store_options
 def undrain(node: str, master: Masters, as_json: bool) -> None:
-    """Have NODE take new chunks again; what was copied away stays where it is, too."""
+    """Let NODE accept new chunks again; copies made by drain stay on the other nodes."""
     with connect(master) as store:
         outcome = perform(store, orders.undrain(node))
     if as_json:
@@ -81,12 +81,12 @@ def _size(context: click.Context, parameter: click.Parameter, value: str) -> int
 @click.command(short_help="Let chunks go by key or by the policy.")
 @click.argument("keys", nargs=-1)
 @click.option("--bytes", "num_bytes", default="0", callback=_size, help="bytes to evict on each node, by its policy")
-@click.option("--node", "node_id", default="", help="on this node only (its id); default: on all")
+@click.option("--node", "node_id", default="", help="id of the only node to act on; default: all")
 @store_options
 def evict(keys: tuple[str, ...], num_bytes: int, node_id: str, master: Masters, as_json: bool) -> None:
-    """Evict KEYS, or the chunks that would go next; unlike after rm, any client may put them again at once.
+    """Evict KEYS, or the chunks next in line; unlike after rm, any client may put them again at once.
 
-    What is being read or pinned hard stays. With an SSD tier evicted chunks go down to it. Exit code 3 if a key is not
+    Chunks being read or pinned hard stay. With an SSD tier, evicted chunks move to it. Exits with 3 if a key is not
     in the store.
     """
     if bool(keys) == bool(num_bytes):
@@ -111,20 +111,20 @@ def _show_evicted(evicted: Row) -> None:
 @click.command(short_help="Have keys copied ahead of demand.")
 @click.argument("keys", nargs=-1, required=True)
 @click.option(
-    "--holders", type=click.IntRange(1, MAX_REPLICAS), default=2, show_default=True, help="nodes that hold each"
+    "--holders", type=click.IntRange(1, MAX_REPLICAS), default=2, show_default=True, help="number of nodes per key"
 )
 @click.option(
     "--for-s",
     type=FiniteRange(0, MAX_TTL_S, min_open=True),
     default=60.0,
     show_default=True,
-    help="seconds for which they are wanted; copies that nobody reads go afterwards",
+    help="seconds to keep the copies; unread ones go afterwards",
 )
 @store_options
 def replicate(keys: tuple[str, ...], holders: int, for_s: float, master: Masters, as_json: bool) -> None:
-    """Have KEYS copied to more nodes ahead of demand; the master does it in the background.
+    """Copy KEYS to more nodes ahead of demand; the master does it in the background.
 
-    Exit code 3 if one is not in the store; the others are copied.
+    Exits with 3 if a key is not in the store; the others are copied.
     """
     with connect(master) as store:
         missing = perform(store, orders.missing(keys))
@@ -138,13 +138,13 @@ def replicate(keys: tuple[str, ...], holders: int, for_s: float, master: Masters
 
 @click.command(short_help="Follow what is stored and removed.")
 @click.argument("prefix", default="")
-@click.option("--snapshot/--no-snapshot", default=True, help="begin with what there is already")
-@click.option("--count", type=click.IntRange(1, 10**9), help="end after this many lines")
+@click.option("--snapshot/--no-snapshot", default=True, help="start with the existing keys")
+@click.option("--count", type=click.IntRange(1, 10**9), help="exit after this many lines")
 @store_options
 def watch(prefix: str, snapshot: bool, count: int | None, master: Masters, as_json: bool) -> None:
-    """Follow what is stored and removed, and nodes that go, one line each (--json: an object each), until Ctrl-C.
+    """Follow stored and removed keys and lost nodes, one line each (--json: one object each), until Ctrl-C.
 
-    After an interruption of the master it goes on, with a "reset" and all that there is if it has to begin again.
+    After a loss of the master it continues; if it has to start over, with a "reset" and all existing keys.
     """
     connect(master).close()  # a master that is not there is said now and not waited for
     asyncio.run(_watch(master, prefix, snapshot, count, as_json))
@@ -173,9 +173,9 @@ def _line(row: Row, as_json: bool) -> str:
 @click.command("masters", short_help="List the masters and the keys that each has.")
 @store_options
 def masters_command(master: Masters, as_json: bool) -> None:
-    """List the masters that own ranges of keys: how many ranges, since which term, their keys, who leads.
+    """List the masters that own ranges of keys: number of ranges, term, keys, and the leader.
 
-    A master that rebuilds does not know yet who holds which keys of some ranges. With --json the ranges' numbers.
+    A rebuilding master does not know the holders of all its keys yet. --json lists the ranges' numbers.
     """
     with connect(master) as store:
         found = store.masters()
@@ -205,10 +205,10 @@ def _state(master: MasterView) -> str:
 @click.command(short_help="What each tenant holds and may hold.")
 @store_options
 def tenants(master: Masters, as_json: bool) -> None:
-    """List what each tenant holds in the memory of all nodes, and its hits, misses and evictions since their start.
+    """List each tenant's use of all nodes' memory, and its hits, misses and evictions since their start.
 
-    "share" is of the memory of all nodes; a quota is said for one node, for all of them together, or both. A tenant's
-    own token tells of that tenant only.
+    "share" refers to the memory of all nodes; a quota applies to each node, to all of them together, or both. A
+    tenant's own token shows that tenant only.
     """
     with connect(master) as store:
         found = store.tenants()
@@ -243,19 +243,19 @@ def _quota(tenant: TenantView) -> str:
 
 @click.command(short_help="Make a token for the tokens file.")
 @click.argument("name")
-@click.option("--tenant", default="", help="whose token it is; default: an operator's")
+@click.option("--tenant", default="", help="tenant of the token; default: an operator's")
 @click.option(
     "--right",
     "rights",
     multiple=True,
     type=click.Choice([right.value for right in Right]),
-    help="what it allows; may be said several times [default: read and write; an operator's: admin]",
+    help="right of the token; repeatable [default: read and write; an operator's: admin]",
 )
 @click.option("--json", "as_json", is_flag=True, help="print JSON for programs")
 def token(name: str, tenant: str, rights: tuple[str, ...], as_json: bool) -> None:
-    """Make a token and the lines about it for the tokens file, which keeps its hash only. Nothing is stored.
+    """Make a token, and the lines for the tokens file, which contain only its hash. Nothing is stored.
 
-    NAME stands in logs and messages. Give the token to its user now: it cannot be shown again.
+    NAME appears in logs and messages. Give the token to its user now: it cannot be shown again.
     """
     if tenant:
         validate_tenant(tenant)

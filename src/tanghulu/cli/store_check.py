@@ -23,13 +23,13 @@ class Disagreement(TanghuluError):
 
 
 @click.command("check", short_help="Verify all bytes, compare directory and nodes.")
-@click.option("--repair", "with_repair", is_flag=True, help="drop corrupt chunks; have the nodes report again")
+@click.option("--repair", "with_repair", is_flag=True, help="drop corrupt chunks and let the nodes report again")
 @store_options
 def COMMAND(with_repair: bool, master: Masters, as_json: bool) -> None:
-    """Verify the bytes of all chunks in memory, and that the directory and the nodes agree.
+    """Verify the bytes of all chunks in memory, and that directory and nodes agree.
 
-    Exit code 0: all is well, or was repaired; 6: corrupt chunks; 4: a node that the master takes for alive did not
-    answer, the others were looked at; 1: only the directory and the nodes differ.
+    Exits with 0 if all is well or was repaired, 6 for corrupt chunks, 4 if a node presumed alive did not answer (the
+    others were checked), 1 if only directory and nodes differ.
     """
     report = _checked(master, with_repair, show=not as_json)
     if as_json:

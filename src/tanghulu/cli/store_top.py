@@ -114,13 +114,17 @@ class _View:
 
 
 @click.command("top", short_help="Show live what the nodes hold and do.")
-@click.option("--interval-s", type=FiniteRange(0.1, 86_400), default=2.0, show_default=True, help="between two looks")
 @click.option(
-    "--count", type=click.IntRange(1, 10**9), help="end after this many looks; default on a terminal: Ctrl-C, else 1"
+    "--interval-s", type=FiniteRange(0.1, 86_400), default=2.0, show_default=True, help="seconds between refreshes"
+)
+@click.option(
+    "--count",
+    type=click.IntRange(1, 10**9),
+    help="exit after this many refreshes; default: at Ctrl-C on a terminal, else 1",
 )
 @store_options
 def COMMAND(interval_s: float, count: int | None, master: Masters, as_json: bool) -> None:
-    """Show live what the nodes hold and do. With --json one list of nodes a look."""
+    """Show the nodes' contents and activity live. --json prints one list of nodes per refresh."""
     console = wide_console()
     with connect(master) as store:
         view = _View(store, master.credentials)

@@ -62,58 +62,60 @@ class UpConfig(SecretOptions):
     model: str = option("smollm2", "a directory with safetensors or GGUF, a .gguf file, or smollm2", metavar="DIR")
     engine: str = option(
         "torch",
-        "torch computes, or vllm where it is installed; mock takes as long as a model would",
+        "torch, vllm if installed, or mock, which imitates a model's timing",
         choices=("torch", "vllm", "mock"),
     )
-    mock_speedup: float = option(1.0, "the mock engine runs this many times faster than its timing", above=0)
+    mock_speedup: float = option(1.0, "speedup of the mock engine's timing", above=0)
     dtype: str = option("auto", "type of the weights", choices=("auto", "float32", "bfloat16", "float16"))
     kv_dtype: str = option(
         "auto",
-        "type of the KV in cache, store and transfers; auto: as --dtype; int8: half of bfloat16, with a small loss",
+        "type of the KV in cache, store and transfers; auto follows --dtype, int8 halves bfloat16 with a small loss",
         choices=("auto", "float32", "bfloat16", "int8"),
     )
-    device: str = option("auto", "where the workers compute: auto, cpu, cuda or cuda:N")
+    device: str = option("auto", "device of the workers: auto, cpu, cuda or cuda:N")
     batch_invariant: bool = option(
-        False, "the same bits for a request whatever is computed beside it, chunked, cached or moved; slower prefills"
+        False,
+        "compute the same bits for a request whether it is batched, chunked, cached or moved; slows prefills down",
     )
     speculative: str = option(
-        "", "ngram:K: propose up to K tokens from where the last ones stood before; the same text in fewer steps"
+        "", "ngram:K proposes up to K tokens that followed the last ones before; the same text in fewer steps"
     )
-    prefill: int = option(1, "prefill workers", least=0, most=_MOST_OF_A_ROLE)
-    decode: int = option(1, "decode workers", least=0, most=_MOST_OF_A_ROLE)
+    prefill: int = option(1, "number of prefill workers", least=0, most=_MOST_OF_A_ROLE)
+    decode: int = option(1, "number of decode workers", least=0, most=_MOST_OF_A_ROLE)
     workers: int = option(
         1,
-        "workers that do both phases; started with --prefill 0 --decode 0, or --engine vllm",
+        "number of workers for both phases, with --prefill 0 --decode 0 or --engine vllm",
         least=1,
         most=_MOST_OF_A_ROLE,
     )
     conductors: int = option(
-        1, "conductors, which share the ports of the HTTP API and of gRPC", least=1, most=_MOST_OF_A_ROLE
+        1, "number of conductors, which share the HTTP and gRPC ports", least=1, most=_MOST_OF_A_ROLE
     )
-    nodes: int = option(1, "store nodes", least=0, most=_MOST_OF_A_ROLE)
+    nodes: int = option(1, "number of store nodes", least=0, most=_MOST_OF_A_ROLE)
     node_memory: int = option(1 << 30, "memory of each store node", size=True)
-    node_ssd: int = option(0, "SSD tier of each store node, a file of this size in --state-dir; 0: none", size=True)
+    node_ssd: int = option(0, "size of each store node's SSD tier, a file in --state-dir; 0 disables it", size=True)
     eviction: str = option("reuse", "eviction policy of the store nodes", choices=tuple(POLICIES))
     policy: str = option("ttft-min", "routing policy of the conductor")
-    tool_call_parser: str = option(AUTO, "form of the model's tool calls", choices=TOOL_CALL_PARSERS)
-    reasoning_parser: str = option(AUTO, "form of the model's reasoning", choices=REASONING_PARSERS)
+    tool_call_parser: str = option(AUTO, "format of the model's tool calls", choices=TOOL_CALL_PARSERS)
+    reasoning_parser: str = option(AUTO, "format of the model's reasoning", choices=REASONING_PARSERS)
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port of the HTTP API; 0 picks one")
-    grpc_port: int = option(-1, "port of inference over gRPC; 0 picks one; -1: it is not served so", least=-1)
+    grpc_port: int = option(-1, "port of inference over gRPC; 0 picks one, -1 disables it", least=-1)
     master_port: int = option(7400, "port of the master; nodes follow from +10, workers from +30; 0 picks all")
-    store_http_port: int = option(0, "port of the store over HTTP; 0: it is not served so")
-    grace_s: float = option(10.0, "at the end, how long answers under way may go on, in seconds", least=0)
+    store_http_port: int = option(0, "port of the store over HTTP; 0 disables it")
+    store_grpc_port: int = option(-1, "port of the store over gRPC, with --store-http-port; -1 disables it", least=-1)
+    grace_s: float = option(10.0, "seconds for which running answers may continue at shutdown", least=0)
     worker_timeout: float = option(
         10.0,
-        "seconds after which a worker whose engine is silent loses its requests; after twice that it is restarted; "
-        "0: never",
+        "seconds of a silent engine after which a worker loses its requests; it restarts after twice "
+        "that; 0 disables it",
         least=0,
     )
     secure: bool = option(
-        False, "certificates, tokens and API keys for all doors of the cluster, made in --state-dir at the first start"
+        False, "use certificates, tokens and API keys everywhere, created in --state-dir at the first start"
     )
-    state_dir: Path = option(Path(".tanghulu"), "cluster.json and logs go here")
-    log_level: str = option("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
+    state_dir: Path = option(Path(".tanghulu"), "directory of cluster.json and logs")
+    log_level: str = option("info", "lowest level to log", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -253,7 +255,8 @@ class Cluster:
                 model += ["--mock-speedup", str(config.mock_speedup)]
             self._add(role, name, base and base + _MASTER_TO_WORKERS + i, *at, *model)
         if config.store_http_port:
-            self._add("gateway", "store-http", config.store_http_port, *at)
+            grpc = ("--grpc-port", str(config.store_grpc_port)) if config.store_grpc_port >= 0 else ()
+            self._add("gateway", "store-http", config.store_http_port, *at, *grpc)
         ends = ("--grace-s", str(config.grace_s), "--notice-s", "0")
         timeout = ("--worker-timeout", str(config.worker_timeout))
         ports = ("--grpc-port", str(config.grpc_port)) if config.grpc_port >= 0 else ()

@@ -1,13 +1,13 @@
-"""HELLO of callers that tell their version, and show credentials if they have any: no session, no memory."""
+"""HELLO of callers that state their version, and show credentials if they have any: no session, no memory."""
 
 from __future__ import annotations
 
 from tanghulu.auth.credentials import Credentials
 from tanghulu.errors import TanghuluError
-from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Call, FastConnection
-from tanghulu.rpc.methods import HELLO
+from tanghulu.rpc.fast_server import Peer
+from tanghulu.rpc.methods import HELLO, HelloReply, HelloRequest
 from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
 
 
@@ -24,14 +24,9 @@ async def greet(connection: AsyncFastConnection, credentials: Credentials, deadl
     require_version(reply.message.protocol_version, connection.peer)
 
 
-def hello(credentials: Credentials) -> Call[store_pb2.HelloReply]:
+def hello(credentials: Credentials) -> Call[HelloReply]:
     """The first call on a connection to a master."""
-    request = store_pb2.HelloRequest(
-        protocol_version=PROTOCOL_VERSION,
-        tenant=credentials.tenant,
-        token=credentials.token,
-    )
-    return HELLO.call(request)
+    return HELLO.call(HelloRequest(PROTOCOL_VERSION, credentials.tenant, credentials.token))
 
 
 def greet_blocking(connection: FastConnection, credentials: Credentials, deadline_s: float) -> None:
@@ -44,3 +39,8 @@ def greet_blocking(connection: FastConnection, credentials: Credentials, deadlin
     except TanghuluError:
         connection.close()
         raise
+
+
+def welcome(peer: Peer, request: HelloRequest, attachment: memoryview) -> HelloReply:
+    """Answer HELLO where nothing belongs to a session; the authorizer, if there is one, has seen the credentials."""
+    return HelloReply(PROTOCOL_VERSION)

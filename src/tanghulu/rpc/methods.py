@@ -14,8 +14,8 @@ import msgspec
 from google.protobuf.message import Message
 
 from tanghulu.auth.tenants import Identity, Right, is_kv
-from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_client import Call
+from tanghulu.rpc.versions import require_version
 from tanghulu.rpc.wire import U32, Body, FastMessage
 
 Q = TypeVar("Q", bound=Body)
@@ -75,8 +75,27 @@ class Method(Generic[Q, A]):
         return Call(self.number, request, self.reply, attachment)
 
 
-#: The first call of a connection: who asks, and what it is given. Of nodes, masters and workers.
-HELLO = Method(1, "hello", store_pb2.HelloRequest, store_pb2.HelloReply)
+class HelloRequest(FastMessage, frozen=True):
+    """The caller's version of the protocol and its credentials: the beginning of every HELLO, in every version."""
+
+    protocol_version: U32
+    tenant: str = ""
+    token: str = ""
+
+    def validate(self) -> None:
+        """Raise VersionMismatch for a caller of another version."""
+        require_version(self.protocol_version, "the caller")
+
+
+class HelloReply(FastMessage, frozen=True):
+    """The server's version: the beginning of every answer to HELLO, in every version."""
+
+    protocol_version: U32
+
+
+#: The first call of a connection. Services that open a session take and give longer messages, whose first fields these
+#: are (see ``transfer_engine.core.segment``).
+HELLO = Method(1, "hello", HelloRequest, HelloReply)
 
 
 class EndRequest(FastMessage, frozen=True):

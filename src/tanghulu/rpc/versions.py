@@ -1,8 +1,7 @@
 """The version of the fast lane's protocol. HELLO carries the caller's, the answer the server's; both must be equal.
 
-Within a version messages only grow, at their end (see ``wire.FastMessage``; protobuf messages get new fields, never
-other numbers): who does not know a field passes it over, who misses one has its default. docs/design/0019 says how
-ranges of versions return with the second release.
+Within a version messages only grow, at their end (see ``wire.FastMessage``). docs/design/0019 says how ranges of
+versions return with the second release.
 """
 
 from __future__ import annotations

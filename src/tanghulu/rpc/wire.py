@@ -105,11 +105,14 @@ def _new_parser(kind: Any) -> Callable[[bytes], Any]:
 def _parser_of_fast(kind: type[FastMessage]) -> Callable[[bytes], FastMessage]:
     from_bytes = msgspec.msgpack.Decoder(kind).decode
     must_validate = kind.validate is not FastMessage.validate
+    shorter = kind.__bases__[0]
 
     def parse(body: bytes) -> FastMessage:
         try:
             message = from_bytes(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            if shorter is not FastMessage:
+                parser_of(shorter)(body)  # of another version of the protocol, its beginning says so
             raise InvalidRequest(f"bytes are not a {kind.__name__}: {error}") from None
         if must_validate:
             message.validate()

@@ -18,11 +18,11 @@ from tanghulu.runtime.config import option
 #: Of --master, in every process that has one.
 MASTER_HELP = "the master: host:port, several as host:port,host:port, or etcd://host:port[,host:port][/namespace]"
 
-TENANT_HELP = "act for this tenant (needed with an operator's token only)"
-TLS_CERT_HELP = "certificate chain (PEM) to show to others"
+TENANT_HELP = "tenant to act for; needed with an operator's token only"
+TLS_CERT_HELP = "certificate chain (PEM) of this process"
 TLS_KEY_HELP = "its private key (PEM)"
-TLS_CA_HELP = "authorities (PEM) by which the others' certificates are verified; default: the system's"
-TOKEN_HELP = "what to show to a master and nodes with --tokens; @FILE reads it from a file"
+TLS_CA_HELP = "certificate authorities (PEM) trusted for peers; default: the system's"
+TOKEN_HELP = "token for a master and nodes with --tokens; @FILE reads it from a file"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class TlsOptions:
 class PortOptions(TlsOptions):
     """The options of a port that a master or a node listens on: TLS, and the number of connections."""
 
-    max_connections: int = option(16384, "connections of the fast lane, and as many of gRPC, that are let in")
-    tls_mutual: bool = option(False, "let in only who shows a certificate that --tls-ca has signed")
+    max_connections: int = option(16384, "limit on connections")
+    tls_mutual: bool = option(False, "require client certificates signed by --tls-ca")
 
     def __post_init__(self) -> None:
         if self.max_connections < 1:
@@ -59,13 +59,13 @@ class PortOptions(TlsOptions):
 class HttpOptions(TlsOptions):
     """The options of an HTTP port for clients: API keys, TLS, and the number of connections."""
 
-    api_keys: Path | None = option(None, "let in only who shows one of the API keys in this file")
-    tls_mutual: bool = option(False, "let in only who shows a certificate that --tls-ca has signed")
+    api_keys: Path | None = option(None, "require one of the API keys in this file")
+    tls_mutual: bool = option(False, "require client certificates signed by --tls-ca")
     allowed_hosts: str = option(
-        "", "names by which a port on loopback is asked for, as through a proxy in front: a.example,b.example"
+        "", "host names accepted on a loopback port, for example behind a proxy: a.example,b.example"
     )
     max_connections: int = option(
-        4096, "connections of clients; idle ones make way, and beyond busy ones clients get 503", least=1
+        4096, "limit on client connections; idle ones are closed for new ones, further clients get 503", least=1
     )
 
     @property
@@ -84,7 +84,7 @@ class HttpOptions(TlsOptions):
 class HttpClientOptions:
     """The options of commands that ask a conductor over HTTP."""
 
-    api_key: str = option("", "what to show to a conductor with --api-keys; @FILE reads it from a file")
+    api_key: str = option("", "API key for a conductor with --api-keys; @FILE reads it from a file")
     tls_ca: str = option("", TLS_CA_HELP, metavar="FILE")
 
     @property

@@ -59,13 +59,13 @@ class ProcessConfig:
     """The options that every process has."""
 
     host: str = option("127.0.0.1", "address to listen on")
-    advertise_host: str = option("", "address under which others reach this process; default: --host")
+    advertise_host: str = option("", "address at which others reach this process; default: --host")
     metrics_port: int = option(0, "port of GET /metrics; 0 picks one")
-    tokens: Path | None = option(None, "let in only callers that show one of the tokens in this file")
-    place: Place = option(Place(), "where this process stands, zone/rack/host")
+    tokens: Path | None = option(None, "require one of the tokens in this file")
+    place: Place = option(Place(), "location of this process: zone/rack/host")
     namespace: str = option("default", "instances see each other within one namespace")
-    run_dir: Path | None = option(None, "directory for Unix sockets; default: a private temporary one")
-    log_level: str = option("info", "least level that is logged", choices=LOG_LEVELS)
+    run_dir: Path | None = option(None, "directory of Unix sockets; default: a private temporary one")
+    log_level: str = option("info", "lowest level to log", choices=LOG_LEVELS)
     status_fd: int = option(-1, "file descriptor of the supervisor's status stream", least=-1)
 
     @property

@@ -60,10 +60,10 @@ from tanghulu.store.client.logic.effects import (
     is_owner,
     owner_address,
 )
-from tanghulu.store.client.logic.messages import AnyCall, AnyReply, Welcome
+from tanghulu.store.client.logic.messages import AnyCall, AnyReply
 from tanghulu.store.client.settings import Settings
 from tanghulu.store.protocol import methods
-from tanghulu.store.protocol.messages import ProveRequest
+from tanghulu.store.protocol.messages import ProveRequest, Welcome
 from tanghulu.transfer_engine.core.config import EngineConfig
 from tanghulu.transfer_engine.engine import Buffer, TransferEngine
 

@@ -21,10 +21,9 @@ from tanghulu.runtime.fork import refuse_inherited
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import MASTER, NodeLink, PeerId, is_owner, owner_address
-from tanghulu.store.client.logic.messages import Welcome
 from tanghulu.store.client.logic.placement import PROBE_S, NodeTable
 from tanghulu.store.client.settings import Settings
-from tanghulu.store.protocol.messages import ProveReply
+from tanghulu.store.protocol.messages import ProveReply, Welcome
 from tanghulu.store.protocol.terms import Renewals, Term
 from tanghulu.transfer_engine.core.segment import SessionKey
 from tanghulu.transfer_engine.engine import RemoteSegment

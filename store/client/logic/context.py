@@ -33,7 +33,7 @@ from tanghulu.store.client.logic.receive_memory import ReceiveMemory
 from tanghulu.store.client.logic.write_buffers import MappedNode, OpenWriteBuffers
 from tanghulu.store.client.model import NodeView
 from tanghulu.store.protocol import methods
-from tanghulu.store.protocol.messages import MastersReply, MastersRequest
+from tanghulu.store.protocol.messages import MastersReply, MastersRequest, Welcome
 from tanghulu.store.protocol.terms import LeaseProofs, TermFence
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, MAX_STREAMED_BYTES
 
@@ -215,7 +215,7 @@ class Context:
         self.mapped.pop(node, None)
         self.write_buffers.forget(node)
 
-    def opened(self, node: PeerId, link: NodeLink, welcome: messages.Welcome) -> None:
+    def opened(self, node: PeerId, link: NodeLink, welcome: Welcome) -> None:
         """The node's memory is open; where it is mapped, so is its index, and write buffers may be asked for.
 
         Where a node comes, another may have gone.

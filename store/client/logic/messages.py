@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from tanghulu.auth.credentials import Credentials
 from tanghulu.errors import TanghuluError
 from tanghulu.protos import directory_pb2, store_pb2
 from tanghulu.rpc.fast_client import Call, Reply
-from tanghulu.rpc.methods import HELLO
 from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
 from tanghulu.rpc.wire import Failure
 from tanghulu.store.client.logic.effects import PeerId
@@ -18,14 +16,11 @@ from tanghulu.store.client.model import ChunkInfo, KeyInfo, NodeView
 from tanghulu.store.protocol import messages as m
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import Checksums
-from tanghulu.store.protocol.messages import Found, Reservation
-from tanghulu.store.protocol.shared_index import IndexPlace
+from tanghulu.store.protocol.messages import Found, Reservation, Welcome
 from tanghulu.store.protocol.terms import NO_TERM, Term
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, NewChunk
-from tanghulu.store.protocol.wire import checksums_from_wire, index_from_wire, pin_from_wire, tier_from_wire
+from tanghulu.store.protocol.wire import checksums_from_wire, pin_from_wire, tier_from_wire
 from tanghulu.store.protocol.write_buffer import BufferPlace
-from tanghulu.transfer_engine.core.descriptor_wire import from_proto
-from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
 
 AnyCall = Call[Any]
 AnyReply = Reply[Any]
@@ -38,39 +33,18 @@ GRANTING: tuple[type[GrantingReply], ...] = (m.GetReply, m.ReserveReply)
 # --- nodes
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
-    """A node's answer to HELLO."""
-
-    instance_id: str
-    session: SessionKey
-    generation: int
-    segment: SegmentDescriptor
-    index: IndexPlace | None
-    key_scope: str = ""
-
-
 def hello(client_id: str, shown: Credentials, host_id: str, wants_shm: bool, held: Iterable[int]) -> AnyCall:
     """The first frame of a connection to a node."""
-    request = store_pb2.HelloRequest(
-        protocol_version=PROTOCOL_VERSION,
-        client_id=client_id,
-        tenant=shown.tenant,
-        token=shown.token,
-        host_id=host_id,
-        wants_shm=wants_shm,
-        held_lease_ids=held,
+    return methods.HELLO.call(
+        m.NodeHello(PROTOCOL_VERSION, shown.tenant, shown.token, client_id, host_id, wants_shm, list(held))
     )
-    return HELLO.call(request)
 
 
 def welcome(reply: AnyReply) -> Welcome:
     """The answer to ``hello``; raises VersionMismatch."""
-    message: store_pb2.HelloReply = reply.message
+    message: Welcome = reply.message
     require_version(message.protocol_version, message.instance_id)
-    segment, index = from_proto(message.segment), index_from_wire(message)
-    session = SessionKey(message.session_id, message.session_secret)
-    return Welcome(message.instance_id, session, message.generation, segment, index, message.key_scope)
+    return message
 
 
 def open_buffer(value_bytes: int) -> AnyCall:

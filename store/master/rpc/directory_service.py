@@ -13,11 +13,11 @@ import structlog
 from tanghulu.auth.certificate_roles import NODE, require_role
 from tanghulu.errors import NodeUnavailable, NotLeader, StoreFull, TanghuluError
 from tanghulu.protos import directory_pb2 as pb
-from tanghulu.protos import directory_pb2_grpc, store_pb2
+from tanghulu.protos import directory_pb2_grpc
 from tanghulu.rpc.fast_server import FastService, Peer
+from tanghulu.rpc.greeting import welcome
 from tanghulu.rpc.grpc_edge import abort
 from tanghulu.rpc.methods import HELLO, Method
-from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
 from tanghulu.store.master.directory.announcement import NodeAnnouncement
 from tanghulu.store.master.directory.chunk_table import FoundChunk
 from tanghulu.store.master.ownership import ALL_RANGES
@@ -356,7 +356,7 @@ class DirectoryCalls:
 
     def serve(self, service: FastService) -> None:
         """Answer on the fast lane too."""
-        service.register(HELLO, _welcome)
+        service.register(HELLO, welcome)
         service.register(methods.ANNOUNCE, self._announce_on)
         service.register(methods.LOCATE, self._locate)
         service.register(methods.COMMIT_KEY, self._commit_key)
@@ -454,9 +454,3 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
         except TanghuluError as error:
             await abort(context, error)
             raise
-
-
-def _welcome(peer: Peer, request: store_pb2.HelloRequest, attachment: memoryview) -> store_pb2.HelloReply:
-    """Peers tell their version and show their credentials; where there is an authorizer it has looked at them."""
-    require_version(request.protocol_version, "the caller")
-    return store_pb2.HelloReply(protocol_version=PROTOCOL_VERSION)

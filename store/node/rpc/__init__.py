@@ -1,1 +1,1 @@
-"""The node's edges: the fast lane, gRPC, sessions of clients, metrics."""
+"""The node's edges: the fast lane, sessions of clients, metrics."""

@@ -12,15 +12,17 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import msgspec
 import structlog
 
 from tanghulu.auth.tenants import Right
 from tanghulu.errors import ChecksumMismatch, ChunkNotFound, InvalidRequest, TanghuluError, Unauthorized
 from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_server import NO_ANSWER, Answer, FastService, Handler, Later, PayloadSink, Peer
-from tanghulu.rpc.methods import HELLO, Method
+from tanghulu.rpc.methods import Method
 from tanghulu.rpc.unsent import UnsentAnswers
-from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
+from tanghulu.rpc.versions import PROTOCOL_VERSION
+from tanghulu.rpc.wire import Failure
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.sessions import Greeting, Session, Sessions, after_drain
 from tanghulu.store.node.rpc.stats import check_count, stat_reply
@@ -38,10 +40,10 @@ from tanghulu.store.protocol.messages import (
     CommitItem,
     CommitRequest,
     Done,
-    Failure,
     Found,
     GetReply,
     GetRequest,
+    NodeHello,
     OpenBufferReply,
     OpenBufferRequest,
     PutReply,
@@ -50,12 +52,11 @@ from tanghulu.store.protocol.messages import (
     ReserveReply,
     ReserveRequest,
     UnpinRequest,
+    Welcome,
 )
 from tanghulu.store.protocol.shared_index import IndexPlace
 from tanghulu.store.protocol.terms import Term
-from tanghulu.store.protocol.types import MAX_INLINE_BYTES, MAX_STREAMED_BYTES, NewChunk
-from tanghulu.store.protocol.wire import index_to_wire
-from tanghulu.transfer_engine.core.descriptor_wire import to_proto
+from tanghulu.store.protocol.types import MAX_STREAMED_BYTES, NewChunk
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor
 from tanghulu.types import ChunkKey, LeaseId
 
@@ -110,7 +111,7 @@ class NodeService:
     def serve(self, service: FastService) -> None:
         """Answer the node's methods."""
         self._unsent = service.unsent
-        service.register(HELLO, self.hello)
+        service.register(methods.HELLO, self.hello)
         service.register(methods.OPEN_BUFFER, self.open_buffer)
         handlers: list[tuple[Method[Any, Any], Handler]] = [
             (methods.PUT, self.put),
@@ -129,9 +130,8 @@ class NodeService:
 
     # --- sessions
 
-    def hello(self, peer: Peer, request: store_pb2.HelloRequest, attachment: memoryview) -> Answer:
+    def hello(self, peer: Peer, request: NodeHello, attachment: memoryview) -> Answer:
         """Open or join the client's session."""
-        require_version(request.protocol_version, "the caller")
         if peer.state is not None:
             raise InvalidRequest("HELLO comes once, in the first frame")
         if not request.client_id:
@@ -146,17 +146,11 @@ class NodeService:
         session = self._sessions.open(greeting)
         peer.state = session
         peer.on_close.append(lambda: self._sessions.leave(session))
-        return store_pb2.HelloReply(
-            instance_id=self._identity.instance_id,
-            generation=self._identity.generation,
-            session_id=session.session_id,
-            session_secret=session.key.secret,
-            segment=to_proto(self._identity.segment),
-            max_inline_bytes=MAX_INLINE_BYTES,
-            index=index_to_wire(self._identity.index) if may_map else None,
-            key_scope=who.scope if who is not None and may_map else "",
-            protocol_version=PROTOCOL_VERSION,
-        )
+        own = self._identity
+        welcome = Welcome(PROTOCOL_VERSION, own.instance_id, own.generation, session.key, own.segment)
+        if not may_map:
+            return welcome
+        return msgspec.structs.replace(welcome, index=own.index, key_scope="" if who is None else who.scope)
 
     # --- puts
 

@@ -1,6 +1,6 @@
-"""Putting values: the waiting around NodeState's decisions, for the fast lane and gRPC alike.
+"""Putting values: the waiting around NodeState's decisions.
 
-Owns the futures of puts that wait for room and the copying of inline bytes into the segment. Knows no protobuf.
+Owns the futures of puts that wait for room and the copying of inline bytes into the segment.
 """
 
 from __future__ import annotations

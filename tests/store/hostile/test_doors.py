@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc.aio
 import pytest
 
 import tanghulu
 from tanghulu.auth.handshakes import MAX_HANDSHAKES
-from tanghulu.protos import store_pb2, store_pb2_grpc
+from tanghulu.errors import InvalidRequest
+from tanghulu.protos import store_pb2
 from tanghulu.rpc.frames import PREAMBLE, encode_head
-from tanghulu.rpc.grpc_edge import MAX_REQUEST_BYTES, channel
 from tanghulu.rpc.unsent import MAX_UNSENT_BYTES
 from tanghulu.rpc.wire import encode
 from tanghulu.store.client import Client
@@ -34,7 +32,6 @@ from tests.store.hostile.peers import Dripper, Forger, greeted
 pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
-PUT = "/tanghulu.v1.StoreNode/Put"
 #: What a node's own memory, without its segment, may grow by: the bound on what waits for all peers, one answer for
 #: each connection of a test, and what the interpreter and the kernel's pages make of that.
 GROWTH_BYTES = 2 * MAX_UNSENT_BYTES
@@ -127,19 +124,19 @@ def test_handshakes_that_do_not_end(tmp_path: Path) -> None:
             assert num_open < 2 * MAX_HANDSHAKES + 200, "two ports at most, and what it has anyway"
 
 
-async def test_lists_without_end(cluster: Cluster) -> None:
+def test_lists_without_end(cluster: Cluster) -> None:
+    connection, _ = greeted(cluster.nodes[0].address, "lists")
+    keys = [str(number) for number in range(200_000)]
+    for call in (
+        methods.EXISTS.call(store_pb2.ExistsRequest(keys=keys)),
+        methods.GET.call(GetRequest(keys, 1)),
+        methods.REMOVE.call(store_pb2.RemoveRequest(keys=keys)),
+        methods.CHUNK_STAT.call(store_pb2.StatRequest(keys=keys)),
+    ):
+        with pytest.raises(InvalidRequest, match="more than 65536"):
+            connection.call(call.method, call.request, call.reply_type)
+    connection.close()
     with tanghulu.connect(cluster.address) as client:
-        async with channel(cluster.nodes[0].address) as link:
-            stub = store_pb2_grpc.StoreNodeStub(link)
-            keys = [str(number) for number in range(200_000)]
-            for call, request in (
-                (stub.Exists, store_pb2.ExistsRequest(keys=keys)),
-                (stub.Get, store_pb2.GetRequest(keys=keys)),
-                (stub.Remove, store_pb2.RemoveRequest(keys=keys)),
-                (stub.Stat, store_pb2.StatRequest(keys=keys)),
-            ):
-                with pytest.raises(grpc.aio.AioRpcError, match="more than 65536"):
-                    await call(request)
         others_are_served(client)
 
 
@@ -225,40 +222,6 @@ def test_index_entries_that_a_reader_forges(cluster: Cluster) -> None:
         assert forger.finds("k")
         assert not forger.finds("forged")
         forger.close()
-
-
-async def put_again_while_there_is_no_room(link: grpc.aio.Channel, request: bytes) -> bytes:
-    """The answer to a put; one that waited for too long on a busy machine is told to come again."""
-    while True:
-        try:
-            answer: bytes = await link.unary_unary(PUT)(request, timeout=200)
-            return answer
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
-                raise
-
-
-async def test_large_puts_over_grpc_of_many_callers(cluster: Cluster) -> None:
-    """Their messages come a few at a time."""
-    node = cluster.nodes[0]
-    size = 60 * MIB
-    item = store_pb2.PutItem(key="by-grpc", version=1, size_bytes=size)
-    request = store_pb2.PutRequest(items=[item], inline_data=bytes(size)).SerializeToString()
-    before, most = private_bytes(node), 0
-
-    async def caller() -> None:
-        async with channel(node.address) as link:
-            answer = await put_again_while_there_is_no_room(link, request)
-            assert not store_pb2.PutReply.FromString(answer).results[0].status.code
-
-    callers = asyncio.gather(*(caller() for _ in range(24)))
-    while not callers.done():
-        most = max(most, private_bytes(node))
-        await asyncio.sleep(0.01)
-    await callers
-    assert most - before < 4 * MAX_REQUEST_BYTES, "each is held as gRPC's pieces, as bytes and as values, one by one"
-    with tanghulu.connect(cluster.address) as client:
-        others_are_served(client)
 
 
 def dripped_out(wire: socket.socket) -> bool:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import tanghulu
-from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded
-from tanghulu.protos import store_pb2, store_pb2_grpc
+from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.rpc.fast_client import FastConnection
-from tanghulu.rpc.grpc_edge import channel
 from tanghulu.store.client.logic import messages
-from tanghulu.types import MAX_KEY_BYTES, Address
+from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.messages import PutRequest
+from tanghulu.store.protocol.types import NewChunk
+from tanghulu.types import MAX_KEY_BYTES, Address, ChunkKey
 from tests.store.cluster import Cluster
+from tests.store.hostile.peers import greeted
 
 
 def test_values_and_keys_and_connections_are_bounded() -> None:
@@ -43,13 +47,18 @@ def open_nine(address: Address, call: messages.AnyCall, opened: list[FastConnect
         opened[-1].call(call.method, call.request, call.reply_type)
 
 
-async def test_grpc_puts_are_bounded_too() -> None:
+def test_values_inside_a_message_are_bounded_too() -> None:
     with Cluster(1, "64MiB", "--max-value", "2MiB") as cluster:
-        async with channel(cluster.nodes[0].address) as link:
-            value = bytes(3 << 20)
-            item = store_pb2.PutItem(key="large", version=1, size_bytes=len(value))
-            reply = await store_pb2_grpc.StoreNodeStub(link).Put(store_pb2.PutRequest(items=[item], inline_data=value))
-            assert reply.results[0].status.code == "INVALID_REQUEST"
-            longest = store_pb2.PutItem(key="k" * (MAX_KEY_BYTES + 1), version=1, size_bytes=1)
-            with pytest.raises(Exception, match="1 to 1024 bytes"):
-                await store_pb2_grpc.StoreNodeStub(link).Put(store_pb2.PutRequest(items=[longest], inline_data=b"1"))
+        connection, _ = greeted(cluster.nodes[0].address, "raw")
+        value = bytes(3 << 20)
+        for items, data in (
+            ([NewChunk(ChunkKey("large"), 1, len(value))], value),
+            ([NewChunk(ChunkKey("k" * (MAX_KEY_BYTES + 1)), 1, 1)], b"1"),
+            ([NewChunk(ChunkKey("short"), 1, 3), NewChunk(ChunkKey("shorter"), 2, 3)], b"12345"),
+        ):
+            call = methods.PUT.call(PutRequest(items, False, 1000), [data])
+            outcome = connection.call_one(call)
+            refused = outcome if isinstance(outcome, TanghuluError) else outcome.message.results[0]
+            assert isinstance(refused, InvalidRequest)
+            assert re.search(r"at most 2\.0 MiB|1 to 1024 bytes|expected `str` of length|add up", str(refused), re.I)
+        connection.close()

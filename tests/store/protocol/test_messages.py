@@ -13,11 +13,13 @@ import pytest
 from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tanghulu.auth.tenants import Identity, Right
-from tanghulu.errors import ChunkNotFound, InvalidRequest, StoreFull, TanghuluError
-from tanghulu.protos import store_pb2
-from tanghulu.rpc.methods import HELLO, scope_keys
+from tanghulu.errors import ChunkNotFound, InvalidRequest, StoreFull, TanghuluError, VersionMismatch
+from tanghulu.protos import directory_pb2
+from tanghulu.rpc.methods import HelloReply, HelloRequest, scope_keys
+from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.rpc.wire import FastMessage, encode, parser_of
 from tanghulu.store.protocol import messages, methods
 from tanghulu.store.protocol.checksums import MAX_PARTS, Checksums
@@ -37,6 +39,7 @@ from tanghulu.store.protocol.messages import (
     Location,
     MastersReply,
     MastersRequest,
+    NodeHello,
     OpenBufferReply,
     OpenBufferRequest,
     ProveReply,
@@ -47,9 +50,12 @@ from tanghulu.store.protocol.messages import (
     ReserveReply,
     ReserveRequest,
     UnpinRequest,
+    Welcome,
 )
+from tanghulu.store.protocol.shared_index import IndexPlace
 from tanghulu.store.protocol.types import ClientCommit, CommitResult, NewChunk, Pin
 from tanghulu.store.protocol.write_buffer import BufferPlace
+from tanghulu.transfer_engine.core.segment import Endpoint, SegmentDescriptor, SessionKey
 from tanghulu.types import MAX_KEY_BYTES, ChunkKey
 
 GOLDEN = Path(__file__).parent / "golden_messages.txt"
@@ -57,7 +63,13 @@ SUMS = Checksums(4096, (1, (1 << 64) - 1))
 NEW = NewChunk(ChunkKey("kv/ключ"), 1 << 63, 8192, SUMS, Pin.HARD, 1.5, 3)
 FAILURE = Failure.of(StoreFull("no room"))
 SAID = ClientCommit("node-1", 2, ChunkKey("k"), 7, 5, 9, 77)
+SEGMENT = SegmentDescriptor("store", 1 << 40, "host", 3, (Endpoint("shm", "/run/s"), Endpoint("tcp", "a:1", "eth1", 1)))
+WELCOME = Welcome(
+    PROTOCOL_VERSION, "node-1", 3, SessionKey(9, bytes(range(16))), SEGMENT, IndexPlace(64, 1 << 14, 7), "@acme/"
+)
 EXAMPLES: list[FastMessage] = [
+    NodeHello(PROTOCOL_VERSION, "acme", "secret", "client", "host", True, [5, 6]),
+    WELCOME,
     PutRequest([NEW, NewChunk(ChunkKey("ab"), 7, 3)], True, 1000, 3000),
     PutReply([True, False, FAILURE], 9, 77),
     ReserveRequest([NEW], 1000, 5),
@@ -192,6 +204,11 @@ OUT_OF_BOUNDS: list[FastMessage] = [
     ClientCommit("n", 1, ChunkKey("k"), 1, 1 << 44),
     CommitKeysRequest([]),
     CommitKeysRequest([ClientCommit("n", 1, ChunkKey("k"), 1, 1 << 44)]),
+    NodeHello(PROTOCOL_VERSION, held_lease_ids=[-1]),
+    structs.replace(WELCOME, session=SessionKey(-1, b"")),
+    structs.replace(WELCOME, segment=structs.replace(SEGMENT, size_bytes=-1)),
+    structs.replace(WELCOME, segment=structs.replace(SEGMENT, endpoints=(Endpoint("tcp", "a:1", distance=1 << 32),))),
+    structs.replace(WELCOME, index=IndexPlace(0, 1 << 32, 7)),
     CommitKeyReply(3),  # type: ignore[arg-type]
 ]
 
@@ -236,6 +253,22 @@ def test_nonsense(data: bytes) -> None:
         parser_of(LocateRequest)(data)
 
 
+def test_a_greeting_of_another_version_is_refused_by_both_numbers() -> None:
+    """Whatever stands behind what every version begins with."""
+    for tail in ([], [1, None], ["client", "host", "true"]):
+        with pytest.raises(VersionMismatch, match=f"version 2 .* version {PROTOCOL_VERSION}"):
+            parser_of(NodeHello)(msgspec.msgpack.encode([2, "", "", *tail]))
+    with pytest.raises(InvalidRequest, match="bytes are not a HelloRequest"):
+        parser_of(NodeHello)(b"\x08\x01\x12\x01x")
+
+
+def test_who_reads_the_beginning_of_a_greeting_passes_over_the_rest() -> None:
+    hello = NodeHello(PROTOCOL_VERSION, "acme", "secret", "client", "host", True, [5, 6])
+    assert parser_of(HelloRequest)(encode(hello)) == HelloRequest(PROTOCOL_VERSION, "acme", "secret")
+    assert parser_of(NodeHello)(encode(HelloRequest(PROTOCOL_VERSION))) == NodeHello(PROTOCOL_VERSION)
+    assert parser_of(HelloReply)(encode(WELCOME)) == HelloReply(PROTOCOL_VERSION)
+
+
 def test_hostile_bytes() -> None:
     for data in (b"\x93\x90\xc3" + b"\x91" * 100_000, b"\x92\xdd\xff\xff\xff\xff", b"\x92\xdb\xff\xff\xff\xffk"):
         with pytest.raises(InvalidRequest):
@@ -243,7 +276,7 @@ def test_hostile_bytes() -> None:
 
 
 def _try(parse: Any, data: bytes) -> None:
-    with contextlib.suppress(InvalidRequest):
+    with contextlib.suppress(InvalidRequest, VersionMismatch):
         parse(data)
 
 
@@ -251,10 +284,10 @@ def _try(parse: Any, data: bytes) -> None:
 
 
 def test_rows() -> None:
-    rows = (HELLO, *methods.METHODS)
+    rows = methods.METHODS
     assert len({row.number for row in rows}) == len({row.name for row in rows}) == len(rows)
-    for row in methods.METHODS:
-        assert row.rule is not None
+    for row in rows:
+        assert row.rule is not None or row is methods.HELLO
         assert issubclass(row.request, FastMessage | Message)
 
 
@@ -265,8 +298,7 @@ def test_every_key_gets_the_tenants_scope() -> None:
     """A field called key, keys, corrupt or read is one of keys, wherever it stands in a request."""
     for example in EXAMPLES:
         method = next((row for row in methods.METHODS if row.request is type(example)), None)
-        if method is not None:
-            assert method.rule is not None
+        if method is not None and method.rule is not None:
             scoped = method.rule.admit(IDENTITY, example)
             assert _keys(scoped) == [IDENTITY.scoped(key) for key in _keys(example)]
 
@@ -285,7 +317,7 @@ def _keys(value: Any) -> list[str]:
 
 
 def test_keys_of_protobuf_messages_are_scoped_too() -> None:
-    put = store_pb2.PutRequest(items=[store_pb2.PutItem(key="a"), store_pb2.PutItem(key="b")])
-    scoped = scope_keys("items.key")(IDENTITY, put)
-    assert [item.key for item in scoped.items] == [IDENTITY.scoped("a"), IDENTITY.scoped("b")]
-    assert scope_keys("keys")(IDENTITY, store_pb2.GetRequest(keys=["a"])).keys == [IDENTITY.scoped("a")]
+    added = [directory_pb2.ChunkEntry(key="a"), directory_pb2.ChunkEntry(key="b")]
+    scoped = scope_keys("added.key")(IDENTITY, directory_pb2.AnnounceRequest(added=added))
+    assert [item.key for item in scoped.added] == [IDENTITY.scoped("a"), IDENTITY.scoped("b")]
+    assert scope_keys("keys")(IDENTITY, directory_pb2.WaitRequest(keys=["a"])).keys == [IDENTITY.scoped("a")]

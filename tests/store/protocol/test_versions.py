@@ -12,11 +12,13 @@ import pytest
 import tanghulu
 import tanghulu.aio
 from tanghulu.errors import TanghuluError, VersionMismatch
-from tanghulu.protos import directory_pb2, store_pb2
+from tanghulu.protos import directory_pb2
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import PREAMBLE, FrameReader, encode_head
-from tanghulu.rpc.methods import HELLO
+from tanghulu.rpc.methods import HELLO, HelloReply
 from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
+from tanghulu.rpc.wire import encode
+from tanghulu.store.protocol.messages import NodeHello
 from tanghulu.types import Address
 from tests.store.cluster import Cluster
 
@@ -42,9 +44,9 @@ def test_both_numbers_are_named() -> None:
 @pytest.mark.parametrize("version", [0, OTHER])
 def test_a_caller_of_another_version_is_refused(cluster: Cluster, door: str, version: int) -> None:
     address = Address.parse(cluster.address if door == "master" else cluster.nodes[0].address)
-    connection = FastConnection(address)
+    connection, request = FastConnection(address), NodeHello(version, client_id="x")
     with pytest.raises(VersionMismatch, match=f"version {version} .* version {PROTOCOL_VERSION}"):
-        connection.call(HELLO.number, store_pb2.HelloRequest(protocol_version=version, client_id="x"), HELLO.reply)
+        connection.call(HELLO.number, request, HELLO.reply)
     connection.close()
 
 
@@ -60,7 +62,7 @@ class OtherPeer(asyncio.Protocol):
             return
         begun, self._received = self._received[len(PREAMBLE) :], PREAMBLE
         for frame in self._reader.feed(begun):
-            body = store_pb2.HelloReply(instance_id="other", protocol_version=OTHER).SerializeToString()
+            body = encode(HelloReply(OTHER))
             self._transport.write(encode_head(frame.method, frame.call_id, len(body), 0) + body)
 
 
@@ -87,5 +89,5 @@ async def test_both_clients_refuse_a_master_of_another_version() -> None:
 
 def test_a_field_that_a_process_does_not_know_is_passed_over() -> None:
     unknown = b"\xfa\x3f\x03new"  # field 1023
-    for kind in (store_pb2.HelloRequest, directory_pb2.AnnounceRequest, directory_pb2.AnnounceReply):
+    for kind in (directory_pb2.AnnounceRequest, directory_pb2.AnnounceReply):
         assert kind.FromString(unknown).SerializeToString() == unknown

@@ -24,15 +24,14 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 import tanghulu
-from tanghulu.errors import InvalidRequest, TanghuluError
-from tanghulu.protos import directory_pb2, membership_pb2, store_pb2
+from tanghulu.errors import InvalidRequest, TanghuluError, VersionMismatch
+from tanghulu.protos import directory_pb2, membership_pb2
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import HEAD, PREAMBLE, FrameReader, encode_head
-from tanghulu.rpc.methods import HELLO
 from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.rpc.wire import Failure, FastMessage, encode, parser_of
 from tanghulu.store.protocol import methods
-from tanghulu.store.protocol.messages import ReserveRequest
+from tanghulu.store.protocol.messages import NodeHello, ReserveRequest
 from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import Address, ChunkKey
 from tests.store.cluster import Cluster, Process, eventually
@@ -40,15 +39,10 @@ from tests.store.cluster import Cluster, Process, eventually
 #: Without DRAIN: a node that was told to drain rightly takes nothing any more.
 METHODS: dict[int, type[Any]] = {
     method.number: method.request
-    for method in (HELLO, *methods.METHODS)
+    for method in methods.METHODS
     if method is not methods.DRAIN and method.request is not bytes
 }
 GRPC: dict[str, type[Message]] = {
-    "/tanghulu.v1.StoreNode/Put": store_pb2.PutRequest,
-    "/tanghulu.v1.StoreNode/Get": store_pb2.GetRequest,
-    "/tanghulu.v1.StoreNode/Exists": store_pb2.ExistsRequest,
-    "/tanghulu.v1.StoreNode/Remove": store_pb2.RemoveRequest,
-    "/tanghulu.v1.StoreNode/Stat": store_pb2.StatRequest,
     "/tanghulu.v1.Directory/Announce": directory_pb2.AnnounceRequest,
     "/tanghulu.v1.Directory/Locate": directory_pb2.LocateRequest,
     "/tanghulu.v1.Directory/Place": directory_pb2.PlaceRequest,
@@ -255,7 +249,7 @@ class Mutator:
 
 
 def decode_in_process(mutator: Mutator, num: int) -> None:
-    """The decoders take anything: frames or InvalidRequest come out, nothing else."""
+    """The decoders take anything: frames, InvalidRequest or, of a HELLO, VersionMismatch come out, nothing else."""
     for _ in range(num):
         reader, stream = FrameReader(), b"".join(mutator.frame() for _ in range(3))
         position = 0
@@ -264,7 +258,7 @@ def decode_in_process(mutator: Mutator, num: int) -> None:
                 step = mutator.rng.choice((1, 7, 100, 5000))
                 for frame in reader.feed(stream[position : position + step]):
                     kind = METHODS.get(frame.method, Failure)
-                    with contextlib.suppress(InvalidRequest):
+                    with contextlib.suppress(InvalidRequest, VersionMismatch):
                         parser_of(kind)(frame.body)
                 position += step
 
@@ -289,7 +283,7 @@ class Fuzzer:
             while time.monotonic() < until_s or min(self.counts["frames"], self.counts["calls"]) < least:
                 for target, channel in zip(self.targets, channels, strict=True):
                     self._connection(target)
-                    self._call(channel, target is self.cluster.master)
+                    self._call(channel)
                 if time.monotonic() > looked_s + 1.0:
                     look()
                     looked_s = time.monotonic()
@@ -323,10 +317,9 @@ class Fuzzer:
                 while sock.recv(1 << 16):
                     pass
 
-    def _call(self, channel: grpc.Channel, is_master: bool) -> None:
+    def _call(self, channel: grpc.Channel) -> None:
         rng = self.mutator.rng
-        served = [(path, kind) for path, kind in GRPC.items() if is_master != ("StoreNode" in path)]
-        path, kind = rng.choice(served if rng.random() < 0.95 else list(GRPC.items()))
+        path, kind = rng.choice(list(GRPC.items()))
         data = self.mutator.message(kind).SerializeToString()
         if rng.random() < 0.4:
             data = self.mutator.bytes_like(data)
@@ -357,11 +350,9 @@ def _same(data: bytes) -> bytes:
 
 def hello(rng: random.Random) -> bytes:
     """A sound first frame of a client that nobody knows."""
-    request = store_pb2.HelloRequest(
-        protocol_version=PROTOCOL_VERSION, client_id=f"fuzz{rng.randrange(50)}", wants_shm=rng.random() < 0.5
-    )
-    body = request.SerializeToString()
-    return encode_head(HELLO.number, 1, len(body), 0) + body
+    request = NodeHello(PROTOCOL_VERSION, client_id=f"fuzz{rng.randrange(50)}", wants_shm=rng.random() < 0.5)
+    body = encode(request)
+    return encode_head(methods.HELLO.number, 1, len(body), 0) + body
 
 
 def resident_bytes(process: Process) -> int:

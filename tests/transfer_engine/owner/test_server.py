@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from tanghulu.errors import InvalidRequest, LeaseExpired, TanghuluError
 from tanghulu.rpc.pacing import unpace_within_machine
+from tanghulu.rpc.wire import encode, parser_of
 from tanghulu.transfer_engine.core import admission, wire
 from tanghulu.transfer_engine.core.config import ListenOptions, ServerLimits
-from tanghulu.transfer_engine.core.descriptor_wire import from_proto, to_proto
 from tanghulu.transfer_engine.core.network import KernelNetwork
 from tanghulu.transfer_engine.core.paths import Path as TransferPath
 from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
@@ -259,7 +259,7 @@ def test_a_segment_is_sealed_and_leaves_nothing():
 
 def test_descriptors_survive_the_wire():
     descriptor = SegmentDescriptor("n", 1 << 40, "h", 9, (Endpoint("shm", "/x"), Endpoint("tcp", "a:1", "mlx5_0")))
-    assert from_proto(to_proto(descriptor)) == descriptor
+    assert parser_of(SegmentDescriptor)(encode(descriptor)) == descriptor
     assert [each.device for each in descriptor.endpoints_of("tcp")] == ["mlx5_0"]
 
 

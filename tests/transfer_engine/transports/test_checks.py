@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable, Unauthorized
 from tanghulu.transfer_engine.core import wire
@@ -70,14 +71,14 @@ class TestChangedBytes:
     def test_a_wire_that_changes_a_bit(self, owner: SegmentProcess, opcode: Opcode):
         with changing_wire(owner.tcp_port, opcode) as port, TransferEngine(host_id="elsewhere") as engine:
             endpoint = Endpoint("tcp", f"127.0.0.1:{port}")
-            remote = engine.open_segment(replace(owner.descriptor, endpoints=(endpoint,)))
+            remote = engine.open_segment(structs.replace(owner.descriptor, endpoints=(endpoint,)))
             owner.poke(0, os.urandom(1000))
             data = bytearray(os.urandom(1000))
             plain = TransferRequest(opcode, data, remote, 0, 1000)
             engine.transfer([plain], 5)
             assert owner.peek(0, 1000) != data  # nobody asked
             remote.close()
-            remote = engine.open_segment(replace(owner.descriptor, endpoints=(endpoint,)))
+            remote = engine.open_segment(structs.replace(owner.descriptor, endpoints=(endpoint,)))
             handle = engine.submit(TransferBatch([replace(plain, target=remote, verify=True)]))
             assert handle.wait(30).ok, handle.story(0)
             assert owner.peek(0, 1000) == data

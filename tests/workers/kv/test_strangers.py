@@ -8,13 +8,10 @@ import os
 import socket
 from pathlib import Path
 
-from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_client import FastConnection
-from tanghulu.rpc.methods import HELLO
 from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.runtime.process import host_id
-from tanghulu.transfer_engine.core.descriptor_wire import from_proto
-from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
+from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SegmentHello, SegmentWelcome, SessionKey
 from tanghulu.transfer_engine.core.wire import (
     REPLY_BYTES,
     SHM_ANSWER_BYTES,
@@ -27,17 +24,14 @@ from tanghulu.transfer_engine.core.wire import (
     secret_numbers,
 )
 from tanghulu.types import Address
-from tanghulu.workers.kv.peer_methods import EXPORT_PIN, ExportPinRequest
+from tanghulu.workers.kv.peer_methods import EXPORT_PIN, HELLO, ExportPinRequest
 from tests.workers.kv.test_staging import LAYOUT, NAME, Holder, HostCopier, bytes_of
 
 
-def greeted(address: str, *, wants_shm: bool = False) -> tuple[FastConnection, store_pb2.HelloReply]:
+def greeted(address: str, *, wants_shm: bool = False) -> tuple[FastConnection, SegmentWelcome]:
     where, _, unix_path = address.partition("|")
     connection = FastConnection(Address.parse(where), unix_path if wants_shm else None)
-    hello = store_pb2.HelloRequest(
-        protocol_version=PROTOCOL_VERSION, client_id="reader", pid=os.getpid(),
-        host_id=host_id(), wants_shm=wants_shm,
-    )  # fmt: skip
+    hello = SegmentHello(PROTOCOL_VERSION, client_id="reader", host_id=host_id(), wants_shm=wants_shm)
     return connection, connection.call(HELLO.number, hello, HELLO.reply).message
 
 
@@ -70,12 +64,11 @@ async def test_numbers_are_not_enough_to_read_a_block(tmp_path: Path) -> None:
             with contextlib.closing(honest), contextlib.closing(stranger):
                 request = ExportPinRequest(export.export_id, fingerprint=NAME)
                 (block,) = honest.call(EXPORT_PIN.number, request, EXPORT_PIN.reply).message.blocks
-                segment, key = from_proto(welcome.segment), SessionKey(welcome.session_id, welcome.session_secret)
-                assert len({welcome.session_id >> 32, other.session_id >> 32, block.lease_id >> 32}) == 3
-                for shown in (SessionKey(key.session_id, bytes(16)), SessionKey(key.session_id, other.session_secret)):
+                segment, key = welcome.segment, welcome.session
+                assert len({key.session_id >> 32, other.session.session_id >> 32, block.lease_id >> 32}) == 3
+                for shown in (SessionKey(key.session_id, bytes(16)), SessionKey(key.session_id, other.session.secret)):
                     assert read_raw(segment, shown, block.lease_id, block.offset) == b"UNAUTHORIZED"
-                own = SessionKey(other.session_id, other.session_secret)
-                assert read_raw(segment, own, block.lease_id, block.offset) == b"LEASE_EXPIRED"
+                assert read_raw(segment, other.session, block.lease_id, block.offset) == b"LEASE_EXPIRED"
                 assert read_raw(segment, key, block.lease_id, block.offset) == bytes_of(holder.parts, 7)
 
         await asyncio.to_thread(attack)
@@ -87,7 +80,7 @@ async def test_who_maps_the_kv_cannot_write_it(tmp_path: Path) -> None:
 
         def attack() -> None:
             connection, welcome = greeted(holder.instance, wants_shm=True)
-            segment, key = from_proto(welcome.segment), SessionKey(welcome.session_id, welcome.session_secret)
+            segment, key = welcome.segment, welcome.session
             with contextlib.closing(connection), socket.socket(socket.AF_UNIX) as sock:
                 sock.settimeout(30)
                 sock.connect(segment.endpoints_of("shm")[0].address)

@@ -42,7 +42,7 @@ class VllmWorkerConfig(SecretOptions, MasterOptions, PortOptions, ProcessConfig)
 
     role: str = option(
         "worker",
-        "prefill: computes prompts; decode: answers, with the KV that a prefill worker left in the store; worker: both",
+        "prefill computes prompts; decode answers with the KV that a prefill worker stored; worker does both",
         choices=("worker", "prefill", "decode"),
     )
     port: int = option(7430, "port of sessions and administration; 0 picks one")
@@ -50,13 +50,13 @@ class VllmWorkerConfig(SecretOptions, MasterOptions, PortOptions, ProcessConfig)
     model: str = option("", "a directory with safetensors, config.json and tokenizer.json", metavar="DIR")
     dtype: str = option("auto", "arithmetic and KV type", choices=("auto", "float32", "bfloat16", "float16"))
     kv_memory: int = option(1 << 30, "memory of vLLM's KV cache", size=True)
-    block_tokens: int = option(64, "tokens of a block; equal for all workers that share KV", least=1)
+    block_tokens: int = option(64, "tokens per block; equal for all workers that share KV", least=1)
     max_num_batched_tokens: int = option(
-        512, "tokens of one step at most: bounds how long a prefill delays decodes, and vLLM's signs of life", least=1
+        512, "limit on tokens per step; bounds how long a prefill delays decodes and vLLM's signs of life", least=1
     )
     store: bool = option(True, "load prefixes from the store and keep new blocks there")
     grace_s: float = option(
-        5.0, "at the end, how long requests under way may go on before they move to other workers, in seconds", least=0
+        5.0, "seconds for which running requests may continue at shutdown before they move to other workers", least=0
     )
     vllm: str = option("{}", "further engine arguments of vLLM as JSON, such as '{\"enforce_eager\": true}'")
 

@@ -25,12 +25,11 @@ from tanghulu.engines.vllm_worker.requests import VllmRequestFactory
 from tanghulu.engines.vllm_worker.stored_prompts import StoredPrompts
 from tanghulu.errors import NodeUnavailable
 from tanghulu.hashing import VLLM_SHA256_CBOR
-from tanghulu.protos import store_pb2
 from tanghulu.rpc.authorizer import Authorizer, GrpcAuthorizer
-from tanghulu.rpc.fast_server import FastService, Peer
+from tanghulu.rpc.fast_server import FastService
+from tanghulu.rpc.greeting import welcome
 from tanghulu.rpc.methods import HELLO, EndReply
 from tanghulu.rpc.port_mux import PortMux
-from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
 from tanghulu.runtime.process import Process
 from tanghulu.runtime.tasks import beside
 from tanghulu.session.model_card import ModelCard
@@ -144,7 +143,7 @@ class VllmWorkerServer:
         self._hub = SessionHub(
             self.instance_id, process.generation, factory, self._engine, self._handed, lambda export: None
         )
-        service.register(HELLO, self._hello)
+        service.register(HELLO, welcome)
         self._hub.serve(service)
         probe = functools.partial(self._engine.probe, factory.probe(RequestId("probe")))
         WorkerCalls(self._card(facts, assets), self._engine.drop_cached, probe, self._end).serve(service)
@@ -158,12 +157,6 @@ class VllmWorkerServer:
         await port.open()
         stack.push_async_callback(port.close)
         stack.callback(self._hub.close)
-
-    def _hello(self, peer: Peer, request: store_pb2.HelloRequest, _: memoryview) -> store_pb2.HelloReply:
-        require_version(request.protocol_version, "the caller")
-        return store_pb2.HelloReply(
-            instance_id=self.instance_id, generation=self._process.generation, protocol_version=PROTOCOL_VERSION
-        )
 
     def _card(self, facts: VllmFacts, assets: TokenizerAssets) -> ModelCard:
         return model_card(
