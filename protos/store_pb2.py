@@ -22,56 +22,15 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from tanghulu.protos import common_pb2 as tanghulu_dot_protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btanghulu/protos/store.proto\x12\x0btanghulu.v1\x1a\x1ctanghulu/protos/common.proto\".\n\tChecksums\x12\x12\n\npart_bytes\x18\x01 \x01(\x04\x12\r\n\x05parts\x18\x02 \x03(\x06\"\x1d\n\rExistsRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\"\x1c\n\x0b\x45xistsReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x0c\"2\n\rRemoveRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\"\x1e\n\x0bRemoveReply\x12\x0f\n\x07removed\x18\x01 \x01(\x0c\"\x1b\n\x0bStatRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\"\x81\x02\n\tChunkStat\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x06\x12)\n\tchecksums\x18\x04 \x01(\x0b\x32\x16.tanghulu.v1.Checksums\x12\x1d\n\x03pin\x18\x05 \x01(\x0e\x32\x10.tanghulu.v1.Pin\x12\x12\n\nnum_leases\x18\x06 \x01(\r\x12\r\n\x05\x61ge_s\x18\x07 \x01(\x01\x12\x10\n\x08num_hits\x18\x08 \x01(\x04\x12\x1f\n\x04tier\x18\t \x01(\x0e\x32\x11.tanghulu.v1.Tier\x12\x10\n\x08replicas\x18\n \x01(\r\x12\x0e\n\x06ttl_ms\x18\x0b \x01(\x04\"3\n\tStatReply\x12&\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x16.tanghulu.v1.ChunkStat\"!\n\x0f\x45victionRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\"\x1f\n\rEvictionReply\x12\x0e\n\x06policy\x18\x01 \x01(\t\" \n\x0c\x44rainRequest\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\"\x0c\n\nDrainReply\"/\n\x0c\x45victRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"3\n\nEvictReply\x12\x12\n\nnum_chunks\x18\x01 \x01(\x04\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"S\n\rVerifyRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\x12\x14\n\x0c\x64rop_corrupt\x18\x03 \x01(\x08\x12\x0e\n\x06report\x18\x04 \x01(\x08\"M\n\x08Verified\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x06\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x04 \x01(\x08\"B\n\x0bVerifyReply\x12%\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x15.tanghulu.v1.Verified\x12\x0c\n\x04more\x18\x02 \x01(\x08\"\x10\n\x0eTenantsRequest\"\xd2\x01\n\x0bTenantUsage\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0bquota_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_chunks\x18\x04 \x01(\x04\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x0e\n\x06misses\x18\x06 \x01(\x04\x12\x11\n\tevictions\x18\x07 \x01(\x04\x12\x1b\n\x13\x63luster_quota_bytes\x18\x08 \x01(\x04\x12\x11\n\thit_bytes\x18\t \x01(\x04\x12\x15\n\revicted_bytes\x18\n \x01(\x04\"9\n\x0cTenantsReply\x12)\n\x07tenants\x18\x01 \x03(\x0b\x32\x18.tanghulu.v1.TenantUsage*/\n\x03Pin\x12\x0c\n\x08PIN_NONE\x10\x00\x12\x0c\n\x08PIN_SOFT\x10\x01\x12\x0c\n\x08PIN_HARD\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btanghulu/protos/store.proto\x12\x0btanghulu.v1\".\n\tChecksums\x12\x12\n\npart_bytes\x18\x01 \x01(\x04\x12\r\n\x05parts\x18\x02 \x03(\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tanghulu.protos.store_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PIN']._serialized_start=1349
-  _globals['_PIN']._serialized_end=1396
-  _globals['_CHECKSUMS']._serialized_start=74
-  _globals['_CHECKSUMS']._serialized_end=120
-  _globals['_EXISTSREQUEST']._serialized_start=122
-  _globals['_EXISTSREQUEST']._serialized_end=151
-  _globals['_EXISTSREPLY']._serialized_start=153
-  _globals['_EXISTSREPLY']._serialized_end=181
-  _globals['_REMOVEREQUEST']._serialized_start=183
-  _globals['_REMOVEREQUEST']._serialized_end=233
-  _globals['_REMOVEREPLY']._serialized_start=235
-  _globals['_REMOVEREPLY']._serialized_end=265
-  _globals['_STATREQUEST']._serialized_start=267
-  _globals['_STATREQUEST']._serialized_end=294
-  _globals['_CHUNKSTAT']._serialized_start=297
-  _globals['_CHUNKSTAT']._serialized_end=554
-  _globals['_STATREPLY']._serialized_start=556
-  _globals['_STATREPLY']._serialized_end=607
-  _globals['_EVICTIONREQUEST']._serialized_start=609
-  _globals['_EVICTIONREQUEST']._serialized_end=642
-  _globals['_EVICTIONREPLY']._serialized_start=644
-  _globals['_EVICTIONREPLY']._serialized_end=675
-  _globals['_DRAINREQUEST']._serialized_start=677
-  _globals['_DRAINREQUEST']._serialized_end=709
-  _globals['_DRAINREPLY']._serialized_start=711
-  _globals['_DRAINREPLY']._serialized_end=723
-  _globals['_EVICTREQUEST']._serialized_start=725
-  _globals['_EVICTREQUEST']._serialized_end=772
-  _globals['_EVICTREPLY']._serialized_start=774
-  _globals['_EVICTREPLY']._serialized_end=825
-  _globals['_VERIFYREQUEST']._serialized_start=827
-  _globals['_VERIFYREQUEST']._serialized_end=910
-  _globals['_VERIFIED']._serialized_start=912
-  _globals['_VERIFIED']._serialized_end=989
-  _globals['_VERIFYREPLY']._serialized_start=991
-  _globals['_VERIFYREPLY']._serialized_end=1057
-  _globals['_TENANTSREQUEST']._serialized_start=1059
-  _globals['_TENANTSREQUEST']._serialized_end=1075
-  _globals['_TENANTUSAGE']._serialized_start=1078
-  _globals['_TENANTUSAGE']._serialized_end=1288
-  _globals['_TENANTSREPLY']._serialized_start=1290
-  _globals['_TENANTSREPLY']._serialized_end=1347
+  _globals['_CHECKSUMS']._serialized_start=44
+  _globals['_CHECKSUMS']._serialized_end=90
 # @@protoc_insertion_point(module_scope)

@@ -16,18 +16,16 @@ from contextlib import aclosing, suppress
 import structlog
 
 from tanghulu.auth.certificate_roles import MASTER
-from tanghulu.discovery.masters import ATTEMPT_S, PING_MS, SILENCE_MS, MasterFinder
+from tanghulu.discovery.masters import ATTEMPT_S, MasterFinder
 from tanghulu.errors import MasterUnavailable, TanghuluError, Unauthorized
 from tanghulu.masters import Masters
-from tanghulu.protos import directory_pb2 as pb
-from tanghulu.protos import directory_pb2_grpc
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.greeting import greet
-from tanghulu.rpc.grpc_edge import channel, typed_errors
+from tanghulu.rpc.streams import receive_all
 from tanghulu.store.followed_ranges import MOST_KEYS, FollowedRanges, OwnerStream
-from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
+from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind, EventBatch, EventsRequest
 from tanghulu.store.protocol.messages import MastersReply, MastersRequest
-from tanghulu.store.protocol.methods import MASTERS
+from tanghulu.store.protocol.methods import EVENTS, MASTERS
 from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.types import Address
 
@@ -39,14 +37,8 @@ _RETRY_S = 0.2
 _REFUSED_S = 5.0
 #: Batches of all streams that wait for the follower's user; then the streams wait.
 _MAX_BATCHES = 16
-_KINDS = {
-    pb.DirectoryEvent.STORED: DirectoryEventKind.STORED,
-    pb.DirectoryEvent.REMOVED: DirectoryEventKind.REMOVED,
-    pb.DirectoryEvent.NODE_GONE: DirectoryEventKind.NODE_GONE,
-    pb.DirectoryEvent.SYNCED: DirectoryEventKind.SYNCED,
-    pb.DirectoryEvent.RESET: DirectoryEventKind.RESET,
-    pb.DirectoryEvent.MOVED: DirectoryEventKind.MOVED,
-}
+#: Without a sign of life for this time a master is lost: one of several, and an only one, which has no substitute.
+_SILENCE_S, _SILENCE_OF_ONE_S = 2.5, 20.0
 
 
 async def follow_directory(
@@ -72,7 +64,7 @@ class _Feed:
         self._masters = masters
         self._key_prefix = key_prefix
         self._ranges = FollowedRanges(most_keys)
-        self._waiting: asyncio.Queue[tuple[OwnerStream, pb.EventBatch]] = asyncio.Queue(_MAX_BATCHES)
+        self._waiting: asyncio.Queue[tuple[OwnerStream, EventBatch]] = asyncio.Queue(_MAX_BATCHES)
         self._tasks: dict[OwnerStream, asyncio.Task[None]] = {}
         self._doubt = asyncio.Event()
         self._pause_s = _RETRY_S
@@ -93,7 +85,7 @@ class _Feed:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _next(self, keeping: asyncio.Task[None]) -> tuple[OwnerStream, pb.EventBatch]:
+    async def _next(self, keeping: asyncio.Task[None]) -> tuple[OwnerStream, EventBatch]:
         if self._waiting.empty():
             getting = asyncio.ensure_future(self._waiting.get())
             try:
@@ -105,9 +97,8 @@ class _Feed:
                 getting.cancel()
         return self._waiting.get_nowait()
 
-    def _take(self, stream: OwnerStream, batch: pb.EventBatch) -> list[DirectoryEvent]:
-        events = _from_wire(batch)
-        first, last = batch.first_sequence, batch.last_sequence
+    def _take(self, stream: OwnerStream, batch: EventBatch) -> list[DirectoryEvent]:
+        events, first, last = batch.events, batch.first_sequence, batch.last_sequence
         told = self._ranges.take(stream, batch.master_generation, events, first, last)
         if told is None:
             _log.warning("directory_events.gap", at=repr(stream.cursor), first=first)
@@ -156,28 +147,19 @@ class _Feed:
         if isinstance(error, Unauthorized):
             self._pause_s = _REFUSED_S
 
-    async def _batches_of(self, stream: OwnerStream) -> AsyncGenerator[pb.EventBatch, None]:
+    async def _batches_of(self, stream: OwnerStream) -> AsyncGenerator[EventBatch, None]:
         """The batches of one stream; raises when the master is lost, or does not own the ranges."""
         ranges, cursor = 0 if stream.is_whole else stream.ranges, stream.cursor
-        request = pb.EventsRequest(
-            key_prefix=self._key_prefix,
-            after_sequence=cursor.resumes_after,
-            master_generation=cursor.master_generation,
-            ranges=ranges,
-            fresh=ranges & ~cursor.synced,
+        request = EventsRequest(
+            self._key_prefix, cursor.resumes_after, cursor.master_generation, ranges, ranges & ~cursor.synced
         )
-        several, tls = self._masters.several or not stream.is_whole, self._masters.credentials.tls.to(MASTER)
-        opened = channel(stream.owner, PING_MS, SILENCE_MS, tls) if several else channel(stream.owner, tls=tls)
-        async with opened as connection:
-            call = directory_pb2_grpc.DirectoryStub(connection).Events(
-                request, wait_for_ready=not several, metadata=self._masters.credentials_for(stream.owner).metadata
-            )
-            try:
-                async with typed_errors(f"master at {stream.owner}", MasterUnavailable):
-                    async for batch in call:
-                        yield batch
-            finally:
-                call.cancel()
+        several = self._masters.several or not stream.is_whole
+        connection = await self._connect(stream.owner)
+        silence_s = _SILENCE_S if several else _SILENCE_OF_ONE_S
+        async with aclosing(receive_all(connection, EVENTS.call(request), silence_s)) as batches:
+            async for batch in batches:
+                if batch.events or batch.first_sequence:
+                    yield batch
 
     # --- the map
 
@@ -226,23 +208,25 @@ class _Feed:
 
     async def _ask(self, address: Address) -> MastersReply:
         """What the master there knows of all of them."""
-        credentials, known = self._masters.credentials_for(address), self._ranges.map
+        known = self._ranges.map
         request = MastersRequest() if known is None else MastersRequest(known.version, known.cluster)
+        connection = await self._connect(address)
+        try:
+            return (await connection.call(MASTERS.number, request, MASTERS.reply, deadline_s=ATTEMPT_S)).message
+        finally:
+            await connection.close()
+
+    async def _connect(self, address: Address) -> AsyncFastConnection:
+        """A connection to the master there, which knows who is at this end."""
+        credentials = self._masters.credentials_for(address)
         try:
             async with asyncio.timeout(ATTEMPT_S):
                 connection = await AsyncFastConnection.connect(address, tls=credentials.tls.to(MASTER))
                 try:
                     await greet(connection, credentials, ATTEMPT_S)
-                    return (await connection.call(MASTERS.number, request, MASTERS.reply)).message
-                finally:
+                except BaseException:
                     await connection.close()
+                    raise
+                return connection
         except TimeoutError:
             raise MasterUnavailable(f"master at {address} did not answer within {ATTEMPT_S:g} s") from None
-
-
-def _from_wire(batch: pb.EventBatch) -> list[DirectoryEvent]:
-    return [
-        DirectoryEvent(event.sequence, kind, event.node_id, tuple(event.keys), event.ranges)
-        for event in batch.events
-        if (kind := _KINDS.get(event.kind)) is not None
-    ]

@@ -54,7 +54,7 @@ from benchmarks.peers.redis_failover import kill_cluster_primaries, lose_hosts
 from benchmarks.store.store_bench import Started, cluster, process
 from tanghulu.auth.credentials import NOTHING_TO_SHOW
 from tanghulu.discovery.etcd_client import EtcdClient
-from tanghulu.protos import etcd_pb2, store_pb2
+from tanghulu.protos import etcd_pb2
 from tanghulu.rpc.fast_client import Call, FastConnection
 from tanghulu.store.client.logic.messages import hello
 from tanghulu.store.master.directory.chunk_table import DirectoryTable
@@ -353,7 +353,7 @@ def nobody_cases(node: Started, keys: Sequence[str], rng: random.Random) -> list
     prefixes = drawn(keys, rng)
 
     def exists(count: int) -> None:
-        request = store_pb2.ExistsRequest(keys=next(prefixes)[:count])
+        request = m.KeysRequest(next(prefixes)[:count])
         reply = connection.call_one(methods.EXISTS.call(request), deadline_s=DEADLINE_S)
         assert len(reply.message.found) == count  # type: ignore[union-attr]
 

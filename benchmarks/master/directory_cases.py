@@ -17,9 +17,11 @@ from benchmarks.store.store_bench import Started
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.instance_wire import instance_to_proto
 from tanghulu.errors import TanghuluError
-from tanghulu.protos import directory_pb2, membership_pb2, membership_pb2_grpc
+from tanghulu.protos import membership_pb2, membership_pb2_grpc
 from tanghulu.rpc.fast_client import Call, FastConnection
 from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, ReportPiece
+from tanghulu.store.protocol.directory_messages import NodesRequest
 from tanghulu.store.protocol.key_slots import NUM_RANGES, NUM_SLOTS, slot_of
 from tanghulu.store.protocol.types import ClientCommit
 from tanghulu.types import Address, ChunkKey, InstanceId, Place, Role
@@ -126,9 +128,7 @@ class MasterDirectory:
 
     def _announce(self, index: int, **more: Any) -> None:
         node = self.nodes[index]
-        request = directory_pb2.AnnounceRequest(
-            node_id=node.id, generation=node.generation, capacity_bytes=200 << 30, used_bytes=100 << 30, **more
-        )
+        request = NodeAnnouncement(node.id, node.generation, capacity_bytes=200 << 30, used_bytes=100 << 30, **more)
         reply = self._links[index].call_one(methods.ANNOUNCE.call(request), deadline_s=DEADLINE_S)
         if isinstance(reply, TanghuluError):
             raise reply
@@ -143,11 +143,10 @@ class MasterDirectory:
             for number, start in enumerate(starts):
                 part = share[start : start + PIECE_KEYS]
                 slot = NUM_SLOTS if start == starts[-1] else 0
-                columns = {"keys": part, "versions": [1] * len(part), "sizes": [CHUNK_BYTES] * len(part)}
-                piece = directory_pb2.ReportPiece(number=number, next_slot=slot, **columns)
+                piece = ReportPiece(number, slot, [(ChunkKey(key), 1, CHUNK_BYTES, False) for key in part])
                 self._announce(index, report_id=1, piece=piece)
         time.sleep(0.2)  # a tick sorts what is left
-        eventually(lambda: not self.ask(methods.NODES.call(directory_pb2.NodesRequest())).rebuilding)
+        eventually(lambda: not self.ask(methods.NODES.call(NodesRequest())).rebuilding)
         return report_row("master", (meter.cpu_s - cpu_s) / len(keys), (meter.num_bytes - before) / len(keys))
 
     def commits(self, keys: Sequence[str]) -> list[ClientCommit]:
@@ -162,7 +161,7 @@ class MasterDirectory:
         for index, entries in enumerate(self._committed):
             for start in range(0, len(entries), PIECE_KEYS):
                 part = entries[start : start + PIECE_KEYS]
-                added = [directory_pb2.ChunkEntry(key=k, version=v, size_bytes=CHUNK_BYTES) for k, v in part]
+                added = [ChunkEntry(ChunkKey(k), v, CHUNK_BYTES) for k, v in part]
                 self._announce(index, added=added)
             entries.clear()
 

@@ -31,10 +31,11 @@ from benchmarks.common.report import keep
 from benchmarks.store.store_bench import cluster, process
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.master import MasterDiscovery
-from tanghulu.protos import directory_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.store.client.logic.placement import NODES_SPREAD_S, NODES_TTL_S
 from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, Removal, ReportPiece
+from tanghulu.store.protocol.directory_messages import NodesRequest, PlaceRequest
 from tanghulu.store.protocol.key_slots import NUM_SLOTS, slot_of
 from tanghulu.store.protocol.messages import CommitKeysRequest, LocateRequest
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
@@ -94,17 +95,14 @@ class StubNode:
         self,
         entries: Sequence[tuple[str, int]] = (),
         removed: Sequence[tuple[str, int]] = (),
-        piece: directory_pb2.ReportPiece | None = None,
+        piece: ReportPiece | None = None,
     ) -> None:
         """Announce ``entries`` (key, version); without any it is a sign of life."""
-        request = directory_pb2.AnnounceRequest(
-            node_id=self.instance.id,
-            generation=self.instance.generation,
-            added=[
-                directory_pb2.ChunkEntry(key=key, version=version, size_bytes=CHUNK_BYTES) for key, version in entries
-            ],
-            removed=[key for key, _ in removed],
-            removed_versions=[version for _, version in removed],
+        request = NodeAnnouncement(
+            self.instance.id,
+            self.instance.generation,
+            [ChunkEntry(ChunkKey(key), version, CHUNK_BYTES) for key, version in entries],
+            [Removal(ChunkKey(key), version) for key, version in removed],
             report_id=0 if piece is None else 1,
             piece=piece,
             capacity_bytes=200 << 30,
@@ -120,8 +118,8 @@ class StubNode:
         for number, start in enumerate(starts):
             part = in_order[start : start + PIECE_KEYS]
             next_slot = NUM_SLOTS * (number + 1) // len(starts)
-            columns = {"keys": part, "versions": [1] * len(part), "sizes": [CHUNK_BYTES] * len(part)}
-            await self.announce(piece=directory_pb2.ReportPiece(number=number, next_slot=next_slot, **columns))
+            told = [(ChunkKey(key), 1, CHUNK_BYTES, False) for key in part]
+            await self.announce(piece=ReportPiece(number, next_slot, told))
 
     async def live(self) -> None:
         """Send signs of life until cancelled."""
@@ -284,7 +282,7 @@ class Bench:
     async def look_up(self) -> None:
         """The calls of gets, of prefixes and of placement."""
         many = (self.some_keys * (1000 // len(self.some_keys) + 1))[:1000]
-        place = directory_pb2.PlaceRequest(size_bytes=CHUNK_BYTES, replicas=1, client_place="zone/elsewhere/host")
+        place = PlaceRequest(CHUNK_BYTES, client_place="zone/elsewhere/host")
         for what, method, count, request in (
             ("location of one key", methods.LOCATE, 5000, LocateRequest(self.some_keys[:1], False)),
             ("location of 16 keys in a call", methods.LOCATE, 2000, LocateRequest(many[:16], False)),
@@ -292,7 +290,7 @@ class Bench:
             ("placement", methods.PLACE, 5000, place),
             ("list of nodes, unchanged", methods.NODES, 5000, await self._known_list()),
             ("list of nodes, another version", methods.NODES, 500, _nodes_request()),
-            ("list of nodes, figures of now", methods.NODES, 100, directory_pb2.NodesRequest()),
+            ("list of nodes, figures of now", methods.NODES, 100, NodesRequest()),
         ):
             await self.measure(what, count, lambda *, m=method, c=count, r=request: self._repeat(m, r, c))
 
@@ -305,11 +303,9 @@ class Bench:
 
         await asyncio.gather(*map(one, self.clients[:NUM_COMMITTERS]))
 
-    async def _known_list(self) -> directory_pb2.NodesRequest:
+    async def _known_list(self) -> NodesRequest:
         reply = await self.ask(self.clients[0], methods.NODES, _nodes_request())
-        return directory_pb2.NodesRequest(
-            known_version=reply.version, known_generation=reply.master_generation, versioned=True
-        )
+        return NodesRequest(reply.version, reply.master_generation, versioned=True)
 
     async def ask_as_clients_that_put(self) -> None:
         """The active clients ask for the list of nodes as often as putting clients do; its share of a core."""
@@ -377,8 +373,8 @@ def _key(rng: random.Random) -> str:
     return f"kv/{rng.getrandbits(128):032x}"
 
 
-def _nodes_request() -> directory_pb2.NodesRequest:
-    return directory_pb2.NodesRequest(versioned=True)
+def _nodes_request() -> NodesRequest:
+    return NodesRequest(versioned=True)
 
 
 async def run(bench: Bench) -> None:

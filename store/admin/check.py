@@ -13,7 +13,8 @@ from enum import Enum
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable
 from tanghulu.store.admin.rows import Row, plain
 from tanghulu.store.admin.steps import Order, asking
-from tanghulu.store.client.model import KeyInfo, NodeView, Verified, VerifiedPage
+from tanghulu.store.client.model import KeyInfo, NodeView
+from tanghulu.store.protocol.messages import Verified, VerifiedPage
 
 
 class Kind(Enum):

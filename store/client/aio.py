@@ -15,20 +15,10 @@ from tanghulu.masters import Masters
 from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.drivers.asynchronous import AsyncioDriver
 from tanghulu.store.client.logic.operations import Operations
-from tanghulu.store.client.model import (
-    ChunkInfo,
-    Evicted,
-    KeyInfo,
-    MasterView,
-    NodeView,
-    PutItem,
-    Status,
-    TenantView,
-    VerifiedPage,
-    put_options,
-)
+from tanghulu.store.client.model import KeyInfo, MasterView, NodeView, PutItem, Status, TenantView, put_options
 from tanghulu.store.client.settings import DEFAULT_DEADLINE_S, Settings, not_a_master
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
+from tanghulu.store.protocol.messages import ChunkInfo, Evicted, VerifiedPage
 from tanghulu.transfer_engine.core.buffers import Buffer
 
 if TYPE_CHECKING:

@@ -9,7 +9,9 @@ from typing import Any, Self
 from tanghulu.arguments import above_zero, text, whole
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
-from tanghulu.store.protocol.types import Pin, Tier
+from tanghulu.store.protocol.directory_messages import KeyInfo as KeyInfo
+from tanghulu.store.protocol.directory_messages import NodeView as NodeView
+from tanghulu.store.protocol.types import Pin
 
 MAX_REPLICAS = 64
 MAX_TTL_S = 49 * 24 * 3600.0  # what 32 bits of milliseconds hold
@@ -93,61 +95,6 @@ def _put_options(
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkInfo:
-    """What the store knows of a chunk. ``nodes`` are the ids of its holders; the rest is of the first that answered.
-
-    ``ttl_s`` is what is left of it, None without end.
-    """
-
-    key: str
-    size_bytes: int
-    version: int
-    nodes: tuple[str, ...]
-    checksums: Checksums
-    pin: Pin
-    num_leases: int
-    age_s: float
-    num_hits: int
-    tier: Tier = Tier.MEMORY
-    replicas: int = 1
-    ttl_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class KeyInfo:
-    """One line of a listing."""
-
-    key: str
-    size_bytes: int
-    version: int
-    nodes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NodeView:
-    """A store node as the master lists it. ``last_seen_s``: seconds since its last sign of life.
-
-    Of a draining node ``num_unsafe`` chunks have no other holder yet; ``drained`` means that it may be stopped.
-    """
-
-    id: str
-    address: str
-    unix_path: str
-    metrics_address: str
-    place: str
-    host_id: str
-    capacity_bytes: int
-    used_bytes: int
-    num_chunks: int
-    draining: bool
-    last_seen_s: float
-    ssd_capacity_bytes: int = 0
-    ssd_used_bytes: int = 0
-    num_unsafe: int = 0
-    drained: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class MasterView:
     """A master that owns ranges of keys. ``term``: of its latest range; 0 if it was not elected.
 
@@ -183,29 +130,3 @@ class TenantView:
     misses: int = 0
     evictions: int = 0
     evicted_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Evicted:
-    """What an eviction by hand let go."""
-
-    num_chunks: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """One chunk of a node; ``corrupt``: its bytes are not what its checksums say."""
-
-    key: str
-    version: int
-    size_bytes: int
-    corrupt: bool
-
-
-@dataclass(frozen=True, slots=True)
-class VerifiedPage:
-    """Some chunks of a node in order of their keys, and whether there are more behind the last."""
-
-    chunks: tuple[Verified, ...]
-    more: bool

@@ -14,12 +14,13 @@ from random import Random
 
 from tanghulu.discovery.base import Instance, InstanceEvent
 from tanghulu.discovery.leases import LeaseTable
-from tanghulu.store.master.directory.announcement import Announced, NodeAnnouncement
+from tanghulu.store.master.directory.announcement import Announced
 from tanghulu.store.master.directory.events import EventRing
 from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.directory.rebuild import REBUILD_S, MembershipEvent, NodesInEtcd
-from tanghulu.store.master.replication.orders import Copy, Drop
+from tanghulu.store.master.replication.orders import Copy
 from tanghulu.store.master.replication.planner import CopyPlanner
+from tanghulu.store.protocol.announcements import DropOrder, NodeAnnouncement
 from tanghulu.types import Role
 
 #: Bytes of changes of instances that are kept for watchers.
@@ -183,7 +184,7 @@ class Master:
         self.leases.prolong(announcement.node_id, now_s)
         return answer
 
-    def orders_for(self, announcement: NodeAnnouncement, now_s: float) -> tuple[list[Copy], list[Drop]] | None:
+    def orders_for(self, announcement: NodeAnnouncement, now_s: float) -> tuple[list[Copy], list[DropOrder]] | None:
         """The orders for the node that announced: what to copy and what to drop. None, mostly, if there is nothing."""
         return self.copies.heard(announcement, now_s) if self.copies.concerns(announcement) else None
 

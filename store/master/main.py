@@ -7,12 +7,11 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from tanghulu.auth.credentials import Credentials, read_token
 from tanghulu.auth.tokens import TokensFile
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.masters import Masters
-from tanghulu.protos import directory_pb2_grpc, membership_pb2_grpc
+from tanghulu.protos import membership_pb2_grpc
 from tanghulu.rpc.authorizer import Authorizer, GrpcAuthorizer
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.latency import LatencyCollector
@@ -28,8 +27,7 @@ from tanghulu.store.master.directory.rebuild import REBUILD_S
 from tanghulu.store.master.election.ownership import Duties, EtcdOwnership
 from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.ownership import OwnsAll, RangeOwnership
-from tanghulu.store.master.rpc.directory_service import DirectoryCalls, DirectoryService
-from tanghulu.store.master.rpc.forwarding import Forwarding
+from tanghulu.store.master.rpc.directory_service import DirectoryCalls
 from tanghulu.store.master.rpc.membership_service import MembershipService
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol.methods import MASTER_GRPC_RULES
@@ -53,7 +51,6 @@ class MasterConfig(PortOptions, ProcessConfig):
     election_ttl_s: float = option(
         2.0, "seconds after which a lost master is replaced; etcd rounds up to whole seconds"
     )
-    token: str = option("", "operator's token with read and write for other masters; used with --etcd and --tokens")
     seed: int = option(0, "seed of random placement; 0 picks one at each start")
 
     def __post_init__(self) -> None:
@@ -64,8 +61,6 @@ class MasterConfig(PortOptions, ProcessConfig):
             raise ConfigError(f"--copy-rate {self.copy_rate} leaves no room for any copy")
         if not 1 <= self.election_ttl_s <= 60:
             raise ConfigError(f"--election-ttl-s {self.election_ttl_s:g} is not within 1..60 seconds")
-        if self.etcd and self.tokens is not None and not self.token:
-            raise ConfigError("--etcd with --tokens needs --token, to ask the other masters on behalf of gRPC clients")
 
 
 async def serve(process: Process, config: MasterConfig, ownership: RangeOwnership | None = None) -> None:
@@ -92,8 +87,7 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
         running.append(several.run())
         metrics.observe_ownership(several)
         metrics.observe_leadership(several)
-    forwarding = _forwarding(config, address, server) if server.ownership.shares else None
-    calls = DirectoryCalls(server, forwarding)
+    calls = DirectoryCalls(server)
     metrics.observe_waits(calls.waiting.board)
     calls.serve(service)
     tasks: list[asyncio.Task[None]] = []
@@ -102,7 +96,6 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
         authorizer.authorize(service)
         tasks.append(asyncio.create_task(authorizer.watch(service)))
     membership_pb2_grpc.add_MembershipServicer_to_server(MembershipService(server), port_mux.grpc_server)
-    directory_pb2_grpc.add_DirectoryServicer_to_server(DirectoryService(server, calls), port_mux.grpc_server)
     await port_mux.open()
     tasks += map(asyncio.create_task, running)
     process.ready(process.instance_id(address.port), address)
@@ -112,8 +105,6 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
         for task in tasks:  # resigning first: the others elect while this one says good-bye
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if forwarding is not None:
-            await forwarding.close()
         await port_mux.close(grace_s=0.2)
 
 
@@ -121,10 +112,6 @@ def _ownership(process: Process, config: MasterConfig, address: Address, server:
     instance = _instance(process, config, address)
     duties = Duties(server.own, server.disown, server.lead, server.lead_no_more, server.nodes_told)
     return EtcdOwnership(_etcd(config), instance, config.election_ttl_s, server.clock, duties)
-
-
-def _forwarding(config: MasterConfig, address: Address, server: MasterServer) -> Forwarding:
-    return Forwarding(server, Masters((address,), credentials=Credentials("", read_token(config.token), config.tls)))
 
 
 def _instance(process: Process, config: MasterConfig, address: Address) -> Instance:

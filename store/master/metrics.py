@@ -30,7 +30,6 @@ class CallCounts:
     found: int = 0
     missing: int = 0
     placements: int = 0
-    forwarded: int = 0
 
 
 class _CallCollector(Collector):
@@ -63,11 +62,6 @@ class _CallCollector(Collector):
         )
         yield _family("located_keys", "Keys that were looked up.", "outcome", keys)
         yield CounterMetricFamily("tanghulu_master_placements", "Placements given.", value=counts.placements)
-        yield CounterMetricFamily(
-            "tanghulu_master_forwarded_calls",
-            "Calls and streams of callers that know no owners, for which this master asked the owners of the keys.",
-            value=counts.forwarded,
-        )
 
 
 class _CopyCollector(Collector):

@@ -35,7 +35,6 @@ from tanghulu.runtime.master_options import MasterOptions, PortOptions
 from tanghulu.runtime.process import Process, ProcessConfig
 from tanghulu.runtime.tasks import cancelled
 from tanghulu.store.node.replication.copier import Copier
-from tanghulu.store.node.reporting.copy_wire import Orders
 from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.rpc import metrics
 from tanghulu.store.node.rpc.admin_service import AdminService
@@ -56,6 +55,7 @@ from tanghulu.store.node.state.tenant_usage import Policies, TenantUsage
 from tanghulu.store.node.state.write_buffers import AREA_BYTES
 from tanghulu.store.node.writes.puts import PutService
 from tanghulu.store.protocol.access_rules import refuse_open_carriers
+from tanghulu.store.protocol.announcements import Orders
 from tanghulu.store.protocol.shared_index import MAX_SILENCE_S, IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES
 from tanghulu.transfer_engine.core.access import AccessTable
@@ -64,7 +64,7 @@ from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.metrics import ServerCollector
 from tanghulu.transfer_engine.options import TransferOptions, transfer_settings
 from tanghulu.transfer_engine.owner.server import SegmentServer
-from tanghulu.types import Address, Role, format_size
+from tanghulu.types import Address, ChunkKey, Role, format_size
 
 _log = structlog.get_logger(__name__)
 _TICK_S = 0.05
@@ -359,7 +359,7 @@ class Node:
         self.state.drain_buffers()
         self._copier.order(orders)
         for key, version, removed in orders.drops:
-            self._chunks.let_go(key, version, removed=removed)
+            self._chunks.let_go(ChunkKey(key), version, removed=removed)
         self._room_changed()
 
     def _freed(self, freed: Sequence[Freed]) -> None:

@@ -5,45 +5,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from tanghulu.auth.tenants import Identity, Right, TokenTable
 from tanghulu.errors import ConfigError
-from tanghulu.protos import directory_pb2, store_pb2
 from tanghulu.rpc.methods import Rule, scope_keys
-from tanghulu.store.protocol.messages import MastersReply
+from tanghulu.rpc.wire import parser_of
+from tanghulu.store.protocol.directory_events import EventBatch, EventsRequest
+from tanghulu.store.protocol.directory_messages import ListKeysReply, ListKeysRequest, NodesReply, PlaceReply
+from tanghulu.store.protocol.messages import EvictionPolicy, MastersReply, TenantsReply
 
 
-def _in_listing(identity: Identity, request: directory_pb2.ListKeysRequest) -> directory_pb2.ListKeysRequest:
-    request.prefix = identity.scope + request.prefix
-    if request.after:
-        request.after = identity.scope + request.after
-    return request
+def _in_listing(identity: Identity, request: ListKeysRequest) -> ListKeysRequest:
+    after = identity.scope + request.after if request.after else ""
+    return replace(request, prefix=identity.scope + request.prefix, after=after)
 
 
-def _out_of_listing(identity: Identity, reply: directory_pb2.ListKeysReply) -> directory_pb2.ListKeysReply:
-    for info in reply.keys:
-        info.key = identity.unscoped(info.key)
-    return reply
+def _out_of_listing(identity: Identity, reply: ListKeysReply) -> ListKeysReply:
+    return replace(reply, keys=[replace(info, key=identity.unscoped(info.key)) for info in reply.keys])
 
 
-def _in_events(identity: Identity, request: directory_pb2.EventsRequest) -> directory_pb2.EventsRequest:
-    request.key_prefix = identity.scope + request.key_prefix
-    return request
+def _in_events(identity: Identity, request: EventsRequest) -> EventsRequest:
+    return replace(request, key_prefix=identity.scope + request.key_prefix)
 
 
-def _out_of_events(identity: Identity, batch: directory_pb2.EventBatch) -> directory_pb2.EventBatch:
-    for event in batch.events:
-        event.keys[:] = list(map(identity.unscoped, event.keys))
-    return batch
+def _out_of_events(identity: Identity, batch: EventBatch) -> EventBatch:
+    return replace(
+        batch, events=[replace(event, keys=tuple(map(identity.unscoped, event.keys))) for event in batch.events]
+    )
 
 
-def _only_itself(identity: Identity, reply: store_pb2.TenantsReply) -> store_pb2.TenantsReply:
-    return store_pb2.TenantsReply(tenants=[usage for usage in reply.tenants if usage.tenant == identity.tenant])
+def _only_itself(identity: Identity, reply: TenantsReply) -> TenantsReply:
+    return TenantsReply([usage for usage in reply.tenants if usage.tenant == identity.tenant])
 
 
-def _to_switch(request: store_pb2.EvictionRequest) -> Right:
-    return Right.ADMIN if request.policy else Right.READ
+def _to_switch(request: EvictionPolicy) -> Right:
+    return Right.ADMIN if request.name else Right.READ
 
 
 def _to_locate(request: Any) -> Right | None:
@@ -73,20 +70,19 @@ def refuse_open_carriers(table: TokenTable, transports: str) -> None:
 
 
 def _with_scope(identity: Identity, reply: MastersReply) -> MastersReply:
-    return msgspec.structs.replace(reply, key_scope=identity.scope)
+    return replace(reply, key_scope=identity.scope)
 
 
-def _without_figures(identity: Identity, reply: Any) -> Any:
+_parse_nodes = parser_of(NodesReply)
+
+
+def _without_figures(identity: Identity, reply: PlaceReply | NodesReply | bytes) -> PlaceReply | NodesReply | bytes:
     """A list of nodes for a tenant, which may not count what others hold; an answer may be encoded already."""
     if identity.sees_metrics:
         return reply
-    if isinstance(reply, bytes):
-        return _without_figures(identity, directory_pb2.NodesReply.FromString(reply)).SerializeToString()
-    for node in reply.nodes:
-        node.used_bytes = node.ssd_used_bytes = node.num_chunks = node.num_unsafe = 0
-    if isinstance(reply, directory_pb2.NodesReply):
-        reply.num_keys = 0
-    return reply
+    told = _parse_nodes(reply) if isinstance(reply, bytes) else reply
+    nodes = [replace(node, used_bytes=0, ssd_used_bytes=0, num_chunks=0, num_unsafe=0) for node in told.nodes]
+    return replace(told, nodes=nodes) if isinstance(told, PlaceReply) else replace(told, nodes=nodes, num_keys=0)
 
 
 EVICTION = Rule("switching the eviction policy", _to_switch)

@@ -1,24 +1,26 @@
-"""What followers of the directory are told, as values. Shared by the master and by those who follow it."""
+"""The messages of EVENTS. Followers of the directory have its changes as the very values that travel."""
 
 from __future__ import annotations
 
 from enum import Enum
 
-import msgspec
+from tanghulu.rpc.wire import U64, FastMessage
 
 
 class DirectoryEventKind(Enum):
     """What changed."""
 
-    STORED = "node_id holds keys now"
-    REMOVED = "node_id holds keys no longer"
-    NODE_GONE = "node_id holds nothing any more"
-    SYNCED = "the snapshot is complete; changes follow"
-    RESET = "forget everything; a snapshot follows"
-    MOVED = "another master tells of these ranges from now on"
+    STORED = 0  # node_id holds keys now
+    REMOVED = 1  # node_id holds keys no longer
+    NODE_GONE = 2  # node_id holds nothing any more
+    SYNCED = 3  # the snapshot is complete; changes follow
+    RESET = 4  # forget everything; a snapshot follows
+    MOVED = 5  # another master tells of these ranges from now on
+
+    __hash__ = object.__hash__  # see Pin
 
 
-class DirectoryEvent(msgspec.Struct, frozen=True, gc=False):
+class DirectoryEvent(FastMessage, frozen=True):
     """One change. ``sequence`` grows by one from change to change; a snapshot's events share that of its start.
 
     STORED and REMOVED may tell what the follower knows already; applying them again changes nothing. ``ranges``: of
@@ -26,8 +28,38 @@ class DirectoryEvent(msgspec.Struct, frozen=True, gc=False):
     which refer to atoms only: no garbage collection looks at them.
     """
 
-    sequence: int
+    sequence: U64
     kind: DirectoryEventKind
     node_id: str = ""
     keys: tuple[str, ...] = ()
-    ranges: int = 0
+    ranges: U64 = 0
+
+
+class EventsRequest(FastMessage, frozen=True):
+    """Follow the keys that begin with ``key_prefix``: a snapshot (RESET, STORED events, SYNCED), then changes.
+
+    All events of a snapshot stand under the sequence at which it was taken. A caller goes on behind the event
+    ``after_sequence`` of the master of ``master_generation``, if the master has the rest yet; 0: a snapshot. ``ranges``
+    are those of which events are wanted, a bit for each; 0: of all, which one master must own then. Of ``fresh`` among
+    them the caller knows nothing yet: their snapshots come between the changes.
+    """
+
+    key_prefix: str = ""
+    after_sequence: U64 = 0
+    master_generation: U64 = 0
+    ranges: U64 = 0
+    fresh: U64 = 0
+
+
+class EventBatch(FastMessage, frozen=True):
+    """Some events; none in a sign of life.
+
+    A batch of changes stands for all events from ``first_sequence`` to ``last_sequence``, those without a key of the
+    prefix among them. If the first is not the one behind the last batch, something was lost: follow anew. 0: the batch
+    is of a snapshot.
+    """
+
+    master_generation: U64
+    events: list[DirectoryEvent]
+    first_sequence: U64 = 0
+    last_sequence: U64 = 0

@@ -3,8 +3,8 @@
 A class is the type in signatures, the bytes on the wire and their documentation at once; ``FastMessage`` says how it
 may change. Values travel behind a message, in the frame's attachment, one behind the other. Types and bounds are
 checked as a message is decoded, and ``validate`` checks what types cannot say; how many keys one call may name the
-services check, whose errors say what to do. The methods stand in ``methods``; gRPC, and methods that both carriers
-serve, have the messages of protos/store.proto and protos/directory.proto.
+services check, whose errors say what to do. The methods are in ``methods``, the directory's messages in
+``directory_messages`` and ``announcements``.
 
 Example: the put of "ab" = b"xyz" at version 7 with checksum 9, to be acknowledged when the master knows, within 1 s, is
 ``PutRequest([NewChunk("ab", 7, 3, Checksums(0, (9,)))], True, 1000)``, 24 bytes, with the attachment b"xyz":
@@ -25,7 +25,7 @@ from tanghulu.store.protocol.key_slots import NUM_RANGES
 from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.shared_index import IndexPlace
 from tanghulu.store.protocol.terms import NO_TERM, Term
-from tanghulu.store.protocol.types import ClientCommit, CommitResult, NewChunk
+from tanghulu.store.protocol.types import ClientCommit, CommitResult, NewChunk, Pin, Tier
 from tanghulu.store.protocol.write_buffer import BufferPlace
 from tanghulu.transfer_engine.core.segment import SegmentHello, SegmentWelcome
 from tanghulu.types import Address
@@ -214,6 +214,144 @@ class UnpinRequest(FastMessage, frozen=True):
 
 class Done(FastMessage, frozen=True):
     """The answer of what has nothing to tell."""
+
+
+# --- chunks of a node: EXISTS, REMOVE, CHUNK_STAT
+
+
+class KeysRequest(FastMessage, frozen=True):
+    """The keys of an EXISTS or a CHUNK_STAT."""
+
+    keys: Sequence[str]
+
+
+class RemoveRequest(FastMessage, frozen=True):
+    """``deadline_ms`` bounds the wait for the master, 0: the node's default."""
+
+    keys: Sequence[str]
+    deadline_ms: U32 = 0
+
+
+class KeysReply(FastMessage, frozen=True):
+    """A byte a key, 0 or 1: whether the node holds it, or held it until this REMOVE."""
+
+    found: bytes
+
+
+class ChunkInfo(FastMessage, frozen=True):
+    """A chunk as the store knows it. ``nodes`` are the ids of its holders; the rest is of the first that answered.
+
+    ``ttl_s`` is what is left of it, None without end. In a node's answer ``key`` and ``nodes`` are empty.
+    """
+
+    key: str
+    size_bytes: U64
+    version: U64
+    nodes: tuple[str, ...]
+    checksums: Checksums
+    pin: Pin
+    num_leases: U64
+    age_s: float
+    num_hits: U64
+    tier: Tier = Tier.MEMORY
+    replicas: U32 = 1
+    ttl_s: float | None = None
+
+
+class StatReply(FastMessage, frozen=True):
+    """The chunk of each key, None where the node has none."""
+
+    chunks: list[ChunkInfo | None]
+
+
+# --- administration of a node: EVICTION, DRAIN, EVICT, VERIFY, TENANTS
+
+
+class EvictionPolicy(FastMessage, frozen=True):
+    """The policy to switch to, "" to leave it; in the answer the one in force."""
+
+    name: str
+
+
+class DrainRequest(FastMessage, frozen=True):
+    """Whether the node takes no new chunks from now on, or takes them again."""
+
+    draining: bool
+
+
+class EvictRequest(FastMessage, frozen=True):
+    """Evict ``keys``, unless somebody reads them or they are pinned hard, and then ``num_bytes`` by the policy."""
+
+    keys: Sequence[str]
+    num_bytes: U64
+
+
+class Evicted(FastMessage, frozen=True):
+    """What an eviction by hand let go."""
+
+    num_chunks: U64
+    num_bytes: U64
+
+
+class VerifyRequest(FastMessage, frozen=True):
+    """Compare a page of chunks, those behind the key ``after``, with their checksums; corrupt ones may be dropped.
+
+    ``report``: the node reports all its chunks to the master again.
+    """
+
+    after: str
+    limit: U32 = 0
+    drop_corrupt: bool = False
+    report: bool = False
+
+
+class Verified(FastMessage, frozen=True):
+    """One chunk of a node; ``corrupt``: its bytes are not what its checksums say."""
+
+    key: str
+    version: U64
+    size_bytes: U64
+    corrupt: bool = False
+
+
+class VerifiedPage(FastMessage, frozen=True):
+    """Some chunks of a node in order of their keys, and whether there are more behind the last."""
+
+    chunks: Sequence[Verified]
+    more: bool
+
+
+class TenantsRequest(FastMessage, frozen=True):
+    """Ask a node for the figures of its tenants; a tenant gets its own alone."""
+
+
+class TenantFigures(msgspec.Struct, array_like=True, gc=False):
+    """One tenant at one node; "" are chunks of no tenant. What follows ``num_chunks`` counts since the start.
+
+    ``quota_bytes`` here, ``cluster_quota_bytes`` on all nodes; 0: no bound.
+    """
+
+    tenant: str
+    quota_bytes: U64 = 0
+    cluster_quota_bytes: U64 = 0
+    used_bytes: U64 = 0
+    num_chunks: U64 = 0
+    hits: U64 = 0
+    misses: U64 = 0
+    evictions: U64 = 0
+    hit_bytes: U64 = 0
+    evicted_bytes: U64 = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to tell of it."""
+        return not (self.num_chunks or self.hits or self.misses or self.evictions)
+
+
+class TenantsReply(FastMessage, frozen=True):
+    """The figures of each tenant."""
+
+    tenants: list[TenantFigures]
 
 
 # --- between client and master: LOCATE, COMMIT_KEY, COMMIT_KEYS

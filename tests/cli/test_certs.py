@@ -20,8 +20,8 @@ from tanghulu.discovery.base import Instance
 from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.errors import ConfigError, Forbidden, TanghuluError
 from tanghulu.masters import Masters
-from tanghulu.protos import directory_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
+from tanghulu.store.protocol.announcements import NodeAnnouncement
 from tanghulu.store.protocol.methods import ANNOUNCE
 from tanghulu.types import Address, InstanceId, Role
 from tests.store.cluster import Process
@@ -110,7 +110,7 @@ def test_a_process_registers_in_the_role_of_its_certificate(tmp_path):
         connection = await AsyncFastConnection.connect(
             Address.parse(master.address), tls=shown(certificate).to("master")
         )
-        call = ANNOUNCE.call(directory_pb2.AnnounceRequest(node_id="n"))
+        call = ANNOUNCE.call(NodeAnnouncement("n", 1))
         try:
             await connection.call(call.method, call.request, call.reply_type, deadline_s=30)
         finally:

@@ -12,7 +12,8 @@ from tanghulu.errors import ChecksumMismatch, DeadlineExceeded, NodeUnavailable
 from tanghulu.store.admin.check import CheckFinding, Kind, find
 from tanghulu.store.admin.steps import perform
 from tanghulu.store.client import Client
-from tanghulu.store.client.model import KeyInfo, NodeView, Verified, VerifiedPage
+from tanghulu.store.client.model import KeyInfo, NodeView
+from tanghulu.store.protocol.messages import Verified, VerifiedPage
 
 
 def view(node: str) -> NodeView:

@@ -22,14 +22,17 @@ from tanghulu.discovery.base import Instance
 from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.errors import ConfigError
 from tanghulu.hashing import TokenSequence, root_hash
-from tanghulu.protos import common_pb2, conductor_pb2_grpc, directory_pb2, directory_pb2_grpc
+from tanghulu.protos import common_pb2, conductor_pb2_grpc
 from tanghulu.rpc.grpc_edge import channel
 from tanghulu.runtime.process import Process, SupervisorLine, own_address
 from tanghulu.store.master import main as master_main
 from tanghulu.store.master.main import MasterConfig
+from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, ReportPiece
 from tanghulu.store.protocol.key_slots import NUM_SLOTS
+from tanghulu.store.protocol.methods import ANNOUNCE
 from tanghulu.types import Address, InstanceId, Role, kv_chunk_key
 from tests.conductor.fake_worker import FINGERPRINT, TOKENIZER, FakeWorker
+from tests.store.master.running_master import asking
 
 TEXT = "Hello, wörld! "
 LONG = {"model": "tiny", "prompt": "a long prompt", "max_tokens": 40, "ignore_eos": True}
@@ -127,12 +130,9 @@ async def _announce(discovery: MasterDiscovery, prompt: str, num_blocks: int) ->
     await discovery.register(node)
     hashes = TokenSequence(root_hash(FINGERPRINT), 4, TOKENIZER.encode(prompt).ids).block_hashes
     keys = [kv_chunk_key(FINGERPRINT, h) for h in hashes[:num_blocks]]
-    added = [directory_pb2.ChunkEntry(key=key, version=1, size_bytes=9) for key in keys]
-    async with channel(discovery.address) as connection:
-        stub = directory_pb2_grpc.DirectoryStub(connection)
-        report = directory_pb2.ReportPiece(next_slot=NUM_SLOTS)
-        await stub.Announce(directory_pb2.AnnounceRequest(node_id="node-1", generation=5, report_id=1, piece=report))
-        await stub.Announce(directory_pb2.AnnounceRequest(node_id="node-1", generation=5, added=added))
+    async with asking(discovery.address) as ask:
+        await ask(ANNOUNCE, NodeAnnouncement("node-1", 5, report_id=1, piece=ReportPiece(0, NUM_SLOTS)))
+        await ask(ANNOUNCE, NodeAnnouncement("node-1", 5, [ChunkEntry(key, 1, 9) for key in keys]))
 
 
 async def test_at_the_end_requests_under_way_are_finished(tmp_path):

@@ -15,26 +15,27 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import Message
 
+from tanghulu.conductor.peers import wire as peers
+from tanghulu.discovery import membership
+from tanghulu.discovery.instance_wire import InstanceEntry
 from tanghulu.protos import (
-    common_pb2,
-    conductor_pb2,
-    directory_pb2,
     inference_pb2,
-    membership_pb2,
     router_pb2,
     store_api_pb2,
-    store_pb2,
 )
 from tanghulu.rpc import methods as rpc_methods
 from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.session import messages as session
+from tanghulu.store.protocol import directory_messages as d
 from tanghulu.store.protocol import messages as m
 from tanghulu.store.protocol import methods as store
+from tanghulu.store.protocol.announcements import NodeAnnouncement
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS
+from tanghulu.store.protocol.directory_events import EventsRequest
 from tanghulu.store.protocol.types import ClientCommit, NewChunk
 from tanghulu.types import ChunkKey
 from tanghulu.workers.kv import peer_methods as worker
-from tests.isolation.world import KEY, Answer, Caller, World, data, fast, http, rpc, unix
+from tests.isolation.world import Answer, Caller, World, data, fast, http, rpc, unix
 
 
 class Needs(Enum):
@@ -85,8 +86,8 @@ def _fast(role: str, method: Any, request: Callable[[World, str], Any]) -> Calla
 
 
 def fast_rows() -> Iterator[Row]:
-    """Of the fast lane: nodes, masters and workers."""
-    for role in ("master", "node", "prefill", "decode"):
+    """Of the fast lane: nodes, masters, workers, and conductors among themselves."""
+    for role in ("master", "node", "prefill", "decode", "peers"):
         hello = m.NodeHello(PROTOCOL_VERSION, client_id="x")
         yield Row(f"fast lane of {role}", "hello", Needs.KNOWN, _fast(role, rpc_methods.HELLO, lambda *_, h=hello: h))
 
@@ -99,28 +100,38 @@ def fast_rows() -> Iterator[Row]:
         yield of("node", own, store.PUT, lambda w, t: m.PutRequest([chunk(t)], False, 1000), kind)
         yield of("node", own, store.RESERVE, lambda w, t: m.ReserveRequest([chunk(t)], 0), kind)
         yield of("node", own, store.GET, lambda w, t: m.GetRequest([t], 1 << 16), kind)
-        yield of("node", own, store.EXISTS, lambda w, t: store_pb2.ExistsRequest(keys=[t]), kind)
-        yield of("node", own, store.REMOVE, lambda w, t: store_pb2.RemoveRequest(keys=[t]), kind)
-        yield of("node", own, store.CHUNK_STAT, lambda w, t: store_pb2.StatRequest(keys=[t]), kind)
+        yield of("node", own, store.EXISTS, lambda w, t: m.KeysRequest([t]), kind)
+        yield of("node", own, store.REMOVE, lambda w, t: m.RemoveRequest([t]), kind)
+        yield of("node", own, store.CHUNK_STAT, lambda w, t: m.KeysRequest([t]), kind)
         yield of("master", own, store.LOCATE, lambda w, t: m.LocateRequest([t], False), kind)
-        yield of("master", own, store.LIST_KEYS, lambda w, t: directory_pb2.ListKeysRequest(prefix=t), kind)
+        yield of("master", own, store.LIST_KEYS, lambda w, t: d.ListKeysRequest(t), kind)
         yield of("master", own, store.COMMIT_KEY, lambda w, t: _commit(w, t), kind)
         yield of("master", own, store.COMMIT_KEYS, lambda w, t: m.CommitKeysRequest([_commit(w, t)]), kind)
-        yield of("master", own, store.WAIT, lambda w, t: directory_pb2.WaitRequest(keys=[t]), kind)
-        yield of("master", own, store.REPLICATE, lambda w, t: directory_pb2.ReplicateRequest(keys=[t], holders=2), kind)
+        yield of("master", own, store.EVENTS, lambda w, t: EventsRequest(t), kind)
+        yield of("master", own, store.WAIT, lambda w, t: d.WaitRequest([t]), kind)
+        yield of("master", own, store.REPLICATE, lambda w, t: d.ReplicateRequest([t], 2, 1.0), kind)
     yield of("node", own, store.COMMIT, lambda w, t: m.CommitRequest([], [int(t)], False, 1000), "lease")
     yield of("node", own, store.UNPIN, lambda w, t: m.UnpinRequest([int(t)]), "lease")
-    yield of("node", known, store.EVICTION, lambda w, t: store_pb2.EvictionRequest())
-    yield of("node", operator, store.DRAIN, lambda w, t: store_pb2.DrainRequest(draining=True))
-    yield of("node", operator, store.EVICT, lambda w, t: store_pb2.EvictRequest(keys=[t], num_bytes=1), "scoped")
-    yield of("node", operator, store.VERIFY, lambda w, t: store_pb2.VerifyRequest(after=t), "key")
-    yield of("node", known, store.TENANTS, lambda w, t: store_pb2.TenantsRequest())
+    yield of("node", known, store.EVICTION, lambda w, t: m.EvictionPolicy(""))
+    yield of("node", operator, store.DRAIN, lambda w, t: m.DrainRequest(True))
+    yield of("node", operator, store.EVICT, lambda w, t: m.EvictRequest([t], 1), "scoped")
+    yield of("node", operator, store.VERIFY, lambda w, t: m.VerifyRequest(t), "key")
+    yield of("node", known, store.TENANTS, lambda w, t: m.TenantsRequest())
     yield of("node", known, store.OPEN_BUFFER, lambda w, t: m.OpenBufferRequest(1 << 16))
-    yield of("master", operator, store.ANNOUNCE, lambda w, t: directory_pb2.AnnounceRequest(node_id=t), "node")
-    yield of("master", known, store.PLACE, lambda w, t: directory_pb2.PlaceRequest(size_bytes=1))
-    yield of("master", known, store.NODES, lambda w, t: directory_pb2.NodesRequest())
+    yield of("master", operator, store.ANNOUNCE, lambda w, t: NodeAnnouncement(t, 1), "node")
+    yield of("master", known, store.PLACE, lambda w, t: d.PlaceRequest(1))
+    yield of("master", known, store.NODES, lambda w, t: d.NodesRequest())
     yield of("master", known, store.MASTERS, lambda w, t: m.MastersRequest())
     yield of("master", known, store.PROVE, lambda w, t: m.ProveRequest())
+    yield of(
+        "master", operator, membership.REGISTER, lambda w, t: membership.RegisterRequest(_instance(t), 60_000), "node"
+    )
+    yield of("master", operator, membership.KEEP_ALIVE, lambda w, t: membership.LeaseRequest(1, t), "node")
+    yield of("master", operator, membership.DEREGISTER, lambda w, t: membership.LeaseRequest(1, t), "node")
+    yield of("master", known, membership.WATCH, lambda w, t: membership.WatchRequest())
+    yield of("peers", operator, peers.FOLLOW, lambda w, t: peers.FollowRequest())
+    yield of("peers", operator, peers.ABORT, lambda w, t: peers.AbortRequest(t), "request")
+    yield of("peers", operator, rpc_methods.END, lambda w, t: rpc_methods.EndRequest())
     begin = session.ToWorker(session.SessionHello("x", 1))
     for role in ("prefill", "decode"):
         yield of(role, operator, session.SESSION, lambda w, t: begin)
@@ -144,43 +155,18 @@ def _commit(world: World, key: str) -> ClientCommit:
     return ClientCommit(world.victims["node"], 1, ChunkKey(key), 7, 3)
 
 
-def _instance(node: str) -> common_pb2.Instance:
-    return common_pb2.Instance(id=node, namespace="default", component="decode", address="127.0.0.1:9")
+def _instance(node: str) -> InstanceEntry:
+    return InstanceEntry(node, "decode", "127.0.0.1:9")
 
 
 #: gRPC's methods by their full names: what they need, the kind of their target, and the request.
 _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
-    "Directory/Announce": (Needs.OPERATOR, "node", lambda w, t: directory_pb2.AnnounceRequest(node_id=t)),
-    "Directory/Locate": (Needs.OWN, "scoped", lambda w, t: directory_pb2.LocateRequest(keys=[t, KEY])),
-    "Directory/Place": (Needs.KNOWN, "", lambda w, t: directory_pb2.PlaceRequest(size_bytes=1)),
-    "Directory/Nodes": (Needs.KNOWN, "", lambda w, t: directory_pb2.NodesRequest()),
-    "Directory/ListKeys": (Needs.OWN, "key", lambda w, t: directory_pb2.ListKeysRequest(prefix=t)),
-    "Directory/Wait": (Needs.OWN, "key", lambda w, t: directory_pb2.WaitRequest(keys=[t])),
-    "Directory/Replicate": (Needs.OWN, "key", lambda w, t: directory_pb2.ReplicateRequest(keys=[t], holders=2)),
-    "Directory/Events": (Needs.OWN, "key", lambda w, t: directory_pb2.EventsRequest(key_prefix=t)),
-    "Membership/Register": (
-        Needs.OPERATOR,
-        "node",
-        lambda w, t: membership_pb2.RegisterRequest(instance=_instance(t), ttl_ms=60_000),
-    ),
-    "Membership/KeepAlive": (
-        Needs.OPERATOR,
-        "node",
-        lambda w, t: membership_pb2.KeepAliveRequest(instance_id=t, lease_id=1),
-    ),
-    "Membership/Deregister": (
-        Needs.OPERATOR,
-        "node",
-        lambda w, t: membership_pb2.DeregisterRequest(instance_id=t, lease_id=1),
-    ),
-    "Membership/Watch": (Needs.KNOWN, "", lambda w, t: membership_pb2.WatchRequest(namespace="default")),
-    "ConductorPeer/Follow": (
-        Needs.OPERATOR,
-        "",
-        lambda w, t: conductor_pb2.PeerFollow(conductor_id="x", protocol_version=1),
-    ),
-    "ConductorPeer/Drain": (Needs.OPERATOR, "", lambda w, t: common_pb2.EndRequest()),
-    "ConductorPeer/Abort": (Needs.OPERATOR, "request", lambda w, t: conductor_pb2.PeerAbort(request_id=t)),
+    "Store/Put": (Needs.KNOWN, "key", lambda w, t: store_api_pb2.PutRequest(key=t, value=b"xyz")),
+    "Store/Get": (Needs.OWN, "key", lambda w, t: store_api_pb2.GetRequest(key=t)),
+    "Store/Exists": (Needs.OWN, "key", lambda w, t: store_api_pb2.Keys(keys=[t])),
+    "Store/Remove": (Needs.OWN, "key", lambda w, t: store_api_pb2.Keys(keys=[t])),
+    "Store/Stat": (Needs.OWN, "key", lambda w, t: store_api_pb2.StatRequest(key=t)),
+    "Store/List": (Needs.OWN, "key", lambda w, t: store_api_pb2.ListRequest(prefix=t)),
     "Inference/Generate": (
         Needs.KNOWN,
         "request",
@@ -211,7 +197,7 @@ _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
     "Router/DumpEvents": (Needs.OPERATOR, "", lambda w, t: router_pb2.RouterDumpRequest()),
 }
 ABSENT |= {"routed": "no-such-thing-routed", "routed before": "no-such-thing-before", "tokens": "07000000" * 256}
-_GRPC_MODULES = (conductor_pb2, directory_pb2, inference_pb2, membership_pb2, router_pb2, store_api_pb2, store_pb2)
+_GRPC_MODULES = (inference_pb2, router_pb2, store_api_pb2)
 
 
 def grpc_methods() -> set[str]:
@@ -234,9 +220,6 @@ def _grpc(name: str, request: Callable[[World, str], Message]) -> Callable[[Worl
 
     def call(world: World, caller: Caller, target: str) -> Answer:
         address = {
-            "Directory": lambda: world.address("master"),
-            "Membership": lambda: world.address("master"),
-            "ConductorPeer": lambda: f"127.0.0.1:{world.peer_port}",
             "Inference": lambda: f"127.0.0.1:{world.grpc_port}",
             "Router": lambda: world.service_grpc,
             "Store": lambda: f"127.0.0.1:{world.gateway_grpc}",
@@ -419,7 +402,7 @@ def data_rows() -> Iterator[Row]:
         "Unix socket of node",
         "exists",
         Needs.OWN,
-        lambda w, c, t: unix(w, c, "node", store.EXISTS, store_pb2.ExistsRequest(keys=[t])),
+        lambda w, c, t: unix(w, c, "node", store.EXISTS, m.KeysRequest([t])),
         "scoped",
     )
 

@@ -22,6 +22,7 @@ from tanghulu.conductor import route_rights
 from tanghulu.masters import Masters
 from tanghulu.rpc import methods as rpc_methods
 from tanghulu.rpc.methods import Method
+from tanghulu.session import messages as session
 from tanghulu.store.gateway.config import GatewayConfig
 from tanghulu.store.gateway.gateway import Gateway
 from tanghulu.store.gateway.main import make_app
@@ -209,6 +210,7 @@ def test_every_method_is_in_the_table() -> None:
         (store, ("node", "master")),
         (peer_methods, ("prefill",)),
         (rpc_methods, ("prefill",)),
+        (session, ("prefill", "decode")),
     ]
     for module, roles in modules:
         for method in (each for each in vars(module).values() if isinstance(each, Method)):

@@ -316,7 +316,8 @@ def running_world(folder: Path, *, tls: bool, env: dict[str, str] | None = None)
             for name, value in settings.items():
                 patch.setenv(name, value)
         cluster = stack.enter_context(running_cluster(folder / "state", *flags))
-        world = World(cluster, files, shown, callers, grpc_port, gateway_port, gateway_grpc)
+        ports = {"grpc_port": grpc_port, "gateway_port": gateway_port, "gateway_grpc": gateway_grpc}
+        world = World(cluster, files, shown, callers, **ports)
         stack.enter_context(world.stack)
         _start_routers(world, stack, folder)
         yield world

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +14,13 @@ from typing import Any
 from tanghulu.auth.tenants import Right
 from tanghulu.auth.tls import ServerTls
 from tanghulu.errors import ChunkNotFound
-from tanghulu.protos import directory_pb2 as pb
-from tanghulu.protos import directory_pb2_grpc
+from tanghulu.protos import router_pb2, router_pb2_grpc
 from tanghulu.rpc.fast_server import FastService, Later, Peer
 from tanghulu.rpc.frames import HEAD
 from tanghulu.rpc.grpc_edge import abort
 from tanghulu.rpc.methods import Method, Rule
 from tanghulu.rpc.port_mux import PortMux
+from tanghulu.rpc.wire import FastMessage
 
 #: Of every method here, where tokens are asked for.
 READABLE = Rule("echo", Right.READ)
@@ -32,6 +32,14 @@ SLOW_BROKEN = 11
 BLOAT = 14
 HANG = 15
 LATER = 31
+
+
+class Ask(FastMessage, frozen=True):
+    keys: Sequence[str]
+
+
+class Answer(FastMessage, frozen=True):
+    node_ids: Sequence[str] = ()
 
 
 @dataclass
@@ -46,38 +54,38 @@ class Served:
 
 
 def make_service(served: Served) -> None:
-    def echo(peer: Peer, request: pb.LocateRequest, attachment: memoryview) -> Any:
+    def echo(peer: Peer, request: Ask, attachment: memoryview) -> Any:
         peer.on_close.append(lambda: setattr(served, "closed", served.closed + 1))
-        return pb.LocateReply(node_ids=request.keys), [attachment]
+        return Answer(node_ids=request.keys), [attachment]
 
-    async def slow(peer: Peer, request: pb.LocateRequest, attachment: memoryview) -> Any:
+    async def slow(peer: Peer, request: Ask, attachment: memoryview) -> Any:
         served.waiting += 1
         served.most_waiting = max(served.most_waiting, served.waiting)
         try:
             await served.gate.wait()
         finally:
             served.waiting -= 1
-        return pb.LocateReply(node_ids=request.keys)
+        return Answer(node_ids=request.keys)
 
-    def fail(peer: Peer, request: pb.LocateRequest, attachment: memoryview) -> Any:
+    def fail(peer: Peer, request: Ask, attachment: memoryview) -> Any:
         raise ChunkNotFound(f"no {request.keys[0]}")
 
-    def broken(peer: Peer, request: pb.LocateRequest, attachment: memoryview) -> Any:
+    def broken(peer: Peer, request: Ask, attachment: memoryview) -> Any:
         raise ZeroDivisionError("a bug")
 
-    async def slow_broken(peer: Peer, request: pb.LocateRequest, attachment: memoryview) -> Any:
+    async def slow_broken(peer: Peer, request: Ask, attachment: memoryview) -> Any:
         await asyncio.sleep(0)
         raise ZeroDivisionError("a bug")
 
-    def bloat(peer: Peer, request: pb.LocateRequest, attachment: memoryview) -> Any:
-        return pb.LocateReply(), [bytes(65 << 20)]
+    def bloat(peer: Peer, request: Ask, attachment: memoryview) -> Any:
+        return Answer(), [bytes(65 << 20)]
 
-    async def hang(peer: Peer, request: pb.LocateRequest, attachment: memoryview) -> Any:
+    async def hang(peer: Peer, request: Ask, attachment: memoryview) -> Any:
         await asyncio.Event().wait()
 
-    def later(peer: Peer, request: pb.LocateRequest, attachment: memoryview) -> Any:
+    def later(peer: Peer, request: Ask, attachment: memoryview) -> Any:
         answer = Later()
-        served.later.append(lambda: answer.set(pb.LocateReply(node_ids=request.keys)))
+        served.later.append(lambda: answer.set(Answer(node_ids=request.keys)))
         if "now" in request.keys:
             served.later.pop()()
         return answer
@@ -85,18 +93,22 @@ def make_service(served: Served) -> None:
     handlers = {ECHO: echo, SLOW: slow, FAIL: fail, BROKEN: broken, SLOW_BROKEN: slow_broken, BLOAT: bloat, HANG: hang}
     handlers[LATER] = later
     for method, handler in handlers.items():
-        served.service.register(Method(method, handler.__name__, pb.LocateRequest, pb.LocateReply, READABLE), handler)
+        served.service.register(Method(method, handler.__name__, Ask, Answer, READABLE), handler)
 
 
-class Directory(directory_pb2_grpc.DirectoryServicer):
-    async def Locate(self, request: pb.LocateRequest, context: Any) -> pb.LocateReply:
-        if "missing" in request.keys:
+class Router(router_pb2_grpc.RouterServicer):
+    """Answers a question by its ids, and a dump by 200 pieces of 100 kB."""
+
+    async def BestWorker(self, request: router_pb2.RouterQuestion, context: Any) -> router_pb2.RouterBest:
+        if request.request_id == "missing":
             await abort(context, ChunkNotFound("no missing: ключ\nнет"))
-        return pb.LocateReply(node_ids=request.keys)
+        return router_pb2.RouterBest(prefill_worker=request.request_id)
 
-    async def Events(self, request: pb.EventsRequest, context: Any) -> AsyncIterator[pb.EventBatch]:
+    async def DumpEvents(
+        self, request: router_pb2.RouterDumpRequest, context: Any
+    ) -> AsyncIterator[router_pb2.RouterEvents]:
         for number in range(200):
-            yield pb.EventBatch(master_generation=number, events=[pb.DirectoryEvent(keys=["k" * 1000] * 100)])
+            yield router_pb2.RouterEvents(worker=str(number), stored=[b"k" * 1000] * 100)
 
 
 @asynccontextmanager
@@ -106,7 +118,7 @@ async def serving(tls: ServerTls | None = None) -> AsyncIterator[Served]:
         port_mux = PortMux(service, Path(run_dir), "test", tls=tls)
         made = Served(port_mux, service, asyncio.Event())
         make_service(made)
-        directory_pb2_grpc.add_DirectoryServicer_to_server(Directory(), port_mux.grpc_server)
+        router_pb2_grpc.add_RouterServicer_to_server(Router(), port_mux.grpc_server)
         await port_mux.start("127.0.0.1", 0)
         try:
             yield made

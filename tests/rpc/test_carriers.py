@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tanghulu.errors import ChunkNotFound, DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
-from tanghulu.protos import directory_pb2 as pb
 from tanghulu.rpc import fast_server
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Call, FastConnection
@@ -21,13 +20,27 @@ from tanghulu.rpc.frames import ERROR, HEAD, MAX_ATTACHMENT_BYTES, PREAMBLE, enc
 from tanghulu.runtime.busy_polling import BusyPoller, PollTrial
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.types import Address
-from tests.rpc.service import BLOAT, BROKEN, ECHO, FAIL, HANG, LATER, SLOW, SLOW_BROKEN, Served, head_of, until
+from tests.rpc.service import (
+    BLOAT,
+    BROKEN,
+    ECHO,
+    FAIL,
+    HANG,
+    LATER,
+    SLOW,
+    SLOW_BROKEN,
+    Answer,
+    Ask,
+    Served,
+    head_of,
+    until,
+)
 
-REPLY = pb.LocateReply
+REPLY = Answer
 
 
-def ask(*keys: str) -> pb.LocateRequest:
-    return pb.LocateRequest(keys=keys)
+def ask(*keys: str) -> Ask:
+    return Ask(keys)
 
 
 class BlockingClient:

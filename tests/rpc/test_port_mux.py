@@ -16,21 +16,20 @@ from tanghulu.errors import (
     NodeUnavailable,
     TanghuluError,
 )
-from tanghulu.protos import directory_pb2 as pb
-from tanghulu.protos import directory_pb2_grpc
+from tanghulu.protos import router_pb2, router_pb2_grpc
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.frames import ERROR, HEAD, PREAMBLE, encode_head
 from tanghulu.rpc.grpc_edge import channel, typed_errors
 from tanghulu.rpc.port_mux import PortMux
 from tanghulu.rpc.wire import Failure, encode, error_of, parser_of, raise_for, status_of
 from tanghulu.types import Address
-from tests.rpc.service import ECHO, Served, head_of
+from tests.rpc.service import ECHO, Answer, Ask, Served, head_of
 
-REPLY = pb.LocateReply
+REPLY = Answer
 
 
-def ask(*keys: str) -> pb.LocateRequest:
-    return pb.LocateRequest(keys=keys)
+def ask(*keys: str) -> Ask:
+    return Ask(keys)
 
 
 async def test_garbage_is_shown_the_port_mux(served: Served) -> None:
@@ -50,35 +49,34 @@ async def test_garbage_is_shown_the_port_mux(served: Served) -> None:
 
 async def test_the_preamble_may_come_in_pieces(served: Served) -> None:
     reader, writer = await asyncio.open_connection(str(served.port_mux.address.host), served.port_mux.address.port)
-    message = ask("k").SerializeToString()
+    message = encode(ask("k"))
     for byte in PREAMBLE + encode_head(ECHO, 3, len(message), 0) + message:
         writer.write(bytes([byte]))
         await writer.drain()
     body, _, method, call_id = head_of(await reader.readexactly(HEAD.size))
     assert (method, call_id) == (ECHO, 3)
-    assert pb.LocateReply.FromString(await reader.readexactly(body)).node_ids == ["k"]
+    assert parser_of(Answer)(await reader.readexactly(body)).node_ids == ["k"]
     writer.close()
 
 
 async def test_grpc_on_the_same_port(served: Served) -> None:
     async with channel(served.port_mux.address) as connection:
-        stub = directory_pb2_grpc.DirectoryStub(connection)
-        assert (await stub.Locate(ask("a", "b"))).node_ids == ["a", "b"]
-        big = [f"{n:0>1000}" for n in range(5000)]
-        assert (await stub.Locate(ask(*big))).node_ids == big
-        got = [batch.master_generation async for batch in stub.Events(pb.EventsRequest())]
+        stub = router_pb2_grpc.RouterStub(connection)
+        for name in ("a", "big" * 1_000_000):
+            assert (await stub.BestWorker(router_pb2.RouterQuestion(request_id=name))).prefill_worker == name
+        got = [int(piece.worker) async for piece in stub.DumpEvents(router_pb2.RouterDumpRequest())]
         assert got == list(range(200))
 
 
 async def test_typed_errors_over_grpc(served: Served) -> None:
     async with channel(served.port_mux.address) as connection:
-        stub = directory_pb2_grpc.DirectoryStub(connection)
+        stub = router_pb2_grpc.RouterStub(connection)
         with pytest.raises(ChunkNotFound, match="no missing: ключ\nнет"):
             async with typed_errors("peer"):
-                await stub.Locate(ask("missing"))
+                await stub.BestWorker(router_pb2.RouterQuestion(request_id="missing"))
         with pytest.raises(NodeUnavailable, match="unimplemented"):
             async with typed_errors("peer"):
-                await stub.Nodes(pb.NodesRequest())
+                await stub.Overlaps(router_pb2.RouterQuestion())
 
 
 async def test_a_dead_grpc_peer_is_unavailable_or_late() -> None:
@@ -86,13 +84,13 @@ async def test_a_dead_grpc_peer_is_unavailable_or_late() -> None:
         free.bind(("127.0.0.1", 0))
         address = Address("127.0.0.1", free.getsockname()[1])
     async with channel(address) as connection:
-        stub = directory_pb2_grpc.DirectoryStub(connection)
+        stub = router_pb2_grpc.RouterStub(connection)
         with pytest.raises(MasterUnavailable):
             async with typed_errors("peer", MasterUnavailable):
-                await stub.Nodes(pb.NodesRequest(), timeout=30)
+                await stub.Overlaps(router_pb2.RouterQuestion(), timeout=30)
         with pytest.raises(DeadlineExceeded):
             async with typed_errors("peer"):
-                await stub.Nodes(pb.NodesRequest(), timeout=0.05, wait_for_ready=True)
+                await stub.Overlaps(router_pb2.RouterQuestion(), timeout=0.05, wait_for_ready=True)
 
 
 async def test_a_taken_port_refuses_to_start(served: Served, tmp_path) -> None:

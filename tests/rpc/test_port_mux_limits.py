@@ -17,8 +17,7 @@ from tanghulu.auth.credentials import TlsFiles
 from tanghulu.auth.tls import ServerTls, client_context
 from tanghulu.auth.tokens import TokensFile
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, Unauthorized
-from tanghulu.protos import directory_pb2 as pb
-from tanghulu.protos import directory_pb2_grpc
+from tanghulu.protos import router_pb2, router_pb2_grpc
 from tanghulu.rpc import fast_server, port_mux
 from tanghulu.rpc.authorizer import Authorizer
 from tanghulu.rpc.fast_aio import AsyncFastConnection
@@ -28,10 +27,12 @@ from tanghulu.rpc.greeting import welcome
 from tanghulu.rpc.grpc_edge import channel
 from tanghulu.rpc.methods import HELLO, HelloRequest
 from tanghulu.rpc.versions import PROTOCOL_VERSION
-from tests.rpc.service import ECHO, Served, head_of, serving, until
+from tanghulu.rpc.wire import encode, parser_of
+from tests.rpc.service import ECHO, Answer, Ask, Served, head_of, serving, until
 from tests.tls_files import Authority
 
-ASK, REPLY = pb.LocateRequest(keys=["k"]), pb.LocateReply
+QUESTION = router_pb2.RouterQuestion()
+ASK, REPLY = Ask(keys=["k"]), Answer
 
 
 async def test_those_who_say_nothing_make_way(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +95,7 @@ async def test_what_comes_with_the_end_of_a_handshake_is_not_lost(tmp_path: Path
                     except ssl.SSLWantReadError:
                         sock.sendall(outgoing.read())
                         incoming.write(sock.recv(1 << 16))
-                body = ASK.SerializeToString()
+                body = encode(ASK)
                 wire.write(PREAMBLE + encode_head(ECHO, 3, len(body), 0) + body)
                 sock.sendall(outgoing.read())  # the end of the handshake, and the first call behind it
                 answer = b""
@@ -103,7 +104,7 @@ async def test_what_comes_with_the_end_of_a_handshake_is_not_lost(tmp_path: Path
                         answer += wire.read()
                     except ssl.SSLWantReadError:
                         incoming.write(sock.recv(1 << 16))
-                return list(REPLY.FromString(answer[HEAD.size :]).node_ids)
+                return list(parser_of(REPLY)(answer[HEAD.size :]).node_ids)
 
         for _ in range(20):
             assert await asyncio.to_thread(ask) == ["k"]
@@ -112,13 +113,13 @@ async def test_what_comes_with_the_end_of_a_handshake_is_not_lost(tmp_path: Path
 async def test_grpc_connections_are_bounded(served: Served) -> None:
     served.service.max_connections = 1
     async with channel(served.port_mux.address) as first:
-        await directory_pb2_grpc.DirectoryStub(first).Locate(ASK, timeout=30)
+        await router_pb2_grpc.RouterStub(first).BestWorker(QUESTION, timeout=30)
         async with channel(served.port_mux.address) as second:
             with pytest.raises(grpc.aio.AioRpcError):
-                await directory_pb2_grpc.DirectoryStub(second).Locate(ASK, timeout=0.5)
-        await directory_pb2_grpc.DirectoryStub(first).Locate(ASK, timeout=30)
+                await router_pb2_grpc.RouterStub(second).BestWorker(QUESTION, timeout=0.5)
+        await router_pb2_grpc.RouterStub(first).BestWorker(QUESTION, timeout=30)
     async with channel(served.port_mux.address) as third:
-        await directory_pb2_grpc.DirectoryStub(third).Locate(ASK, timeout=30, wait_for_ready=True)
+        await router_pb2_grpc.RouterStub(third).BestWorker(QUESTION, timeout=30, wait_for_ready=True)
 
 
 async def test_silent_grpc_connections_take_nobodys_place(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +128,7 @@ async def test_silent_grpc_connections_take_nobodys_place(served: Served, monkey
     served.service.max_connections = 2
     address = served.port_mux.address
     async with channel(address) as first:
-        await directory_pb2_grpc.DirectoryStub(first).Locate(ASK, timeout=30)
+        await router_pb2_grpc.RouterStub(first).BestWorker(QUESTION, timeout=30)
         silent = [await asyncio.open_connection(address.host, address.port) for _ in range(8)]
         for _, writer in silent:
             writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
@@ -135,8 +136,8 @@ async def test_silent_grpc_connections_take_nobodys_place(served: Served, monkey
             with contextlib.suppress(ConnectionError):
                 await asyncio.wait_for(reader.read(), 30)  # to its end
         async with channel(address) as second:
-            await directory_pb2_grpc.DirectoryStub(second).Locate(ASK, timeout=30)
-        await directory_pb2_grpc.DirectoryStub(first).Locate(ASK, timeout=30)
+            await router_pb2_grpc.RouterStub(second).BestWorker(QUESTION, timeout=30)
+        await router_pb2_grpc.RouterStub(first).BestWorker(QUESTION, timeout=30)
         monkeypatch.setattr(port_mux, "UNKNOWN_RELAY_S", 0.05)
         reader, writer = await asyncio.open_connection(address.host, address.port)
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))

@@ -11,24 +11,24 @@ from unittest.mock import Mock
 
 import pytest
 
-from tanghulu.protos import directory_pb2 as pb
 from tanghulu.rpc import fast_server, unsent
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_server import Peer
 from tanghulu.rpc.frames import HEAD, PREAMBLE, FrameReader
 from tanghulu.rpc.methods import Method
 from tanghulu.rpc.unsent import PRESSED_S, SLOW_PEER_S, SlowPeer, UnsentAnswers
+from tanghulu.rpc.wire import encode
 from tanghulu.runtime.least_rate import LEAST_BYTES_S, LeastRate
-from tests.rpc.service import ECHO, LATER, READABLE, SLOW, Served, until
+from tests.rpc.service import ECHO, LATER, READABLE, SLOW, Answer, Ask, Served, until
 
-ASK, REPLY = pb.LocateRequest(keys=["k"]), pb.LocateReply
+ASK, REPLY = Ask(keys=["k"]), Answer
 LARGE = 40
 ANSWER = bytes(1 << 20)
 NUM_CALLS = 400
 
 
 def request_of(method: int, call_id: int) -> bytes:
-    body = ASK.SerializeToString()
+    body = encode(ASK)
     return HEAD.pack(len(body), 0, method, 0, call_id) + body
 
 
@@ -39,11 +39,11 @@ class Glutton:
         self.served = served
         self.num_answered = 0
 
-        def large(peer: Peer, request: pb.LocateRequest, attachment: memoryview) -> Any:
+        def large(peer: Peer, request: Ask, attachment: memoryview) -> Any:
             self.num_answered += 1
-            return pb.LocateReply(), [ANSWER]
+            return Answer(), [ANSWER]
 
-        served.service.register(Method(LARGE, "large", pb.LocateRequest, REPLY, READABLE), large)
+        served.service.register(Method(LARGE, "large", Ask, REPLY, READABLE), large)
 
     async def ask(self) -> None:
         address = self.served.port_mux.address

@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
-from tanghulu.protos import directory_pb2 as pb
 from tanghulu.rpc import pacing
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.fast_server import NO_ANSWER, AnswerStream, Later, Peer
 from tanghulu.rpc.frames import MAX_BODY_BYTES
 from tanghulu.rpc.methods import Method
-from tests.rpc.service import ECHO, READABLE, Served, until
+from tests.rpc.service import ECHO, READABLE, Answer, Ask, Served, until
 
-TALK = Method(50, "talk", pb.LocateRequest, pb.LocateReply, READABLE)
+TALK = Method(50, "talk", Ask, Answer, READABLE)
 
 
 class Talk:
@@ -28,7 +27,7 @@ class Talk:
     def __init__(self, served: Served) -> None:
         self.served = served
         self.asked: list[str] = []
-        self.heard: list[Reply[pb.LocateReply] | TanghuluError] = []
+        self.heard: list[Reply[Answer] | TanghuluError] = []
         self.num_rooms = 0
         self.stream = AnswerStream(self._room)
         self.connection: AsyncFastConnection
@@ -38,7 +37,7 @@ class Talk:
     def _room(self) -> None:
         self.num_rooms += 1
 
-    def _receive(self, peer: Peer, request: pb.LocateRequest, attachment: memoryview) -> AnswerStream | Later:
+    def _receive(self, peer: Peer, request: Ask, attachment: memoryview) -> AnswerStream | Later:
         first = not self.asked
         self.asked += request.keys
         if "broken" in request.keys:
@@ -47,12 +46,12 @@ class Talk:
 
     async def begin(self) -> None:
         self.connection = await AsyncFastConnection.connect(self.served.port_mux.address)
-        first = pb.LocateRequest(keys=["first"])
-        self.call_id = self.connection.stream(TALK.number, first, pb.LocateReply, self.heard.append)
+        first = Ask(keys=["first"])
+        self.call_id = self.connection.stream(TALK.number, first, Answer, self.heard.append)
         await until(lambda: bool(self.asked))
 
     def send_on(self, *keys: str, most_unsent_bytes: int = 1 << 20) -> None:
-        self.connection.send_on(self.call_id, TALK.number, pb.LocateRequest(keys=keys), most_unsent_bytes)
+        self.connection.send_on(self.call_id, TALK.number, Ask(keys), most_unsent_bytes)
 
     def names(self) -> list[str]:
         return [name for each in self.heard if isinstance(each, Reply) for name in each.message.node_ids]
@@ -71,18 +70,18 @@ async def talk(served: Served) -> AsyncIterator[Talk]:
 
 async def test_both_ends_send_on(talk: Talk) -> None:
     for number in range(3):
-        talk.stream.send(pb.LocateReply(node_ids=[f"n{number}"]))
+        talk.stream.send(Answer(node_ids=[f"n{number}"]))
         talk.send_on(f"k{number}")
     await until(lambda: len(talk.heard) == 3 and len(talk.asked) == 4)
     assert (talk.names(), talk.asked) == (["n0", "n1", "n2"], ["first", "k0", "k1", "k2"])
-    request = pb.LocateRequest(keys=["k"])
-    assert (await talk.connection.call(ECHO, request, pb.LocateReply)).message.node_ids == ["k"], "beside other calls"
+    request = Ask(keys=["k"])
+    assert (await talk.connection.call(ECHO, request, Answer)).message.node_ids == ["k"], "beside other calls"
 
 
 async def test_what_was_sent_arrives_before_the_end(talk: Talk) -> None:
-    talk.stream.send(pb.LocateReply(node_ids=["last"]))
+    talk.stream.send(Answer(node_ids=["last"]))
     talk.stream.end()
-    talk.stream.send(pb.LocateReply(node_ids=["too late"]))
+    talk.stream.send(Answer(node_ids=["too late"]))
     talk.stream.end()
     await until(lambda: talk.error() is not None)
     assert talk.names() == ["last"]
@@ -98,7 +97,7 @@ async def test_an_error_is_told_to_the_stream(talk: Talk) -> None:
 
 async def test_a_peer_that_does_not_read_leaves_no_room_and_one_that_reads_again_does(talk: Talk) -> None:
     talk.connection.pause_reading()
-    piece, num_sent = pb.LocateReply(node_ids=["x" * 100_000]), 0
+    piece, num_sent = Answer(node_ids=["x" * 100_000]), 0
     while talk.stream.has_room:
         talk.stream.send(piece)
         num_sent += 1
@@ -127,7 +126,7 @@ async def test_what_waits_for_a_peer_is_bounded(talk: Talk) -> None:
 
 async def test_messages_that_no_frame_holds_are_refused_to_who_sends_them(talk: Talk) -> None:
     with pytest.raises(InvalidRequest, match="exceeds"):
-        talk.stream.send(pb.LocateReply(node_ids=["x" * MAX_BODY_BYTES]))
+        talk.stream.send(Answer(node_ids=["x" * MAX_BODY_BYTES]))
     with pytest.raises(InvalidRequest, match="exceeds"):
         talk.send_on("x" * MAX_BODY_BYTES, most_unsent_bytes=1 << 30)
     talk.send_on("it goes on")

@@ -23,16 +23,19 @@ from tanghulu.errors import ChunkNotFound, Conflict, Forbidden, InvalidRequest, 
 from tanghulu.masters import Masters
 from tanghulu.protos import (
     common_pb2,
-    directory_pb2,
-    directory_pb2_grpc,
     membership_pb2,
     membership_pb2_grpc,
 )
-from tanghulu.rpc.fast_client import FastConnection
+from tanghulu.rpc.fast_aio import AsyncFastConnection
+from tanghulu.rpc.fast_client import Call, FastConnection
+from tanghulu.rpc.greeting import greet
 from tanghulu.rpc.grpc_edge import channel, from_rpc_error
 from tanghulu.store.client.client import Client
 from tanghulu.store.client.logic import messages
 from tanghulu.store.directory_feed import DirectoryEventKind, follow_directory
+from tanghulu.store.protocol.announcements import NodeAnnouncement
+from tanghulu.store.protocol.directory_messages import ListKeysRequest, NodesRequest, PlaceRequest
+from tanghulu.store.protocol.methods import ANNOUNCE, LIST_KEYS, NODES, PLACE
 from tanghulu.types import Address
 from tests.store.cluster import Process
 from tests.store.guarded_cluster import TOKENS, Secured, write_tokens
@@ -197,14 +200,10 @@ async def _call(address: str, call: str, token: str) -> Any:
     """One gRPC call as a third party makes it."""
     metadata = Credentials("", token).metadata
     async with channel(Address.parse(address)) as link:
-        directory, members = directory_pb2_grpc.DirectoryStub(link), membership_pb2_grpc.MembershipStub(link)
+        members = membership_pb2_grpc.MembershipStub(link)
         calls = {
-            "list": lambda: directory.ListKeys(directory_pb2.ListKeysRequest(prefix="th"), metadata=metadata),
             "node": lambda: members.Register(membership_pb2.RegisterRequest(instance=NODE), metadata=metadata),
-            "place": lambda: directory.Place(directory_pb2.PlaceRequest(size_bytes=1), metadata=metadata),
-            "nodes": lambda: directory.Nodes(directory_pb2.NodesRequest(), metadata=metadata),
             "join": lambda: members.Deregister(membership_pb2.DeregisterRequest(instance_id="x"), metadata=metadata),
-            "announce": lambda: directory.Announce(directory_pb2.AnnounceRequest(node_id="x"), metadata=metadata),
         }
         try:
             return await calls[call]()
@@ -212,19 +211,35 @@ async def _call(address: str, call: str, token: str) -> Any:
             raise from_rpc_error(error, address) from None
 
 
-async def test_grpc(cluster: Secured) -> None:
+async def _ask(address: str, call: Call[Any], token: str) -> Any:
+    """One call on the fast lane as another program makes it."""
+    connection = await AsyncFastConnection.connect(Address.parse(address))
+    try:
+        await greet(connection, Credentials("", token), 30.0)
+        return (await connection.call(call.method, call.request, call.reply_type, deadline_s=30.0)).message
+    finally:
+        await connection.close()
+
+
+async def test_callers_without_our_client(cluster: Secured) -> None:
     master = cluster.address
     with cluster.connect("acme") as acme:
         assert acme.put("third", b"abc").ok
+    listing = LIST_KEYS.call(ListKeysRequest("th"))
+    for call in ("node", "join"):
+        with pytest.raises(Unauthorized, match="token is needed"):
+            await _call(master, call, "")
     with pytest.raises(Unauthorized, match="token is needed"):
-        await _call(master, "list", "")
+        await _ask(master, listing, "")
     with pytest.raises(Forbidden, match="'read'"):
-        await _call(master, "list", "secret-acme-writer")
-    for call in ("node", "join", "announce"):
+        await _ask(master, listing, "secret-acme-writer")
+    for call in ("node", "join"):
         with pytest.raises(Forbidden, match="'join'"):
             await _call(master, call, "secret-acme")
-    assert [info.key for info in (await _call(master, "list", "secret-acme")).keys] == ["third"]
-    assert not (await _call(master, "list", "secret-initech")).keys
+    with pytest.raises(Forbidden, match="'join'"):
+        await _ask(master, ANNOUNCE.call(NodeAnnouncement("x", 1)), "secret-acme")
+    assert [info.key for info in (await _ask(master, listing, "secret-acme")).keys] == ["third"]
+    assert not (await _ask(master, listing, "secret-initech")).keys
     with cluster.connect("operator") as operator:
         assert operator.remove("@acme/third")
 
@@ -256,9 +271,10 @@ def test_a_tenant_does_not_count_what_others_hold(cluster: Secured) -> None:
         seen = initech.nodes()
         assert {view.num_chunks + view.used_bytes for view in seen} == {0}
         assert all(view.capacity_bytes for view in seen)
-        counted = [asyncio.run(_call(cluster.address, call, "secret-initech")) for call in ("place", "nodes")]
+        calls = (PLACE.call(PlaceRequest(1)), NODES.call(NodesRequest()), NODES.call(NodesRequest(versioned=True)))
+        counted = [asyncio.run(_ask(cluster.address, call, "secret-initech")) for call in calls]
         assert {node.num_chunks + node.used_bytes for reply in counted for node in reply.nodes} == {0}
-        assert counted[1].num_keys == 0
+        assert counted[1].num_keys == counted[2].num_keys == 0
         assert acme.remove_matching("^counted-") == 10
 
 
@@ -326,7 +342,7 @@ def test_only_trusted_tenants_map_memory(cluster: Secured) -> None:
 def test_a_call_without_hello_is_refused(cluster: Secured) -> None:
     for address in (cluster.address, cluster.nodes[0].address):
         connection = FastConnection(Address.parse(address))
-        call = messages.nodes() if address == cluster.address else messages.node_stat(["doc"])
+        call = messages.nodes() if address == cluster.address else messages.node_stat("doc")
         with pytest.raises(Unauthorized, match="HELLO"):
             connection.call(call.method, call.request, call.reply_type)
         connection.close()

@@ -11,13 +11,11 @@ import pytest
 
 import tanghulu
 from tanghulu import aio
-from tanghulu.auth.credentials import NO_TLS, Credentials, TlsFiles
+from tanghulu.auth.credentials import Credentials, TlsFiles
 from tanghulu.auth.tls import ServerTls, client_context
 from tanghulu.errors import ConfigError, MasterUnavailable, TanghuluError, Unauthorized
 from tanghulu.masters import Masters
-from tanghulu.protos import directory_pb2, directory_pb2_grpc
 from tanghulu.rpc.frames import PREAMBLE
-from tanghulu.rpc.grpc_edge import channel, typed_errors
 from tanghulu.store.directory_feed import DirectoryEventKind, follow_directory
 from tanghulu.types import Address
 from tests.store.guarded_cluster import Encrypted
@@ -92,18 +90,6 @@ def test_another_authoritys_host_is_not_believed(cluster: Encrypted, tmp_path: P
 async def test_asyncio_verifies_too(cluster: Encrypted, tmp_path: Path) -> None:
     with pytest.raises(Unauthorized, match="certificate"):
         await aio.connect(cluster.address, transport="tcp", tls_ca=Authority(tmp_path).ca)
-
-
-async def test_grpc(cluster: Encrypted) -> None:
-    for files, good in ((cluster.files, True), (TlsFiles(ca=cluster.ca), False), (NO_TLS, False)):
-        async with channel(cluster.address, tls=files) as link:
-            call = directory_pb2_grpc.DirectoryStub(link).Nodes(directory_pb2.NodesRequest(), timeout=30)
-            if good:
-                assert len((await call).nodes) == 1
-            else:
-                with pytest.raises(TanghuluError):
-                    async with typed_errors(cluster.address):
-                        await call
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:

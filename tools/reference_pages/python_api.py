@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
 import tanghulu
 from tanghulu import aio
 from tanghulu.store.client import ChunkInfo, KeyInfo, NodeView
@@ -60,11 +62,13 @@ def page() -> str:
 def _class(kind: type[Any]) -> Iterator[str]:
     yield from (f"### {kind.__name__}", "", f"`from {_home(kind)} import {kind.__name__}`", "")
     yield from _text(kind)
-    if dataclasses.is_dataclass(kind):
+    if dataclasses.is_dataclass(kind) or issubclass(kind, msgspec.Struct):
         yield from ("| field | type | default |", "|---|---|---|")
-        for field in dataclasses.fields(kind):
-            default = "" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
-            yield f"| `{field.name}` | `{_cell(str(field.type))}` | {default} |"
+        for field in inspect.signature(kind).parameters.values():
+            is_plain = field.default is not field.empty and repr(field.default) != "<factory>"
+            default = f"`{field.default!r}`" if is_plain else ""
+            of = re.sub(r"\bU(32|64)\b", "int", kind.__annotations__[field.name])
+            yield f"| `{field.name}` | `{_cell(of)}` | {default} |"
         yield ""
     elif "__init__" in vars(kind) and kind is TransferEngine:
         yield from ("```python", f"{kind.__name__}{_signature(kind.__init__).removesuffix(' -> None')}", "```", "")

@@ -21,8 +21,9 @@ from tanghulu.store.admin.orders import RemovalOutcome
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.admin.steps import perform
 from tanghulu.store.client import Client, connect
-from tanghulu.store.client.model import MAX_REPLICAS, MAX_TTL_S, ChunkInfo, NodeView
+from tanghulu.store.client.model import MAX_REPLICAS, MAX_TTL_S, NodeView
 from tanghulu.store.gateway.config import GatewayConfig
+from tanghulu.store.protocol.messages import ChunkInfo
 from tanghulu.store.protocol.types import Tier
 from tanghulu.types import Role, format_size, printable
 

@@ -20,7 +20,6 @@ from tanghulu.errors import (
     PeerSilent,
     TanghuluError,
 )
-from tanghulu.protos.store_pb2 import ExistsRequest
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.greeting import greet
@@ -63,7 +62,7 @@ from tanghulu.store.client.logic.effects import (
 from tanghulu.store.client.logic.messages import AnyCall, AnyReply
 from tanghulu.store.client.settings import Settings
 from tanghulu.store.protocol import methods
-from tanghulu.store.protocol.messages import ProveRequest, Welcome
+from tanghulu.store.protocol.messages import KeysRequest, ProveRequest, Welcome
 from tanghulu.transfer_engine.core.config import EngineConfig
 from tanghulu.transfer_engine.engine import Buffer, TransferEngine
 
@@ -386,7 +385,7 @@ class AsyncioDriver:
         """Ask a node that let a call's time pass for a sign of life; raises NodeUnavailable."""
         if self.context.nodes.is_silent(peer, self.context.clock.now_s()):
             raise silent(peer)
-        call, patience_s = methods.EXISTS.call(ExistsRequest()), self._sessions.patience_s(peer, deadline_s)
+        call, patience_s = methods.EXISTS.call(KeysRequest(())), self._sessions.patience_s(peer, deadline_s)
         try:
             await connection.call(call.method, call.request, call.reply_type, deadline_s=patience_s)
         except DeadlineExceeded as error:

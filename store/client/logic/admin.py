@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 from tanghulu.arguments import above_zero, text, whole
 from tanghulu.errors import TanghuluError
-from tanghulu.protos import directory_pb2, store_pb2
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic import query as directory
 from tanghulu.store.client.logic.context import Context, ask_master, ask_owners, learn_owners
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, PeerId, owner_peer
 from tanghulu.store.client.logic.query import ask_node
-from tanghulu.store.client.model import Evicted, MasterView, TenantView, Verified, VerifiedPage
+from tanghulu.store.client.model import MasterView, TenantView
+from tanghulu.store.protocol import messages as m
 from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.directory_messages import NodesRequest, ReplicateRequest
 from tanghulu.store.protocol.key_slots import NUM_RANGES, bits_of
 from tanghulu.store.protocol.types import validate_keys
 
@@ -25,20 +26,19 @@ MAX_HOLDERS, MAX_BYTES = (1 << 31) - 1, (1 << 62) - 1
 
 def drain(context: Context, node: str, draining: bool) -> Logic[None]:
     """Tell the node to take no new chunks (the master then has its chunks copied away), or to take them again."""
-    request = store_pb2.DrainRequest(draining=draining)
-    yield from ask_node(context, node, methods.DRAIN.call(request))
+    yield from ask_node(context, node, methods.DRAIN.call(m.DrainRequest(draining)))
     context.nodes.expire()
 
 
-def evict(context: Context, node: str, keys: Sequence[str], num_bytes: int) -> Logic[Evicted]:
+def evict(context: Context, node: str, keys: Sequence[str], num_bytes: int) -> Logic[m.Evicted]:
     """Evict ``keys`` as far as they are there and neither read nor pinned hard, then ``num_bytes`` by the policy."""
     validate_keys(keys)
     num_bytes = whole("num_bytes", num_bytes, 0, MAX_BYTES)
-    request = store_pb2.EvictRequest(keys=keys, num_bytes=num_bytes)
-    reply = yield from ask_node(context, node, methods.EVICT.call(request))
+    reply = yield from ask_node(context, node, methods.EVICT.call(m.EvictRequest(keys, num_bytes)))
     for key in keys:
         context.locations.forget(key)
-    return Evicted(reply.message.num_chunks, reply.message.num_bytes)
+    evicted: m.Evicted = reply.message
+    return evicted
 
 
 def replicate(context: Context, deadline: Deadline, keys: Sequence[str], holders: int, for_s: float) -> Logic[int]:
@@ -48,7 +48,7 @@ def replicate(context: Context, deadline: Deadline, keys: Sequence[str], holders
     num_taken = 0
     for start in range(0, len(keys), directory.KEYS_PER_CALL):
         part = keys[start : start + directory.KEYS_PER_CALL]
-        request = directory_pb2.ReplicateRequest(keys=part, holders=holders, for_s=for_s)
+        request = ReplicateRequest(part, holders, for_s)
         reply = yield from ask_owners(context, deadline, methods.REPLICATE.call(request))
         num_taken += reply.message.num_taken
     return num_taken
@@ -64,7 +64,7 @@ def masters(context: Context) -> Logic[list[MasterView]]:
     known = owners.map
     ranges = {owner: sorted(known.ranges_of(owner)) for owner in known.owners if owner is not None}
     calls = [
-        (owner_peer(owner), methods.NODES.call(directory_pb2.NodesRequest(ranges=bits_of(numbers))))
+        (owner_peer(owner), methods.NODES.call(NodesRequest(ranges=bits_of(numbers))))
         for owner, numbers in ranges.items()
     ]
     outcomes = yield CallPeers(calls, _MASTER_S, waits=False)
@@ -86,9 +86,9 @@ def _master_view(
 def tenants(context: Context) -> Logic[list[TenantView]]:
     """All tenants by name, summed over the nodes; a tenant hears of itself only. Raises what any node answered."""
     views = yield from directory.leaders_nodes(context)
-    call = methods.TENANTS.call(store_pb2.TenantsRequest())
+    call = methods.TENANTS.call(m.TenantsRequest())
     outcomes = yield CallPeers([(PeerId(view.id), call) for view in views])
-    told: dict[str, list[store_pb2.TenantUsage]] = {}
+    told: dict[str, list[m.TenantFigures]] = {}
     for outcome in outcomes:
         if isinstance(outcome, TanghuluError):
             raise outcome
@@ -98,7 +98,7 @@ def tenants(context: Context) -> Logic[list[TenantView]]:
     return [_sum_up(name, told[name], capacity_bytes) for name in sorted(told)]
 
 
-def _sum_up(tenant: str, told: Sequence[store_pb2.TenantUsage], capacity_bytes: int) -> TenantView:
+def _sum_up(tenant: str, told: Sequence[m.TenantFigures], capacity_bytes: int) -> TenantView:
     used_bytes = sum(usage.used_bytes for usage in told)
     return TenantView(
         tenant,
@@ -115,13 +115,13 @@ def _sum_up(tenant: str, told: Sequence[store_pb2.TenantUsage], capacity_bytes: 
     )
 
 
-def verify(context: Context, node: str, after: str, drop_corrupt: bool, report: bool) -> Logic[VerifiedPage]:
+def verify(context: Context, node: str, after: str, drop_corrupt: bool, report: bool) -> Logic[m.VerifiedPage]:
     """The node's chunks behind the key ``after``, each compared with its checksums; corrupt ones may be dropped.
 
     ``report`` has the node tell the master again everything that it holds.
     """
     after = text("after", after)
-    request = store_pb2.VerifyRequest(after=after, drop_corrupt=drop_corrupt, report=report)
+    request = m.VerifyRequest(after, drop_corrupt=drop_corrupt, report=report)
     reply = yield from ask_node(context, node, methods.VERIFY.call(request))
-    chunks = tuple(Verified(c.key, c.version, c.size_bytes, c.corrupt) for c in reply.message.chunks)
-    return VerifiedPage(chunks, reply.message.more)
+    page: m.VerifiedPage = reply.message
+    return page

@@ -24,11 +24,24 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
+from msgspec.structs import replace
+
 from tanghulu.errors import KeysMoved, MasterUnavailable, NotLeader, TanghuluError
-from tanghulu.protos import directory_pb2
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.store.client.logic.effects import MASTER, PeerId, owner_peer
 from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.directory_messages import (
+    KeyInfo,
+    ListKeysReply,
+    ListKeysRequest,
+    NodesReply,
+    NodesRequest,
+    NodeView,
+    ReplicateReply,
+    ReplicateRequest,
+    WaitReply,
+    WaitRequest,
+)
 from tanghulu.store.protocol.key_slots import NUM_RANGES, bits_of, range_of
 from tanghulu.store.protocol.messages import LocateReply, LocateRequest, Location
 from tanghulu.store.protocol.range_map import RangeMap
@@ -161,10 +174,6 @@ class SplitCall:
 # --- the table
 
 
-def _part_of_locate(request: LocateRequest, positions: Sequence[int]) -> LocateRequest:
-    return LocateRequest([request.keys[position] for position in positions], request.count_only, request.removing)
-
-
 def _join_locations(request: LocateRequest, answers: Sequence[Answer]) -> LocateReply:
     found, located = bytearray(len(request.keys)), list[Location | None]([None] * len(request.keys))
     for positions, reply in answers:
@@ -178,72 +187,59 @@ def _join_locations(request: LocateRequest, answers: Sequence[Answer]) -> Locate
     return LocateReply(incomplete, (), bytes(found)) if request.count_only else LocateReply(incomplete, located)
 
 
-def _part_of_wait(request: directory_pb2.WaitRequest, positions: Sequence[int]) -> directory_pb2.WaitRequest:
+def _part_of_keys(request: Any, positions: Sequence[int]) -> Any:
     keys = request.keys
-    return directory_pb2.WaitRequest(keys=[keys[each] for each in positions], deadline_ms=request.deadline_ms)
+    return replace(request, keys=[keys[position] for position in positions])
 
 
-def _join_waits(request: directory_pb2.WaitRequest, answers: Sequence[Answer]) -> directory_pb2.WaitReply:
+def _join_waits(request: WaitRequest, answers: Sequence[Answer]) -> WaitReply:
     found = bytearray(len(request.keys))
     for positions, reply in answers:
         for position, byte in zip(positions, reply.found, strict=True):
             found[position] = byte
-    return directory_pb2.WaitReply(found=bytes(found))
+    return WaitReply(bytes(found))
 
 
-def _part_of_replicate(
-    request: directory_pb2.ReplicateRequest, positions: Sequence[int]
-) -> directory_pb2.ReplicateRequest:
-    keys = [request.keys[position] for position in positions]
-    return directory_pb2.ReplicateRequest(keys=keys, holders=request.holders, for_s=request.for_s)
+def _sum_taken(request: ReplicateRequest, answers: Sequence[Answer]) -> ReplicateReply:
+    return ReplicateReply(sum(reply.num_taken for _, reply in answers))
 
 
-def _sum_taken(request: directory_pb2.ReplicateRequest, answers: Sequence[Answer]) -> directory_pb2.ReplicateReply:
-    return directory_pb2.ReplicateReply(num_taken=sum(reply.num_taken for _, reply in answers))
+def _part_of_ranges(request: Any, positions: Sequence[int]) -> Any:
+    return replace(request, ranges=bits_of(positions))
 
 
-def _part_of_listing(request: directory_pb2.ListKeysRequest, positions: Sequence[int]) -> directory_pb2.ListKeysRequest:
-    ranges = sum(1 << number for number in positions)
-    return directory_pb2.ListKeysRequest(prefix=request.prefix, after=request.after, limit=request.limit, ranges=ranges)
-
-
-def _merge_pages(request: directory_pb2.ListKeysRequest, answers: Sequence[Answer]) -> directory_pb2.ListKeysReply:
+def _merge_pages(request: ListKeysRequest, answers: Sequence[Answer]) -> ListKeysReply:
     """The first keys of all pages: none behind the end of a page that has more keys than it tells."""
     pages = [reply for _, reply in answers]
     ends = [page.keys[-1].key if page.keys else request.after for page in pages if page.more]
     end = min(ends) if ends else None
-    merged = directory_pb2.ListKeysReply(more=bool(ends))
+    keys: list[KeyInfo] = []
     in_order = heapq.merge(*(page.keys for page in pages), key=lambda info: info.key)
     for key, same in groupby(in_order, key=lambda info: info.key):  # keys are unique but in answers that overlap
-        if (end is not None and key > end) or (request.limit and len(merged.keys) >= request.limit):
-            merged.more = True
-            break
-        merged.keys.append(next(same))
-    return merged
+        if (end is not None and key > end) or (request.limit and len(keys) >= request.limit):
+            return ListKeysReply(keys, more=True)
+        keys.append(next(same))
+    return ListKeysReply(keys, more=bool(ends))
 
 
-def _part_of_nodes(request: directory_pb2.NodesRequest, positions: Sequence[int]) -> directory_pb2.NodesRequest:
-    return directory_pb2.NodesRequest(ranges=bits_of(positions))
-
-
-def _sum_up_nodes(request: directory_pb2.NodesRequest, answers: Sequence[Answer]) -> directory_pb2.NodesReply:
+def _sum_up_nodes(request: NodesRequest, answers: Sequence[Answer]) -> NodesReply:
     """Each node as who has heard of it last tells; a drain is over when it is over for the keys of every owner."""
-    told: dict[str, list[directory_pb2.NodeInfo]] = {}
+    told: dict[str, list[NodeView]] = {}
     for _, reply in answers:
         for node in reply.nodes:
-            told.setdefault(node.instance.id, []).append(node)
-    merged = directory_pb2.NodesReply(
-        rebuilding=any(reply.rebuilding for _, reply in answers),
-        num_keys=sum(reply.num_keys for _, reply in answers),
-    )
-    for node_id in sorted(told):
-        views = told[node_id]
-        node = merged.nodes.add()
-        node.CopyFrom(min(views, key=lambda view: view.last_seen_s))
-        node.num_chunks, node.num_unsafe = sum(v.num_chunks for v in views), sum(v.num_unsafe for v in views)
-        node.draining = any(view.draining for view in views)
-        node.drained = len(views) == len(answers) and all(view.drained for view in views)
-    return merged
+            told.setdefault(node.id, []).append(node)
+    nodes = [
+        replace(
+            min(views, key=lambda view: view.last_seen_s),
+            num_chunks=sum(view.num_chunks for view in views),
+            num_unsafe=sum(view.num_unsafe for view in views),
+            draining=any(view.draining for view in views),
+            drained=len(views) == len(answers) and all(view.drained for view in views),
+        )
+        for _, views in sorted(told.items())
+    ]
+    rebuilding = any(reply.rebuilding for _, reply in answers)
+    return NodesReply(nodes, rebuilding, sum(reply.num_keys for _, reply in answers))
 
 
 def _keys(request: Any) -> Sequence[str]:
@@ -252,9 +248,9 @@ def _keys(request: Any) -> Sequence[str]:
 
 
 SPLITS: dict[int, _Split] = {
-    methods.LOCATE.number: _Split(_keys, _part_of_locate, _join_locations),
-    methods.WAIT.number: _Split(_keys, _part_of_wait, _join_waits),
-    methods.REPLICATE.number: _Split(_keys, _part_of_replicate, _sum_taken),
-    methods.LIST_KEYS.number: _Split(None, _part_of_listing, _merge_pages),
-    methods.NODES.number: _Split(None, _part_of_nodes, _sum_up_nodes),
+    methods.LOCATE.number: _Split(_keys, _part_of_keys, _join_locations),
+    methods.WAIT.number: _Split(_keys, _part_of_keys, _join_waits),
+    methods.REPLICATE.number: _Split(_keys, _part_of_keys, _sum_taken),
+    methods.LIST_KEYS.number: _Split(None, _part_of_ranges, _merge_pages),
+    methods.NODES.number: _Split(None, _part_of_ranges, _sum_up_nodes),
 }

@@ -5,21 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
+import msgspec
+
 from tanghulu.auth.credentials import Credentials
 from tanghulu.errors import TanghuluError
-from tanghulu.protos import directory_pb2, store_pb2
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
 from tanghulu.rpc.wire import Failure
 from tanghulu.store.client.logic.effects import PeerId
-from tanghulu.store.client.model import ChunkInfo, KeyInfo, NodeView
 from tanghulu.store.protocol import messages as m
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import Checksums
+from tanghulu.store.protocol.directory_messages import (
+    KeyInfo,
+    ListKeysReply,
+    ListKeysRequest,
+    NodesRequest,
+    NodeView,
+    PlaceRequest,
+)
 from tanghulu.store.protocol.messages import Found, Reservation, Welcome
 from tanghulu.store.protocol.terms import NO_TERM, Term
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, NewChunk
-from tanghulu.store.protocol.wire import checksums_from_wire, pin_from_wire, tier_from_wire
 from tanghulu.store.protocol.write_buffer import BufferPlace
 
 AnyCall = Call[Any]
@@ -138,43 +145,18 @@ def given_back(call: AnyCall) -> Sequence[int]:
 
 def remove(keys: Sequence[str], deadline_ms: int) -> AnyCall:
     """Drop chunks; the node answers when the master knows."""
-    return methods.REMOVE.call(store_pb2.RemoveRequest(keys=keys, deadline_ms=deadline_ms))
+    return methods.REMOVE.call(m.RemoveRequest(keys, deadline_ms))
 
 
-def eviction(policy: str) -> AnyCall:
-    """Switch the node's eviction policy, or only ask for its name."""
-    return methods.EVICTION.call(store_pb2.EvictionRequest(policy=policy))
+def node_stat(key: str) -> AnyCall:
+    """What the node knows of a chunk."""
+    return methods.CHUNK_STAT.call(m.KeysRequest([key]))
 
 
-def eviction_policy(reply: AnyReply) -> str:
-    """The answer to ``eviction``."""
-    return str(reply.message.policy)
-
-
-def node_stat(keys: Sequence[str]) -> AnyCall:
-    """What the node knows of chunks."""
-    return methods.CHUNK_STAT.call(store_pb2.StatRequest(keys=keys))
-
-
-def chunk_info(key: str, nodes: tuple[str, ...], reply: AnyReply) -> ChunkInfo | None:
-    """The answer to ``node_stat`` for one key; None: not there."""
-    chunk: store_pb2.ChunkStat = reply.message.chunks[0]
-    if not chunk.found:
-        return None
-    return ChunkInfo(
-        key,
-        chunk.size_bytes,
-        chunk.version,
-        nodes,
-        checksums_from_wire(chunk.checksums),
-        pin_from_wire(chunk.pin),
-        chunk.num_leases,
-        chunk.age_s,
-        chunk.num_hits,
-        tier_from_wire(chunk.tier),
-        chunk.replicas or 1,
-        chunk.ttl_ms / 1000 if chunk.ttl_ms else None,
-    )
+def chunk_info(key: str, nodes: tuple[str, ...], reply: AnyReply) -> m.ChunkInfo | None:
+    """The answer to ``node_stat``; None: not there."""
+    (chunk,) = reply.message.chunks
+    return None if chunk is None else msgspec.structs.replace(chunk, key=key, nodes=nodes)
 
 
 # --- master
@@ -207,14 +189,12 @@ class ListVersion(NamedTuple):
 
 def nodes() -> AnyCall:
     """Ask for all nodes, with their present figures."""
-    return methods.NODES.call(directory_pb2.NodesRequest())
+    return methods.NODES.call(NodesRequest())
 
 
 def nodes_since(known: ListVersion) -> AnyCall:
     """Ask for all nodes, unless the list is still the known one."""
-    number, generation = known
-    request = directory_pb2.NodesRequest(known_version=number, known_generation=generation, versioned=True)
-    return methods.NODES.call(request)
+    return methods.NODES.call(NodesRequest(known.number, known.generation, versioned=True))
 
 
 def list_version(reply: AnyReply) -> ListVersion:
@@ -229,34 +209,13 @@ def is_unchanged(reply: AnyReply) -> bool:
 
 def place(size_bytes: int, replicas: int, prefer_node: str, client_place: str) -> AnyCall:
     """Where to put a value."""
-    request = directory_pb2.PlaceRequest(
-        size_bytes=size_bytes, replicas=replicas, prefer_node=prefer_node, client_place=client_place
-    )
-    return methods.PLACE.call(request)
+    return methods.PLACE.call(PlaceRequest(size_bytes, replicas, prefer_node, client_place))
 
 
 def node_views(reply: AnyReply) -> list[NodeView]:
     """The nodes in the answer to ``nodes`` or ``place``."""
-    return [
-        NodeView(
-            node.instance.id,
-            node.instance.address,
-            node.instance.unix_path,
-            node.instance.metrics_address,
-            node.instance.place,
-            node.instance.attributes.get("host_id", ""),
-            node.capacity_bytes,
-            node.used_bytes,
-            node.num_chunks,
-            node.draining,
-            node.last_seen_s,
-            node.ssd_capacity_bytes,
-            node.ssd_used_bytes,
-            node.num_unsafe,
-            node.drained,
-        )
-        for node in reply.message.nodes
-    ]
+    views: list[NodeView] = reply.message.nodes
+    return views
 
 
 def is_rebuilding(reply: AnyReply) -> bool:
@@ -266,11 +225,10 @@ def is_rebuilding(reply: AnyReply) -> bool:
 
 def list_keys(prefix: str, after: str, limit: int) -> AnyCall:
     """A page of keys."""
-    request = directory_pb2.ListKeysRequest(prefix=prefix, after=after, limit=limit)
-    return methods.LIST_KEYS.call(request)
+    return methods.LIST_KEYS.call(ListKeysRequest(prefix, after, limit))
 
 
 def key_page(reply: AnyReply) -> tuple[list[KeyInfo], bool]:
     """The answer to ``list_keys``: (keys, whether there are more)."""
-    message: directory_pb2.ListKeysReply = reply.message
-    return [KeyInfo(k.key, k.size_bytes, k.version, tuple(k.node_ids)) for k in message.keys], message.more
+    message: ListKeysReply = reply.message
+    return message.keys, message.more

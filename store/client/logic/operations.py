@@ -20,20 +20,10 @@ from tanghulu.store.client.logic.commit import PutOp
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import Deadline, Logic
 from tanghulu.store.client.logic.ranges import GetOp
-from tanghulu.store.client.model import (
-    ChunkInfo,
-    Evicted,
-    KeyInfo,
-    MasterView,
-    NodeView,
-    PutItem,
-    PutOptions,
-    Status,
-    TenantView,
-    VerifiedPage,
-)
+from tanghulu.store.client.model import KeyInfo, MasterView, NodeView, PutItem, PutOptions, Status, TenantView
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.checksums import Checksums
+from tanghulu.store.protocol.messages import ChunkInfo, Evicted, VerifiedPage
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, NewChunk, validate_key
 from tanghulu.transfer_engine.core.buffers import Buffer, bytes_of
 

@@ -21,14 +21,15 @@ from tanghulu.errors import (
     Overloaded,
     TanghuluError,
 )
-from tanghulu.protos import directory_pb2
 from tanghulu.runtime.backoff import Backoff
 from tanghulu.store.client.logic import context as common
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import CallPeers, Deadline, Logic, PeerId, Sleep
-from tanghulu.store.client.model import ChunkInfo, KeyInfo, NodeView
+from tanghulu.store.client.model import KeyInfo, NodeView
 from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.directory_messages import WaitRequest
+from tanghulu.store.protocol.messages import ChunkInfo, EvictionPolicy
 from tanghulu.store.protocol.types import validate_key, validate_keys
 
 KEYS_PER_PAGE = 10_000
@@ -105,7 +106,7 @@ def _wait(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[li
     while True:
         wait_s = context.wait_s if context.owners is None else min(context.wait_s, OWNER_WAIT_S)
         waiting_s = max(min(deadline.remaining_s(), wait_s) - _SLACK_S, 0.0)
-        request = directory_pb2.WaitRequest(keys=keys, deadline_ms=int(waiting_s * 1000))
+        request = WaitRequest(keys, int(waiting_s * 1000))
         failure: TanghuluError | None = None
         try:
             reply = yield from common.ask_owners(context, deadline, methods.WAIT.call(request), waits=False)
@@ -217,7 +218,7 @@ def _remove_once(
             if isinstance(outcome, TanghuluError):
                 removed[index] = outcome
             elif removed[index] is False:
-                removed[index] = bool(outcome.message.removed[position])
+                removed[index] = bool(outcome.message.found[position])
     return unreached
 
 
@@ -262,7 +263,7 @@ def stat(context: Context, deadline: Deadline, key: str) -> Logic[ChunkInfo]:
     holders = nodes or (tuple(context.nodes.ids()) if incomplete else ())
     for node in holders:
         patience_s = deadline.remaining_s() / 2 if len(holders) > 1 else None
-        (outcome,) = yield CallPeers([(node, messages.node_stat([key]))], patience_s)
+        (outcome,) = yield CallPeers([(node, messages.node_stat(key))], patience_s)
         if isinstance(outcome, TanghuluError):
             failure = outcome
             continue
@@ -276,7 +277,7 @@ def stat(context: Context, deadline: Deadline, key: str) -> Logic[ChunkInfo]:
 
 def stat_at(key: str, node: str) -> Logic[ChunkInfo]:
     """What ``node`` knows of the chunk; raises ChunkNotFound, or why it cannot be asked."""
-    (outcome,) = yield CallPeers([(PeerId(node), messages.node_stat([validate_key(key)]))])
+    (outcome,) = yield CallPeers([(PeerId(node), messages.node_stat(validate_key(key)))])
     if isinstance(outcome, TanghuluError):
         raise outcome
     info = messages.chunk_info(key, (node,), outcome)
@@ -287,8 +288,9 @@ def stat_at(key: str, node: str) -> Logic[ChunkInfo]:
 
 def eviction_policy(context: Context, node: str, name: str) -> Logic[str]:
     """The node's eviction policy, after switching to ``name`` unless that is empty."""
-    reply = yield from ask_node(context, node, messages.eviction(name))
-    return messages.eviction_policy(reply)
+    reply = yield from ask_node(context, node, methods.EVICTION.call(EvictionPolicy(name)))
+    policy: EvictionPolicy = reply.message
+    return policy.name
 
 
 def ask_node(context: Context, node: str, call: messages.AnyCall) -> Logic[messages.AnyReply]:

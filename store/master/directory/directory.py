@@ -22,12 +22,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import compress
 
-from tanghulu.store.master.directory.announcement import ChunkEntry, Removal, Retraction, StaleHolder
+from tanghulu.store.master.directory.announcement import StaleHolder
 from tanghulu.store.master.directory.chunk_table import DirectoryTable, Outcome
 from tanghulu.store.master.directory.inventories import Inventories, InventoryId
 from tanghulu.store.master.directory.key_order import KeyOrder
 from tanghulu.store.master.directory.pending_commits import PendingCommits
 from tanghulu.store.master.directory.rebuild import Rebuild
+from tanghulu.store.protocol.announcements import ChunkEntry, Removal
 from tanghulu.store.protocol.key_slots import range_of
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
 
@@ -160,7 +161,7 @@ class Directory:
         pending.make(key, said.node_id, version, said.size_bytes, now_s)
         return CommitResult.ACCEPTED
 
-    def retract(self, retraction: Retraction, node_id: str) -> bool | None:
+    def retract(self, retraction: Removal, node_id: str) -> bool | None:
         """Take back the commit of a put that failed at its node; returns whether followers have heard of the chunk.
 
         None: there is no such commit.

@@ -9,10 +9,10 @@ from random import Random
 
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import InvalidRequest, LeaseExpired
-from tanghulu.store.master.directory.announcement import NodeAnnouncement, ReportPiece
 from tanghulu.store.master.directory.inventories import InventoryId
 from tanghulu.store.master.directory.placement import PlacementCandidate, PlacementRequest, PlacementTable
 from tanghulu.store.master.directory.rebuild import ToldSlots
+from tanghulu.store.protocol.announcements import NodeAnnouncement, ReportPiece
 from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, RANGE_SLOTS
 
 

@@ -25,7 +25,7 @@ from random import Random
 
 from tanghulu.discovery.base import Instance
 from tanghulu.store.master.directory import listing as key_pages
-from tanghulu.store.master.directory.announcement import Announced, NodeAnnouncement, ReportPiece, StaleHolder
+from tanghulu.store.master.directory.announcement import Announced, StaleHolder
 from tanghulu.store.master.directory.chunk_table import (
     PART_SHIFT,
     DirectoryTable,
@@ -42,6 +42,7 @@ from tanghulu.store.master.directory.nodes import NodeRecord, NodeSummary, Regis
 from tanghulu.store.master.directory.placement import PlacementCandidate, PlacementRequest
 from tanghulu.store.master.directory.rebuild import REBUILD_S, ClusterNodes, NodesInEtcd
 from tanghulu.store.master.directory.report_grants import ReportGrants
+from tanghulu.store.protocol.announcements import NodeAnnouncement, ReportPiece
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
 from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, NUM_SLOTS, RANGE_SLOTS, bits_of, range_of, ranges_of
 from tanghulu.store.protocol.types import MAX_ANNOUNCED, ClientCommit, CommitResult

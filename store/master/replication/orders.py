@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
+from tanghulu.store.protocol.announcements import DropOrder
+
 MAX_OPEN = 64
 #: What a node gets in one answer.
 MAX_TAKEN = 64
@@ -46,14 +48,6 @@ class Copy(NamedTuple):
     reason: Reason
 
 
-class Drop(NamedTuple):
-    """An order to a node: let go of your copy, unless it is pinned hard; if the chunk was ``removed``, even then."""
-
-    key: str
-    version: int
-    removed: bool = False
-
-
 class _Budget:
     """A token bucket of one second's worth."""
 
@@ -81,8 +75,8 @@ class CopyOrders:
         self._load: Counter[str] = Counter()  # open orders by node, as source and as target
         self._incoming_bytes: Counter[str] = Counter()
         self._waiting: dict[str, deque[Copy]] = {}
-        self._drops: dict[str, dict[Drop, None]] = {}
-        self._told: dict[tuple[str, Drop], float] = {}  # (node, a drop given out) -> until when it may be answered
+        self._drops: dict[str, dict[DropOrder, None]] = {}
+        self._told: dict[tuple[str, DropOrder], float] = {}  # (node, a drop given out) -> until when it may be answered
         self._budgets: dict[str, _Budget] = {}
         self.num_done: Counter[tuple[Reason, str]] = Counter()
         self.bytes_done: Counter[Reason] = Counter()
@@ -125,13 +119,13 @@ class CopyOrders:
             self._load[node_id] += 1
             self._budgets.setdefault(node_id, _Budget(self._rate, now_s)).spend(copy.size_bytes)
 
-    def drop(self, node_id: str, drop: Drop) -> None:
+    def drop(self, node_id: str, drop: DropOrder) -> None:
         """Have ``node_id`` let go of a copy."""
         waiting = self._drops.setdefault(node_id, {})
         if len(waiting) < MAX_DROPS:
             waiting[drop] = None
 
-    def take(self, node_id: str, now_s: float) -> tuple[list[Copy], list[Drop]]:
+    def take(self, node_id: str, now_s: float) -> tuple[list[Copy], list[DropOrder]]:
         """The orders to tell ``node_id`` now, each once."""
         waiting = self._waiting.get(node_id)
         copies = [waiting.popleft() for _ in range(min(len(waiting), MAX_TAKEN))] if waiting else []
@@ -151,7 +145,7 @@ class CopyOrders:
     def was_told_to_drop(self, node_id: str, key: str, version: int | None) -> bool:
         """Whether the removal that ``node_id`` announces was ordered; True once an order. None: of any version."""
         if version is not None:
-            ordered = [(node_id, Drop(key, version, removed)) for removed in (False, True)]
+            ordered = [(node_id, DropOrder(key, version, removed)) for removed in (False, True)]
             ordered = [order for order in ordered if order in self._told]
         else:
             ordered = [order for order in self._told if order[0] == node_id and order[1].key == key]

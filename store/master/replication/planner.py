@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from tanghulu.store.master.directory.announcement import NodeAnnouncement
 from tanghulu.store.master.directory.chunk_table import FoundChunk
-from tanghulu.store.master.directory.placement import PlacementCandidate, place_copy
+from tanghulu.store.master.directory.placement import MAX_REPLICAS, PlacementCandidate, place_copy
 from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.replication.demand import HotKeyRates, ReplicaRequests
-from tanghulu.store.master.replication.orders import Copy, CopyOrders, Drop, Reason
+from tanghulu.store.master.replication.orders import Copy, CopyOrders, Reason
+from tanghulu.store.protocol.announcements import DropOrder, NodeAnnouncement
 from tanghulu.store.protocol.key_slots import NUM_RANGES
 
 #: How long a chunk must have too few holders before it is restored.
@@ -125,10 +125,10 @@ class CopyPlanner:
             or (self._wanted and (announcement.removed or announcement.deleted))
         )
 
-    def heard(self, announcement: NodeAnnouncement, now_s: float) -> tuple[list[Copy], list[Drop]]:
+    def heard(self, announcement: NodeAnnouncement, now_s: float) -> tuple[list[Copy], list[DropOrder]]:
         """Take what concerns copies, after the directory has taken its part; returns the orders for the node."""
         node_id = announcement.node_id
-        self._wanted.update(announcement.replicated)
+        self._wanted.update((key, min(wanted, MAX_REPLICAS)) for key, wanted in announcement.replicated)
         for key, version in announcement.removed:
             if not self.orders.was_told_to_drop(node_id, key, version):
                 self._let_go(key)
@@ -165,13 +165,13 @@ class CopyPlanner:
         if len(self._removing) < MAX_FAILED and now_s - self._removing.setdefault(key, now_s) >= REMOVAL_S:
             del self._removing[key]
             for node_id in found.node_ids:
-                self.orders.drop(node_id, Drop(key, found.version, removed=True))
+                self.orders.drop(node_id, DropOrder(key, found.version, removed=True))
         return True
 
     def _drop_removed(self) -> None:
         """Order the stale holders of removed chunks to drop them."""
         for node_id, key, version in self._directory.take_stale_holders():
-            self.orders.drop(node_id, Drop(key, version, removed=True))
+            self.orders.drop(node_id, DropOrder(key, version, removed=True))
 
     def _let_go(self, key: str) -> None:
         wanted = self._wanted.get(key)
@@ -182,7 +182,7 @@ class CopyPlanner:
 
     def _copied(self, copy: Copy, now_s: float) -> None:
         if copy.reason is Reason.FILL:
-            self.orders.drop(copy.source, Drop(copy.key, copy.version))
+            self.orders.drop(copy.source, DropOrder(copy.key, copy.version))
         elif copy.reason is Reason.HOT and (copy.key in self._extra or len(self._extra) < MAX_EXTRA_KEYS):
             extra = self._extra.setdefault(copy.key, _Extra([], now_s))
             extra.node_ids.append(copy.target)
@@ -381,7 +381,7 @@ class CopyPlanner:
                 and len(holders) > max(self._wanted.get(key, 1), self.requests.wanted(key))
                 and self.hot_keys.rate(key, now_s) < COOL_RATE * len(holders)
             ):
-                self.orders.drop(extra.node_ids.pop(), Drop(key, found.version))
+                self.orders.drop(extra.node_ids.pop(), DropOrder(key, found.version))
                 extra.changed_s = now_s
 
     def check(self) -> None:

@@ -11,17 +11,16 @@ stream cannot be resumed; the next one begins with a snapshot.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
 
 from msgspec import structs
 
+from tanghulu.auth.tenants import Identity
 from tanghulu.errors import KeysMoved, Overloaded
-from tanghulu.protos import directory_pb2 as pb
-from tanghulu.rpc.authorizer import CALLER
 from tanghulu.store.master.directory.events import Lagged
-from tanghulu.store.master.rpc.wire import event_to_wire
 from tanghulu.store.master.server import MasterServer
-from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
+from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind, EventBatch, EventsRequest
 from tanghulu.store.protocol.key_slots import ALL_BITS
 
 #: Keys and events of one message.
@@ -31,29 +30,35 @@ SNAPSHOT_KEYS = 2048
 COALESCE_S = 0.005
 
 
-async def follow(server: MasterServer, request: pb.EventsRequest) -> AsyncGenerator[pb.EventBatch, None]:
-    """The batches for one follower, without end.
+async def follow(
+    server: MasterServer, request: EventsRequest, caller: Identity | None
+) -> AsyncGenerator[EventBatch, None]:
+    """The batches for one follower, without end. ``caller`` None: there are no tokens here.
 
     Raises Overloaded when it lags behind the log, NotLeader or KeysMoved if this is not the master to follow. While the
     directory is incomplete no snapshot is given: a follower of the master's predecessor keeps what it knows until there
     is something better.
     """
     server.require_ranges(request.ranges)
-    follower = _Follower(server, request)
-    async for batch in follower.batches():
-        yield batch
+    followers = server.metrics.followers.labels("directory")
+    followers.inc()
+    try:
+        async with aclosing(_Follower(server, request, caller).batches()) as batches:
+            async for batch in batches:
+                yield batch
+    finally:
+        followers.dec()
 
 
 class _Follower:
     """``told`` are the ranges that the follower knows, ``pending`` those that it waits for, a bit for each."""
 
-    def __init__(self, server: MasterServer, request: pb.EventsRequest) -> None:
+    def __init__(self, server: MasterServer, request: EventsRequest, caller: Identity | None) -> None:
         self._server = server
         self._directory = server.master.directory
         self._generation = server.master.log_generation
         self._prefix, self._is_of_some = request.key_prefix, bool(request.ranges)
         log, after, wanted = self._directory.log, request.after_sequence, request.ranges or ALL_BITS
-        caller = CALLER.get()
         self._is_numbered_apart = caller is not None and bool(caller.tenant) and not caller.sees_metrics
         resumes = request.master_generation == self._generation and 0 < after <= log.last and log.first <= after + 1
         resumes &= not self._is_numbered_apart
@@ -63,7 +68,7 @@ class _Follower:
         self._cursor = after if self._told else log.last
         self._sent = 0 if self._is_numbered_apart else self._cursor
 
-    async def batches(self) -> AsyncIterator[pb.EventBatch]:
+    async def batches(self) -> AsyncGenerator[EventBatch, None]:
         if self._is_of_some and self._pending:
             yield self._batch([DirectoryEvent(self._number, DirectoryEventKind.RESET, ranges=self._pending)])
         while True:
@@ -102,7 +107,7 @@ class _Follower:
         ready = self._pending & self._directory.rebuilt_ranges
         return ready if self._is_of_some or ready == self._pending else 0
 
-    async def _snapshot(self, ranges: int) -> AsyncIterator[pb.EventBatch]:
+    async def _snapshot(self, ranges: int) -> AsyncGenerator[EventBatch, None]:
         directory, sequence, stored = self._directory, self._number, DirectoryEventKind.STORED
         named = ranges if self._is_of_some else 0
         yield self._batch([DirectoryEvent(sequence, DirectoryEventKind.RESET, ranges=named)])
@@ -130,7 +135,7 @@ class _Follower:
 
     # --- changes
 
-    def _read(self) -> pb.EventBatch | None:
+    def _read(self) -> EventBatch | None:
         """The next changes; None if there are none now."""
         log = self._directory.log
         if not self._told and not self._is_of_some:
@@ -170,10 +175,5 @@ class _Follower:
         self._pending &= ~gone
         return DirectoryEvent(event.sequence, event.kind, ranges=gone) if gone else None
 
-    def _batch(self, events: Iterable[DirectoryEvent], first: int = 0, last: int = 0) -> pb.EventBatch:
-        return pb.EventBatch(
-            master_generation=self._generation,
-            events=map(event_to_wire, events),
-            first_sequence=first,
-            last_sequence=last,
-        )
+    def _batch(self, events: Iterable[DirectoryEvent], first: int = 0, last: int = 0) -> EventBatch:
+        return EventBatch(self._generation, list(events), first, last)

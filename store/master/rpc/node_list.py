@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from tanghulu.protos import directory_pb2 as pb
+from typing import Any
+
+import msgspec
+
+from tanghulu.rpc.wire import encode
+from tanghulu.store.master.directory.nodes import NodeSummary
 from tanghulu.store.master.ownership import ALL_RANGES
-from tanghulu.store.master.replication.planner import Progress
-from tanghulu.store.master.rpc import wire
 from tanghulu.store.master.server import MasterServer
+from tanghulu.store.protocol.directory_messages import NodesReply, NodesRequest, NodeView
 from tanghulu.store.protocol.terms import NO_TERM
+
+
+def view_of(node: NodeSummary, now_s: float, *progress: Any) -> NodeView:
+    """``node`` for callers, to whom ``last_seen_s`` is an age; ``progress`` is that of its drain."""
+    figures = node.capacity_bytes, node.used_bytes, node.num_chunks, node.draining, max(now_s - node.last_seen_s, 0.0)
+    return NodeView.of(node.instance, *figures, node.ssd_capacity_bytes, node.ssd_used_bytes, *progress)
 
 
 class NodeList:
@@ -22,63 +32,56 @@ class NodeList:
     def __init__(self, server: MasterServer) -> None:
         self._server = server
         self._written = (-1, -1, NO_TERM)  # generation and version of what follows, and the term that it tells
-        self._whole = b""
-        self._unchanged = b""
+        self._whole = b""  # without the last field
 
-    def answer(self, request: pb.NodesRequest) -> bytes:
-        """The bytes of the NodesReply to ``request``."""
+    def answer(self, request: NodesRequest) -> NodesReply | bytes:
+        """The answer to ``request``, or its bytes."""
         if not request.versioned:
-            return self._write(request.ranges).SerializeToString() + self._renewals()
+            return self._write(request.ranges)
         generation, version = self._server.master.generation, self._version
+        if request.known_version == version and request.known_generation == generation:
+            return self._reply([], unchanged=True)
         if self._written != (generation, version, self._server.term):
             self._written = (generation, version, self._server.term)
-            self._whole = self._write().SerializeToString()
-            self._unchanged = self._head(unchanged=True).SerializeToString()
-        same = request.known_version == version and request.known_generation == generation
-        return (self._unchanged if same else self._whole) + self._renewals()
-
-    def _renewals(self) -> bytes:
-        """The field of the message that is of now in every answer."""
-        renewals = self._server.signature[2]
-        return pb.NodesReply(renewals=renewals).SerializeToString() if renewals else b""
+            renewals = self._server.signature[2]
+            self._whole = encode(self._write()).removesuffix(msgspec.msgpack.encode(renewals))
+        return self._whole + msgspec.msgpack.encode(self._server.signature[2])
 
     @property
     def _version(self) -> int:
         directory = self._server.master.directory
         return 2 * directory.nodes_version + directory.is_rebuilt
 
-    def _write(self, ranges: int = 0) -> pb.NodesReply:
+    def _write(self, ranges: int = 0) -> NodesReply:
         """The whole answer; ``ranges``: those that the caller asks this master for, among its others, a bit for each.
 
         To who asks for everything no drain is over as long as this master knows a part of the keys only.
         """
-        master = self._server.master
-        reply = self._head(unchanged=False)
+        master, now_s = self._server.master, self._server.now_s
         knows_all = bool(ranges) or self._server.ownership.owned == ALL_RANGES
+        nodes: list[NodeView] = []
+        for node in master.directory.nodes():
+            num_unsafe, drained = master.copies.progress(node.instance.id) if node.draining else (0, False)
+            view = view_of(node, now_s, num_unsafe, drained and knows_all)
+            if ranges:
+                num_chunks = master.directory.num_chunks(view.id, ranges)
+                view = msgspec.structs.replace(view, num_chunks=num_chunks)
+            nodes.append(view)
+        return self._reply(nodes, of_part=not knows_all)
 
-        def progress(node_id: str) -> Progress:
-            made = master.copies.progress(node_id)
-            return made if knows_all else Progress(made.num_unsafe, drained=False)
-
-        reply.nodes.extend(wire.nodes_to_wire(master.directory.nodes(), self._server.now_s, progress))
-        for node in reply.nodes if ranges else ():
-            node.num_chunks = master.directory.num_chunks(node.instance.id, ranges)
-        reply.of_part = not knows_all
-        reply.rebuilding_ranges = master.directory.num_unready
-        leadership = self._server.leadership
-        reply.leading = leadership is None or leadership.leads
-        return reply
-
-    def _head(self, *, unchanged: bool) -> pb.NodesReply:
-        directory, (term, term_of) = self._server.master.directory, self._server.term
-        return pb.NodesReply(
-            rebuilding=not directory.is_rebuilt,
-            num_keys=directory.num_keys,
-            master_generation=self._server.master.generation,
-            term=term,
-            term_of=term_of,
-            version=self._version,
-            unchanged=unchanged,
+    def _reply(self, nodes: list[NodeView], *, unchanged: bool = False, of_part: bool = False) -> NodesReply:
+        directory, leadership = self._server.master.directory, self._server.leadership
+        return NodesReply(
+            nodes,
+            not directory.is_rebuilt,
+            directory.num_keys,
+            self._server.master.generation,
+            self._version,
+            unchanged,
+            directory.num_unready,
+            leadership is None or leadership.leads,
+            of_part,
+            *self._server.signature,
         )
 
     def __repr__(self) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from tanghulu.errors import InvalidRequest
-from tanghulu.protos import directory_pb2 as pb
 from tanghulu.rpc.fast_server import Later, Peer
 from tanghulu.store.master.directory.waiters import WaitBoard, WaitingCall
-from tanghulu.store.master.rpc.wire import check_count
 from tanghulu.store.master.server import MasterServer
+from tanghulu.store.protocol.directory_messages import WaitReply, WaitRequest
 
 #: Longest wait of one call; clients that wait longer ask again, which shows that they live.
 MAX_WAIT_S = 30.0
@@ -31,8 +29,8 @@ class WaitCalls:
         """Answer the calls that waited for ``keys``; called after the directory has taken them."""
         self._answer(self.board.stored(keys))
 
-    def wait(self, peer: Peer, request: pb.WaitRequest, attachment: memoryview) -> pb.WaitReply | Later:
-        """Answer WAIT of the fast lane. Raises NotLeader, KeysMoved, Overloaded, InvalidRequest."""
+    def wait(self, peer: Peer, request: WaitRequest, attachment: memoryview) -> WaitReply | Later:
+        """Answer WAIT. Raises NotLeader, KeysMoved, Overloaded, InvalidRequest."""
         later = Later()
         if not self._begin(request, peer, later.set):
             return self._reply(request.keys)
@@ -41,20 +39,8 @@ class WaitCalls:
             peer.on_close.append(lambda: self._gone(peer))
         return later
 
-    async def wait_grpc(self, request: pb.WaitRequest) -> pb.WaitReply:
-        """Answer WAIT of gRPC; a caller that hangs up cancels it."""
-        future: asyncio.Future[pb.WaitReply] = asyncio.get_running_loop().create_future()
-        owner = object()
-        if not self._begin(request, owner, future.set_result):
-            return self._reply(request.keys)
-        try:
-            return await future
-        finally:
-            self._drop(owner)
-
-    def _begin(self, request: pb.WaitRequest, owner: object, answer: Callable[[pb.WaitReply], None]) -> bool:
+    def _begin(self, request: WaitRequest, owner: object, answer: Callable[[WaitReply], None]) -> bool:
         """Whether there is something to wait for; ``answer`` is then called once."""
-        check_count(len(request.keys))
         self._server.require_owned(request.keys)
         if not request.keys:
             raise InvalidRequest("WAIT names no key")
@@ -68,10 +54,10 @@ class WaitCalls:
         self._answers[waiter] = lambda: answer(self._reply(keys))
         return True
 
-    def _reply(self, keys: Sequence[str]) -> pb.WaitReply:
-        server, (term, term_of, renewals) = self._server, self._server.signature
+    def _reply(self, keys: Sequence[str]) -> WaitReply:
+        server = self._server
         found = server.master.directory.holds(keys) if server.owns(keys) else bytes(len(keys))
-        return pb.WaitReply(found=found, term=term, term_of=term_of, renewals=renewals)
+        return WaitReply(found, *server.signature)
 
     def _answer(self, over: Iterable[WaitingCall]) -> None:
         for waiter in over:

@@ -18,10 +18,10 @@ from tanghulu.store.client.chunk import Chunk as ReadChunk
 from tanghulu.store.client.drivers.asynchronous import AsyncioDriver
 from tanghulu.store.client.logic.effects import Deadline, Logic, PeerId
 from tanghulu.store.client.logic.operations import Operations
-from tanghulu.store.client.model import ChunkInfo
 from tanghulu.store.client.settings import Settings
-from tanghulu.store.node.reporting.copy_wire import CopyOrder, Orders
 from tanghulu.store.node.writes.puts import PutService
+from tanghulu.store.protocol.announcements import CopyOrder, Orders
+from tanghulu.store.protocol.messages import ChunkInfo
 from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import ChunkKey
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from itertools import chain
 from typing import Protocol
 
 import structlog
@@ -17,13 +18,13 @@ from tanghulu.auth.certificate_roles import MASTER
 from tanghulu.discovery.masters import SEEK_PAUSE_S
 from tanghulu.errors import KeysMoved, MasterUnavailable, NotLeader, TanghuluError
 from tanghulu.masters import Masters
-from tanghulu.protos import common_pb2, directory_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.greeting import greet
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.report_queue import ReportMessage, ReportQueue
 from tanghulu.store.node.state.slot_report import SlotPiece
+from tanghulu.store.protocol.announcements import AnnounceReply, ChunkEntry, NodeAnnouncement, ReportPiece
 from tanghulu.store.protocol.key_slots import NUM_RANGES, RANGE_SLOTS, bits_of, known_below
 from tanghulu.store.protocol.messages import MastersRequest, ProveReply, ProveRequest
 from tanghulu.store.protocol.methods import ANNOUNCE, MASTERS, PROVE
@@ -51,12 +52,10 @@ class Reporting(Protocol):
     def generation(self) -> int:
         """Of the node's process."""
 
-    def add_news(self, request: directory_pb2.AnnounceRequest, conversation: MasterConversation) -> None:
-        """Add to a message what is not the queue's."""
+    def with_news(self, request: NodeAnnouncement, conversation: MasterConversation) -> NodeAnnouncement:
+        """The message with what is not the queue's."""
 
-    def answered(
-        self, conversation: MasterConversation, message: ReportMessage, reply: directory_pb2.AnnounceReply
-    ) -> None:
+    def answered(self, conversation: MasterConversation, message: ReportMessage, reply: AnnounceReply) -> None:
         """A master has answered; the queue knows."""
 
     def failed(self, conversation: MasterConversation, error: TanghuluError) -> None:
@@ -186,29 +185,45 @@ class MasterConversation:
         self._state.drain_buffers()  # so that this message names what clients have written before it
         self._message = message = self.queue.take()
         self.sent_s = asyncio.get_running_loop().time()
-        request = _request(message)
-        request.node_id, request.generation = self._reporting.instance_id, self._reporting.generation
-        self._add_map(request, message)
-        self._reporting.add_news(request, self)
+        request = self._reporting.with_news(self._announcement(message), self)
         try:
             self._connection.send(ANNOUNCE.number, request, ANNOUNCE.reply, self._replied)
         except TanghuluError as error:
             self._replied(error)
 
-    def _add_map(self, request: directory_pb2.AnnounceRequest, message: ReportMessage) -> None:
-        """Say as whom the node takes this master: as the owner of everything, of some ranges, or as the leader."""
-        known, numbers = self._state.reports.map, self.queue.ranges
-        if known is None:
-            request.term, request.term_of = self._state.newest_term
-            return
-        request.map_version = known.version
-        if numbers:
-            request.owned = bits_of(numbers)
-            request.term, request.term_of = max(map(known.term_of, numbers)), known.cluster
-        for number in sorted(message.ranges):
-            request.ranges.add(number=number)
+    def _announcement(self, message: ReportMessage) -> NodeAnnouncement:
+        """What the queue has to tell, and as whom the node takes this master.
 
-    def _replied(self, outcome: Reply[directory_pb2.AnnounceReply] | TanghuluError) -> None:
+        That is as the owner of everything, of some ranges, or as the leader.
+        """
+        known, numbers, piece = self._state.reports.map, self.queue.ranges, message.piece
+        newest = (
+            self._state.newest_term
+            if known is None
+            else Term(max(map(known.term_of, numbers), default=0), known.cluster)
+        )
+        reported = [] if piece is None else piece.chunks
+        return NodeAnnouncement(
+            self._reporting.instance_id,
+            self._reporting.generation,
+            [
+                ChunkEntry(chunk.key, chunk.version, chunk.size_bytes, chunk.tier is Tier.SSD, unconfirmed)
+                for chunk, unconfirmed in zip(message.added, message.unconfirmed, strict=True)
+            ],
+            message.removed,
+            message.deleted,
+            message.retracted,
+            message.report_id,
+            None if piece is None else _report_piece(piece),
+            None if known is None or not message.ranges else message.ranges,
+            replicated=[(each.key, each.replicas) for each in chain(message.added, reported) if each.replicas > 1],
+            map_version=0 if known is None else known.version,
+            owned=0 if known is None else bits_of(numbers),
+            term=newest.number,
+            term_of=newest.cluster,
+        )
+
+    def _replied(self, outcome: Reply[AnnounceReply] | TanghuluError) -> None:
         message = self._message
         if self._is_closed:
             return
@@ -235,7 +250,7 @@ class MasterConversation:
         self._free = self._is_paused = True
         self._reporting.moved(self)
 
-    def _obeys(self, reply: directory_pb2.AnnounceReply) -> bool:
+    def _obeys(self, reply: AnnounceReply) -> bool:
         """Whether the master knows the terms of what it answered for; an old leader's is over."""
         known = self._state.reports.map
         if known is None:
@@ -243,11 +258,11 @@ class MasterConversation:
         newest = max(map(known.term_of, self.queue.ranges), default=0)
         return reply.term_of == known.cluster and (self.owner is None or newest <= reply.term)
 
-    def _is_proven(self, reply: directory_pb2.AnnounceReply) -> bool:
+    def _is_proven(self, reply: AnnounceReply) -> bool:
         now_s = asyncio.get_running_loop().time()
         return self._proofs.is_proven(Term(reply.term, reply.term_of), now_s)
 
-    def _ask_for_proof(self, reply: directory_pb2.AnnounceReply) -> None:
+    def _ask_for_proof(self, reply: AnnounceReply) -> None:
         """Have the master prove that it leads, or owns, before ``reply`` counts; no other message leaves meanwhile."""
         assert self._connection is not None
         sent_s = asyncio.get_running_loop().time()
@@ -270,7 +285,7 @@ class MasterConversation:
         except TanghuluError as error:
             self._break(error)
 
-    def _take(self, reply: directory_pb2.AnnounceReply) -> None:
+    def _take(self, reply: AnnounceReply) -> None:
         self._free = True
         self._failures = 0
         message, queue = self._message, self.queue
@@ -280,16 +295,15 @@ class MasterConversation:
         self._reporting.answered(self, message, reply)
         self.kick()
 
-    def _known(self, reply: directory_pb2.AnnounceReply) -> bytes:
+    def _known(self, reply: AnnounceReply) -> bytes:
         if self._state.reports.map is None:
             return known_below(reply.known_slots)
         known = bytearray([RANGE_SLOTS] * NUM_RANGES)
-        for each in reply.ranges:
-            if each.number < NUM_RANGES:
-                known[each.number] = min(each.known_slots, RANGE_SLOTS)
+        for number, known_slots, _ in reply.ranges:
+            known[number] = known_slots
         return bytes(known)
 
-    def _decided(self, message: ReportMessage, reply: directory_pb2.AnnounceReply) -> None:
+    def _decided(self, message: ReportMessage, reply: AnnounceReply) -> None:
         """Take the master's decisions on chunks."""
         undecided = set(reply.undecided)
         for index, (chunk, stands) in enumerate(zip(message.added, reply.accepted, strict=True)):
@@ -314,40 +328,6 @@ class MasterConversation:
         return f"MasterConversation({self.owner or 'the leader'}, {self.queue!r})"
 
 
-def _request(message: ReportMessage) -> directory_pb2.AnnounceRequest:
-    """What the queue has to tell."""
-    request = directory_pb2.AnnounceRequest(
-        removed=[key for key, _ in message.removed],
-        removed_versions=[version for _, version in message.removed],
-        deleted=[key for key, _ in message.deleted],
-        deleted_versions=[version for _, version in message.deleted],
-        report_id=message.report_id,
-    )
-    for key, version in message.retracted:
-        request.withdrawn.add(key=key, version=version)
-    for chunk, unconfirmed in zip(message.added, message.unconfirmed, strict=True):
-        entry = request.added.add(key=chunk.key, version=chunk.version, size_bytes=chunk.size_bytes)
-        if chunk.tier is Tier.SSD:
-            entry.tier = common_pb2.TIER_SSD
-        if unconfirmed:
-            entry.unconfirmed = True
-        if chunk.replicas > 1:
-            request.news.replicated.add(key=chunk.key, replicas=chunk.replicas)
-    if message.piece is not None:
-        _add_piece(request, message.piece)
-    return request
-
-
-def _add_piece(request: directory_pb2.AnnounceRequest, piece: SlotPiece) -> None:
-    told = request.piece
-    told.number, told.next_slot = piece.number, piece.next_slot
-    chunks = piece.chunks
-    told.keys.extend([chunk.key for chunk in chunks])
-    told.versions.extend([chunk.version for chunk in chunks])
-    told.sizes.extend([chunk.size_bytes for chunk in chunks])
-    cold = bytes([chunk.tier is Tier.SSD for chunk in chunks])
-    if any(cold):
-        told.cold = cold
-    for chunk in chunks:
-        if chunk.replicas > 1:
-            request.news.replicated.add(key=chunk.key, replicas=chunk.replicas)
+def _report_piece(piece: SlotPiece) -> ReportPiece:
+    entries = [(each.key, each.version, each.size_bytes, each.tier is Tier.SSD) for each in piece.chunks]
+    return ReportPiece(piece.number, piece.next_slot, entries)

@@ -15,17 +15,17 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import structlog
+from msgspec import structs
 
 from tanghulu.discovery.masters import ATTEMPT_S, SEEK_MOST_S, SEEK_PAUSE_S, MasterFinder
 from tanghulu.errors import LeaseExpired, MasterUnavailable, TanghuluError
-from tanghulu.protos import directory_pb2
 from tanghulu.runtime.backoff import Backoff
 from tanghulu.store.node.reporting.conversation import HEARTBEAT_S, MasterConversation
-from tanghulu.store.node.reporting.copy_wire import Orders, orders_from_wire
 from tanghulu.store.node.state.confirmations import Done
 from tanghulu.store.node.state.holdings import Holding
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.report_queue import ReportMessage
+from tanghulu.store.protocol.announcements import AnnounceReply, NodeAnnouncement, Orders
 from tanghulu.store.protocol.messages import MastersRequest
 from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.types import Address, ChunkKey, InstanceId
@@ -249,30 +249,38 @@ class Reporter:
         self._informant = conversation
         self._map_wanted.set()
 
-    def add_news(self, request: directory_pb2.AnnounceRequest, conversation: MasterConversation) -> None:
+    def with_news(self, request: NodeAnnouncement, conversation: MasterConversation) -> NodeAnnouncement:
         """Add what is not of the queue: the node's figures, and what the copy planner wants to know.
 
         That is copies that failed, what is hot, and whether a drain may end.
         """
-        state, queue, chunks = self._state, conversation.queue, self._state.chunks
-        request.capacity_bytes, request.used_bytes = chunks.capacity_bytes, chunks.used_bytes
-        request.ssd_capacity_bytes, request.ssd_used_bytes = self._tier.capacity_bytes, self._tier.used_bytes
-        if conversation.failed_copies:
-            request.news.failed.extend(conversation.failed_copies)
-            conversation.failed_copies = []
-        if state.draining and not (state.has_writers or request.added or queue.waits_for_master or not queue.empty):
-            request.news.quiet = True
+        state, queue, chunks, tier = self._state, conversation.queue, self._state.chunks, self._tier
         if conversation.sent_s >= self._hot_told_s + HEARTBEAT_S:
             self._hot_told_s = conversation.sent_s
             self._sort_hot()
-        for key, num_gets in conversation.hot:
-            request.news.hot.add(key=key, num_gets=num_gets)
-        conversation.hot = []
-        is_leader = conversation.owner is None
-        if is_leader and self._tenants is not None and conversation.sent_s >= self._tenants_told_s + HEARTBEAT_S:
-            self._tenants_told_s = conversation.sent_s
-            for tenant, num_bytes in self._tenants.bounded():
-                request.tenants.add(tenant=tenant, num_bytes=num_bytes)
+        is_busy = state.has_writers or request.added or queue.waits_for_master or not queue.empty
+        failed_copies, conversation.failed_copies = conversation.failed_copies, []
+        hot, conversation.hot = conversation.hot, []
+        return structs.replace(
+            request,
+            capacity_bytes=chunks.capacity_bytes,
+            used_bytes=chunks.used_bytes,
+            ssd_capacity_bytes=tier.capacity_bytes,
+            ssd_used_bytes=tier.used_bytes,
+            quiet=state.draining and not is_busy,
+            hot=hot,
+            failed_copies=failed_copies,
+            tenants=self._bounded_tenants(conversation),
+        )
+
+    def _bounded_tenants(self, conversation: MasterConversation) -> dict[str, int] | None:
+        """Once a second and for the leader: bytes here of the tenants that have a quota for all nodes."""
+        if conversation.owner is not None or self._tenants is None:
+            return None
+        if conversation.sent_s < self._tenants_told_s + HEARTBEAT_S:
+            return None
+        self._tenants_told_s = conversation.sent_s
+        return dict(self._tenants.bounded())
 
     def _sort_hot(self) -> None:
         """Have each master told of those of its keys that were read much."""
@@ -281,25 +289,20 @@ class Reporter:
         for key, num_gets in self._hot.take():
             self._with_owner_of(key).hot.append((key, num_gets))
 
-    def answered(
-        self, conversation: MasterConversation, message: ReportMessage, reply: directory_pb2.AnnounceReply
-    ) -> None:
+    def answered(self, conversation: MasterConversation, message: ReportMessage, reply: AnnounceReply) -> None:
         """A master has answered."""
         if reply.num_nodes and self._tenants is not None:
-            self._tenants.heard({each.tenant: each.num_bytes for each in reply.elsewhere}, reply.num_nodes)
+            self._tenants.heard(dict(reply.elsewhere or {}), reply.num_nodes)
         if not self.connected.is_set() and not self._queues.is_reporting and not self._queues.has_vacant:
             self.connected.set()
             _log.info("reporter.connected", master=str(conversation.master))
         self._report_wanted(conversation, message, reply)
         if message.added:  # the puts' clients are answered first
             asyncio.get_running_loop().call_soon(self._on_change)
-        orders = orders_from_wire(reply)
-        if orders is not None:
-            self._on_orders(orders)
+        if reply.orders is not None:
+            self._on_orders(reply.orders)
 
-    def _report_wanted(
-        self, conversation: MasterConversation, message: ReportMessage, reply: directory_pb2.AnnounceReply
-    ) -> None:
+    def _report_wanted(self, conversation: MasterConversation, message: ReportMessage, reply: AnnounceReply) -> None:
         """Report what the master wants to be told, and ask for the map if the master goes by another."""
         known, queue = self._queues.map, conversation.queue
         if known is None:

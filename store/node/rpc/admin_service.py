@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict
 from typing import Any
 
 import structlog
 
 from tanghulu.errors import InvalidRequest
-from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_server import Answer, FastService, Peer
 from tanghulu.store.node.rpc.service import session_of
 from tanghulu.store.node.rpc.sessions import Session, after_drain
@@ -21,6 +19,17 @@ from tanghulu.store.node.state.counters import EvictionReason
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.writes.puts import PutService
 from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.messages import (
+    Done,
+    DrainRequest,
+    Evicted,
+    EvictRequest,
+    TenantsReply,
+    TenantsRequest,
+    Verified,
+    VerifiedPage,
+    VerifyRequest,
+)
 from tanghulu.types import ChunkKey
 
 _log = structlog.get_logger(__name__)
@@ -52,7 +61,7 @@ class AdminService:
         service.register(methods.VERIFY, after_drain(self._state, self.verify))
         service.register(methods.TENANTS, after_drain(self._state, self.tenants))
 
-    def drain(self, peer: Peer, request: store_pb2.DrainRequest, attachment: memoryview) -> Coroutine[Any, Any, Answer]:
+    def drain(self, peer: Peer, request: DrainRequest, attachment: memoryview) -> Coroutine[Any, Any, Answer]:
         """Take no new chunks from now on, or take them again; answered when the master knows."""
         session_of(peer)
         return self._drained(request.draining)
@@ -60,15 +69,15 @@ class AdminService:
     async def _drained(self, draining: bool) -> Answer:
         _log.info("node.draining" if draining else "node.undrained")
         await self._drain(draining)
-        return store_pb2.DrainReply()
+        return Done()
 
-    def evict(self, peer: Peer, request: store_pb2.EvictRequest, attachment: memoryview) -> Coroutine[Any, Any, Answer]:
+    def evict(self, peer: Peer, request: EvictRequest, attachment: memoryview) -> Coroutine[Any, Any, Answer]:
         """Evict the named chunks, and in the policy's order until enough bytes are free."""
         session_of(peer)
         check_count(len(request.keys))
         return self._evicted(request)
 
-    async def _evicted(self, request: store_pb2.EvictRequest) -> Answer:
+    async def _evicted(self, request: EvictRequest) -> Answer:
         gone = []
         for key in request.keys:
             chunk = self._chunks.find(ChunkKey(key))
@@ -85,19 +94,17 @@ class AdminService:
             self._puts.room_changed()
             await asyncio.sleep(0)
         self._puts.room_changed()
-        return store_pb2.EvictReply(num_chunks=len(gone), num_bytes=sum(chunk.size_bytes for chunk in gone))
+        return Evicted(len(gone), sum(chunk.size_bytes for chunk in gone))
 
-    def tenants(self, peer: Peer, request: store_pb2.TenantsRequest, attachment: memoryview) -> Answer:
+    def tenants(self, peer: Peer, request: TenantsRequest, attachment: memoryview) -> Answer:
         """What each tenant holds and does here."""
         session_of(peer)
         tenants = self._chunks.tenants
         if tenants is None:
             raise InvalidRequest("this node knows no tenants; start it with --tokens")
-        return store_pb2.TenantsReply(tenants=[store_pb2.TenantUsage(**asdict(usage)) for usage in tenants.usage()])
+        return TenantsReply(tenants.usage())
 
-    def verify(
-        self, peer: Peer, request: store_pb2.VerifyRequest, attachment: memoryview
-    ) -> Coroutine[Any, Any, Answer]:
+    def verify(self, peer: Peer, request: VerifyRequest, attachment: memoryview) -> Coroutine[Any, Any, Answer]:
         """A page of the chunks here, in order of their keys, each compared with its checksums."""
         session = session_of(peer)
         if request.report:
@@ -113,30 +120,32 @@ class AdminService:
                 return
             await asyncio.sleep(_LOOK_S)
 
-    async def _verified(self, session: Session, request: store_pb2.VerifyRequest) -> Answer:
+    async def _verified(self, session: Session, request: VerifyRequest) -> Answer:
         keys = await self._keys_behind(session.session_id, request.after)
         limit = min(request.limit or MAX_VERIFIED, MAX_VERIFIED)
-        reply = store_pb2.VerifyReply()
+        page: list[Verified] = []
         num_bytes = 0
         verifier = Verifier(self._chunks, self._puts)
-        while keys.more and len(reply.chunks) < limit and num_bytes < MAX_VERIFIED_BYTES:
+        while keys.more and len(page) < limit and num_bytes < MAX_VERIFIED_BYTES:
             key = keys.take()
             chunk = self._chunks.find(key)
             if chunk is None:
-                self._add_below(reply, key)
+                entry = self._chunks.find_below(key)
+                if entry is not None:  # it is named only: its bytes are verified whenever they are read
+                    page.append(Verified(key, entry.version, entry.size_bytes))
                 continue
             corrupt = not await verifier.is_intact(chunk)
-            reply.chunks.add(key=key, version=chunk.version, size_bytes=chunk.size_bytes, corrupt=corrupt)
+            page.append(Verified(key, chunk.version, chunk.size_bytes, corrupt))
             if corrupt and request.drop_corrupt and self._chunks.find(key) is chunk:
                 self._puts.verify(chunk)
             num_bytes += chunk.size_bytes
-        reply.more = keys.more
-        if keys.more:
-            keys.after = reply.chunks[-1].key
+        more = keys.more
+        if more:
+            keys.after = page[-1].key
             self._listings[session.session_id] = keys
         if request.report or request.drop_corrupt:
             await self._told()
-        return reply
+        return VerifiedPage(page, more)
 
     async def _keys_behind(self, session_id: int, after: str) -> SortedKeys:
         """Where the session's last page ended, or all keys in order once more."""
@@ -146,9 +155,3 @@ class AdminService:
         while len(self._listings) >= MAX_LISTINGS:
             del self._listings[next(iter(self._listings))]
         return await SortedKeys.of(self._chunks.all_keys(), after)
-
-    def _add_below(self, reply: store_pb2.VerifyReply, key: ChunkKey) -> None:
-        """A chunk on the SSD is named only: its bytes are verified whenever they are read."""
-        entry = self._chunks.find_below(key)
-        if entry is not None:
-            reply.chunks.add(key=key, version=entry.version, size_bytes=entry.size_bytes)

@@ -17,7 +17,6 @@ import structlog
 
 from tanghulu.auth.tenants import Right
 from tanghulu.errors import ChecksumMismatch, ChunkNotFound, InvalidRequest, TanghuluError, Unauthorized
-from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_server import NO_ANSWER, Answer, FastService, Handler, Later, PayloadSink, Peer
 from tanghulu.rpc.methods import Method
 from tanghulu.rpc.unsent import UnsentAnswers
@@ -25,7 +24,7 @@ from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.rpc.wire import Failure
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.sessions import Greeting, Session, Sessions, after_drain
-from tanghulu.store.node.rpc.stats import check_count, stat_reply
+from tanghulu.store.node.rpc.stats import check_count, chunk_info
 from tanghulu.store.node.rpc.verifying import Verifier
 from tanghulu.store.node.ssd.promotion import Promoter
 from tanghulu.store.node.state.chunk import Chunk
@@ -40,17 +39,22 @@ from tanghulu.store.protocol.messages import (
     CommitItem,
     CommitRequest,
     Done,
+    EvictionPolicy,
     Found,
     GetReply,
     GetRequest,
+    KeysReply,
+    KeysRequest,
     NodeHello,
     OpenBufferReply,
     OpenBufferRequest,
     PutReply,
     PutRequest,
+    RemoveRequest,
     Reservation,
     ReserveReply,
     ReserveRequest,
+    StatReply,
     UnpinRequest,
     Welcome,
 )
@@ -547,15 +551,13 @@ class NodeService:
 
     # --- questions
 
-    def exists(self, peer: Peer, request: store_pb2.ExistsRequest, attachment: memoryview) -> Answer:
+    def exists(self, peer: Peer, request: KeysRequest, attachment: memoryview) -> Answer:
         """One byte a key; neither pins nor touches."""
         check_count(len(request.keys))
         holds = self._chunks.holds
-        return store_pb2.ExistsReply(found=bytes(holds(ChunkKey(key)) for key in request.keys))
+        return KeysReply(bytes(holds(ChunkKey(key)) for key in request.keys))
 
-    def remove(
-        self, peer: Peer, request: store_pb2.RemoveRequest, attachment: memoryview
-    ) -> Coroutine[Any, Any, Answer]:
+    def remove(self, peer: Peer, request: RemoveRequest, attachment: memoryview) -> Coroutine[Any, Any, Answer]:
         """Drop chunks; one byte a key."""
         check_count(len(request.keys))
         until_s = self._until(request.deadline_ms)
@@ -574,21 +576,22 @@ class NodeService:
         await self._puts.told_removals(until_s)
         if self._promoter is not None:
             await self._promoter.settled(until_s)
-        return store_pb2.RemoveReply(removed=removed)
+        return KeysReply(removed)
 
-    def stat(self, peer: Peer, request: store_pb2.StatRequest, attachment: memoryview) -> Answer:
+    def stat(self, peer: Peer, request: KeysRequest, attachment: memoryview) -> Answer:
         """What the node knows of each chunk."""
-        return stat_reply(self._chunks, request)
+        check_count(len(request.keys))
+        return StatReply([chunk_info(self._chunks, ChunkKey(key)) for key in request.keys])
 
-    def eviction(self, peer: Peer, request: store_pb2.EvictionRequest, attachment: memoryview) -> Answer:
+    def eviction(self, peer: Peer, request: EvictionPolicy, attachment: memoryview) -> Answer:
         """Name the eviction policy, after switching to another if one is named."""
         session_of(peer)
-        wanted = request.policy
+        wanted = request.name
         if wanted and wanted != self._chunks.eviction_policy:
             self._policies.memory(wanted)  # raises for an unknown name before anything changes
             self._chunks.switch_policies(lambda: self._policies.memory(wanted), lambda: self._policies.tier(wanted))
             _log.info("node.eviction_policy", policy=wanted)
-        return store_pb2.EvictionReply(policy=self._chunks.eviction_policy)
+        return EvictionPolicy(self._chunks.eviction_policy)
 
     def _until(self, deadline_ms: int) -> float:
         return asyncio.get_running_loop().time() + remaining_s(deadline_ms, DEFAULT_DEADLINE_S)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tanghulu.store.node.state.tenant_usage import TenantFigures
+from tanghulu.store.protocol.messages import TenantFigures
 
 #: Tenants with labels of their own; the rest is summed up as OTHERS, chunks of no tenant are called NONE.
 MAX_LABELS = 50

@@ -173,10 +173,6 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
     def __repr__(self) -> str:
         return f"Chunk({self.key!r}, {self.state.value}, [{self.offset}, +{self.size_bytes}), {self.num_leases} leases)"
 
-    def left_ms(self, age_s: float) -> int:
-        """What is left of its time to live at that age, at least 1; 0 without end."""
-        return 0 if self.expires_s is None else max(1, round((self.expires_s - self.created_s - age_s) * 1000))
-
     def step(self, event: ChunkEvent) -> ChunkState:
         """Apply ``event``; asserts that the table knows the pair."""
         following = TRANSITIONS.get((self.state, event))

@@ -30,10 +30,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from tanghulu.store.node.state.holdings import Holding
 from tanghulu.store.node.state.slot_report import SlotPiece, SlotReport, SortedChunks
+from tanghulu.store.protocol.announcements import Removal
 from tanghulu.store.protocol.key_slots import ALL_RANGES, RANGE_SLOTS, known_below, range_of, slot_of
 from tanghulu.store.protocol.types import MAX_ANNOUNCED
 from tanghulu.types import ChunkKey
@@ -45,9 +46,6 @@ MAX_RETRACTED = 4096
 MAX_QUEUED_REMOVALS = 1 << 18
 #: Of those that wait for a master, what is told its successor one by one: some 5 ms. More are left to the report.
 MAX_MOVED_REMOVALS = 1 << 14
-
-#: A key and the version of the put that is gone.
-Removal: TypeAlias = tuple[ChunkKey, int]
 
 
 @dataclass(slots=True)
@@ -141,7 +139,7 @@ class ReportQueue:
         elif patient:
             self._unconfirmed.pop(key, None)
         if self._removed:
-            self._removed.pop((key, version), None)
+            self._removed.pop(Removal(key, version), None)
         for added in filter(None, (self._added, self._patient, self._parked)):
             added.pop(key, None)
         (self._added, self._patient)[patient][key] = chunk
@@ -149,7 +147,7 @@ class ReportQueue:
     def remove(self, chunk: Holding, *, deleted: bool = False) -> None:
         """The node holds it no longer: ``deleted`` on a client's order, or evicted, expired, corrupt."""
         self.forget(chunk)
-        (self._deleted if deleted else self._removed)[chunk.key, chunk.version] = None
+        (self._deleted if deleted else self._removed)[Removal(chunk.key, chunk.version)] = None
         if len(self._removed) > MAX_QUEUED_REMOVALS:
             self._removed.clear()
             self._owes_report = True
@@ -160,7 +158,7 @@ class ReportQueue:
     def retract(self, key: ChunkKey, version: int) -> None:
         """Take back what a client may have told the master of a put that failed here."""
         if len(self._retracted) < MAX_RETRACTED:
-            self._retracted.append((key, version))
+            self._retracted.append(Removal(key, version))
 
     def again(self, chunk: Holding) -> None:
         """The master could not yet tell whether ``chunk`` stands: it is told once more, with the next message."""

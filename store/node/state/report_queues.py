@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from tanghulu.errors import TanghuluError
 from tanghulu.store.node.state.confirmations import Confirmations, Done
 from tanghulu.store.node.state.holdings import Holding
-from tanghulu.store.node.state.report_queue import MAX_RETRACTED, Flush, Removal, ReportQueue
+from tanghulu.store.node.state.report_queue import MAX_RETRACTED, Flush, ReportQueue
 from tanghulu.store.node.state.slot_report import SortedChunks
+from tanghulu.store.protocol.announcements import Removal
 from tanghulu.store.protocol.key_slots import ALL_RANGES, NUM_RANGES, range_of
 from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.terms import Term
@@ -100,14 +101,14 @@ class ReportQueues:
         """The node holds it no longer."""
         self.of(chunk.key).remove(chunk, deleted=deleted)
         if deleted:
-            self._deleted[chunk.key, chunk.version] = None
+            self._deleted[Removal(chunk.key, chunk.version)] = None
             if len(self._deleted) > MAX_REPEATED:
                 del self._deleted[next(iter(self._deleted))]
 
     def retract(self, key: ChunkKey, version: int) -> None:
         """Take back what a client may have told a master of a put that failed here."""
         self.of(key).retract(key, version)
-        self._void[key, version] = None
+        self._void[Removal(key, version)] = None
         if len(self._void) > MAX_RETRACTED:
             del self._void[next(iter(self._void))]
 

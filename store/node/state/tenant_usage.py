@@ -15,40 +15,19 @@ A hears of these 20, may hold 70, and evicts 20.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import structs
 
 from tanghulu.auth.tenants import Tenant, tenant_of
 from tanghulu.errors import InvalidRequest, QuotaExceeded
 from tanghulu.eviction.base import Policy
 from tanghulu.eviction.fair import Fair
 from tanghulu.eviction.policies import make_policy
+from tanghulu.store.protocol.messages import TenantFigures
 from tanghulu.store.protocol.types import NewChunk, Pin
 from tanghulu.types import ChunkKey, format_size
-
-
-@dataclass(slots=True)
-class TenantFigures:
-    """One tenant at one node. ``quota_bytes``, here, and ``cluster_quota_bytes``, on all nodes: 0: no bound.
-
-    What follows ``num_chunks`` counts since the start.
-    """
-
-    tenant: str
-    quota_bytes: int = 0
-    used_bytes: int = 0
-    num_chunks: int = 0
-    hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-    cluster_quota_bytes: int = 0
-    hit_bytes: int = 0
-    evicted_bytes: int = 0
-
-    @property
-    def idle(self) -> bool:
-        """Whether there is nothing to tell of it."""
-        return not (self.num_chunks or self.hits or self.misses or self.evictions)
 
 
 class Ranged(Protocol):
@@ -218,7 +197,7 @@ class TenantUsage:
 
 def _with_quotas(usage: TenantFigures, tenant: Tenant | None) -> TenantFigures:
     here, everywhere = (0, 0) if tenant is None else (tenant.quota_bytes, tenant.cluster_quota_bytes)
-    return replace(usage, quota_bytes=here, cluster_quota_bytes=everywhere)
+    return structs.replace(usage, quota_bytes=here, cluster_quota_bytes=everywhere)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,9 @@ from tanghulu.errors import (
 )
 from tanghulu.store.admin.check import CheckFinding, Kind, compare
 from tanghulu.store.client import Client
-from tanghulu.store.client.model import KeyInfo, Verified
+from tanghulu.store.client.model import KeyInfo
 from tanghulu.store.protocol.key_slots import NUM_RANGES
+from tanghulu.store.protocol.messages import Verified
 from tests.store.cluster import Cluster, Process, eventually
 
 KIB = 1 << 10

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tanghulu.errors import InvalidRequest, KeysMoved, MasterUnavailable
-from tanghulu.protos import directory_pb2 as pb
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.client.drivers.connections import is_proven, obeyed, take_proof
@@ -17,6 +17,14 @@ from tanghulu.store.client.logic.effects import MASTER, PeerId, owner_peer
 from tanghulu.store.client.logic.key_owners import KeyOwners, SplitCall
 from tanghulu.store.client.logic.placement import NodeTable
 from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.directory_messages import (
+    KeyInfo,
+    ListKeysReply,
+    ReplicateReply,
+    ReplicateRequest,
+    WaitReply,
+    WaitRequest,
+)
 from tanghulu.store.protocol.key_slots import NUM_RANGES, range_of
 from tanghulu.store.protocol.messages import LocateReply, Location, MastersReply, MastersRequest, ProveReply
 from tanghulu.store.protocol.range_map import RangeMap
@@ -33,10 +41,7 @@ OF_B = [n for n, key in enumerate(KEYS) if range_of(key) >= 32]
 
 
 def answer(message: Any, version: int = 42, cluster: int = 7) -> Reply[Any]:
-    if isinstance(message, LocateReply):
-        message = LocateReply(message.incomplete, message.locations, message.found, version, cluster)
-    else:
-        message.term, message.term_of = version, cluster
+    message = structs.replace(message, term=version, term_of=cluster)
     return Reply(message, memoryview(b""))
 
 
@@ -149,19 +154,19 @@ def test_other_errors_are_the_callers() -> None:
 
 
 def test_a_wait_is_split_with_its_deadline_and_joined_by_position() -> None:
-    split = SplitCall(methods.WAIT.call(pb.WaitRequest(keys=KEYS, deadline_ms=700)))
+    split = SplitCall(methods.WAIT.call(WaitRequest(keys=KEYS, deadline_ms=700)))
     calls = split.calls(HALVES)
     assert {call.request.deadline_ms for _, call in calls} == {700}
-    replies = [answer(pb.WaitReply(found=bytes([peer == PEER_B] * len(call.request.keys)))) for peer, call in calls]
+    replies = [answer(WaitReply(found=bytes([peer == PEER_B] * len(call.request.keys)))) for peer, call in calls]
     assert split.answered(replies, HALVES) is None
     assert list(split.reply().message.found) == [n in OF_B for n in range(len(KEYS))]
 
 
 def test_what_is_to_be_replicated_is_summed() -> None:
-    split = SplitCall(methods.REPLICATE.call(pb.ReplicateRequest(keys=KEYS, holders=3, for_s=5.0)))
+    split = SplitCall(methods.REPLICATE.call(ReplicateRequest(keys=KEYS, holders=3, for_s=5.0)))
     calls = split.calls(HALVES)
     assert {(call.request.holders, call.request.for_s) for _, call in calls} == {(3, 5.0)}
-    replies = [answer(pb.ReplicateReply(num_taken=len(call.request.keys))) for _, call in calls]
+    replies = [answer(ReplicateReply(num_taken=len(call.request.keys))) for _, call in calls]
     assert split.answered(replies, HALVES) is None
     assert split.reply().message.num_taken == len(KEYS)
 
@@ -170,8 +175,8 @@ def page_of(call: Call[Any], keys: list[str]) -> Reply[Any]:
     """What a master lists that has ``keys``, of which only those in the ranges that were asked for count."""
     wanted = sorted(k for k in keys if call.request.ranges >> range_of(k) & 1 and k > call.request.after)
     page = wanted[: call.request.limit]
-    infos = [pb.KeyInfo(key=key) for key in page]
-    return answer(pb.ListKeysReply(keys=infos, more=len(wanted) > len(page)))
+    infos = [KeyInfo(key, 0, 0, ()) for key in page]
+    return answer(ListKeysReply(keys=infos, more=len(wanted) > len(page)))
 
 
 def list_all(keys_of: dict[PeerId, list[str]], limit: int) -> list[list[str]]:

@@ -17,7 +17,6 @@ from tanghulu.errors import (
     StoreFull,
     TanghuluError,
 )
-from tanghulu.protos import common_pb2, directory_pb2, store_pb2
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.rpc.wire import Failure
 from tanghulu.runtime.clock import ManualClock
@@ -38,7 +37,8 @@ from tanghulu.store.client.logic.operations import Operations
 from tanghulu.store.client.logic.placement import NodeTable
 from tanghulu.store.client.model import NodeView, PutItem, PutOptions
 from tanghulu.store.protocol import checksums, methods
-from tanghulu.store.protocol.messages import Done, Found, GetReply, LocateReply, Location, PutReply
+from tanghulu.store.protocol.directory_messages import NodesReply, PlaceReply
+from tanghulu.store.protocol.messages import Done, Found, GetReply, KeysReply, LocateReply, Location, PutReply
 from tanghulu.store.protocol.terms import NO_TERM
 
 OK = PutOptions()
@@ -113,20 +113,17 @@ class FakeCluster:
         return Reply(LocateReply(self.incomplete, located), memoryview(b""))
 
     def _method_nodes(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
-        reply = directory_pb2.NodesReply(rebuilding=self.incomplete, version=self.version, master_generation=3)
         known = call.request.known_version, call.request.known_generation
-        reply.unchanged = bool(self.version) and known == (self.version, 3)
-        if not reply.unchanged:
-            reply.nodes.extend(self._infos() if self.comes_s or self.version else ())
-        return Reply(reply, memoryview(b""))
+        unchanged = bool(self.version) and known == (self.version, 3)
+        nodes = self._views() if not unchanged and (self.comes_s or self.version) else []
+        return Reply(NodesReply(nodes, self.incomplete, 0, 3, self.version, unchanged), memoryview(b""))
 
-    def _infos(self) -> list[directory_pb2.NodeInfo]:
+    def _views(self) -> list[NodeView]:
         names = self.values if self.clock.now_s() >= self.comes_s else ()
-        return [directory_pb2.NodeInfo(instance=common_pb2.Instance(id=name)) for name in names]
+        return [NodeView(name, "", "", "", "", "") for name in names]
 
     def _method_place(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
-        infos = self._infos()
-        return Reply(directory_pb2.PlaceReply(nodes=infos), memoryview(b""))
+        return Reply(PlaceReply(self._views()), memoryview(b""))
 
     def _method_get(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
         items: list[Found | Failure] = []
@@ -159,11 +156,11 @@ class FakeCluster:
 
     def _method_remove(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
         removed = bytes(self.values[peer].pop(key, None) is not None for key in call.request.keys)
-        return Reply(store_pb2.RemoveReply(removed=removed), memoryview(b""))
+        return Reply(KeysReply(removed), memoryview(b""))
 
     def _method_exists(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
         found = bytes(key in self.values[peer] for key in call.request.keys)
-        return Reply(store_pb2.ExistsReply(found=found), memoryview(b""))
+        return Reply(KeysReply(found), memoryview(b""))
 
 
 @pytest.fixture

@@ -9,22 +9,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 import tanghulu
 from tanghulu import aio
 from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.errors import KeysMoved, MasterUnavailable
-from tanghulu.protos import directory_pb2 as pb
 from tanghulu.store.client.aio import AsyncClient
 from tanghulu.store.client.client import Client
 from tanghulu.store.client.logic.commit import CommitCall, commit_by_client
 from tanghulu.store.client.logic.effects import MASTER, PeerId, owner_peer
 from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.announcements import NodeAnnouncement
 from tanghulu.store.protocol.key_slots import ALL_RANGES, range_of
 from tanghulu.store.protocol.terms import Term
 from tanghulu.store.protocol.types import CommitResult, NewChunk
 from tanghulu.types import ChunkKey
 from tests.store.master.running_master import FakeNode, SeveralMasters, instance, several_masters_here
+from tests.store.master.running_master import ask as ask_master
 
 KEYS = [f"k{n}" for n in range(40)]
 OF_FIRST = [key for key in KEYS if range_of(key) % 2 == 0]
@@ -225,13 +227,12 @@ async def test_a_node_learns_that_a_range_has_come_back_before_it_is_heard(
     masters: SeveralMasters, nodes: list[FakeNode]
 ) -> None:
     known = masters.ownerships[0].map
-    request = pb.AnnounceRequest(map_version=known.version, owned=1, term_of=known.cluster)
-    request.node_id, request.generation = nodes[0].instance.id, nodes[0].instance.generation
+    node = nodes[0].instance
+    request = NodeAnnouncement(node.id, node.generation, map_version=known.version, owned=1, term_of=known.cluster)
     for term in (known.term_of(0) - 1, known.term_of(0)):
-        request.term = term
-        calling = nodes[0].connection.call(methods.ANNOUNCE.number, request, pb.AnnounceReply)
+        calling = ask_master(nodes[0].connection, methods.ANNOUNCE, structs.replace(request, term=term))
         if term < known.term_of(0):
             with pytest.raises(KeysMoved):
                 await calling
         else:
-            assert (await calling).message.term == known.version
+            assert (await calling).term == known.version

@@ -15,7 +15,6 @@ import tanghulu
 import tanghulu.aio
 from tanghulu.errors import KeysMoved, MasterUnavailable, NotLeader
 from tanghulu.eviction.policies import make_policy
-from tanghulu.protos import directory_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
@@ -26,7 +25,6 @@ from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.client.logic.write_buffers import MappedNode
 from tanghulu.store.client.model import PutItem
 from tanghulu.store.master.core import Master
-from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement
 from tanghulu.store.master.election import masters_view
 from tanghulu.store.master.election.masters_view import KeySeen, range_name
 from tanghulu.store.master.election.ownership import Duties, EtcdOwnership
@@ -35,6 +33,8 @@ from tanghulu.store.master.rpc.directory_service import DirectoryCalls
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.node.state.chunk_table import Published
 from tanghulu.store.node.state.node_state import make_node_state
+from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, ReportPiece
+from tanghulu.store.protocol.directory_messages import ListKeysRequest, NodesRequest, WaitRequest
 from tanghulu.store.protocol.key_slots import NUM_RANGES, NUM_SLOTS
 from tanghulu.store.protocol.messages import (
     CommitKeyReply,
@@ -141,8 +141,8 @@ class ElectedMaster:
         calls = DirectoryCalls(self.server)
         calls.serve(self.service)
         master.register(node, 600.0, clock.now_s())
-        report = directory_pb2.ReportPiece(next_slot=NUM_SLOTS)  # it holds nothing yet
-        calls.announce(directory_pb2.AnnounceRequest(node_id="n1", generation=7, report_id=1, piece=report))
+        report = ReportPiece(0, NUM_SLOTS)  # it holds nothing yet
+        calls.announce(NodeAnnouncement("n1", 7, report_id=1, piece=report))
         master.tick(clock.now_s(), 0.0)
         assert master.directory.is_ready
 
@@ -334,9 +334,9 @@ async def test_every_reply_of_the_directory_carries_the_term() -> None:
         (LOCATE, LocateRequest(["k"], False)),
         (COMMIT_KEY, said),
         (COMMIT_KEYS, CommitKeysRequest([said])),
-        (NODES, directory_pb2.NodesRequest()),
-        (LIST_KEYS, directory_pb2.ListKeysRequest()),
-        (WAIT, directory_pb2.WaitRequest(keys=["k"])),
+        (NODES, NodesRequest()),
+        (LIST_KEYS, ListKeysRequest()),
+        (WAIT, WaitRequest(["k"])),
     ]
     async with serving(master) as (address, _):
         connection = await AsyncFastConnection.connect(Address.parse(address))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,8 +13,6 @@ import pytest
 import tanghulu
 from tanghulu import aio
 from tanghulu.errors import ChunkNotFound, InvalidRequest, MasterUnavailable
-from tanghulu.protos import directory_pb2, directory_pb2_grpc
-from tanghulu.rpc.grpc_edge import channel
 from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.logic.commit import CommitCall
 from tanghulu.store.protocol.types import CommitResult, NewChunk
@@ -145,21 +143,6 @@ def test_what_a_dead_putter_has_promised_is_not_there(cluster: Cluster) -> None:
             store.get("promised", deadline_s=20)
         assert time.monotonic() - began < 10
         store.remove("before")
-
-
-async def _answer(call: Awaitable[directory_pb2.WaitReply]) -> directory_pb2.WaitReply:
-    return await call
-
-
-async def test_grpc(cluster: Cluster) -> None:
-    async with channel(cluster.address) as link, aio.connect(cluster.address) as store:
-        request = directory_pb2.WaitRequest(keys=["third"], deadline_ms=20_000)
-        call = asyncio.ensure_future(_answer(directory_pb2_grpc.DirectoryStub(link).Wait(request)))
-        while not await asyncio.to_thread(cluster.master.metric, "tanghulu_master_waiting_calls"):
-            assert not call.done()
-        await store.put("third", b"1")
-        assert (await call).found == b"\x01"
-        assert await store.remove("third")
 
 
 def test_a_master_that_restarts_is_asked_again() -> None:

@@ -13,7 +13,6 @@ import pytest
 import tanghulu
 from tanghulu.auth.handshakes import MAX_HANDSHAKES
 from tanghulu.errors import InvalidRequest
-from tanghulu.protos import store_pb2
 from tanghulu.rpc.frames import PREAMBLE, encode_head
 from tanghulu.rpc.unsent import MAX_UNSENT_BYTES
 from tanghulu.rpc.wire import encode
@@ -21,7 +20,15 @@ from tanghulu.store.client import Client
 from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS
-from tanghulu.store.protocol.messages import CommitItem, CommitRequest, GetRequest, ReserveRequest, UnpinRequest
+from tanghulu.store.protocol.messages import (
+    CommitItem,
+    CommitRequest,
+    GetRequest,
+    KeysRequest,
+    RemoveRequest,
+    ReserveRequest,
+    UnpinRequest,
+)
 from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import Address, ChunkKey
 from tests.store.cluster import Cluster, Process, eventually
@@ -128,10 +135,10 @@ def test_lists_without_end(cluster: Cluster) -> None:
     connection, _ = greeted(cluster.nodes[0].address, "lists")
     keys = [str(number) for number in range(200_000)]
     for call in (
-        methods.EXISTS.call(store_pb2.ExistsRequest(keys=keys)),
+        methods.EXISTS.call(KeysRequest(keys)),
         methods.GET.call(GetRequest(keys, 1)),
-        methods.REMOVE.call(store_pb2.RemoveRequest(keys=keys)),
-        methods.CHUNK_STAT.call(store_pb2.StatRequest(keys=keys)),
+        methods.REMOVE.call(RemoveRequest(keys)),
+        methods.CHUNK_STAT.call(KeysRequest(keys)),
     ):
         with pytest.raises(InvalidRequest, match="more than 65536"):
             connection.call(call.method, call.request, call.reply_type)

@@ -11,33 +11,34 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import KeysMoved
-from tanghulu.protos import directory_pb2 as pb
-from tanghulu.protos import directory_pb2_grpc
 from tanghulu.rpc.fast_aio import AsyncFastConnection
-from tanghulu.rpc.grpc_edge import channel
+from tanghulu.rpc.methods import Method
+from tanghulu.rpc.wire import Body
 from tanghulu.runtime.process import Process, SupervisorLine
 from tanghulu.store.directory_feed import DirectoryEvent, DirectoryEventKind, follow_directory
 from tanghulu.store.master import main as master_main
-from tanghulu.store.master.directory.chunk_table import FoundChunk
 from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.main import MasterConfig, serve
-from tanghulu.store.master.rpc import wire as master_wire
 from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.announcements import AnnounceReply, ChunkEntry, NodeAnnouncement, Removal, ReportPiece
 from tanghulu.store.protocol.key_slots import NUM_RANGES, NUM_SLOTS, range_of
 from tanghulu.store.protocol.messages import LocateRequest
 from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.terms import Renewals
-from tanghulu.types import Address, InstanceId, Place, Role
+from tanghulu.types import Address, ChunkKey, InstanceId, Place, Role
 from tests.free_ports import free_port
+
+A = TypeVar("A", bound=Body)
 
 
 class InProcess(Process):
@@ -241,19 +242,8 @@ def instance(name: str = "n1", role: Role = Role.NODE, **values: Any) -> Instanc
     return Instance(InstanceId(name), role, Address("127.0.0.1", 7410), **values)
 
 
-async def ask_fast(connection: AsyncFastConnection, message: Any) -> Any:
-    """LOCATE with the fast lane's messages, told and answered as gRPC's."""
-    request = LocateRequest(list(message.keys), message.count_only)
-    reply = (await connection.call(methods.LOCATE.number, request, methods.LOCATE.reply)).message
-    if message.count_only:
-        return pb.LocateReply(found=bytes(reply.existence), incomplete=reply.incomplete)
-    return master_wire.locate_to_wire(
-        (
-            None if each is None else FoundChunk(each.version, each.size_bytes, each.node_ids, each.num_warm)
-            for each in reply.locations
-        ),
-        incomplete=reply.incomplete,
-    )
+async def ask(connection: AsyncFastConnection, method: Method[Any, A], request: Any) -> A:
+    return (await connection.call(method.number, request, method.reply)).message
 
 
 class FakeNode:
@@ -276,43 +266,42 @@ class FakeNode:
         removed: Sequence[tuple[str, int]] = (),
         deleted: Sequence[tuple[str, int]] = (),
         report_id: int = 0,
-        piece: pb.ReportPiece | None = None,
+        piece: ReportPiece | None = None,
         capacity: int = 1 << 30,
-    ) -> pb.AnnounceReply:
-        request = pb.AnnounceRequest(
-            node_id=self.instance.id,
-            generation=self.instance.generation,
-            added=[pb.ChunkEntry(key=key, version=version, size_bytes=size) for key, version, size in added],
-            removed=[key for key, _ in removed],
-            removed_versions=[version for _, version in removed],
-            deleted=[key for key, _ in deleted],
-            deleted_versions=[version for _, version in deleted],
-            capacity_bytes=capacity,
+    ) -> AnnounceReply:
+        request = NodeAnnouncement(
+            self.instance.id,
+            self.instance.generation,
+            [ChunkEntry(ChunkKey(key), version, size) for key, version, size in added],
+            [Removal(ChunkKey(key), version) for key, version in removed],
+            [Removal(ChunkKey(key), version) for key, version in deleted],
             report_id=report_id,
+            piece=piece,
+            capacity_bytes=capacity,
             map_version=self.map_version,
             owned=1 if self.map_version else 0,
         )
-        if piece is not None:
-            request.piece.CopyFrom(piece)
-        return (await self.connection.call(methods.ANNOUNCE.number, request, pb.AnnounceReply)).message
+        return await ask(self.connection, methods.ANNOUNCE, request)
 
-    async def report(self, *chunks: tuple[str, int, int]) -> pb.AnnounceReply:
+    async def report(self, *chunks: tuple[str, int, int]) -> AnnounceReply:
         self.num_reports += 1
-        await self.announce(report_id=self.num_reports, piece=pb.ReportPiece(number=0, next_slot=0))
-        keys, versions, sizes = zip(*chunks, strict=True) if chunks else ((), (), ())
-        last = pb.ReportPiece(number=1, next_slot=NUM_SLOTS, keys=keys, versions=versions, sizes=sizes)
-        return await self.announce(report_id=self.num_reports, piece=last)
+        await self.announce(report_id=self.num_reports, piece=ReportPiece(0, 0))
+        entries = [(ChunkKey(key), version, size, False) for key, version, size in chunks]
+        return await self.announce(report_id=self.num_reports, piece=ReportPiece(1, NUM_SLOTS, entries))
 
     async def holders(self, *keys: str) -> tuple[list[list[str]], bool]:
-        request = pb.LocateRequest(keys=keys)
-        reply = await ask_fast(self.connection, request)
-        return [[reply.node_ids[i] for i in location.nodes] for location in reply.locations], reply.incomplete
+        reply = await ask(self.connection, methods.LOCATE, LocateRequest(keys, False))
+        return [[] if each is None else list(each.node_ids) for each in reply.locations], reply.incomplete
 
 
 @asynccontextmanager
-async def directory_stub(address: Address) -> AsyncIterator[directory_pb2_grpc.DirectoryStub]:
-    async with channel(address) as connection:
-        yield directory_pb2_grpc.DirectoryStub(connection)
+async def asking(address: Address) -> AsyncIterator[Callable[[Method[Any, A], Any], Awaitable[A]]]:
+    """Calls of the master there."""
+    connection = await AsyncFastConnection.connect(address)
+    try:
+        yield partial(ask, connection)
+    finally:
+        await connection.close()
 
 
 async def until(condition: Callable[[], Any], deadline_s: float = 30.0) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tanghulu.protos.directory_pb2 import AnnounceReply
-from tanghulu.store.master.replication.orders import MAX_OPEN, ORDER_S, Copy, CopyOrders, Drop, Reason
-from tanghulu.store.master.rpc.wire import add_orders
-from tanghulu.store.node.reporting.copy_wire import orders_from_wire
+from tanghulu.rpc.wire import encode, parser_of
+from tanghulu.store.master.replication.orders import MAX_OPEN, ORDER_S, Copy, CopyOrders, Reason
+from tanghulu.store.protocol.announcements import DropOrder, Orders
 
 SIZE = 1000
 
@@ -49,7 +48,7 @@ def test_an_owner_of_a_part_of_the_keys_orders_at_its_share_of_the_rate() -> Non
 def test_orders_of_a_node_that_is_gone_are_closed(gone: str) -> None:
     orders = CopyOrders(1e9)
     orders.order(Copy("k", 7, SIZE, "a", "b", Reason.DRAIN), 0.0)
-    orders.drop("a", Drop("x", 1))
+    orders.drop("a", DropOrder("x", 1))
     orders.forget_nodes({"a", "b"} - {gone})
     assert orders.targets_of("k") == frozenset()
     orders.check()
@@ -58,8 +57,8 @@ def test_orders_of_a_node_that_is_gone_are_closed(gone: str) -> None:
 def test_two_versions_of_a_key_are_dropped_each() -> None:
     orders = CopyOrders(1e9)
     for version in (1, 2):
-        orders.drop("a", Drop("x", version))
-    assert orders.take("a", 0.0)[1] == [Drop("x", 1), Drop("x", 2)]
+        orders.drop("a", DropOrder("x", version))
+    assert orders.take("a", 0.0)[1] == [DropOrder("x", 1), DropOrder("x", 2)]
     assert not orders.was_told_to_drop("a", "x", 3)
     assert orders.was_told_to_drop("a", "x", 2)
     assert orders.was_told_to_drop("a", "x", None)
@@ -69,12 +68,9 @@ def test_two_versions_of_a_key_are_dropped_each() -> None:
 def test_an_order_says_whether_the_chunk_was_removed() -> None:
     orders = CopyOrders(1e9)
     for removed in (False, True):
-        orders.drop("a", Drop("x", 1, removed))
+        orders.drop("a", DropOrder("x", 1, removed))
     drops = orders.take("a", 0.0)[1]
-    reply = AnnounceReply()
-    add_orders(reply, [], drops, lambda node_id: None)
-    told = orders_from_wire(AnnounceReply.FromString(reply.SerializeToString()))
-    assert told is not None
+    told = parser_of(Orders)(encode(Orders(drops=drops)))
     assert told.drops == [("x", 1, False), ("x", 1, True)]
     assert orders.was_told_to_drop("a", "x", 1)
     assert not orders.active, "one removal answers both"
@@ -83,15 +79,15 @@ def test_an_order_says_whether_the_chunk_was_removed() -> None:
 def test_a_drop_whose_answer_may_be_lost_is_told_again() -> None:
     orders = CopyOrders(1e9)
     for key in ("heard", "lost"):
-        orders.drop("a", Drop(key, 7))
-    orders.drop("b", Drop("another's", 7))
-    assert orders.take("a", 0.0) == ([], [Drop("heard", 7), Drop("lost", 7)])
-    assert orders.take("b", 0.0) == ([], [Drop("another's", 7)])
+        orders.drop("a", DropOrder(key, 7))
+    orders.drop("b", DropOrder("another's", 7))
+    assert orders.take("a", 0.0) == ([], [DropOrder("heard", 7), DropOrder("lost", 7)])
+    assert orders.take("b", 0.0) == ([], [DropOrder("another's", 7)])
     assert orders.was_told_to_drop("a", "heard", 7)
     assert orders.take("a", 1.0) == ([], []), "while the connection stands answers arrive"
     orders.tell_again("a")
     assert orders.take("b", 1.0) == ([], [])
-    assert orders.take("a", 1.0) == ([], [Drop("lost", 7)])
+    assert orders.take("a", 1.0) == ([], [DropOrder("lost", 7)])
     orders.expire(1.0 + ORDER_S)
     orders.tell_again("a")
     assert orders.take("a", 2.0 + ORDER_S) == ([], []), "the node holds nothing of it, and will never say so"

@@ -9,7 +9,6 @@ import pytest
 
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import InvalidRequest
-from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, Removal, ReportPiece
 from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.replication import planner as copy_planner
 from tanghulu.store.master.replication.demand import (
@@ -19,8 +18,9 @@ from tanghulu.store.master.replication.demand import (
     HotKeyRates,
     ReplicaRequests,
 )
-from tanghulu.store.master.replication.orders import Copy, Drop, Reason
+from tanghulu.store.master.replication.orders import Copy, Reason
 from tanghulu.store.master.replication.planner import GRACE_S, REMOVAL_S, CopyPlanner
+from tanghulu.store.protocol.announcements import ChunkEntry, DropOrder, NodeAnnouncement, Removal, ReportPiece
 from tanghulu.store.protocol.key_slots import NUM_SLOTS, range_of, slot_of
 from tanghulu.types import Address, InstanceId, Place, Role
 
@@ -38,7 +38,7 @@ class World:
         self.chunks: dict[str, set[str]] = {}
         self.used: dict[str, int] = {}
         self.copies: list[Copy] = []
-        self.drops: list[tuple[str, Drop]] = []
+        self.drops: list[tuple[str, DropOrder]] = []
         self.rng = Random(2)
         self.failing = 0.0  # how often a node cannot make its copies
         for name in nodes:
@@ -364,13 +364,13 @@ def test_a_node_that_is_told_to_drop_what_it_removes_itself_is_not_waited_for() 
     world = World("a", "b")
     world.put("a", "b")
 
-    def heard(name: str, *deleted: str) -> list[Drop]:
+    def heard(name: str, *deleted: str) -> list[DropOrder]:
         announcement = NodeAnnouncement(name, 1, deleted=[Removal(key, 7) for key in deleted])
         world.directory.announce(announcement, world.now_s)
         return world.planner.heard(announcement, world.now_s)[1]
 
     assert heard("a", "k0000") == []
-    assert heard("b") == [Drop("k0000", 7, removed=True)], "it was removed at a"
+    assert heard("b") == [DropOrder("k0000", 7, removed=True)], "it was removed at a"
     assert world.planner.orders.active
     assert heard("b", "k0000") == []
     assert not world.planner.orders.active
@@ -388,7 +388,7 @@ def test_a_copy_that_the_master_refused_is_not_made() -> None:
         assert world.directory.announce(announcement, 0.1).accepted == [stands]
         world.planner.heard(announcement, 0.1)
         _, drops = world.planner.orders.take("a", 0.1)
-        assert drops == ([Drop(copies[0].key, 7)] if stands else []), "b put another value of the key"
+        assert drops == ([DropOrder(copies[0].key, 7)] if stands else []), "b put another value of the key"
 
 
 def test_what_a_client_began_to_remove_holds_up_no_drain() -> None:
@@ -400,6 +400,6 @@ def test_what_a_client_began_to_remove_holds_up_no_drain() -> None:
     world.run(REMOVAL_S - 1)
     assert not world.drops
     world.run(5.0)
-    assert world.drops == [("a", Drop("k0001", 7, removed=True))]
+    assert world.drops == [("a", DropOrder("k0001", 7, removed=True))]
     assert world.planner.progress("a").drained
     assert sorted(world.chunks["b"]) == ["k0000", "k0002"]

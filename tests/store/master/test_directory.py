@@ -13,12 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tanghulu.errors import InvalidRequest, LeaseExpired
 from tanghulu.store.master.directory import directory as directory_module
-from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, Removal, ReportPiece
 from tanghulu.store.master.directory.chunk_table import DirectoryTable
 from tanghulu.store.master.directory.inventories import Inventories, InventoryState
 from tanghulu.store.master.directory.key_order import KeyOrder
 from tanghulu.store.master.directory.placement import PlacementRequest
 from tanghulu.store.master.directory.ranges import RangeDirectories
+from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, Removal, ReportPiece
 from tanghulu.store.protocol.directory_events import DirectoryEventKind
 from tanghulu.store.protocol.key_slots import NUM_SLOTS
 from tests.store.master.running_master import instance, keys_of_one_range

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tanghulu.store.master.directory import key_order
-from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, Removal, ReportPiece
 from tanghulu.store.master.directory.chunk_table import DirectoryTable
 from tanghulu.store.master.directory.inventories import Inventories
 from tanghulu.store.master.directory.key_order import KEPT_S, KeyOrder
 from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.directory.rebuild import ALONE_S
+from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, Removal, ReportPiece
 from tanghulu.store.protocol.key_slots import NUM_SLOTS, range_of, slot_of
 from tests.store.master.running_master import instance
 

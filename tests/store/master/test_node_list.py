@@ -8,16 +8,22 @@ from random import Random
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tanghulu.protos import directory_pb2 as pb
+from tanghulu.rpc.wire import parser_of
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.master.core import Master
-from tanghulu.store.master.directory.announcement import NodeAnnouncement
 from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.replication.planner import Progress
 from tanghulu.store.master.rpc.node_list import NodeList
 from tanghulu.store.master.server import MasterServer
+from tanghulu.store.protocol.announcements import NodeAnnouncement
+from tanghulu.store.protocol.directory_messages import NodesReply, NodesRequest
 from tanghulu.store.protocol.key_slots import NUM_RANGES
 from tests.store.master.running_master import FixedOwnership, instance
+
+
+def answer(nodes: NodeList, request: NodesRequest) -> NodesReply:
+    reply = nodes.answer(request)
+    return parser_of(NodesReply)(reply) if isinstance(reply, bytes) else reply
 
 
 class Asking:
@@ -27,20 +33,20 @@ class Asking:
         self.clock = ManualClock()
         self.master = Master(5, self.clock.now_s(), rng=Random(1))
         self.nodes = NodeList(MasterServer(self.master, self.clock, MasterMetrics(CollectorRegistry()), Random(1)))
-        self.known = pb.NodesRequest(versioned=True)
+        self.known = NodesRequest(versioned=True)
 
     def announce(self, used: int, capacity: int = 1000) -> None:
         self.master.announce(NodeAnnouncement("n1", 7, capacity_bytes=capacity, used_bytes=used), self.clock.now_s())
 
     def ask(self) -> list[str] | None:
         """The nodes' ids; None: unchanged."""
-        reply = pb.NodesReply.FromString(self.nodes.answer(self.known))
-        self.known.known_version, self.known.known_generation = reply.version, reply.master_generation
+        reply = answer(self.nodes, self.known)
+        self.known = NodesRequest(reply.version, reply.master_generation, versioned=True)
         assert not (reply.unchanged and reply.nodes)
-        return None if reply.unchanged else [node.instance.id for node in reply.nodes]
+        return None if reply.unchanged else [node.id for node in reply.nodes]
 
     def figures(self) -> list[int]:
-        return [node.used_bytes for node in pb.NodesReply.FromString(self.nodes.answer(pb.NodesRequest())).nodes]
+        return [node.used_bytes for node in answer(self.nodes, NodesRequest()).nodes]
 
 
 @pytest.fixture
@@ -100,9 +106,9 @@ def test_one_of_several_owners_tells_the_term_of_now_and_of_no_drain_that_is_ove
     monkeypatch.setattr(master.copies, "progress", lambda node_id: Progress(0, drained=True))
     server = MasterServer(master, clock, MasterMetrics(CollectorRegistry()), Random(1), ownership=ownership)
     nodes = NodeList(server)
-    first = pb.NodesReply.FromString(nodes.answer(pb.NodesRequest(versioned=True)))
+    first = answer(nodes, NodesRequest(versioned=True))
     assert [node.drained for node in first.nodes] == [num_owned == NUM_RANGES]
     ownership.map = replace(ownership.map, version=50)
-    known = pb.NodesRequest(versioned=True, known_version=first.version, known_generation=5)
-    again = pb.NodesReply.FromString(nodes.answer(known))
+    known = NodesRequest(versioned=True, known_version=first.version, known_generation=5)
+    again = answer(nodes, known)
     assert (again.unchanged, first.term, again.term) == (True, 1, 50)

@@ -14,12 +14,12 @@ from tanghulu.errors import Conflict
 from tanghulu.store.followed_ranges import EventCursor
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory import ranges
-from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, Removal, ReportPiece
 from tanghulu.store.master.directory.events import SHRINK_WEIGHT, EventRing, Lagged
 from tanghulu.store.master.directory.listing import list_keys
 from tanghulu.store.master.directory.placement import NUM_SPARES, PlacementCandidate, PlacementRequest, PlacementTable
 from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.directory.rebuild import ALONE_S
+from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, Removal, ReportPiece
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
 from tanghulu.store.protocol.key_slots import NUM_SLOTS
 from tanghulu.types import Place, Role

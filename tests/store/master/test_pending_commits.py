@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tanghulu.store.master.directory import pending_commits
-from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, Removal, ReportPiece, Retraction
 from tanghulu.store.master.directory.pending_commits import PENDING_S, PendingCommits
 from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.directory.rebuild import ALONE_S
+from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, Removal, ReportPiece
 from tanghulu.store.protocol.key_slots import NUM_SLOTS
 from tanghulu.store.protocol.types import MAX_ANNOUNCED, ClientCommit, CommitResult
 from tanghulu.types import ChunkKey
@@ -73,7 +73,7 @@ def test_time_alone_takes_nothing_back() -> None:
     directory.announce(NodeAnnouncement("a", 1), 60.0)  # it was under way
     silent(directory, "b", now_s=60.1)
     for _ in range(3):
-        directory.announce(NodeAnnouncement("a", 1, told=0), 60.1)  # signs of life
+        directory.announce(NodeAnnouncement("a", 1, map_version=1), 60.1)  # signs of life
         many = [ChunkEntry(f"x{n}", 1, 9) for n in range(MAX_ANNOUNCED)]
         directory.announce(NodeAnnouncement("a", 1, added=many), 60.1)  # there is more
     assert holders(directory, "k") == holders(directory, "m") == ("a",)
@@ -89,9 +89,9 @@ def test_a_put_that_came_to_nothing_is_retracted_by_its_node() -> None:
     assert directory.announce(added("b", "k", version=6), 10.0).undecided == [0]
     last = directory.log.last
     for node, version in (("a", 4), ("b", 5)):  # another put, another node
-        directory.announce(NodeAnnouncement(node, 1, retracted=[Retraction("k", version)]), 10.1)
+        directory.announce(NodeAnnouncement(node, 1, retracted=[Removal("k", version)]), 10.1)
         assert holders(directory, "k") == ("a",)
-    directory.announce(NodeAnnouncement("a", 1, retracted=[Retraction("k", 5)]), 10.1)
+    directory.announce(NodeAnnouncement("a", 1, retracted=[Removal("k", 5)]), 10.1)
     assert holders(directory, "k") == ()
     assert not directory.num_pending_commits
     assert directory.num_retracted == 1
@@ -120,9 +120,9 @@ def test_what_is_announced_is_not_retracted() -> None:
     directory = ready("a")
     assert directory.commit_by_client(said("a", "k", version=5), 10.0) is CommitResult.ACCEPTED
     directory.announce(added("a", "k", version=5), 10.1)
-    directory.announce(NodeAnnouncement("a", 1, retracted=[Retraction("k", 5)]), 10.2)
+    directory.announce(NodeAnnouncement("a", 1, retracted=[Removal("k", 5)]), 10.2)
     assert holders(directory, "k") == ("a",)
-    both = NodeAnnouncement("a", 1, added=[ChunkEntry("n", 7, 107)], retracted=[Retraction("n", 7)])
+    both = NodeAnnouncement("a", 1, added=[ChunkEntry("n", 7, 107)], retracted=[Removal("n", 7)])
     assert directory.commit_by_client(said("a", "n", version=7), 10.3) is CommitResult.ACCEPTED
     directory.announce(both, 10.3)
     assert holders(directory, "n") == ("a",)

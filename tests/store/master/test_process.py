@@ -14,9 +14,10 @@ import pytest
 from tanghulu.discovery.base import EventKind, InstanceEvent
 from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.errors import LeaseExpired, MasterUnavailable, NodeUnavailable
-from tanghulu.protos import directory_pb2 as pb
+from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.directory_messages import NodesRequest
 from tanghulu.types import Address, Role
-from tests.store.master.running_master import FakeNode, K, MasterProcess, directory_stub, following, instance, until
+from tests.store.master.running_master import FakeNode, K, MasterProcess, asking, following, instance, until
 
 
 @pytest.fixture
@@ -112,10 +113,10 @@ async def test_without_a_master(master: MasterProcess, monkeypatch) -> None:
         with pytest.raises(MasterUnavailable, match=r"did not answer within 0\.3 s"):
             await discovery.register(instance("n2"))
         await master.start()
-        async with directory_stub(master.address) as stub:
+        async with asking(master.address) as ask:
 
             async def draining() -> bool:
-                nodes = (await stub.Nodes(pb.NodesRequest())).nodes
+                nodes = (await ask(methods.NODES, NodesRequest())).nodes
                 return bool(nodes) and nodes[0].draining
 
             await until(draining)

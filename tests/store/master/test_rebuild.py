@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tanghulu.discovery.base import HOLDS_NOTHING
-from tanghulu.store.master.directory.announcement import Announced, ChunkEntry, NodeAnnouncement, ReportPiece
+from tanghulu.store.master.directory.announcement import Announced
 from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.directory.rebuild import ALONE_S, TRANSITIONS, Membership, MembershipEvent, Rebuild
+from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, ReportPiece
 from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, NUM_SLOTS, RANGE_SLOTS, range_of, slot_of
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
 from tanghulu.types import ChunkKey

@@ -1,4 +1,4 @@
-"""The edges of a real master in this process: both carriers, event streams, metrics."""
+"""The edges of a real master in this process: calls, event streams, metrics."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from prometheus_client import generate_latest
 from tanghulu.discovery.base import HOLDS_NOTHING
 from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.errors import InvalidRequest, LeaseExpired, NodeUnavailable, StoreFull
-from tanghulu.protos import directory_pb2 as pb
-from tanghulu.rpc.fast_aio import AsyncFastConnection
-from tanghulu.rpc.grpc_edge import typed_errors
+from tanghulu.rpc.methods import Method
 from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement
+from tanghulu.store.protocol.directory_messages import ListKeysRequest, NodesRequest, PlaceRequest
+from tanghulu.store.protocol.messages import LocateRequest
 from tanghulu.types import Address, Role
 from tests.store.master.running_master import (
     FakeNode,
     InProcess,
     K,
-    ask_fast,
-    directory_stub,
+    asking,
     following,
     instance,
     master_here,
@@ -60,35 +60,13 @@ async def node(
     await registration.close()
 
 
-METHODS = {
-    "Announce": (methods.ANNOUNCE.number, pb.AnnounceReply),
-    "Place": (methods.PLACE.number, pb.PlaceReply),
-    "Nodes": (methods.NODES.number, pb.NodesReply),
-    "ListKeys": (methods.LIST_KEYS.number, pb.ListKeysReply),
-}
-Ask = Callable[[str, Any], Awaitable[Any]]
+Ask = Callable[[Method[Any, Any], Any], Awaitable[Any]]
 
 
-@pytest.fixture(params=["fast lane", "grpc"])
-async def ask(request: pytest.FixtureRequest, address: Address) -> AsyncIterator[Ask]:
-    if request.param == "fast lane":
-        connection = await AsyncFastConnection.connect(address)
-
-        async def over_frames(name: str, message: Any) -> Any:
-            if name not in METHODS:
-                return await ask_fast(connection, message)
-            return (await connection.call(METHODS[name][0], message, METHODS[name][1])).message
-
-        yield over_frames
-        await connection.close()
-        return
-    async with directory_stub(address) as stub:
-
-        async def over_grpc(name: str, message: Any) -> Any:
-            async with typed_errors("master"):
-                return await getattr(stub, name)(message)
-
-        yield over_grpc
+@pytest.fixture
+async def ask(address: Address) -> AsyncIterator[Ask]:
+    async with asking(address) as call:
+        yield call
 
 
 async def test_a_node_registers_reports_and_is_found(
@@ -100,25 +78,26 @@ async def test_a_node_registers_reports_and_is_found(
         assert not (await n1.announce()).report_wanted
         await n2.report(("kv/a", 2**64 - 1, 100))
         await until(lambda: is_complete(master))
-        reply = await ask("Locate", pb.LocateRequest(keys=["kv/a", "none", "kv/b"]))
+        reply = await ask(methods.LOCATE, LocateRequest(["kv/a", "none", "kv/b"], count_only=False))
         assert not reply.incomplete
-        where = [sorted(reply.node_ids[i] for i in location.nodes) for location in reply.locations]
-        assert where == [["n1", "n2"], [], ["n1"]]
-        assert [(loc.version, loc.size_bytes) for loc in reply.locations] == [(2**64 - 1, 100), (0, 0), (1, 200)]
-        brief = await ask("Locate", pb.LocateRequest(keys=["none", "kv/b", "kv/a"], count_only=True))
+        where = [None if each is None else sorted(each.node_ids) for each in reply.locations]
+        assert where == [["n1", "n2"], None, ["n1"]]
+        found = [(each.version, each.size_bytes) for each in reply.locations if each is not None]
+        assert found == [(2**64 - 1, 100), (1, 200)]
+        brief = await ask(methods.LOCATE, LocateRequest(["none", "kv/b", "kv/a"], count_only=True))
         assert (brief.found, len(brief.locations)) == (b"\0\1\1", 0)
-        nodes = await ask("Nodes", pb.NodesRequest())
-        assert [(n.instance.id, n.num_chunks) for n in nodes.nodes] == [("n1", 2), ("n2", 1)]
+        nodes = await ask(methods.NODES, NodesRequest())
+        assert [(n.id, n.num_chunks) for n in nodes.nodes] == [("n1", 2), ("n2", 1)]
         assert (nodes.num_keys, nodes.rebuilding) == (2, False)
         assert 0 <= nodes.nodes[0].last_seen_s < 5
-        listing = await ask("ListKeys", pb.ListKeysRequest(prefix="kv/", limit=1))
+        listing = await ask(methods.LIST_KEYS, ListKeysRequest(prefix="kv/", limit=1))
         assert (listing.keys[0].key, listing.keys[0].size_bytes, listing.more) == ("kv/a", 100, True)
-        listing = await ask("ListKeys", pb.ListKeysRequest(prefix="kv/", after="kv/a"))
+        listing = await ask(methods.LIST_KEYS, ListKeysRequest(prefix="kv/", after="kv/a"))
         assert ([k.key for k in listing.keys], listing.more) == (["kv/b"], False)
-        placed = await ask("Place", pb.PlaceRequest(size_bytes=10, prefer_node="n2"))
-        assert [n.instance.id for n in placed.nodes] == ["n2", "n1"]
-        placed = await ask("Place", pb.PlaceRequest(size_bytes=10, client_place="z/r/host-n1"))
-        assert placed.nodes[0].instance.id == "n1"
+        placed = await ask(methods.PLACE, PlaceRequest(size_bytes=10, prefer_node="n2"))
+        assert [n.id for n in placed.nodes] == ["n2", "n1"]
+        placed = await ask(methods.PLACE, PlaceRequest(size_bytes=10, client_place="z/r/host-n1"))
+        assert placed.nodes[0].id == "n1"
 
 
 async def test_the_first_put_wins(ask: Ask, address: Address, discovery: MasterDiscovery) -> None:
@@ -132,37 +111,36 @@ async def test_the_first_put_wins(ask: Ask, address: Address, discovery: MasterD
 
 async def test_typed_errors(ask: Ask, address: Address, discovery: MasterDiscovery) -> None:
     with pytest.raises(NodeUnavailable, match="no store node"):
-        await ask("Place", pb.PlaceRequest(size_bytes=1))
+        await ask(methods.PLACE, PlaceRequest(size_bytes=1))
     with pytest.raises(LeaseExpired, match="register, then announce"):
-        await ask("Announce", pb.AnnounceRequest(node_id="n1", generation=7))
+        await ask(methods.ANNOUNCE, NodeAnnouncement("n1", 7))
     async with node(address, discovery) as n1:
         with pytest.raises(InvalidRequest, match="another process took its place"):
-            await ask("Announce", pb.AnnounceRequest(node_id="n1", generation=6))
+            await ask(methods.ANNOUNCE, NodeAnnouncement("n1", 6))
         with pytest.raises(StoreFull, match="none of 1 nodes takes"):
-            await ask("Place", pb.PlaceRequest(size_bytes=1))
+            await ask(methods.PLACE, PlaceRequest(size_bytes=1))
         await n1.announce(capacity=100)
         with pytest.raises(StoreFull, match="none of 1 nodes takes"):
-            await ask("Place", pb.PlaceRequest(size_bytes=101))
+            await ask(methods.PLACE, PlaceRequest(size_bytes=101))
         with pytest.raises(InvalidRequest, match="zone/rack/host"):
-            await ask("Place", pb.PlaceRequest(size_bytes=1, client_place="nowhere"))
-        for chunk in (pb.ChunkEntry(key=""), pb.ChunkEntry(key="k" * 2000), pb.ChunkEntry(key="k", size_bytes=1 << 41)):
+            await ask(methods.PLACE, PlaceRequest(size_bytes=1, client_place="nowhere"))
+        for chunk in (("", 1, 1), ("k" * 2000, 1, 1), ("k", 1, 1 << 41)):
             with pytest.raises(InvalidRequest):
-                await ask("Announce", pb.AnnounceRequest(node_id="n1", generation=7, added=[chunk]))
+                await ask(methods.ANNOUNCE, NodeAnnouncement("n1", 7, [ChunkEntry(*chunk)]))
         with pytest.raises(InvalidRequest, match="send them in several"):
-            await ask("Locate", pb.LocateRequest(keys=[""] * 70_000))
+            await ask(methods.LOCATE, LocateRequest([""] * 70_000, count_only=False))
 
 
 async def test_a_draining_node_gets_nothing_new(address: Address, discovery: MasterDiscovery) -> None:
     registration = await discovery.register(instance("n1"))
     n1 = await FakeNode.connect(address, instance("n1"))
     await n1.announce()
-    async with directory_stub(address) as stub:
-        assert len((await stub.Place(pb.PlaceRequest(size_bytes=1))).nodes) == 1
+    async with asking(address) as ask:
+        assert len((await ask(methods.PLACE, PlaceRequest(1))).nodes) == 1
         await registration.update(instance("n1", attributes={"draining": "true"}))
-        assert (await stub.Nodes(pb.NodesRequest())).nodes[0].draining
+        assert (await ask(methods.NODES, NodesRequest())).nodes[0].draining
         with pytest.raises(StoreFull):
-            async with typed_errors("master"):
-                await stub.Place(pb.PlaceRequest(size_bytes=1))
+            await ask(methods.PLACE, PlaceRequest(size_bytes=1))
     await n1.connection.close()
 
 

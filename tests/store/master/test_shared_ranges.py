@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tanghulu.store.master.core import LOST_GRACE_S, Master
-from tanghulu.store.master.directory.announcement import Announced, ChunkEntry, NodeAnnouncement, ReportPiece
+from tanghulu.store.master.directory.announcement import Announced
 from tanghulu.store.master.directory.inventories import InventoryState
 from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.directory.rebuild import REBUILD_S, NodesInEtcd
+from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, ReportPiece
 from tanghulu.store.protocol.key_slots import NUM_RANGES, NUM_SLOTS, range_of, slot_of
 from tests.store.master.running_master import instance
 

@@ -30,7 +30,7 @@ def test_values_and_keys_and_connections_are_bounded() -> None:
         for key in ("", "k" * (MAX_KEY_BYTES + 1)):
             with pytest.raises(InvalidRequest, match=f"1 to {MAX_KEY_BYTES} bytes"):
                 store.put(key, b"1")
-        call = messages.node_stat(["fits"])
+        call = messages.node_stat("fits")
         address = Address.parse(cluster.nodes[0].address)
         opened: list[FastConnection] = []
         with pytest.raises((Overloaded, NodeUnavailable), match="takes no more"):

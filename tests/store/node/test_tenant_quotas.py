@@ -16,7 +16,8 @@ from tanghulu.store.node.space.space import STEP_RESIDENTS
 from tanghulu.store.node.state.node_chunks import QUOTA_LOOK
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import Reserved, Waiter
-from tanghulu.store.node.state.tenant_usage import Policies, TenantFigures, TenantUsage
+from tanghulu.store.node.state.tenant_usage import Policies, TenantUsage
+from tanghulu.store.protocol.messages import TenantFigures
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey
 from tests.store.node.rig import CAPACITY, COPIES, make_state, new, put

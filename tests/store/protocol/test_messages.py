@@ -17,23 +17,56 @@ from msgspec import structs
 
 from tanghulu.auth.tenants import Identity, Right
 from tanghulu.errors import ChunkNotFound, InvalidRequest, StoreFull, TanghuluError, VersionMismatch
-from tanghulu.protos import directory_pb2
+from tanghulu.protos import store_pb2
 from tanghulu.rpc.methods import HelloReply, HelloRequest, scope_keys
 from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.rpc.wire import FastMessage, encode, parser_of
 from tanghulu.store.protocol import messages, methods
+from tanghulu.store.protocol.announcements import (
+    AnnounceReply,
+    ChunkEntry,
+    CopyOrder,
+    DropOrder,
+    KnownRange,
+    NodeAnnouncement,
+    Orders,
+    Removal,
+    ReportPiece,
+)
 from tanghulu.store.protocol.checksums import MAX_PARTS, Checksums
+from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind, EventBatch, EventsRequest
+from tanghulu.store.protocol.directory_messages import (
+    KeyInfo,
+    ListKeysReply,
+    ListKeysRequest,
+    NodesReply,
+    NodesRequest,
+    NodeView,
+    PlaceReply,
+    PlaceRequest,
+    ReplicateReply,
+    ReplicateRequest,
+    WaitReply,
+    WaitRequest,
+)
 from tanghulu.store.protocol.messages import (
+    ChunkInfo,
     CommitItem,
     CommitKeyReply,
     CommitKeysReply,
     CommitKeysRequest,
     CommitRequest,
     Done,
+    DrainRequest,
+    Evicted,
+    EvictionPolicy,
+    EvictRequest,
     Failure,
     Found,
     GetReply,
     GetRequest,
+    KeysReply,
+    KeysRequest,
     LocateReply,
     LocateRequest,
     Location,
@@ -46,14 +79,22 @@ from tanghulu.store.protocol.messages import (
     ProveRequest,
     PutReply,
     PutRequest,
+    RemoveRequest,
     Reservation,
     ReserveReply,
     ReserveRequest,
+    StatReply,
+    TenantFigures,
+    TenantsReply,
+    TenantsRequest,
     UnpinRequest,
+    Verified,
+    VerifiedPage,
+    VerifyRequest,
     Welcome,
 )
 from tanghulu.store.protocol.shared_index import IndexPlace
-from tanghulu.store.protocol.types import ClientCommit, CommitResult, NewChunk, Pin
+from tanghulu.store.protocol.types import ClientCommit, CommitResult, NewChunk, Pin, Tier
 from tanghulu.store.protocol.write_buffer import BufferPlace
 from tanghulu.transfer_engine.core.segment import Endpoint, SegmentDescriptor, SessionKey
 from tanghulu.types import MAX_KEY_BYTES, ChunkKey
@@ -79,6 +120,18 @@ EXAMPLES: list[FastMessage] = [
     GetReply([Found(8192, 7, SUMS, 1, 64, True), FAILURE], 5000, 9, 77),
     UnpinRequest([1, 2], 8192, ["a"], ["b", "c"]),
     Done(),
+    KeysRequest(["a", "b"]),
+    RemoveRequest(["a", "b"], 1000),
+    KeysReply(b"\0\1"),
+    StatReply([ChunkInfo("", 8192, 7, (), SUMS, Pin.HARD, 1, 2.5, 3, Tier.SSD, 2, 1.5), None]),
+    EvictionPolicy("lru"),
+    DrainRequest(True),
+    EvictRequest(["a", "b"], 4096),
+    Evicted(2, 8192),
+    VerifyRequest("a", 100, True, True),
+    VerifiedPage([Verified("a", 7, 5, True), Verified("b", 8, 6)], True),
+    TenantsRequest(),
+    TenantsReply([TenantFigures("acme", 100, 1000, 50, 2, 3, 4, 5, 6, 7)]),
     OpenBufferRequest(4096),
     OpenBufferReply(BufferPlace(128, 256, 1024, 1 << 20, 1 << 22)),
     LocateRequest(["a", "b"], True),
@@ -91,6 +144,29 @@ EXAMPLES: list[FastMessage] = [
     ProveReply(9, 77, 5, 4, 3000),
     MastersRequest(9, 77),
     MastersReply(9, 77, ["a:1", "b:2"], bytes([0, 1, 255, 0] * 16), [3, 4, 5, 9] * 16, "t/"),
+]
+VIEW = NodeView("n1", "h:1", "/run/n", "h:2", "z/r/h", "host", 9, 8, 7, True, 0.5, 6, 5, 4, True)
+ORDERS = Orders([CopyOrder("k", 1, "n2")], [DropOrder("l", 2, True)], [VIEW])
+PIECE = ReportPiece(1, 8, [(ChunkKey("k"), (1 << 64) - 1, 5, True)])
+GONE = [Removal(ChunkKey("a"), 1), Removal(ChunkKey("b"), 2)]
+ENTRIES = [ChunkEntry(ChunkKey("kv/ключ"), 1 << 63, 8192, True, True), ChunkEntry(ChunkKey("ab"), 7, 3)]
+COPIED: dict[str, Any] = {"replicated": [("k", 3)], "quiet": True, "hot": [("k", 9)], "failed_copies": ["l"]}
+TERM: dict[str, Any] = {"tenants": {"acme": 5}, "map_version": 9, "owned": (1 << 64) - 1, "term": 9, "term_of": 77}
+EXAMPLES += [
+    NodeAnnouncement("n1", 2, ENTRIES, GONE, GONE, GONE, 3, PIECE, frozenset({63}), 9, 8, 7, 6, **COPIED, **TERM),
+    AnnounceReply([True], [0], [1], True, 9, 8, [KnownRange(63, 4, True)], 7, ORDERS, {"acme": 5}, 3, 9, 77, 5),
+    PlaceRequest(1000, 2, "n1", "z/r/h"),
+    PlaceReply([VIEW], 9, 77, 5),
+    NodesRequest(1, 2, True, 3),
+    NodesReply([VIEW], True, 1, 2, 3, False, 4, True, True, 9, 77, 5),
+    ListKeysRequest("kv/", "kv/a", 9, 3),
+    ListKeysReply([KeyInfo("k", 5, 7, ("n1", "n2"))], True, 9, 77, 5),
+    WaitRequest(["a", "b"], 1000),
+    WaitReply(b"\0\1", 9, 77, 5),
+    ReplicateRequest(["a", "b"], 3, 5.5),
+    ReplicateReply(2, 9, 77, 5),
+    EventsRequest("kv/", 5, 2, 3, 1),
+    EventBatch(2, [DirectoryEvent(5, DirectoryEventKind.STORED, "n1", ("a", "b"), 3)], 5, 6),
 ]
 U64 = st.integers(0, (1 << 64) - 1)
 
@@ -177,6 +253,7 @@ def test_existence() -> None:
 LONG = "x" * (MAX_KEY_BYTES + 1)
 #: 1,024 characters, which are 2,048 bytes.
 WIDE = "ю" * MAX_KEY_BYTES
+WRONG_CHUNKS: list[Any] = [(-1, Pin.SOFT, Tier.SSD), (1, "medium", Tier.SSD), (1, Pin.SOFT, "tape")]
 OUT_OF_BOUNDS: list[FastMessage] = [
     *(PutRequest([NewChunk(ChunkKey(key), 1, 1)], True, 1) for key in ("", LONG, WIDE)),
     *(ReserveRequest([NewChunk(ChunkKey(key), 1, 1)], 1) for key in ("", LONG, WIDE)),
@@ -201,6 +278,12 @@ OUT_OF_BOUNDS: list[FastMessage] = [
     UnpinRequest([-1]),
     UnpinRequest([], -1),
     OpenBufferRequest(-1),
+    RemoveRequest(["k"], 1 << 32),
+    KeysRequest([7]),  # type: ignore[list-item]
+    *(StatReply([ChunkInfo("", size, 7, (), SUMS, pin, 1, 2.5, 3, tier)]) for size, pin, tier in WRONG_CHUNKS),
+    EvictRequest([], -1),
+    VerifyRequest("a", -1),
+    TenantsReply([TenantFigures("acme", -1)]),
     ClientCommit("n", 1, ChunkKey("k"), 1, 1 << 44),
     CommitKeysRequest([]),
     CommitKeysRequest([ClientCommit("n", 1, ChunkKey("k"), 1, 1 << 44)]),
@@ -210,6 +293,24 @@ OUT_OF_BOUNDS: list[FastMessage] = [
     structs.replace(WELCOME, segment=structs.replace(SEGMENT, endpoints=(Endpoint("tcp", "a:1", distance=1 << 32),))),
     structs.replace(WELCOME, index=IndexPlace(0, 1 << 32, 7)),
     CommitKeyReply(3),  # type: ignore[arg-type]
+    *(NodeAnnouncement("n", 1, [ChunkEntry(ChunkKey(key), 1, 1)]) for key in ("", LONG)),
+    *(NodeAnnouncement("n", 1, piece=ReportPiece(0, 0, [(ChunkKey(key), 1, 1, False)])) for key in ("", LONG)),
+    *(NodeAnnouncement("n", 1, [ChunkEntry(ChunkKey("k"), 1, size)]) for size in (-1, (1 << 40) + 1)),
+    NodeAnnouncement("n", 1, piece=ReportPiece(0, 0, [(ChunkKey("k"), 1, (1 << 40) + 1, False)])),
+    NodeAnnouncement("n", 1, [ChunkEntry(ChunkKey("k"), 1, 1)] * ((1 << 16) + 1)),
+    NodeAnnouncement("n", 1, removed=[Removal(ChunkKey("k"), 1)] * (1 << 15), deleted=GONE * (1 << 15)),
+    NodeAnnouncement("n", 1, piece=ReportPiece(0, 0, [(ChunkKey("k"), 1, 1, False)] * ((1 << 16) + 1))),
+    NodeAnnouncement("n", 1, piece=ReportPiece(0, 1 << 20)),
+    NodeAnnouncement("n", 1, removed=[("k",)]),  # type: ignore[list-item]
+    NodeAnnouncement("n", 1, ranges=frozenset({64})),
+    NodeAnnouncement("n", -1),
+    AnnounceReply([], ranges=[KnownRange(64, 0, True)]),
+    PlaceRequest(-1),
+    ListKeysRequest(limit=1 << 32),
+    WaitRequest(["k"] * ((1 << 16) + 1)),
+    ReplicateRequest(["k"] * ((1 << 16) + 1), 1, 1.0),
+    EventsRequest(after_sequence=-1),
+    EventBatch(1, [DirectoryEvent(1, 9)]),  # type: ignore[arg-type]
 ]
 
 
@@ -317,7 +418,7 @@ def _keys(value: Any) -> list[str]:
 
 
 def test_keys_of_protobuf_messages_are_scoped_too() -> None:
-    added = [directory_pb2.ChunkEntry(key="a"), directory_pb2.ChunkEntry(key="b")]
-    scoped = scope_keys("added.key")(IDENTITY, directory_pb2.AnnounceRequest(added=added))
-    assert [item.key for item in scoped.added] == [IDENTITY.scoped("a"), IDENTITY.scoped("b")]
-    assert scope_keys("keys")(IDENTITY, directory_pb2.WaitRequest(keys=["a"])).keys == [IDENTITY.scoped("a")]
+    chunks = [store_pb2.Verified(key="a"), store_pb2.Verified(key="b")]
+    scoped = scope_keys("chunks.key")(IDENTITY, store_pb2.VerifyReply(chunks=chunks))
+    assert [item.key for item in scoped.chunks] == [IDENTITY.scoped("a"), IDENTITY.scoped("b")]
+    assert scope_keys("keys")(IDENTITY, store_pb2.ExistsRequest(keys=["a"])).keys == [IDENTITY.scoped("a")]

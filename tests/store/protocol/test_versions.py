@@ -12,7 +12,6 @@ import pytest
 import tanghulu
 import tanghulu.aio
 from tanghulu.errors import TanghuluError, VersionMismatch
-from tanghulu.protos import directory_pb2
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import PREAMBLE, FrameReader, encode_head
 from tanghulu.rpc.methods import HELLO, HelloReply
@@ -85,9 +84,3 @@ async def test_both_clients_refuse_a_master_of_another_version() -> None:
 
         with pytest.raises(TanghuluError, match=f"speaks version {OTHER} .* version {PROTOCOL_VERSION}"):
             await asyncio.to_thread(ask)
-
-
-def test_a_field_that_a_process_does_not_know_is_passed_over() -> None:
-    unknown = b"\xfa\x3f\x03new"  # field 1023
-    for kind in (directory_pb2.AnnounceRequest, directory_pb2.AnnounceReply):
-        assert kind.FromString(unknown).SerializeToString() == unknown

@@ -35,7 +35,6 @@ from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.rpc.directory_service import DirectoryCalls
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.node.replication.copier import Copier
-from tanghulu.store.node.reporting.copy_wire import Orders
 from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.service import NodeIdentity, NodeService
@@ -49,6 +48,7 @@ from tanghulu.store.node.state.node_state import make_node_state
 from tanghulu.store.node.state.ssd_chunk import SsdChunk
 from tanghulu.store.node.state.write_buffers import AREA_BYTES
 from tanghulu.store.node.writes.puts import PutService
+from tanghulu.store.protocol.announcements import Orders
 from tanghulu.store.protocol.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.store.protocol.write_buffer import HEAD_BYTES
 from tanghulu.transfer_engine.client.requests import TransferBatch, TransferRequest

@@ -25,12 +25,14 @@ from google.protobuf.message import Message
 
 import tanghulu
 from tanghulu.errors import InvalidRequest, TanghuluError, VersionMismatch
-from tanghulu.protos import directory_pb2, membership_pb2
+from tanghulu.protos import membership_pb2
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import HEAD, PREAMBLE, FrameReader, encode_head
 from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.rpc.wire import Failure, FastMessage, encode, parser_of
 from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, Removal
+from tanghulu.store.protocol.directory_messages import PlaceRequest
 from tanghulu.store.protocol.messages import NodeHello, ReserveRequest
 from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import Address, ChunkKey
@@ -43,13 +45,6 @@ METHODS: dict[int, type[Any]] = {
     if method is not methods.DRAIN and method.request is not bytes
 }
 GRPC: dict[str, type[Message]] = {
-    "/tanghulu.v1.Directory/Announce": directory_pb2.AnnounceRequest,
-    "/tanghulu.v1.Directory/Locate": directory_pb2.LocateRequest,
-    "/tanghulu.v1.Directory/Place": directory_pb2.PlaceRequest,
-    "/tanghulu.v1.Directory/Nodes": directory_pb2.NodesRequest,
-    "/tanghulu.v1.Directory/ListKeys": directory_pb2.ListKeysRequest,
-    "/tanghulu.v1.Directory/Wait": directory_pb2.WaitRequest,
-    "/tanghulu.v1.Directory/Events": directory_pb2.EventsRequest,
     "/tanghulu.v1.Membership/KeepAlive": membership_pb2.KeepAliveRequest,
     "/tanghulu.v1.Membership/Deregister": membership_pb2.DeregisterRequest,
     "/tanghulu.v1.Membership/Register": membership_pb2.RegisterRequest,
@@ -99,12 +94,9 @@ def record(address: str) -> list[bytes]:
                 client.nodes()
                 client.eviction_policy(client.nodes()[0].id)
                 client.remove(f"fuzz/small{transport}")
-    announce = directory_pb2.AnnounceRequest(
-        node_id="node-1-abc", generation=7, removed=["fuzz/x"], removed_versions=[2], report_id=1
-    )
-    announce.added.add(key="fuzz/y", version=3, size_bytes=100)
-    body = announce.SerializeToString()
-    place = directory_pb2.PlaceRequest(size_bytes=1000, replicas=2, client_place="a/b/c").SerializeToString()
+    added, removed = [ChunkEntry(ChunkKey("fuzz/y"), 3, 100)], [Removal(ChunkKey("fuzz/x"), 2)]
+    body = encode(NodeAnnouncement("node-1-abc", 7, added, removed, report_id=1))
+    place = encode(PlaceRequest(1000, 2, client_place="a/b/c"))
     frames.append(encode_head(methods.ANNOUNCE.number, 1, len(body), 0) + body)
     frames.append(encode_head(methods.PLACE.number, 2, len(place), 0) + place)
     new = NewChunk(ChunkKey("fuzz/stream"), 5, 100_000)
@@ -190,6 +182,12 @@ class Mutator:
             fields = [self._odd(each.type) for each in info.fields]
             fields = fields[: rng.choice((len(fields), len(fields), rng.randrange(len(fields) + 1)))]
             return ([] if info.tag is None else [info.tag]) + fields + [[]] * rng.choice((0, 0, 1))
+        if isinstance(info, msgspec.inspect.NamedTupleType):
+            return [self._odd(each.type) for each in info.fields]
+        if isinstance(info, msgspec.inspect.TupleType):
+            return [self._odd(each) for each in info.item_types]
+        if isinstance(info, msgspec.inspect.DictType):
+            return {rng.choice(_WORDS): self._odd(info.value_type) for _ in range(rng.choice((0, 1, 3)))}
         if isinstance(info, msgspec.inspect.UnionType):
             return self._odd(rng.choice(info.types))
         if isinstance(info, msgspec.inspect.CollectionType):
@@ -329,7 +327,7 @@ class Fuzzer:
                 request = membership_pb2.RegisterRequest.FromString(data)
                 request.ttl_ms = min(request.ttl_ms, 200)
                 data = request.SerializeToString()
-        streams = path.endswith(("Events", "Watch"))
+        streams = path.endswith("Watch")
         make = channel.unary_stream if streams else channel.unary_unary
         call: Any = make(path, request_serializer=_same, response_deserializer=_same)
         try:

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from tanghulu.store.master.directory.announcement import NodeAnnouncement, Removal
 from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.directory.rebuild import Rebuild
 from tanghulu.store.master.election.range_election import RangeElection, RangeState
 from tanghulu.store.node.space.space import Space
 from tanghulu.store.node.state.node_chunks import NodeChunks
 from tanghulu.store.node.state.report_queue import HandedOver, ReportQueue
+from tanghulu.store.protocol.announcements import NodeAnnouncement, Removal
 from tanghulu.store.protocol.key_slots import RANGE_SLOTS
 from tanghulu.store.protocol.terms import LeaseProofs
 from tanghulu.store.protocol.types import Pin

@@ -1,0 +1,181 @@
+"""The messages of ANNOUNCE: what a node holds now or no longer, and what the master says to it.
+
+They are the values that the directory decides by, too; the rules are ``store.master.directory``'s. Keys are counted in
+characters here, as they are looked up and never stored by the master alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Annotated, NamedTuple, TypeAlias
+
+import msgspec
+
+from tanghulu.rpc.wire import U32, U64, FastMessage
+from tanghulu.store.protocol.directory_messages import NodeView, check_count
+from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, NUM_SLOTS, RANGE_SLOTS
+from tanghulu.store.protocol.types import Key
+from tanghulu.types import MAX_VALUE_BYTES
+
+_Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_VALUE_BYTES)]
+_Range: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=NUM_RANGES)]
+_Slots: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=RANGE_SLOTS)]
+
+
+class ChunkEntry(NamedTuple):
+    """One announced chunk; ``cold``: on the node's SSD, and not in its memory.
+
+    ``unconfirmed``: no master has accepted this put yet, so nobody was told that it succeeded. Equal versions are
+    replicas of one put.
+    """
+
+    key: Key
+    version: U64
+    size_bytes: _Size
+    cold: bool = False
+    unconfirmed: bool = False
+
+
+class ReportPiece(FastMessage, frozen=True):
+    """A piece of a node's report of all that it holds, slot by slot (see ``key_slots``).
+
+    The pieces of one report are numbered from 0; with this piece all slots below ``next_slot`` have been told.
+    The same piece may come again. ``entries`` are (key, version, size in bytes, is it cold) of confirmed chunks.
+    """
+
+    number: U32
+    next_slot: Annotated[int, msgspec.Meta(ge=0, le=NUM_SLOTS)]
+    entries: Sequence[tuple[Key, U64, _Size, bool]] = ()
+
+
+class Removal(NamedTuple):
+    """A chunk that the node holds no longer, or a put that it aborted; another version of the key is not meant."""
+
+    key: Key
+    version: U64
+
+
+class NodeAnnouncement(FastMessage, frozen=True):
+    """The chunks that a node holds now or no longer; ``deleted`` is ``removed``, and the version must not come back.
+
+    ``retracted`` are puts that failed before their values were whole, because their clients died or gave up: a client's
+    commit of them is void. They are taken back before all else, and not told again when the message is lost.
+
+    ``report_id`` is of the report that is under way, 0 if none is, ``ranges`` are those that it is of, None: all that
+    the master owns, and ``piece`` is a piece of it. ``capacity_bytes`` 0 says nothing of capacity and use.
+
+    The next four are for the planner of copies: wanted replicas of added chunks that want several, whether a draining
+    node has nothing under way, the most-read keys with the number of gets since the last message, and ordered copies
+    that failed. ``tenants``: once a second the bytes here of those that have a quota for all nodes together.
+
+    ``map_version`` is of the map of masters that the node goes by; 0: it knows none, and takes this master for the
+    owner of all ranges. By that map the ranges ``owned``, a bit for each, are this master's; 0: a sign of life to the
+    leader. ``term`` of ``term_of`` is the newest that the node knows, of the ranges here or of any elected master.
+    """
+
+    node_id: str
+    generation: U64
+    added: Sequence[ChunkEntry] = ()
+    removed: Sequence[Removal] = ()
+    deleted: Sequence[Removal] = ()
+    retracted: Sequence[Removal] = ()
+    report_id: U64 = 0
+    piece: ReportPiece | None = None
+    ranges: frozenset[_Range] | None = None
+    capacity_bytes: U64 = 0
+    used_bytes: U64 = 0
+    ssd_capacity_bytes: U64 = 0
+    ssd_used_bytes: U64 = 0
+    replicated: Sequence[tuple[Key, U32]] = ()
+    quiet: bool = False
+    hot: Sequence[tuple[Key, U32]] = ()
+    failed_copies: Sequence[Key] = ()
+    tenants: Mapping[str, U64] | None = None
+    map_version: U64 = 0
+    owned: U64 = 0
+    term: U64 = 0
+    term_of: U64 = 0
+
+    def validate(self) -> None:
+        """Refuse too many keys."""
+        check_count(len(self.added) + len(self.removed) + len(self.deleted) + len(self.retracted))
+        check_count(0 if self.piece is None else len(self.piece.entries))
+
+    @property
+    def told(self) -> int:
+        """The ranges whose keys the node tells this master, a bit for each; a sign of life is silent about all."""
+        return self.owned if self.map_version else ALL_BITS
+
+    def keys(self) -> Iterator[str]:
+        """All keys of which the node says that it holds their chunks, or does no longer."""
+        yield from (entry.key for entry in self.added)
+        yield from (removal.key for removal in chain(self.removed, self.deleted, self.retracted))
+        if self.piece is not None:
+            yield from (entry[0] for entry in self.piece.entries)
+
+
+class CopyOrder(NamedTuple):
+    """Pull ``key`` at ``version`` from the node ``source``, and announce it then."""
+
+    key: str
+    version: U64
+    source: str
+
+
+class DropOrder(NamedTuple):
+    """Let go of your copy, unless it is pinned hard; if the chunk was ``removed`` at another holder, even then."""
+
+    key: str
+    version: U64
+    removed: bool = False
+
+
+class Orders(FastMessage, frozen=True):
+    """Work for a node: copies to pull from ``sources``, and copies that it shall hold no longer."""
+
+    copies: Sequence[CopyOrder] = ()
+    drops: Sequence[DropOrder] = ()
+    sources: Sequence[NodeView] = ()
+
+
+class KnownRange(NamedTuple):
+    """How many slots of a range are known, from its first on. ``wanted``: the node has not told it, and is not about to
+    do so.
+    """
+
+    number: _Range
+    known_slots: _Slots
+    wanted: bool
+
+
+class AnnounceReply(FastMessage, frozen=True):
+    """One ``accepted`` for each of ``added``: False if another version was first and the copy must be dropped.
+
+    ``undecided`` are indexes into ``added``: another put of the key is committed by its client, or older chunks may
+    have yet to be reported, so these are to be announced again. ``refused`` are indexes into the piece's entries.
+
+    ``report_wanted``: the master does not know this node's chunks. ``report_keys``: the number of keys that the next
+    piece may have; 0: not yet, ask again. ``known_slots``: the slots below this one are known, so what was undecided
+    there can be told again. To a node that goes by a map: ``ranges``, those that this master owns and that are not
+    known whole, or that this node has yet to report; and ``map_version``, if ``owned`` was not what this master owns:
+    the version up to which it knows the map.
+
+    ``elsewhere``: bytes that the tenants of the announcement hold on all other nodes; there are ``num_nodes``, 0: none
+    were named. The rest is as in LocateReply.
+    """
+
+    accepted: Sequence[bool]
+    undecided: Sequence[U32] = ()
+    refused: Sequence[U32] = ()
+    report_wanted: bool = False
+    report_keys: U32 = 0
+    known_slots: U32 = 0
+    ranges: Sequence[KnownRange] = ()
+    map_version: U64 = 0
+    orders: Orders | None = None
+    elsewhere: Mapping[str, U64] | None = None
+    num_nodes: U32 = 0
+    term: U64 = 0
+    term_of: U64 = 0
+    renewals: U64 = 0
