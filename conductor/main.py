@@ -42,7 +42,7 @@ from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import ConfigError, NodeUnavailable
 from tanghulu.masters import Masters
-from tanghulu.protos.common_pb2 import EndReply
+from tanghulu.rpc.methods import EndReply
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import check_bounds, command, option
 from tanghulu.runtime.master_options import HttpOptions, MasterOptions, SecretOptions
@@ -207,7 +207,6 @@ class Conductor:
         self._port = HttpPort(config, config.host, listed(config.cors_origins))
         tokens = None if config.tokens is None else TokensFile(config.tokens)
         self.peers = group.PeerGroup(
-            conductor_id,
             self.dispatcher.own,
             self.dispatcher.peers,
             config.credentials,
@@ -229,7 +228,7 @@ class Conductor:
         self._stopping = stopping or asyncio.Event()
 
     @contextlib.asynccontextmanager
-    async def running(self, discovery: Discovery, listen_port: int) -> AsyncIterator[Conductor]:
+    async def running(self, discovery: Discovery, listen_port: int, run_dir: Path) -> AsyncIterator[Conductor]:
         """Serve inside the block; at its end finish what is under way within the grace period.
 
         Raises ConfigError if the port is taken.
@@ -240,7 +239,7 @@ class Conductor:
             if self.config.grpc_port >= 0:
                 where = Address(self.config.host, self.config.grpc_port)
                 await self.inference.start(where, reuse_port=self.config.reuse_port)
-            await self.peers.start(self.config.host, self.config.peer_port, self.config.reachable_host)
+            await self.peers.start(self.config.host, self.config.peer_port, self.config.reachable_host, run_dir)
         except ConfigError:
             await self.inference.stop(0)
             listener.close()
@@ -340,7 +339,7 @@ async def serve(process: Process, config: ConductorConfig) -> None:
         conductor = Conductor(config, f"conductor-{process.generation:012x}", process.registry, process.stopping)
         await process.unless_stopping(meet(discovery))
         async with (
-            conductor.running(discovery, config.port),
+            conductor.running(discovery, config.port, process.run_dir),
             beside(
                 conductor.dispatcher.mirror.follow_master(config.master),
                 conductor.replicator(CopyRequester(config.master).request).run(),

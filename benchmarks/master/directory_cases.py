@@ -9,15 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
-
 from benchmarks.master.scale import CHUNK_BYTES, ProcessMeter
 from benchmarks.peers.redis_directory import eventually
 from benchmarks.store.store_bench import Started
 from tanghulu.discovery.base import Instance
-from tanghulu.discovery.instance_wire import instance_to_proto
+from tanghulu.discovery.instance_wire import InstanceEntry
+from tanghulu.discovery.membership import REGISTER, RegisterRequest
 from tanghulu.errors import TanghuluError
-from tanghulu.protos import membership_pb2, membership_pb2_grpc
 from tanghulu.rpc.fast_client import Call, FastConnection
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, ReportPiece
@@ -112,10 +110,8 @@ class MasterDirectory:
         self.connection = FastConnection(address)
         self._links = [FastConnection(address) for _ in range(NUM_NODES)]
         self.nodes = [_instance(number) for number in range(NUM_NODES)]
-        with grpc.insecure_channel(started.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-            stub = membership_pb2_grpc.MembershipStub(channel)
-            for node in self.nodes:
-                stub.Register(membership_pb2.RegisterRequest(instance=instance_to_proto(node), ttl_ms=LEASE_MS))
+        for node in self.nodes:
+            self.ask(REGISTER.call(RegisterRequest(InstanceEntry.of(node), LEASE_MS)))
         self._committed: list[list[tuple[str, int]]] = [[] for _ in self.nodes]
         self._turn = 0
 

@@ -11,20 +11,22 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
 from tanghulu.auth.credentials import Credentials
-from tanghulu.auth.tokens import TokensFile
+from tanghulu.auth.tls import ServerTls
+from tanghulu.auth.tokens import OneToken, TokensFile
 from tanghulu.conductor.peers import wire
 from tanghulu.conductor.peers.inbox import PeerRequests
 from tanghulu.conductor.peers.outbox import MAX_PEERS, OwnRequests
 from tanghulu.discovery.base import Discovery, EventKind, Instance, InstanceEvent
 from tanghulu.errors import InvalidRequest, TanghuluError
-from tanghulu.protos import conductor_pb2_grpc
-from tanghulu.protos.common_pb2 import EndReply
-from tanghulu.rpc.authorizer import GrpcAuthorizer, follow_tokens
-from tanghulu.rpc.grpc_edge import MOST_CONNECTIONS, guarded_server, listen
+from tanghulu.rpc.authorizer import Authorizer
+from tanghulu.rpc.fast_server import FastService
+from tanghulu.rpc.methods import EndReply
+from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, InstanceId, Role
 
@@ -32,8 +34,8 @@ _log = structlog.get_logger(__name__)
 #: The attribute of a conductor's instance that says where it tells its peers.
 ATTRIBUTE = "peers"
 FORGET_AFTER_S = 2.0
-#: Calls of conductors under way at one time, followers' streams included.
-MAX_CALLS = 1024
+#: Connections of conductors and administrators.
+MAX_CONNECTIONS = 1024
 _RETRY_FIRST_S, _RETRY_MOST_S = 0.05, 1.0
 
 
@@ -50,7 +52,6 @@ class PeerGroup:
 
     def __init__(
         self,
-        conductor_id: str,
         own: OwnRequests,
         heard: PeerRequests,
         credentials: Credentials,
@@ -58,11 +59,14 @@ class PeerGroup:
         abort: wire.AbortHere,
         tokens: TokensFile | None = None,
     ) -> None:
-        self._end, self._abort = end, abort
-        self._tokens = tokens
-        self._conductor_id, self._own, self._heard, self._credentials = conductor_id, own, heard, credentials
-        authorizer = None if tokens is None else GrpcAuthorizer(tokens, wire.RULES)
-        self._server = guarded_server(MAX_CALLS, authorizer, {MOST_CONNECTIONS: MAX_CALLS})
+        self._heard, self._credentials = heard, credentials
+        self._service = FastService(max_connections=MAX_CONNECTIONS)
+        wire.PeerService(own, end, abort).serve(self._service)
+        self._tokens = tokens or (OneToken(credentials.token) if credentials.token else None)
+        self._authorizer = None if self._tokens is None else Authorizer(self._tokens)
+        if self._authorizer is not None:
+            self._authorizer.authorize(self._service)
+        self._port: PortMux | None = None
         self._peers: dict[InstanceId, _Peer] = {}
         self.address = Address("", 0)
 
@@ -76,28 +80,26 @@ class PeerGroup:
         """The address of the port for peers; "" without one."""
         return str(self.address) if self.address.port else ""
 
-    async def start(self, host: str, port: int, reachable_host: str) -> None:
-        """Tell peers on ``port`` (0 picks one) of ``host``. Raises ConfigError if it is taken.
+    async def start(self, host: str, port: int, reachable_host: str, run_dir: Path) -> None:
+        """Serve peers on ``port`` (0 picks one) of ``host``, and on a socket in ``run_dir``.
 
-        Where there is TLS, a conductor without a certificate opens no port.
+        Raises ConfigError if the port is taken. Where there is TLS, a conductor without a certificate opens no port.
         """
-        token = None if self._tokens else self._credentials.token
-        servicer = wire.PeerServicer(self._own, token, self._end, self._abort)
-        conductor_pb2_grpc.add_ConductorPeerServicer_to_server(servicer, self._server)
         tls = self._credentials.tls
         if tls and not tls.cert:
             _log.warning("peers.not_told", why="--tls-ca is given without --tls-cert, and peers speak TLS")
-        else:
-            listening = listen(self._server, Address(host, port), tls or None, mutual=bool(tls.ca), flag="--peer-port")
-            self.address = Address(reachable_host, listening.port)
-            servicer.addresses = {str(self.address), str(Address(host, listening.port))}
-            if self._tokens is not None:
-                self._tokens.answer_at(self.address, Address(host, listening.port))
-        await self._server.start()
+            return
+        server_tls = ServerTls(tls, mutual=bool(tls.ca)) if tls else None
+        opened = PortMux(self._service, run_dir, "conductor", tls=server_tls)
+        self.address = await opened.bind(host, port, reachable_host, flag="--peer-port")
+        if self._tokens is not None:
+            self._tokens.answer_at(self.address, Address(host, self.address.port))
+        await opened.open()
+        self._port = opened
 
     async def follow(self, discovery: Discovery, namespace: str) -> None:
         """Follow the conductors that come and go, and the tokens that are let in, until cancelled."""
-        async with beside(*([follow_tokens(self._tokens)] if self._tokens is not None else ())):
+        async with beside(*([self._authorizer.watch(self._service)] if self._authorizer is not None else ())):
             async for event in discovery.watch(Role.CONDUCTOR, namespace=namespace):
                 self.apply(event)
 
@@ -128,7 +130,9 @@ class PeerGroup:
         for peer_id in list(self._peers):
             self._gone(peer_id)
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._server.stop(0)
+        if self._port is not None:
+            closing, self._port = self._port, None
+            await closing.close(0)
 
     def _put(self, instance: Instance) -> None:
         where, known = instance.attributes.get(ATTRIBUTE, ""), self._peers.get(instance.id)
@@ -160,7 +164,7 @@ class PeerGroup:
         loop, retry_s = asyncio.get_running_loop(), _RETRY_FIRST_S
         while True:
             try:
-                async with contextlib.aclosing(wire.follow(address, self._conductor_id, self._credentials)) as stream:
+                async with contextlib.aclosing(wire.follow(address, self._credentials)) as stream:
                     async for news in stream:
                         self._keep(peer)
                         retry_s, peer.last_error = _RETRY_FIRST_S, ""

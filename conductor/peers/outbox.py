@@ -12,33 +12,38 @@ which heals any difference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from msgspec import Struct, structs
+from msgspec import structs
 
+from tanghulu.rpc.wire import U32, FastMessage
 from tanghulu.types import BlockHash, InstanceId
 
 MAX_CHANGES = 8192
 MAX_PEERS = 64
+#: Requests in one message; a snapshot of more comes in several.
+MAX_BEGUN = 256
 NOBODY = InstanceId("")
 
 
-class Begun(Struct, frozen=True):
-    """One submission to one worker, for a peer. ``decode`` has a slot reserved; "" if that is the same worker."""
+class Begun(FastMessage, frozen=True):
+    """One submission to one worker, for a peer. ``decode`` has a slot reserved; "" if that is the same worker.
+
+    ``hashes`` are those of its full blocks, none once it is ``prefilled``.
+    """
 
     request_id: str
     worker: InstanceId
-    prefill_tokens: int
-    num_blocks: int
+    prefill_tokens: U32
+    num_blocks: U32
     hashes: Sequence[BlockHash]
     decode: InstanceId = NOBODY
     prefilled: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class News:
-    """Changes of requests; with ``snapshot`` everything that was told before is void."""
+class News(FastMessage, frozen=True):
+    """Changes of requests; with ``snapshot`` all earlier ones are void. Empty news are the beat of a stream."""
 
     snapshot: bool = False
     begun: Sequence[Begun] = ()
@@ -47,6 +52,13 @@ class News:
 
     def __bool__(self) -> bool:
         return bool(self.snapshot or self.begun or self.prefilled or self.freed)
+
+    def parts(self) -> Iterator[News]:
+        """The same in messages of at most MAX_BEGUN requests; at least one."""
+        last = max(0, len(self.begun) - 1) // MAX_BEGUN
+        for number in range(last):
+            yield News(self.snapshot and not number, self.begun[number * MAX_BEGUN : (number + 1) * MAX_BEGUN])
+        yield News(self.snapshot and not last, self.begun[last * MAX_BEGUN :], self.prefilled, self.freed)
 
 
 @dataclass(eq=False)

@@ -11,8 +11,7 @@ from tanghulu.auth.tokens import TokensFile
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.masters import Masters
-from tanghulu.protos import membership_pb2_grpc
-from tanghulu.rpc.authorizer import Authorizer, GrpcAuthorizer
+from tanghulu.rpc.authorizer import Authorizer
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.latency import LatencyCollector
 from tanghulu.rpc.port_mux import DESCRIPTORS_PER_CONNECTION, PortMux
@@ -30,7 +29,6 @@ from tanghulu.store.master.ownership import OwnsAll, RangeOwnership
 from tanghulu.store.master.rpc.directory_service import DirectoryCalls
 from tanghulu.store.master.rpc.membership_service import MembershipService
 from tanghulu.store.master.server import MasterServer
-from tanghulu.store.protocol.methods import MASTER_GRPC_RULES
 from tanghulu.types import Address, Role
 
 
@@ -76,8 +74,7 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
     service = FastService(max_connections=config.max_connections)
     process.registry.register(LatencyCollector(service.latencies))
     tokens = None if config.tokens is None else TokensFile(config.tokens)
-    grpc_authorizer = None if tokens is None else GrpcAuthorizer(tokens, MASTER_GRPC_RULES)
-    port_mux = PortMux(service, process.run_dir, "master", grpc_authorizer, config.server_tls())
+    port_mux = PortMux(service, process.run_dir, "master", None, config.server_tls())
     address = await port_mux.bind(config.host, config.port, config.reachable_host)
     if tokens is not None:
         tokens.answer_at(address, Address(config.host, address.port))
@@ -90,12 +87,12 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
     calls = DirectoryCalls(server)
     metrics.observe_waits(calls.waiting.board)
     calls.serve(service)
+    MembershipService(server).serve(service)
     tasks: list[asyncio.Task[None]] = []
     if tokens is not None:
         authorizer = Authorizer(tokens)
         authorizer.authorize(service)
         tasks.append(asyncio.create_task(authorizer.watch(service)))
-    membership_pb2_grpc.add_MembershipServicer_to_server(MembershipService(server), port_mux.grpc_server)
     await port_mux.open()
     tasks += map(asyncio.create_task, running)
     process.ready(process.instance_id(address.port), address)

@@ -2,8 +2,6 @@
 
 A row registers the method's handler, calls it, names it in ``tanghulu_rpc_seconds``, and is its rule where a process
 has ``--tokens``. A new method is a new row; numbers are not used again.
-
-gRPC's rules stand below, by the full names of its methods.
 """
 
 from __future__ import annotations
@@ -58,14 +56,3 @@ EVENTS = Method(41, "events", EventsRequest, EventBatch, access.EVENTS)
 
 METHODS: tuple[Method[Any, Any], ...] = tuple(each for each in globals().values() if isinstance(each, Method))
 assert len({each.number for each in METHODS}) == len({each.name for each in METHODS}) == len(METHODS)
-
-# --- gRPC
-
-_MEMBERSHIP = "/tanghulu.v1.Membership/"
-
-MASTER_GRPC_RULES: dict[str, Rule | None] = {
-    _MEMBERSHIP + "Register": Rule("registering", Right.JOIN),
-    _MEMBERSHIP + "KeepAlive": Rule("registering", Right.JOIN),
-    _MEMBERSHIP + "Deregister": Rule("registering", Right.JOIN),
-    _MEMBERSHIP + "Watch": Rule("watching instances", None),
-}

@@ -61,7 +61,7 @@ class Cluster:
 async def running_cluster(run_dir: Path, **options: object) -> AsyncIterator[Cluster]:
     config = ConductorConfig(**{"port": 0, "grace_s": 0.0, "notice_s": 0.0, "queue_timeout_s": 10.0, **options})
     conductor = Conductor(config, "conductor-test", CollectorRegistry())
-    async with MemoryDiscovery(MemoryRegistry()) as discovery, conductor.running(discovery, 0):
+    async with MemoryDiscovery(MemoryRegistry()) as discovery, conductor.running(discovery, 0, run_dir):
         cluster = Cluster(conductor, discovery, run_dir)
         try:
             yield cluster

@@ -10,20 +10,22 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import httpx
 import pytest
 from click.testing import CliRunner
 from prometheus_client import CollectorRegistry
 
+from tanghulu.auth.certificate_roles import CONDUCTOR
+from tanghulu.auth.credentials import Credentials
 from tanghulu.conductor import main as conductor_main
 from tanghulu.conductor.main import COMMAND, ConductorConfig
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.master import MasterDiscovery
-from tanghulu.errors import ConfigError
+from tanghulu.errors import ConfigError, Unauthorized
 from tanghulu.hashing import TokenSequence, root_hash
-from tanghulu.protos import common_pb2, conductor_pb2_grpc
-from tanghulu.rpc.grpc_edge import channel
+from tanghulu.rpc import greeting
+from tanghulu.rpc.fast_aio import AsyncFastConnection
+from tanghulu.rpc.methods import END, EndRequest
 from tanghulu.runtime.process import Process, SupervisorLine, own_address
 from tanghulu.store.master import main as master_main
 from tanghulu.store.master.main import MasterConfig
@@ -182,19 +184,21 @@ async def test_it_says_so_before_it_ends_and_serves_meanwhile(tmp_path):
 
 
 async def test_an_administrator_can_have_it_end(tmp_path):
-    async with _cluster(tmp_path) as (process, _, discovery):
+    async with _cluster(tmp_path, token="secret") as (process, _, discovery):
         async for event in discovery.watch(Role.CONDUCTOR):
             assert event.instance is not None
             address = Address.parse(event.instance.attributes["peers"])
             break
-        async with channel(address) as connection:
-            stub = conductor_pb2_grpc.ConductorPeerStub(connection)
-            wrong = (("authorization", "Bearer wrong"),)
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await stub.Drain(common_pb2.EndRequest(), metadata=wrong)
-            assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
-            assert not process.stopping.is_set()
-            reply = await stub.Drain(common_pb2.EndRequest())
+        with pytest.raises(Unauthorized):
+            await greeting.connect(address, Credentials("", "wrong"), CONDUCTOR, 10.0)
+        connection = await AsyncFastConnection.connect(address)
+        with pytest.raises(Unauthorized):
+            await connection.call(END.number, EndRequest(), END.reply)
+        await connection.close()
+        assert not process.stopping.is_set()
+        connection = await greeting.connect(address, Credentials("", "secret"), CONDUCTOR, 10.0)
+        reply = (await connection.call(END.number, EndRequest(), END.reply)).message
+        await connection.close()
         assert (reply.num_requests, reply.grace_s) == (0, 10.0)
         assert process.stopping.is_set()
 

@@ -10,14 +10,15 @@ import pytest
 from tanghulu.discovery.base import EventKind, Instance
 from tanghulu.discovery.etcd import EtcdDiscovery
 from tanghulu.discovery.etcd_client import EtcdClient
+from tanghulu.discovery.instance_wire import InstanceEntry
 from tanghulu.errors import MasterUnavailable
-from tanghulu.protos import common_pb2
+from tanghulu.rpc.wire import encode
 from tanghulu.types import Address, InstanceId, Role
 from tests.discovery.sources import etcd_here
 
 _RANGE = b"/tanghulu/default/"
-_NEWER = common_pb2.Instance(id="oracle", component="oracle", address="h:1").SerializeToString()
-_NOWHERE = common_pb2.Instance(id="nowhere", component="node", address="nowhere").SerializeToString()
+_NEWER = encode(InstanceEntry("oracle", "oracle", "h:1"))
+_NOWHERE = encode(InstanceEntry("nowhere", "node", "nowhere"))
 
 
 def _instance(name: str) -> Instance:

@@ -17,7 +17,6 @@ from tests.e2e.faults.network import BreakablePath
 from tests.e2e.faults.standing import until
 from tests.free_ports import free_port
 
-#: Shorter than what gRPC's pings took before watches had limits of their own.
 _PATIENCE_S = 20
 _DISCOVERIES: dict[str, Any] = {"etcd": EtcdDiscovery, "master": MasterDiscovery}
 _NOTICED = {"etcd": "discovery.etcd_unavailable", "master": "discovery.watch_interrupted"}
@@ -44,7 +43,7 @@ async def _watch_through_a_black_hole(kind: str, logs: list[Any]) -> None:
 
 
 async def test_a_watch_notices_a_path_that_swallows_everything() -> None:
-    """Of etcd by a key that is read beside the watch, of a master by gRPC's pings; both at once to save time."""
+    """Of etcd by a key that is read beside the watch, of a master by its beats; both at once to save time."""
     with capture_logs() as logs:
         async with asyncio.timeout(_PATIENCE_S), asyncio.TaskGroup() as both:
             for kind in _DISCOVERIES:

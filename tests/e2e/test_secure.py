@@ -7,10 +7,9 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import closing
 from typing import Any
 
-import grpc
 import httpx
 import psutil
 import pytest
@@ -20,8 +19,8 @@ from tanghulu.auth.credentials import Credentials, TlsFiles
 from tanghulu.auth.tls import client_context
 from tanghulu.cli import keys
 from tanghulu.conductor import route_rights
+from tanghulu.conductor.peers.wire import FOLLOW, FollowRequest
 from tanghulu.errors import NodeUnavailable, Unauthorized
-from tanghulu.protos import common_pb2, conductor_pb2, conductor_pb2_grpc
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.greeting import greet_blocking
 from tanghulu.rpc.methods import END, HELLO, EndRequest, HelloRequest, Method
@@ -76,11 +75,6 @@ class Secure:
 
     def processes(self, *roles: str) -> list[dict[str, Any]]:
         return [entry for entry in self.cluster.entries() if not roles or entry["role"] in roles]
-
-    def channel(self, address: str, *, shown: bool = True) -> grpc.Channel:
-        ca, key, cert = (Path(p).read_bytes() for p in (self.tls.ca, self.tls.key, self.tls.cert))
-        made = grpc.ssl_channel_credentials(ca, key, cert) if shown else grpc.ssl_channel_credentials(ca)
-        return grpc.secure_channel(address, made)
 
 
 @pytest.fixture(scope="module")
@@ -184,15 +178,13 @@ def test_conductors_tell_nobody_without_a_token(secure: Secure) -> None:
         for address in (entry["address"], entry["metrics_address"])
     }
     (peer_port,) = ports - own
-    for shown in ((), (("authorization", "Bearer wrong"),)):
-        with secure.channel(f"127.0.0.1:{peer_port}") as channel:
-            stub = conductor_pb2_grpc.ConductorPeerStub(channel)
-            with pytest.raises(grpc.RpcError) as refused:
-                next(stub.Follow(conductor_pb2.PeerFollow(conductor_id="x", protocol_version=1), metadata=shown))
-            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-            with pytest.raises(grpc.RpcError) as refused:
-                stub.Drain(common_pb2.EndRequest(), timeout=10, metadata=shown)
-            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    address = Address("127.0.0.1", peer_port)
+    with closing(FastConnection(address, tls=secure.tls)) as stranger:
+        for call in (FOLLOW.call(FollowRequest()), END.call(EndRequest())):
+            with pytest.raises(Unauthorized):
+                stranger.call(call.method, call.request, call.reply_type, deadline_s=10)
+    with pytest.raises(Unauthorized):
+        greet_blocking(FastConnection(address, tls=secure.tls), Credentials("", "wrong"), 10)
 
 
 def test_with_the_key_all_works_and_kv_is_handed_over(secure: Secure) -> None:

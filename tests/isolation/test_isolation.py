@@ -19,6 +19,8 @@ from prometheus_client import CollectorRegistry
 
 from tanghulu.auth.tls import client_context
 from tanghulu.conductor import route_rights
+from tanghulu.conductor.peers import wire as peers
+from tanghulu.discovery import membership
 from tanghulu.masters import Masters
 from tanghulu.rpc import methods as rpc_methods
 from tanghulu.rpc.methods import Method
@@ -208,8 +210,10 @@ def test_every_method_is_in_the_table() -> None:
     known = {(row.point, row.method.partition(" (")[0]) for row in ROWS}
     modules: list[tuple[Any, tuple[str, ...]]] = [
         (store, ("node", "master")),
+        (membership, ("master",)),
         (peer_methods, ("prefill",)),
-        (rpc_methods, ("prefill",)),
+        (peers, ("peers",)),
+        (rpc_methods, ("prefill", "peers")),
         (session, ("prefill", "decode")),
     ]
     for module, roles in modules:
@@ -252,9 +256,9 @@ MUTATED = {
     "fast lane of node exists (scoped)",
     "fast lane of master announce (node)",
     "fast lane of prefill export_pin (export)",
-    "gRPC Membership Register",
+    "fast lane of master register (node)",
     "fast lane of prefill describe",
-    "gRPC ConductorPeer Follow",
+    "fast lane of peers follow",
     "gRPC Inference Abort",
     "gRPC Router ReportLoad",
     "HTTP of conductor GET /debug/requests",

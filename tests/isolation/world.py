@@ -105,6 +105,8 @@ class World:
         return [entry for entry in self.cluster.entries() if entry["role"] in roles]
 
     def address(self, role: str) -> str:
+        if role == "peers":  # conductors among themselves
+            return f"127.0.0.1:{self.peer_port}"
         if role == "node" and self.victims:
             return self.victims["node address"]
         return str(self.processes(role)[0]["address"])

@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 
 from tanghulu.auth.places import Caller, RequestRoom
-from tanghulu.protos import membership_pb2, membership_pb2_grpc, store_api_pb2, store_api_pb2_grpc
+from tanghulu.protos import inference_pb2, inference_pb2_grpc, store_api_pb2, store_api_pb2_grpc
 from tanghulu.rpc.grpc_edge import MESSAGE_BYTES, SERVER_OPTIONS, CallAdmission, Shares, from_rpc_error, guarded_server
 from tests.rpc.service import until
 
@@ -145,13 +145,13 @@ class Tenants:
         return await continuation(handler_call_details)
 
 
-class Streams(membership_pb2_grpc.MembershipServicer):
-    async def Watch(self, request: membership_pb2.WatchRequest, context: Any) -> AsyncIterator[Any]:
-        yield membership_pb2.InstanceEvent()
+class Streams(inference_pb2_grpc.InferenceServicer):
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> AsyncIterator[Any]:
+        yield inference_pb2.GenerateReply()
         await asyncio.Event().wait()
 
-    async def Register(self, request: membership_pb2.RegisterRequest, context: Any) -> Any:
-        return membership_pb2.RegisterReply()
+    async def Abort(self, request: inference_pb2.AbortRequest, context: Any) -> Any:
+        return inference_pb2.AbortReply()
 
 
 async def test_a_tenant_has_a_share_of_streams_and_the_others_go_on() -> None:
@@ -159,30 +159,30 @@ async def test_a_tenant_has_a_share_of_streams_and_the_others_go_on() -> None:
         pass
 
     server = guarded_server(64, Authorizer(), shares=Shares(4, 256, 3))
-    membership_pb2_grpc.add_MembershipServicer_to_server(Streams(), server)
+    inference_pb2_grpc.add_InferenceServicer_to_server(Streams(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as link:
-            stub = membership_pb2_grpc.MembershipStub(link)
+            stub = inference_pb2_grpc.InferenceStub(link)
 
-            def watch(name: str) -> Any:
-                return stub.Watch(membership_pb2.WatchRequest(), metadata=(("name", name),))
+            def generate(name: str) -> Any:
+                return stub.Generate(inference_pb2.GenerateRequest(), metadata=(("name", name),))
 
-            streams = [watch("acme") for _ in range(3)]
+            streams = [generate("acme") for _ in range(3)]
             for each in streams:
                 await each.read()
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await watch("acme").read()
-            error = from_rpc_error(refused.value, "master")
+                await generate("acme").read()
+            error = from_rpc_error(refused.value, "conductor")
             assert (error.code, "acme has 3 streams" in error.message) == ("OVERLOADED", True)
             for name in ("other", "boss"):
-                await watch(name).read()
-            await stub.Register(membership_pb2.RegisterRequest(), metadata=(("name", "acme"),))
+                await generate(name).read()
+            await stub.Abort(inference_pb2.AbortRequest(), metadata=(("name", "acme"),))
             streams[0].cancel()
             for _ in range(100):
                 with contextlib.suppress(grpc.aio.AioRpcError):
-                    assert await watch("acme").read() is not grpc.aio.EOF
+                    assert await generate("acme").read() is not grpc.aio.EOF
                     break
                 await asyncio.sleep(0.05)
             else:

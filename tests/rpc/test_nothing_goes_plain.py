@@ -82,7 +82,7 @@ async def submit(address: Address, shown: Credentials) -> None:
 
 
 async def follow(address: Address, shown: Credentials) -> None:
-    async for _ in wire.follow(address, "conductor", shown):
+    async for _ in wire.follow(address, shown):
         pass
 
 

@@ -103,7 +103,7 @@ async def _connect(address: Address) -> None:
 
 
 async def _follow(address: Address) -> None:
-    async for _ in wire.follow(address, "c", OWN):
+    async for _ in wire.follow(address, OWN):
         pass
 
 

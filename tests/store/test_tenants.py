@@ -7,29 +7,36 @@ import json
 import stat
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from typing import Any
 
-import grpc
-import grpc.aio
 import pytest
 from click.testing import CliRunner
 
 import tanghulu
 from tanghulu import aio
+from tanghulu.auth.certificate_roles import MASTER
 from tanghulu.auth.credentials import Credentials
 from tanghulu.cli.status import COMMAND as STATUS
 from tanghulu.cli.store import COMMAND as STORE
+from tanghulu.discovery.base import EventKind
+from tanghulu.discovery.instance_wire import InstanceEntry
+from tanghulu.discovery.membership import (
+    DEREGISTER,
+    REGISTER,
+    WATCH,
+    LeaseRequest,
+    RegisterRequest,
+    WatchReply,
+    WatchRequest,
+)
 from tanghulu.errors import ChunkNotFound, Conflict, Forbidden, InvalidRequest, TanghuluError, Unauthorized
 from tanghulu.masters import Masters
-from tanghulu.protos import (
-    common_pb2,
-    membership_pb2,
-    membership_pb2_grpc,
-)
+from tanghulu.rpc import greeting
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Call, FastConnection
 from tanghulu.rpc.greeting import greet
-from tanghulu.rpc.grpc_edge import channel, from_rpc_error
+from tanghulu.rpc.streams import receive_all
 from tanghulu.store.client.client import Client
 from tanghulu.store.client.logic import messages
 from tanghulu.store.directory_feed import DirectoryEventKind, follow_directory
@@ -193,22 +200,7 @@ async def test_asyncio_and_events(cluster: Secured) -> None:
         assert await other.remove("ev/other")
 
 
-NODE = common_pb2.Instance(id="node-of-acme", component="node", address="127.0.0.1:1")
-
-
-async def _call(address: str, call: str, token: str) -> Any:
-    """One gRPC call as a third party makes it."""
-    metadata = Credentials("", token).metadata
-    async with channel(Address.parse(address)) as link:
-        members = membership_pb2_grpc.MembershipStub(link)
-        calls = {
-            "node": lambda: members.Register(membership_pb2.RegisterRequest(instance=NODE), metadata=metadata),
-            "join": lambda: members.Deregister(membership_pb2.DeregisterRequest(instance_id="x"), metadata=metadata),
-        }
-        try:
-            return await calls[call]()
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, address) from None
+NODE = InstanceEntry("node-of-acme", "node", "127.0.0.1:1")
 
 
 async def _ask(address: str, call: Call[Any], token: str) -> Any:
@@ -226,16 +218,10 @@ async def test_callers_without_our_client(cluster: Secured) -> None:
     with cluster.connect("acme") as acme:
         assert acme.put("third", b"abc").ok
     listing = LIST_KEYS.call(ListKeysRequest("th"))
-    for call in ("node", "join"):
-        with pytest.raises(Unauthorized, match="token is needed"):
-            await _call(master, call, "")
     with pytest.raises(Unauthorized, match="token is needed"):
         await _ask(master, listing, "")
     with pytest.raises(Forbidden, match="'read'"):
         await _ask(master, listing, "secret-acme-writer")
-    for call in ("node", "join"):
-        with pytest.raises(Forbidden, match="'join'"):
-            await _call(master, call, "secret-acme")
     with pytest.raises(Forbidden, match="'join'"):
         await _ask(master, ANNOUNCE.call(NodeAnnouncement("x", 1)), "secret-acme")
     assert [info.key for info in (await _ask(master, listing, "secret-acme")).keys] == ["third"]
@@ -244,17 +230,25 @@ async def test_callers_without_our_client(cluster: Secured) -> None:
         assert operator.remove("@acme/third")
 
 
+async def test_a_tenant_is_no_instance(cluster: Secured) -> None:
+    connection = await _greeted(cluster.address, "secret-acme")
+    for call in (REGISTER.call(RegisterRequest(NODE, 1000)), DEREGISTER.call(LeaseRequest(1, "x"))):
+        with pytest.raises(Forbidden, match="'join'"):
+            await connection.call(call.method, call.request, call.reply_type)
+    await connection.close()
+
+
 async def test_nobody_takes_the_place_of_a_node(cluster: Secured) -> None:
     """Not even an operator, whose token is another than the node's; and clients do not see who there is."""
     with cluster.connect("acme") as acme:
         acme.put("stays", b"x")
-        seen = [event.instance.id async for event in _watch(cluster.address, "secret-node") if event.instance.id]
+        seen = [event.entry.id async for event in _watch(cluster.address, "secret-node") if event.entry is not None]
         assert {node.name for node in cluster.nodes} <= set(seen)
-        assert [event.kind async for event in _watch(cluster.address, "secret-acme")] == [SYNCED]
+        assert [event.kind async for event in _watch(cluster.address, "secret-acme")] == [EventKind.SYNCED]
         for component, said in (("decode", "is a node and cannot register as a decode"), ("node", "another token")):
             with pytest.raises(Conflict, match=said):
-                await _register(cluster.address, common_pb2.Instance(id=seen[0], component=component, address="h:1"))
-        fake = common_pb2.Instance(id="new", component="decode", address="h:1", metrics_address="http://h:1/x?y=")
+                await _register(cluster.address, InstanceEntry(seen[0], component, "h:1"))
+        fake = InstanceEntry("new", "decode", "h:1", metrics_address="http://h:1/x?y=")
         with pytest.raises(InvalidRequest, match="metrics_address"):
             await _register(cluster.address, fake)
         assert acme.exists("stays")
@@ -288,26 +282,25 @@ def test_status_shows_a_tenant_the_nodes(cluster: Secured) -> None:
     assert shown.exit_code == 0
 
 
-SYNCED = membership_pb2.InstanceEvent.SYNCED
+async def _greeted(address: str, token: str) -> AsyncFastConnection:
+    return await greeting.connect(Address.parse(address), Credentials("", token), MASTER, 10.0)
 
 
-async def _watch(address: str, token: str) -> AsyncIterator[membership_pb2.InstanceEvent]:
-    async with channel(Address.parse(address)) as link:
-        stub = membership_pb2_grpc.MembershipStub(link)
-        async for event in stub.Watch(membership_pb2.WatchRequest(), metadata=Credentials("", token).metadata):
+async def _watch(address: str, token: str) -> AsyncIterator[WatchReply]:
+    connection = await _greeted(address, token)
+    async with aclosing(receive_all(connection, WATCH.call(WatchRequest()))) as events:
+        async for event in events:
             yield event
-            if event.kind == SYNCED:
+            if event.kind is EventKind.SYNCED:
                 return
 
 
-async def _register(address: str, instance: common_pb2.Instance) -> None:
-    async with channel(Address.parse(address)) as link:
-        stub = membership_pb2_grpc.MembershipStub(link)
-        try:
-            request = membership_pb2.RegisterRequest(instance=instance, ttl_ms=60_000)
-            await stub.Register(request, metadata=Credentials("", "secret-operator").metadata)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, address) from None
+async def _register(address: str, entry: InstanceEntry) -> None:
+    connection = await _greeted(address, "secret-operator")
+    try:
+        await connection.call(REGISTER.number, RegisterRequest(entry, 60_000), REGISTER.reply)
+    finally:
+        await connection.close()
 
 
 def test_only_trusted_tenants_map_memory(cluster: Secured) -> None:

@@ -87,18 +87,6 @@ def relay_name(roles: Iterable[str]) -> bytes:
     return f"\0{_RELAY}{secrets.token_hex(8)}-{'+'.join(sorted(roles))}".encode()
 
 
-def relayed_roles(grpc_peer: str) -> set[str]:
-    """The roles of a gRPC server's peer; none if it has shown no certificate."""
-    _, found, rest = grpc_peer.partition(_RELAY)
-    return set(rest.partition("-")[2].split("+")) if found else set()
-
-
-def shown_roles(auth_context: Mapping[str, Iterable[bytes]]) -> set[str]:
-    """The roles in the certificate that a gRPC peer shows to a server with TLS of its own."""
-    names = (each.decode(errors="replace") for each in auth_context.get("x509_subject_alternative_name", ()))
-    return {name.removeprefix(URI) for name in names if name.startswith(URI)}
-
-
 class RoleContext(ssl.SSLContext):
     """A context whose handshakes fail unless the peer has a role that is expected; ``expect`` says which."""
 

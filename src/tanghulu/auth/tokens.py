@@ -18,10 +18,12 @@ TOML, or JSON if its name ends in .json.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tanghulu.auth.credentials import Credentials, place_of
+from tanghulu.auth.derived_tokens import hash_of
 from tanghulu.auth.private_file import PrivateFile, expiry_unix_s, list_of, refuse_unknown, rights_of, table_of
 from tanghulu.auth.tenants import Identity, Right, Tenant, TokenEntry, TokenTable, validate_tenant
 from tanghulu.errors import ConfigError
@@ -33,12 +35,16 @@ _TOKEN_KEYS = {"name", "tenant", "rights", "sha256", "expires"}
 _TENANT_KEYS = {"quota", "cluster_quota", "shared_memory"}
 
 
-class TokensFile(PrivateFile[TokenTable]):
-    """The table of a tokens file, as it was when last looked at and well-formed. Raises ConfigError."""
+class Tokens:
+    """The tokens that a process lets in, and the addresses for which they may be derived."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, f"--tokens {path}", _parse)
+    def __init__(self, table: TokenTable) -> None:
+        self.table = table
         self._addresses: set[str] = set()
+
+    def refresh(self) -> bool:
+        """Look whether the tokens have changed."""
+        return False
 
     def answer_at(self, *addresses: Address, unix_path: str = "") -> None:
         """Accept tokens derived for these addresses: those at which this process listens, and those it registers.
@@ -52,6 +58,25 @@ class TokensFile(PrivateFile[TokenTable]):
     def authenticate(self, credentials: Credentials) -> Identity:
         """The identity that ``credentials`` prove here; raises Unauthorized."""
         return self.table.authenticate(credentials, addresses=self._addresses)
+
+
+class OneToken(Tokens):
+    """A token that gives every right, whichever tenant is named: the one that processes of a cluster share."""
+
+    def __init__(self, token: str) -> None:
+        super().__init__(TokenTable([TokenEntry("of the cluster", hash_of(token), frozenset({Right.ADMIN}))], {}))
+
+    def authenticate(self, credentials: Credentials) -> Identity:
+        """See Tokens."""
+        return super().authenticate(replace(credentials, tenant=""))
+
+
+class TokensFile(PrivateFile[TokenTable], Tokens):
+    """The table of a tokens file, as it was when last looked at and well-formed. Raises ConfigError."""
+
+    def __init__(self, path: Path) -> None:
+        PrivateFile.__init__(self, path, f"--tokens {path}", _parse)
+        Tokens.__init__(self, self.table)
 
 
 def load(path: Path) -> TokenTable:

@@ -14,9 +14,7 @@ from tanghulu.discovery.base import Instance
 from tanghulu.discovery.open import HELP, instances_now
 from tanghulu.errors import InvalidRequest
 from tanghulu.masters import Masters
-from tanghulu.protos import common_pb2, conductor_pb2_grpc
-from tanghulu.rpc import greeting, grpc_edge
-from tanghulu.rpc.fast_aio import AsyncFastConnection
+from tanghulu.rpc import greeting
 from tanghulu.rpc.methods import END, EndReply, EndRequest
 from tanghulu.store.admin import orders
 from tanghulu.store.admin.steps import perform
@@ -66,27 +64,12 @@ async def _find(wanted: str, discovery: str, namespace: str, master: Masters) ->
 
 
 async def _end(instance: Instance, master: Masters) -> EndReply:
-    """Tell the process to end in order. Raises NodeUnavailable, DeadlineExceeded, Unauthorized."""
+    """Have the process end in order. Raises NodeUnavailable, DeadlineExceeded, Unauthorized."""
+    address, role = instance.address, WORKER
     if instance.role is Role.CONDUCTOR:
-        return await _end_conductor(instance, master)
-    credentials = master.credentials
-    connection = await AsyncFastConnection.connect(instance.address, shortcut=True, tls=credentials.tls.to(WORKER))
+        address, role = Address.parse(instance.attributes[PEERS]), CONDUCTOR
+    connection = await greeting.connect(address, master.credentials.to(address), role, _DEADLINE_S)
     try:
-        await greeting.show(connection, credentials.to(instance.address), _DEADLINE_S)
         return (await connection.call(END.number, EndRequest(), END.reply, deadline_s=_DEADLINE_S)).message
     finally:
         await connection.close()
-
-
-async def _end_conductor(instance: Instance, master: Masters) -> EndReply:
-    credentials = master.credentials
-    address = Address.parse(instance.attributes[PEERS])
-    channel = grpc_edge.channel(address, tls=credentials.tls.to(CONDUCTOR))
-    try:
-        async with grpc_edge.typed_errors(instance.id):
-            shown = credentials.to(address).metadata
-            stub: Any = conductor_pb2_grpc.ConductorPeerStub(channel)
-            reply = await stub.Drain(common_pb2.EndRequest(), timeout=_DEADLINE_S, metadata=shown)
-            return EndReply(reply.num_requests, reply.grace_s)
-    finally:
-        await channel.close()

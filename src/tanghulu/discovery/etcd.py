@@ -1,7 +1,7 @@
 """Discovery in etcd, for clusters that run one already: instances are keys under leases.
 
-Keys are ``/tanghulu/<namespace>/<instance id>``, values the Instance message. A watch reads the range, then follows
-from the next revision; when the connection breaks it reads the range again and tells the differences.
+Keys are ``/tanghulu/<namespace>/<instance id>``, values as ``instance_wire`` encodes them. A watch reads the range,
+then follows from the next revision; when the connection breaks it reads the range again and tells the differences.
 
 etcd guards the keys, by its own users and certificates: whoever can write below ``/tanghulu`` can replace and end any
 instance. An id keeps its role while its key is there, which guards against mistakes only.
@@ -17,14 +17,13 @@ from types import TracebackType
 from typing import Self
 
 import structlog
-from google.protobuf.message import DecodeError
 
 from tanghulu.discovery.base import DEFAULT_TTL_S, Instance, InstanceEvent, require_same_role
 from tanghulu.discovery.etcd_client import EtcdClient
-from tanghulu.discovery.instance_wire import instance_from_proto, instance_to_proto
+from tanghulu.discovery.instance_wire import instance_from_bytes, instance_to_bytes
 from tanghulu.discovery.mirror import InstanceMirror
 from tanghulu.errors import InvalidRequest, TanghuluError
-from tanghulu.protos import common_pb2, etcd_pb2
+from tanghulu.protos import etcd_pb2
 from tanghulu.runtime.telemetry import RareLog
 from tanghulu.types import Address, Role
 
@@ -127,14 +126,14 @@ class EtcdDiscovery:
         """Raise Conflict if a live instance with this id has another role."""
         for kv in (await self.client.range(self._key(instance))).kvs:
             try:
-                known = instance_from_proto(common_pb2.Instance.FromString(kv.value))
-            except (InvalidRequest, DecodeError):
+                known = instance_from_bytes(kv.value)
+            except InvalidRequest:
                 continue
             require_same_role(known, instance)
 
     async def put(self, instance: Instance, lease: int) -> None:
         """Write the instance's key under ``lease``."""
-        await self.client.put(self._key(instance), instance_to_proto(instance).SerializeToString(), lease)
+        await self.client.put(self._key(instance), instance_to_bytes(instance), lease)
 
     async def watch(self, *roles: Role, namespace: str = "default") -> AsyncIterator[InstanceEvent]:
         """First every live instance, then SYNCED, then changes; connects again by itself."""
@@ -171,8 +170,8 @@ class EtcdDiscovery:
     def _put_events(self, mirror: InstanceMirror, kv: etcd_pb2.KeyValue, roles: frozenset[Role]) -> list[InstanceEvent]:
         """The events of an entry; none, and it is counted, for one that a newer version or a stranger has written."""
         try:
-            instance = instance_from_proto(common_pb2.Instance.FromString(kv.value))
-        except (InvalidRequest, DecodeError) as error:
+            instance = instance_from_bytes(kv.value)
+        except InvalidRequest as error:
             self.num_unreadable += 1
             _log.warning("discovery.unknown_instance", key=kv.key.decode(errors="replace"), error=str(error))
             return []

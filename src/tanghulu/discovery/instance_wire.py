@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from tanghulu.discovery.base import MAX_ATTRIBUTES_BYTES, MAX_FIELD_BYTES, Instance, validate
+from tanghulu.discovery.base import Instance, validate
 from tanghulu.errors import InvalidRequest
 from tanghulu.protos import common_pb2
-from tanghulu.rpc.wire import U64, FastMessage
+from tanghulu.rpc.wire import U64, FastMessage, encode, parser_of
 from tanghulu.types import Address, InstanceId, Place, Role
 
-#: With room for the heads of seven fields and of many short attributes.
-_MAX_BYTES = 8 * MAX_FIELD_BYTES + 4 * MAX_ATTRIBUTES_BYTES
 _ROLES = {role.value: role for role in Role}
 
 
@@ -68,6 +66,16 @@ class InstanceEntry(FastMessage, frozen=True):
         )
 
 
+def instance_to_bytes(instance: Instance) -> bytes:
+    """``instance`` as etcd keeps it."""
+    return encode(InstanceEntry.of(instance))
+
+
+def instance_from_bytes(value: bytes) -> Instance:
+    """The instance in a value of etcd; raises InvalidRequest."""
+    return parser_of(InstanceEntry)(value).instance()
+
+
 def instance_to_proto(instance: Instance) -> common_pb2.Instance:
     """The message that carries ``instance``."""
     return common_pb2.Instance(
@@ -81,21 +89,3 @@ def instance_to_proto(instance: Instance) -> common_pb2.Instance:
         unix_path=instance.unix_path,
         attributes=instance.attributes,
     )
-
-
-def instance_from_proto(message: common_pb2.Instance) -> Instance:
-    """The instance in ``message``; raises InvalidRequest for a field that is malformed or too long."""
-    if message.ByteSize() > _MAX_BYTES:
-        raise InvalidRequest(f"an instance has {message.ByteSize()} bytes; at most {_MAX_BYTES} are allowed")
-    instance = Instance(
-        id=InstanceId(message.id),
-        role=role_of(message.component),
-        address=Address.parse(message.address),
-        namespace=message.namespace or "default",
-        metrics_address=message.metrics_address,
-        place=Place.parse(message.place) if message.place else Place(),
-        generation=message.generation,
-        unix_path=message.unix_path,
-        attributes=dict(message.attributes),
-    )
-    return validate(instance)

@@ -1,4 +1,4 @@
-"""Discovery through the master's Membership service, the default.
+"""Discovery through the master's membership service, the default.
 
 A registration renews its lease every third of it; when the master does not know the lease (it restarted, or the
 process stood still too long) it registers again and says so, because such a master knows nothing of what a node
@@ -12,24 +12,45 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from random import Random
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
-import grpc.aio
 import structlog
 
 from tanghulu.auth.certificate_roles import MASTER
-from tanghulu.discovery.base import DEFAULT_TTL_S, Instance, InstanceEvent
-from tanghulu.discovery.instance_wire import instance_from_proto, instance_to_proto
-from tanghulu.discovery.masters import ATTEMPT_S, PING_MS, SILENCE_MS, SILENCE_OF_ONE_MS, MasterFinder, Seeking
+from tanghulu.discovery.base import DEFAULT_TTL_S, EventKind, Instance, InstanceEvent
+from tanghulu.discovery.instance_wire import InstanceEntry
+from tanghulu.discovery.masters import ATTEMPT_S, SILENCE_OF_ONE_S, SILENCE_S, MasterFinder, Seeking
+from tanghulu.discovery.membership import (
+    DEREGISTER,
+    KEEP_ALIVE,
+    REGISTER,
+    WATCH,
+    LeaseRequest,
+    RegisterReply,
+    RegisterRequest,
+    WatchReply,
+    WatchRequest,
+)
 from tanghulu.discovery.mirror import InstanceMirror
-from tanghulu.errors import DeadlineExceeded, InvalidRequest, MasterUnavailable, NotLeader, TanghuluError
+from tanghulu.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    MasterUnavailable,
+    NodeUnavailable,
+    NotLeader,
+    TanghuluError,
+    VersionMismatch,
+)
 from tanghulu.masters import Masters
-from tanghulu.protos import membership_pb2 as pb
-from tanghulu.protos import membership_pb2_grpc
-from tanghulu.rpc.grpc_edge import channel, typed_errors
+from tanghulu.rpc import greeting
+from tanghulu.rpc.fast_aio import AsyncFastConnection
+from tanghulu.rpc.fast_client import Call
+from tanghulu.rpc.streams import receive_all
+from tanghulu.rpc.wire import Body
 from tanghulu.runtime.backoff import Backoff
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.types import Address, Role
@@ -42,7 +63,7 @@ _CLOSE_DEADLINE_S = 0.5
 _RETRY_S, _RETRY_MOST_S = 0.2, 0.4
 #: The same of who only watches.
 _WATCH_MOST_S = 1.0
-T = TypeVar("T")
+A = TypeVar("A", bound=Body)
 
 
 class MasterRegistration:
@@ -140,7 +161,8 @@ class MasterDiscovery:
         self._finder = finder or MasterFinder(masters)
         self._peer = f"master at {masters}"
         self._clock = SystemClock()
-        self._channels: dict[Address, grpc.aio.Channel] = {}
+        self._links: dict[Address, AsyncFastConnection] = {}  # for calls; a watch has a connection of its own
+        self._connecting = asyncio.Lock()
         self._tried: set[str] = set()  # ids of instances that a master may have entered
         self._poked = asyncio.Event()
 
@@ -151,7 +173,7 @@ class MasterDiscovery:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await asyncio.gather(*(registration.close() for registration in list(self.registrations)))
-        for each in self._channels.values():
+        for each in self._links.values():
             await each.close()
 
     @property
@@ -176,7 +198,7 @@ class MasterDiscovery:
     async def look(self) -> None:
         """Renew nobody's lease. Raises NotLeader if etcd or other masters answer, MasterUnavailable if nobody does."""
         try:
-            await self._ask(lambda stub, options: stub.KeepAlive(pb.KeepAliveRequest(), **options), ATTEMPT_S)
+            await self._call(lambda: KEEP_ALIVE.call(LeaseRequest()), ATTEMPT_S)
         except (MasterUnavailable, DeadlineExceeded) as error:
             kind = NotLeader if self._finder.answered else MasterUnavailable
             raise kind(error.message) from error
@@ -194,132 +216,129 @@ class MasterDiscovery:
     async def watch(self, *roles: Role, namespace: str = "default") -> AsyncIterator[InstanceEvent]:
         """First every live instance, then SYNCED, then changes; waits for a master that is away."""
         mirror = InstanceMirror(DEFAULT_TTL_S)
-        request = pb.WatchRequest(namespace=namespace, components=[role.value for role in roles])
+        call = WATCH.call(WatchRequest(namespace, roles))
         rng = Random(secrets.randbits(64))
-        backoff = Backoff(_RETRY_S, _WATCH_MOST_S, rng)
+        backoff, interrupted = Backoff(_RETRY_S, _WATCH_MOST_S, rng), False
         while True:
-            mirror.begin()
             asked: Address | None = None
-            call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.InstanceEvent] | None = None
             try:
                 asked = await self._finder.find()
-                call = self._stub(asked).Watch(
-                    request, wait_for_ready=not self._finder.several, metadata=self._shown_to(asked)
-                )
-                async with typed_errors(self._peer, MasterUnavailable):
-                    async for event in self._follow(call, mirror):
-                        backoff = Backoff(_RETRY_S, _WATCH_MOST_S, rng)
+                async with aclosing(self._follow(asked, call, mirror)) as events:
+                    async for event in events:
+                        backoff, interrupted = Backoff(_RETRY_S, _WATCH_MOST_S, rng), False
                         yield event
             except TanghuluError as error:
-                _log.warning("discovery.watch_interrupted", error=error.message)
+                if not interrupted:
+                    _log.warning("discovery.watch_interrupted", error=error.message)
+                interrupted = True
                 if asked is not None:
                     self._finder.failed(asked, error)
-            finally:
-                if call is not None:
-                    call.cancel()
             await asyncio.sleep(backoff.pause_s())
 
     async def _follow(
-        self, call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.InstanceEvent], mirror: InstanceMirror
-    ) -> AsyncIterator[InstanceEvent]:
-        """The events of one stream, and of the doubts that end while it is silent."""
-        reading: asyncio.Task[pb.InstanceEvent] | None = None
-        try:
-            while True:
-                reading = reading or asyncio.create_task(call.read())
-                await asyncio.wait({reading}, timeout=self._patience_s(mirror))
-                for event in mirror.expire(self._clock.now_s()):
+        self, address: Address, call: Call[WatchReply], mirror: InstanceMirror
+    ) -> AsyncGenerator[InstanceEvent, None]:
+        """The events of one stream, and of the doubts that end meanwhile: a beat comes often enough to look at them."""
+        silence_s = SILENCE_S if self._finder.several else SILENCE_OF_ONE_S
+        connection = await self._connect(address, silence_s)
+        mirror.begin()
+        async with aclosing(receive_all(connection, call, silence_s)) as messages:
+            async for message in messages:
+                for event in (*mirror.expire(self._clock.now_s()), *self._apply(mirror, message)):
                     yield event
-                if reading.done():
-                    message, reading = reading.result(), None
-                    if message is grpc.aio.EOF:
-                        return
-                    for event in self._apply(mirror, message):
-                        yield event
-        finally:
-            if reading is not None:
-                reading.cancel()
-                await asyncio.gather(reading, return_exceptions=True)
 
-    def _patience_s(self, mirror: InstanceMirror) -> float | None:
-        deadline_s = mirror.next_deadline_s()
-        return None if deadline_s is None else max(deadline_s - self._clock.now_s(), 0.0)
-
-    def _apply(self, mirror: InstanceMirror, message: pb.InstanceEvent) -> list[InstanceEvent]:
-        if message.kind == pb.InstanceEvent.SYNCED:
+    def _apply(self, mirror: InstanceMirror, message: WatchReply) -> list[InstanceEvent]:
+        if message.kind is EventKind.SYNCED:
             return mirror.synced(self._clock.now_s())
-        if message.kind == pb.InstanceEvent.DELETE:
-            return mirror.delete(message.instance.id)
+        if message.entry is None:
+            return []
+        if message.kind is EventKind.DELETE:
+            return mirror.delete(message.entry.id)
         try:
-            return mirror.put(instance_from_proto(message.instance))
+            return mirror.put(message.entry.instance())
         except InvalidRequest as error:  # a newer peer's kind of instance is nothing that this one could use
-            _log.warning("discovery.unknown_instance", instance=message.instance.id, error=error.message)
+            _log.warning("discovery.unknown_instance", instance=message.entry.id, error=error.message)
             return []
 
     # --- calls, for registrations
 
     async def enter(self, instance: Instance, ttl_s: float, deadline_s: float) -> int:
         """Register; returns the lease id. Raises MasterUnavailable at the deadline."""
-        patient = not self._finder.several
 
-        def ask(stub: membership_pb2_grpc.MembershipStub, options: dict[str, Any]) -> Awaitable[pb.RegisterReply]:
+        def call() -> Call[RegisterReply]:
             tried = instance.again() if instance.id in self._tried else instance
             self._tried.add(instance.id)
-            request = pb.RegisterRequest(instance=instance_to_proto(tried), ttl_ms=round(ttl_s * 1000))
-            call: Awaitable[pb.RegisterReply] = stub.Register(request, wait_for_ready=patient, **options)
-            return call
+            return REGISTER.call(RegisterRequest(InstanceEntry.of(tried), round(ttl_s * 1000)))
 
         try:
-            reply = await self._ask(ask, deadline_s)
-        except DeadlineExceeded as error:
-            raise MasterUnavailable(f"{self._peer} did not answer within {deadline_s:g} s; is it running?") from error
+            reply = await self._call(call, deadline_s, waits=True)
+        except NotLeader:
+            raise
+        except (MasterUnavailable, DeadlineExceeded) as error:
+            why = f"{error.message}; it did not answer within {deadline_s:g} s, is it running?"
+            raise MasterUnavailable(why) from error
         self.master_generation = reply.master_generation
-        return int(reply.lease_id)
+        return reply.lease_id
 
     async def keep_alive(self, instance: Instance, lease_id: int) -> bool:
         """Renew a lease; False if this master does not know it."""
-        request = pb.KeepAliveRequest(lease_id=lease_id, instance_id=instance.id)
-        reply = await self._ask(lambda stub, options: stub.KeepAlive(request, **options), _CALL_DEADLINE_S)
+        reply = await self._call(lambda: KEEP_ALIVE.call(LeaseRequest(lease_id, instance.id)), _CALL_DEADLINE_S)
         self.master_generation = reply.master_generation
-        return bool(reply.known)
+        return reply.known
 
     async def deregister(self, instance: Instance, lease_id: int) -> None:
         """End a lease."""
-        request = pb.DeregisterRequest(lease_id=lease_id, instance_id=instance.id)
-        await self._ask(lambda stub, options: stub.Deregister(request, **options), _CLOSE_DEADLINE_S)
+        await self._call(lambda: DEREGISTER.call(LeaseRequest(lease_id, instance.id)), _CLOSE_DEADLINE_S)
 
-    async def _ask(
-        self, ask: Callable[[membership_pb2_grpc.MembershipStub, dict[str, Any]], Awaitable[T]], deadline_s: float
-    ) -> T:
-        """Call ``ask`` of the master with the options of a call: its time-out, and the credentials.
+    async def _call(self, make: Callable[[], Call[A]], deadline_s: float, *, waits: bool = False) -> A:
+        """Make a call of the master: of several, one after the other until the leader has answered.
 
-        Of several, ask one after the other until the leader has answered.
+        ``waits`` for a single master that is away, too. ``make`` is called for each attempt that reaches a master.
         """
-        seeking = Seeking(self._finder, self._clock.now_s(), deadline_s)
+        seeking = Seeking(self._finder, self._clock.now_s(), deadline_s, waits=waits)
         while True:
             asked: Address | None = None
             try:
                 asked = await self._finder.find()
-                async with typed_errors(self._peer, MasterUnavailable):
-                    timeout_s = seeking.attempt_s(self._clock.now_s())
-                    return await ask(self._stub(asked), {"timeout": timeout_s, "metadata": self._shown_to(asked)})
+                return await self._attempt(asked, make, seeking.attempt_s(self._clock.now_s()))
             except (MasterUnavailable, DeadlineExceeded) as error:
                 pause_s = seeking.pause_s(asked, error, self._clock.now_s())
                 if pause_s is None:
                     raise
             await asyncio.sleep(pause_s)
 
-    def _shown_to(self, address: Address) -> tuple[tuple[str, str], ...]:
-        return self._finder.masters.credentials_for(address).metadata
+    async def _attempt(self, address: Address, make: Callable[[], Call[A]], timeout_s: float) -> A:
+        """One attempt. A connection without an answer is given up: the path may swallow everything."""
+        until_s = self._clock.now_s() + timeout_s
+        try:
+            link = await self._link(address, timeout_s)
+            call, left_s = make(), until_s - self._clock.now_s()
+            try:
+                reply = await link.call(call.method, call.request, call.reply_type, deadline_s=left_s)
+            except DeadlineExceeded:
+                if self._links.get(address) is link:
+                    del self._links[address]
+                link.abort()
+                raise
+        except VersionMismatch:
+            raise
+        except NodeUnavailable as error:
+            raise MasterUnavailable(f"{self._peer}: {error.message}") from error
+        return reply.message
 
-    def _stub(self, address: Address) -> membership_pb2_grpc.MembershipStub:
-        link = self._channels.get(address)
-        if link is None:
-            tls = self._finder.masters.credentials.tls.to(MASTER)
-            silence_ms = SILENCE_MS if self._finder.several else SILENCE_OF_ONE_MS
-            link = channel(address, PING_MS, silence_ms, tls)
-            self._channels[address] = link
-        return membership_pb2_grpc.MembershipStub(link)
+    async def _link(self, address: Address, timeout_s: float) -> AsyncFastConnection:
+        """The connection for calls to the master at ``address``."""
+        try:
+            async with asyncio.timeout(timeout_s), self._connecting:
+                link = self._links.get(address)
+                if link is None or link.closed:
+                    link = self._links[address] = await self._connect(address, timeout_s)
+                return link
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self._peer} did not answer in time") from None
+
+    async def _connect(self, address: Address, deadline_s: float) -> AsyncFastConnection:
+        return await greeting.connect(address, self._finder.masters.credentials_for(address), MASTER, deadline_s)
 
     def reregistered(self, instance: Instance) -> None:
         """Note that an instance had to be registered again."""

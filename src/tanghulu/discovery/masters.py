@@ -11,9 +11,9 @@ from __future__ import annotations
 from random import Random
 
 from tanghulu.discovery.etcd_client import EtcdClient, read_blocking
+from tanghulu.discovery.instance_wire import instance_from_bytes
 from tanghulu.errors import KeysMoved, MasterUnavailable, NotLeader, TanghuluError
 from tanghulu.masters import Masters
-from tanghulu.protos import common_pb2
 from tanghulu.runtime.backoff import Backoff
 from tanghulu.types import Address
 
@@ -21,10 +21,11 @@ from tanghulu.types import Address
 SEEK_PAUSE_S, SEEK_MOST_S = 0.05, 0.25
 #: How long one of several masters is waited for before the next is asked: a stopped one does not refuse.
 ATTEMPT_S = 1.5
-#: Streams to a master ask it for a sign of life; silence means that it stands still, or that the path to it swallows
+#: A master that sends nothing on a stream for so long, not even a beat, stands still, or the path to it swallows
 #: everything. A single one is waited for longer: nobody else could be asked.
-PING_MS = 1500
-SILENCE_MS, SILENCE_OF_ONE_MS = 1000, 3000
+SILENCE_S, SILENCE_OF_ONE_S = 2.5, 4.5
+#: The same of streams over gRPC, in two parts: a ping, and the wait for its answer.
+PING_MS, SILENCE_MS = 1500, 1000
 _ETCD_DEADLINE_S = 1.0
 
 
@@ -34,13 +35,13 @@ def masters_prefix(namespace: str) -> bytes:
 
 
 def leader_key(namespace: str) -> bytes:
-    """The key in etcd that holds the leader of ``namespace``, as an Instance message under its lease."""
+    """The key in etcd that holds the leader of ``namespace``, as ``instance_wire`` encodes it, under its lease."""
     return masters_prefix(namespace) + b"leader"
 
 
 def leader_in(value: bytes | None) -> Address | None:
     """The leader's address in the key's value."""
-    return Address.parse(common_pb2.Instance.FromString(value).address) if value else None
+    return instance_from_bytes(value).address if value else None
 
 
 class MasterFinder:

@@ -57,10 +57,6 @@ class InstanceMirror:
         gone = sorted(instance_id for instance_id, at_s in self._doubted.items() if at_s <= now_s)
         return [event for instance_id in gone for event in self.delete(instance_id)]
 
-    def next_deadline_s(self) -> float | None:
-        """The time at which ``expire`` has something to tell, if nothing happens before."""
-        return min(self._doubted.values(), default=None)
-
     def check(self) -> None:
         """Assert that only known instances are doubted."""
         assert self._doubted.keys() <= self._known.keys()

@@ -24,7 +24,7 @@ from tanghulu.auth.api_keys import ApiKey, ApiKeysFile, KeyRight
 from tanghulu.auth.credentials import Credentials, from_metadata
 from tanghulu.auth.places import Caller
 from tanghulu.auth.tenants import Identity
-from tanghulu.auth.tokens import TokensFile
+from tanghulu.auth.tokens import Tokens, TokensFile
 from tanghulu.errors import Forbidden, InvalidRequest, TanghuluError, Unauthorized
 from tanghulu.rpc.fast_server import AnswerStream, FastService, Handler, Peer
 from tanghulu.rpc.grpc_edge import abort, refusal
@@ -39,7 +39,7 @@ CALLER: ContextVar[Identity | None] = ContextVar("caller", default=None)
 class Authorizer:
     """Authorises the fast lane's calls: ``authorize`` a service with all its methods registered; ``watch`` revokes."""
 
-    def __init__(self, tokens: TokensFile) -> None:
+    def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
 
     def authorize(self, service: FastService) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from tanghulu.auth.credentials import Credentials
-from tanghulu.errors import TanghuluError
+from tanghulu.errors import DeadlineExceeded, TanghuluError
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Call, FastConnection
 from tanghulu.rpc.fast_server import Peer
 from tanghulu.rpc.methods import HELLO, HelloReply, HelloRequest
 from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
+from tanghulu.types import Address
 
 
 async def show(connection: AsyncFastConnection, credentials: Credentials, deadline_s: float) -> None:
@@ -17,15 +20,33 @@ async def show(connection: AsyncFastConnection, credentials: Credentials, deadli
         await greet(connection, credentials, deadline_s)
 
 
+async def connect(address: Address, credentials: Credentials, role: str, deadline_s: float) -> AsyncFastConnection:
+    """Open a connection to the process of ``role`` at ``address``, over TCP, and greet it.
+
+    Raises NodeUnavailable, DeadlineExceeded, Unauthorized, or VersionMismatch.
+    """
+    try:
+        async with asyncio.timeout(deadline_s):
+            connection = await AsyncFastConnection.connect(address, tls=credentials.tls.to(role))
+            try:
+                await greet(connection, credentials, deadline_s)
+            except BaseException:  # a cancel, too
+                connection.abort()
+                raise
+    except TimeoutError:
+        raise DeadlineExceeded(f"{address} did not answer within {deadline_s:g} s") from None
+    return connection
+
+
 async def greet(connection: AsyncFastConnection, credentials: Credentials, deadline_s: float) -> None:
-    """Greet the master at the other end; raises Unauthorized, or VersionMismatch."""
+    """Greet the process at the other end; raises Unauthorized, or VersionMismatch."""
     call = hello(credentials)
     reply = await connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s)
     require_version(reply.message.protocol_version, connection.peer)
 
 
 def hello(credentials: Credentials) -> Call[HelloReply]:
-    """The first call on a connection to a master."""
+    """The first call on a connection, for callers that need no session."""
     return HELLO.call(HelloRequest(PROTOCOL_VERSION, credentials.tenant, credentials.token))
 
 

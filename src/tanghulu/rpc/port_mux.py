@@ -87,10 +87,11 @@ class PortMux:
         await self.open()
         return address
 
-    async def bind(self, host: str, port: int, advertised_host: str = "") -> Address:
+    async def bind(self, host: str, port: int, advertised_host: str = "", flag: str = "--port") -> Address:
         """Take host:port (0 picks one) and the Unix socket, without letting anybody in yet.
 
-        Returns the address to publish, with ``advertised_host`` in place of ``host`` if given. Raises ConfigError.
+        Returns the address to publish, with ``advertised_host`` in place of ``host`` if given. Raises ConfigError that
+        names ``flag``.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -100,7 +101,7 @@ class PortMux:
             tcp = await loop.create_server(make, host, port, start_serving=False)
         except OSError as error:
             why = os.strerror(error.errno) if error.errno else error.strerror  # asyncio says the address once more
-            raise ConfigError(f"cannot listen on {host}:{port}: {why}; choose another --port") from error
+            raise ConfigError(f"cannot listen on {host}:{port}: {why}; choose another {flag}") from error
         self._servers.append(tcp)
         try:
             with _private_files():

@@ -19,7 +19,7 @@ import structlog
 
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.etcd_client import EtcdClient
-from tanghulu.discovery.instance_wire import instance_to_proto
+from tanghulu.discovery.instance_wire import instance_to_bytes
 from tanghulu.discovery.masters import masters_prefix
 from tanghulu.errors import MasterUnavailable, NotLeader
 from tanghulu.protos import etcd_pb2
@@ -54,7 +54,7 @@ class AdmittedNodes:
 
     def seen(self, nodes: Iterable[Instance]) -> None:
         """Take ``nodes`` for those that have a key in etcd, as a watch has told."""
-        self._written = {each.id: _value(each) for each in nodes}
+        self._written = {each.id: instance_to_bytes(each) for each in nodes}
 
     @property
     def ids(self) -> frozenset[str]:
@@ -68,7 +68,7 @@ class AdmittedNodes:
         Raises MasterUnavailable or NotLeader; then the node must not be let in.
         """
         async with self._lock:
-            value = _value(node)
+            value = instance_to_bytes(node)
             if node.id not in self._ids or self._written.get(node.id) != value:
                 await self._write(self._ids | {node.id}, {node.id: value})
             yield
@@ -107,7 +107,3 @@ class AdmittedNodes:
 
     def __repr__(self) -> str:
         return f"AdmittedNodes({len(self.ids)})"
-
-
-def _value(node: Instance) -> bytes:
-    return instance_to_proto(node).SerializeToString(deterministic=True)

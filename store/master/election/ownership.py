@@ -8,14 +8,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mappin
 from dataclasses import dataclass
 
 import structlog
-from google.protobuf.message import DecodeError
 
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.etcd_client import EtcdClient
-from tanghulu.discovery.instance_wire import instance_from_proto, instance_to_proto
+from tanghulu.discovery.instance_wire import instance_from_bytes, instance_to_bytes
 from tanghulu.discovery.masters import leader_key, masters_prefix
 from tanghulu.errors import InvalidRequest, KeysMoved, MasterUnavailable, NotLeader
-from tanghulu.protos import common_pb2, etcd_pb2
+from tanghulu.protos import etcd_pb2
 from tanghulu.runtime.clock import Clock
 from tanghulu.store.master.election.admitted_nodes import AdmittedNodes
 from tanghulu.store.master.election.masters_view import (
@@ -317,13 +316,13 @@ class EtcdOwnership:
         self._proofs.settle(holds=bool(self.owned))
 
     async def _announce(self, announce: Announce) -> None:
-        key, value = self._prefix + f"{MASTERS}{self._instance.id}".encode(), instance_to_proto(self._instance)
+        key, value = self._prefix + f"{MASTERS}{self._instance.id}".encode(), instance_to_bytes(self._instance)
         with contextlib.suppress(MasterUnavailable):
-            await self._client.put(key, value.SerializeToString(), announce.lease)
+            await self._client.put(key, value, announce.lease)
         self.election.done(announce, self._clock.now_s())
 
     async def _claim_lead(self, claim: ClaimLead) -> None:
-        key, value = leader_key(self._instance.namespace), instance_to_proto(self._instance).SerializeToString()
+        key, value = leader_key(self._instance.namespace), instance_to_bytes(self._instance)
         request = etcd_pb2.TxnRequest()
         request.compare.add(result=etcd_pb2.Compare.EQUAL, target=etcd_pb2.Compare.CREATE, key=key, create_revision=0)
         request.success.add(request_put=etcd_pb2.PutRequest(key=key, value=value, lease=claim.lease))
@@ -366,7 +365,7 @@ def _instance(name: str, value: bytes) -> Instance | None:
     if not value:
         return None
     try:
-        return instance_from_proto(common_pb2.Instance.FromString(value))
-    except (InvalidRequest, DecodeError) as error:
+        return instance_from_bytes(value)
+    except InvalidRequest as error:
         _log.warning("master.unknown_key", key=name, error=str(error))
         return None

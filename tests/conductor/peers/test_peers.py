@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -18,12 +19,13 @@ from tanghulu.cli import certs
 from tanghulu.conductor.main import Conductor, ConductorConfig
 from tanghulu.conductor.peers import group, wire
 from tanghulu.conductor.peers.inbox import PeerRequests
-from tanghulu.conductor.peers.outbox import MAX_PEERS, Begun, News, OwnRequests
+from tanghulu.conductor.peers.outbox import MAX_BEGUN, MAX_PEERS, Begun, News, OwnRequests
 from tanghulu.conductor.routing.in_flight import InFlightBlocks
 from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.memory import MemoryDiscovery, MemoryRegistry
-from tanghulu.errors import Forbidden, NodeUnavailable, Unauthorized
+from tanghulu.errors import Forbidden, NodeUnavailable, PeerSilent, Unauthorized
+from tanghulu.rpc import streams
 from tanghulu.session.load import WorkerLoad
 from tanghulu.types import BlockHash, InstanceId, Role
 from tests.conductor.fake_worker import FakeWorker
@@ -129,13 +131,14 @@ async def conductor(
 ) -> AsyncIterator[tuple[Conductor, httpx.AsyncClient]]:
     config = ConductorConfig(**{"port": 0, "grace_s": 0.0, **options})
     made = Conductor(config, name, CollectorRegistry())
-    async with made.running(discovery, 0):
-        attributes = {group.ATTRIBUTE: str(made.peers.address)}
-        entry = Instance(InstanceId(name), Role.CONDUCTOR, made.address, attributes=attributes)
-        registration = await discovery.register(entry)
-        async with httpx.AsyncClient(base_url=f"http://{made.address}", timeout=60, trust_env=False) as http:
-            yield made, http
-        await registration.close()
+    with tempfile.TemporaryDirectory(prefix="th-peers-") as run_dir:
+        async with made.running(discovery, 0, Path(run_dir)):
+            attributes = {group.ATTRIBUTE: str(made.peers.address)}
+            entry = Instance(InstanceId(name), Role.CONDUCTOR, made.address, attributes=attributes)
+            registration = await discovery.register(entry)
+            async with httpx.AsyncClient(base_url=f"http://{made.address}", timeout=60, trust_env=False) as http:
+                yield made, http
+            await registration.close()
 
 
 async def until(condition) -> None:
@@ -218,6 +221,29 @@ async def test_a_stream_that_breaks_is_asked_for_again_and_heals(tmp_path: Path,
             await until(lambda: len(one.dispatcher.peers) == 0)
 
 
+async def test_a_peer_that_sends_nothing_is_lost(monkeypatch: pytest.MonkeyPatch):
+    """Beats come where there is no news; without them the peer is frozen."""
+    async with MemoryDiscovery(MemoryRegistry()) as discovery, conductor(discovery, "one") as (one, _):
+        monkeypatch.setattr(streams, "BEAT_S", 0.01)
+        async with contextlib.aclosing(wire.follow(one.peers.address, Credentials())) as stream:
+            assert [(await anext(stream)).snapshot for _ in range(3)] == [True, False, False]
+        monkeypatch.setattr(streams, "BEAT_S", 60.0)
+        monkeypatch.setattr(wire, "SILENCE_S", 0.5)
+        async with contextlib.aclosing(wire.follow(one.peers.address, Credentials())) as stream:
+            assert (await anext(stream)).snapshot
+            with pytest.raises(PeerSilent):
+                await anext(stream)
+
+
+def test_a_snapshot_comes_in_messages_of_bounded_size():
+    whole = News(True, [begun(str(n)) for n in range(2 * MAX_BEGUN + 1)], ["p"], ["f"])
+    first, second, third = whole.parts()
+    assert [each.snapshot for each in (first, second, third)] == [True, False, False]
+    assert [*first.begun, *second.begun, *third.begun] == whole.begun
+    assert (len(first.begun), first.freed, third.prefilled, third.freed) == (MAX_BEGUN, (), ["p"], ["f"])
+    assert list(News(False, [], [], ["f"]).parts()) == [News(False, [], [], ["f"])]
+
+
 async def test_a_peer_that_does_not_come_back_is_forgotten(monkeypatch: pytest.MonkeyPatch):
     """Its registration stays; its stream does not."""
     monkeypatch.setattr(group, "FORGET_AFTER_S", 0.1)
@@ -243,7 +269,7 @@ async def test_with_certificates_the_streams_are_encrypted(tmp_path: Path):
             no_certificate = Credentials("", "secret", TlsFiles(ca=authority.ca))
             for credentials in (plain, no_certificate):
                 with pytest.raises(NodeUnavailable):
-                    await anext(wire.follow(two.peers.address, "three", credentials))
+                    await anext(wire.follow(two.peers.address, credentials))
             two.dispatcher.own.freed("r")
 
 
@@ -265,7 +291,7 @@ async def test_only_conductors_are_told_where_certificates_name_roles(tmp_path: 
             await until(lambda: len(one.dispatcher.peers) == 1)
             worker = Credentials("", "secret", TlsFiles(*files["worker"], ca))
             with pytest.raises(Forbidden, match="needs the certificate of a conductor"):
-                await anext(wire.follow(two.peers.address, "three", worker))
+                await anext(wire.follow(two.peers.address, worker))
             two.dispatcher.own.freed("r")
 
 
@@ -276,7 +302,7 @@ async def test_only_who_shows_the_clusters_token_is_told(tmp_path: Path):
             await until(lambda: len(one.dispatcher.peers) == 1)
             for token in ("", "guess"):
                 with pytest.raises(Unauthorized):
-                    await anext(wire.follow(two.peers.address, "three", Credentials("", token)))
+                    await anext(wire.follow(two.peers.address, Credentials("", token)))
                 with pytest.raises(Unauthorized):
                     await wire.abort(two.peers.address, None, "", Credentials("", token))
             two.dispatcher.own.freed("r")

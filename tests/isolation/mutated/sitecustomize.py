@@ -10,6 +10,7 @@ from tanghulu.conductor.grpc_api import servicer
 from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.peers import wire
 from tanghulu.conductor.routing_service import grpc_api
+from tanghulu.discovery import membership
 from tanghulu.runtime.metrics_server import MetricsAuthorizer
 from tanghulu.session import messages
 from tanghulu.store.gateway.gateway import Gateway
@@ -21,10 +22,10 @@ from tanghulu.workers.kv import peer_methods
 for _rule in (
     methods.EVICT.rule,
     methods.ANNOUNCE.rule,
-    methods.MASTER_GRPC_RULES["/tanghulu.v1.Membership/Register"],
+    membership.REGISTER.rule,
     peer_methods.EXPORT_PIN.rule,
     messages.DESCRIBE.rule,
-    wire.RULES["/tanghulu.v1.ConductorPeer/Follow"],
+    wire.FOLLOW.rule,
 ):
     object.__setattr__(_rule, "right", None)
 object.__setattr__(methods.EXISTS.rule, "scope", None)

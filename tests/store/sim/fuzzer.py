@@ -18,18 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
 import msgspec
-from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import Message
 
 import tanghulu
+from tanghulu.discovery import membership
 from tanghulu.errors import InvalidRequest, TanghuluError, VersionMismatch
-from tanghulu.protos import membership_pb2
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import HEAD, PREAMBLE, FrameReader, encode_head
 from tanghulu.rpc.versions import PROTOCOL_VERSION
-from tanghulu.rpc.wire import Failure, FastMessage, encode, parser_of
+from tanghulu.rpc.wire import Failure, encode, parser_of
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, Removal
 from tanghulu.store.protocol.directory_messages import PlaceRequest
@@ -41,14 +38,8 @@ from tests.store.cluster import Cluster, Process, eventually
 #: Without DRAIN: a node that was told to drain rightly takes nothing any more.
 METHODS: dict[int, type[Any]] = {
     method.number: method.request
-    for method in methods.METHODS
+    for method in (*methods.METHODS, *membership.METHODS)
     if method is not methods.DRAIN and method.request is not bytes
-}
-GRPC: dict[str, type[Message]] = {
-    "/tanghulu.v1.Membership/KeepAlive": membership_pb2.KeepAliveRequest,
-    "/tanghulu.v1.Membership/Deregister": membership_pb2.DeregisterRequest,
-    "/tanghulu.v1.Membership/Register": membership_pb2.RegisterRequest,
-    "/tanghulu.v1.Membership/Watch": membership_pb2.WatchRequest,
 }
 _INTERESTING = (0, 1, 2, 127, 128, 255, 1 << 15, (1 << 16) - 1, 1 << 24, (1 << 31) - 1, 1 << 31, (1 << 32) - 1)
 _WORDS = ("", "k0", "fuzz/a", "fuzz/" + "x" * 2000, "\x00", "ключ", "kv/", "node-1-abc", "lru", "no-such", "a/b/c")
@@ -169,9 +160,10 @@ class Mutator:
 
     def body(self, kind: type[Any]) -> bytes:
         """The bytes of a message of ``kind``, odd or not quite one."""
-        if issubclass(kind, FastMessage):
-            return msgspec.msgpack.encode(self._odd(msgspec.inspect.type_info(kind)))
-        return self.message(kind).SerializeToString()
+        fields = self._odd(msgspec.inspect.type_info(kind))
+        if kind is membership.RegisterRequest and isinstance(fields, list):
+            fields[1:2] = [200]  # ms: an instance that nobody is would be taken for a node until its lease ends
+        return msgspec.msgpack.encode(fields)
 
     def _odd(self, info: Any) -> Any:
         """What stands for a value of that type in a message: of the type, mostly, and of odd size or value."""
@@ -206,45 +198,6 @@ class Mutator:
         }
         return odd[type(info)]
 
-    def message(self, kind: type[Message], depth: int = 0) -> Message:
-        """A message of ``kind`` with odd values in some of its fields."""
-        message = kind()
-        for each in message.DESCRIPTOR.fields:
-            if self.rng.random() < 0.6 and depth < 4:
-                self._fill(message, each, depth)
-        return message
-
-    def _fill(self, message: Message, each: FieldDescriptor, depth: int) -> None:
-        rng, target = self.rng, getattr(message, each.name)
-        repeated = hasattr(target, "append") and not isinstance(target, str | bytes)
-        if each.message_type is not None:
-            if each.message_type.GetOptions().map_entry:
-                target[rng.choice(_WORDS)] = rng.choice(_WORDS)
-            elif repeated:
-                for _ in range(rng.choice((0, 1, 3))):
-                    target.add().CopyFrom(self.message(each.message_type._concrete_class, depth + 1))
-            else:
-                target.CopyFrom(self.message(each.message_type._concrete_class, depth + 1))
-        elif repeated:
-            target.extend(self._scalar(each) for _ in range(rng.choice((0, 1, 4, 300))))
-        else:
-            setattr(message, each.name, self._scalar(each))
-
-    def _scalar(self, each: FieldDescriptor) -> Any:
-        rng, kind = self.rng, each.cpp_type
-        if kind == FieldDescriptor.CPPTYPE_STRING:
-            text = rng.choice(_WORDS)
-            return rng.randbytes(rng.choice((0, 3, 900))) if each.type == FieldDescriptor.TYPE_BYTES else text
-        if kind == FieldDescriptor.CPPTYPE_BOOL:
-            return rng.random() < 0.5
-        if kind in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
-            return rng.choice((0.0, -1.0, 1e300, float("nan"), float("inf")))
-        if kind == FieldDescriptor.CPPTYPE_ENUM:
-            return rng.choice((0, 1, 2, 3, 99))
-        bits = 32 if kind in (FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_UINT32) else 64
-        most = (1 << bits) - 1 if kind in (FieldDescriptor.CPPTYPE_UINT32, FieldDescriptor.CPPTYPE_UINT64) else 100
-        return rng.choice((0, 1, 5, 1000, most, most >> 1, rng.randrange(most + 1)))
-
 
 def decode_in_process(mutator: Mutator, num: int) -> None:
     """The decoders take anything: frames, InvalidRequest or, of a HELLO, VersionMismatch come out, nothing else."""
@@ -267,24 +220,21 @@ class Fuzzer:
 
     mutator: Mutator
     cluster: Cluster
-    counts: dict[str, int] = field(default_factory=lambda: {"connections": 0, "frames": 0, "calls": 0, "errors": 0})
+    counts: dict[str, int] = field(default_factory=lambda: {"connections": 0, "frames": 0})
 
     @property
     def targets(self) -> list[Process]:
         return [self.cluster.master, *self.cluster.nodes]
 
     def run(self, seconds: float, look: Callable[[], None], least: int = 0) -> None:
-        """For ``seconds``, and until ``least`` frames and calls were sent; ``look`` is called about once a second."""
+        """For ``seconds``, and until ``least`` frames were sent; ``look`` is called about once a second."""
         until_s, looked_s = time.monotonic() + seconds, 0.0
-        with contextlib.ExitStack() as stack:
-            channels = [stack.enter_context(grpc.insecure_channel(each.address)) for each in self.targets]
-            while time.monotonic() < until_s or min(self.counts["frames"], self.counts["calls"]) < least:
-                for target, channel in zip(self.targets, channels, strict=True):
-                    self._connection(target)
-                    self._call(channel)
-                if time.monotonic() > looked_s + 1.0:
-                    look()
-                    looked_s = time.monotonic()
+        while time.monotonic() < until_s or self.counts["frames"] < least:
+            for target in self.targets:
+                self._connection(target)
+            if time.monotonic() > looked_s + 1.0:
+                look()
+                looked_s = time.monotonic()
         look()
 
     def _open(self, target: Process) -> socket.socket:
@@ -315,35 +265,8 @@ class Fuzzer:
                 while sock.recv(1 << 16):
                     pass
 
-    def _call(self, channel: grpc.Channel) -> None:
-        rng = self.mutator.rng
-        path, kind = rng.choice(list(GRPC.items()))
-        data = self.mutator.message(kind).SerializeToString()
-        if rng.random() < 0.4:
-            data = self.mutator.bytes_like(data)
-        self.counts["calls"] += 1
-        if "Register" in path:  # an instance that nobody is would be taken for a node until its lease ends
-            with contextlib.suppress(Exception):
-                request = membership_pb2.RegisterRequest.FromString(data)
-                request.ttl_ms = min(request.ttl_ms, 200)
-                data = request.SerializeToString()
-        streams = path.endswith("Watch")
-        make = channel.unary_stream if streams else channel.unary_unary
-        call: Any = make(path, request_serializer=_same, response_deserializer=_same)
-        try:
-            answer = call(data, timeout=0.3)
-            if streams:
-                next(answer, None)
-                answer.cancel()
-        except grpc.RpcError:
-            self.counts["errors"] += 1
-
 
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
-
-
-def _same(data: bytes) -> bytes:
-    return data
 
 
 def hello(rng: random.Random) -> bytes:
