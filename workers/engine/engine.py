@@ -23,7 +23,7 @@ from tanghulu.workers.engine.block_pool import DEFAULT_EVICTION, BlockPool
 from tanghulu.workers.engine.kv_layout import KvBlocks, KvLayout
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.engine.phase_times import PhaseBook
-from tanghulu.workers.engine.prompt_scores import PromptScores
+from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 from tanghulu.workers.engine.requests import EngineRequest, EngineRequestState
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, KvExport, StepPlan
@@ -39,7 +39,7 @@ class Computed(Struct, frozen=True):
     sampled: Sampled
     forward_s: float
     sample_s: float
-    scores: tuple[PromptScores, ...] = ()
+    scores: tuple[PromptScoreArrays, ...] = ()
 
 
 class ModelRunner(Protocol):

@@ -9,7 +9,7 @@ from msgspec import Struct
 from tanghulu.session.outputs import Output, TokenLogprobs
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
-from tanghulu.workers.engine.prompt_scores import PromptScores
+from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 from tanghulu.workers.engine.step_model import NO_WORK, StepWork
 from tanghulu.workers.engine.step_plan import CommittedBlock
 
@@ -50,7 +50,7 @@ class StepResult(Struct, frozen=True):
     kv_events: tuple[KvEvent, ...] = ()
     timings: StepTimings = StepTimings()
     work: StepWork = NO_WORK
-    scores: tuple[PromptScores, ...] = ()
+    scores: tuple[PromptScoreArrays, ...] = ()
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
 

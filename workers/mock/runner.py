@@ -19,7 +19,7 @@ import xxhash
 from tanghulu.session.outputs import TokenLogprobs
 from tanghulu.workers.engine.engine import Computed
 from tanghulu.workers.engine.kv_layout import KvLayout, KvMemory
-from tanghulu.workers.engine.prompt_scores import PromptScores
+from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.step_plan import ScheduledRun, StepPlan
 from tanghulu.workers.engine.step_result import Sampled
@@ -133,10 +133,10 @@ class MockRunner:
     def _logprob(self) -> float:
         return -math.log(len(self._text_ids))
 
-    def _scores(self, plan: StepPlan) -> tuple[PromptScores, ...]:
+    def _scores(self, plan: StepPlan) -> tuple[PromptScoreArrays, ...]:
         """Return the scores that the plan's runs owe, of the same distribution."""
         owing = [run for run in plan.runs if run.request.scoring is not None]
-        found = [scores for run in owing if (scores := PromptScores.of(run, len(self._text_ids))) is not None]
+        found = [scores for run in owing if (scores := PromptScoreArrays.of(run, len(self._text_ids))) is not None]
         for scores in found:
             for values in (scores.logprobs, scores.top_logprobs, scores.asked_logprobs):
                 values.fill(self._logprob)

@@ -20,7 +20,6 @@ import structlog
 from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError
 from tanghulu.rpc.fast_server import NO_ANSWER, AnswerStream, FastService, Later, Peer
 from tanghulu.rpc.versions import require_version
-from tanghulu.session import outputs
 from tanghulu.session.load import PeerRead
 from tanghulu.session.messages import (
     SESSION,
@@ -34,10 +33,10 @@ from tanghulu.session.messages import (
     Submit,
     ToWorker,
 )
-from tanghulu.session.outputs import KvSource
+from tanghulu.session.outputs import KvSource, PromptScores
 from tanghulu.types import BlockHash, InstanceId, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
-from tanghulu.workers.engine.prompt_scores import PromptScores
+from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.sessions.port import MakesRequests, RequestT, SessionEngine
 from tanghulu.workers.sessions.untold import Untold
@@ -63,7 +62,7 @@ class ConductorSession:
     requests: set[RequestId] = field(default_factory=set)
     untold: Untold = field(default_factory=Untold)
     welcome: SessionWelcome | None = None
-    scores: deque[outputs.PromptScores] = field(default_factory=deque)
+    scores: deque[PromptScores] = field(default_factory=deque)
     telling: asyncio.TimerHandle | None = None
     is_due: bool = False
     will_write: bool = False
@@ -287,7 +286,7 @@ class SessionHub(Generic[RequestT]):
         reads = [read for report in reports for read in report.load.shared.reads]
         self._tell_all(events, reports[-1].load, reads, len(reports))
 
-    def _keep_scores(self, scores: Iterable[PromptScores]) -> None:
+    def _keep_scores(self, scores: Iterable[PromptScoreArrays]) -> None:
         for each in scores:
             owner = self._owners.get(each.request_id)
             if owner is not None:

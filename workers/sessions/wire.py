@@ -11,18 +11,17 @@ from msgspec import structs
 
 from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import TokenSequence, as_tokens, root_hash
-from tanghulu.session import outputs
 from tanghulu.session.load import WorkerLoad
 from tanghulu.session.messages import PullAhead, SessionWelcome, Submit
 from tanghulu.session.model_card import ModelCard
-from tanghulu.session.outputs import KvChange, KvSource
+from tanghulu.session.outputs import KvChange, KvSource, PromptScores
 from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent, KvEventKind
 from tanghulu.workers.engine.grammar import Grammar, GrammarCompiler, GrammarKind
 from tanghulu.workers.engine.kv_layout import BlockShape
 from tanghulu.workers.engine.probe import PRIORITY
-from tanghulu.workers.engine.prompt_scores import PromptScores
+from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.sessions.beats import BEAT_S
 from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets
@@ -106,13 +105,13 @@ class RequestFactory:
         return self._grammars.compile(GrammarKind(kind), text)
 
 
-def score_messages(scores: PromptScores) -> Iterator[outputs.PromptScores]:
+def score_messages(scores: PromptScoreArrays) -> Iterator[PromptScores]:
     """Make the messages of a prompt's log probabilities, none of more than about `MAX_SCORES_BYTES`."""
     each = 8 + 8 * scores.num_top + 4 * len(scores.asked)
     most = max(1, MAX_SCORES_BYTES // each)
     for start in range(0, len(scores.targets), most):
         part = scores.part(start, start + most)
-        yield outputs.PromptScores(
+        yield PromptScores(
             part.request_id,
             part.position,
             part.logprobs.astype("<f4").tobytes(),

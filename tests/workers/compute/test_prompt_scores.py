@@ -13,7 +13,7 @@ from tanghulu.session.sampling import PromptScoring, Sampling, StopRule
 from tanghulu.workers.compute import prompt_scoring
 from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.engine.engine import EngineCore
-from tanghulu.workers.engine.prompt_scores import PromptScores
+from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 from tests.workers.tiny import BLOCK, VOCAB, engine, request, write_tiny
 
 PROMPT = [2 + (i * 7) % (VOCAB - 2) for i in range(5 * BLOCK + 3)]
@@ -29,16 +29,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, torch.Tensor]
     return made.load(), torch.log_softmax(logits, dim=-1)
 
 
-def _scores(core: EngineCore, name: str, start: int = 1, num_top: int = 3, **more: object) -> list[PromptScores]:
+def _scores(core: EngineCore, name: str, start: int = 1, num_top: int = 3, **more: object) -> list[PromptScoreArrays]:
     sampling = Sampling(temperature=0, num_logprobs=num_top, logprob_token_ids=ASKED)
     core.add(request(name, PROMPT, 2, sampling=sampling, scoring=PromptScoring(start, num_top), **more))  # type: ignore[arg-type]
-    found: list[PromptScores] = []
+    found: list[PromptScoreArrays] = []
     while core.scheduler.has_work:
         found += core.step().scores
     return found
 
 
-def _check(parts: list[PromptScores], expected: torch.Tensor, start: int) -> None:
+def _check(parts: list[PromptScoreArrays], expected: torch.Tensor, start: int) -> None:
     """``parts`` are those of all positions from ``start`` on, once each, in order."""
     assert [part.position for part in parts] == [start, *(part.end for part in parts[:-1])]
     assert parts[-1].end == len(PROMPT)
