@@ -241,7 +241,8 @@ def test_no_secret_is_in_logs_in_ps_or_in_the_state(secure: Secure) -> None:
 
 
 def _ask(address: Address, method: Method[Any, Any], request: Any, tls: TlsFiles) -> None:
-    FastConnection(address, tls=tls).call(method.number, request, method.reply, deadline_s=10)
+    with closing(FastConnection(address, tls=tls)) as connection:
+        connection.call(method.number, request, method.reply, deadline_s=10)
 
 
 def _operator(secure: Secure) -> list[str]:
