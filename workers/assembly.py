@@ -19,13 +19,14 @@ import structlog
 
 from tanghulu.auth.certificate_roles import WORKER
 from tanghulu.auth.tokens import TokensFile
-from tanghulu.protos import common_pb2, session_pb2, session_pb2_grpc
 from tanghulu.rpc.authorizer import Authorizer, GrpcAuthorizer
 from tanghulu.rpc.fast_server import FastService
+from tanghulu.rpc.methods import EndReply
 from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.process import Process, host_id
 from tanghulu.runtime.tasks import beside
+from tanghulu.session.model_card import ModelCard
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.engine import TransferEngine
@@ -43,7 +44,6 @@ from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.step_plan import KvExport
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
-from tanghulu.workers.kv.peer_methods import WORKER_GRPC_RULES
 from tanghulu.workers.kv.peer_reader import PeerReader
 from tanghulu.workers.kv.peer_server import KvIdentity, PeerServer
 from tanghulu.workers.kv.ports import HostBlocks, KvPorts
@@ -51,9 +51,9 @@ from tanghulu.workers.kv.store_adapter import StoreAdapter
 from tanghulu.workers.loading.loaded_model import LoadedModel
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.sessions.beats import EngineBeats
+from tanghulu.workers.sessions.calls import WorkerCalls
 from tanghulu.workers.sessions.reports import EngineReports
 from tanghulu.workers.sessions.server import SessionHub
-from tanghulu.workers.sessions.servicer import WorkerServicer
 from tanghulu.workers.sessions.wire import RequestFactory, model_card
 
 _log = structlog.get_logger(__name__)
@@ -95,7 +95,7 @@ class WorkerServer:
         process, config = self._process, self._config
         service = FastService(max_connections=config.max_connections)
         tokens = None if config.tokens is None else TokensFile(config.tokens)
-        grpc_authorizer = None if tokens is None else GrpcAuthorizer(tokens, WORKER_GRPC_RULES)
+        grpc_authorizer = None if tokens is None else GrpcAuthorizer(tokens, {})
         self._tls = config.server_tls()
         port = PortMux(service, process.run_dir, "worker", grpc_authorizer, self._tls)
         self.address = await port.bind(config.host, config.port, config.reachable_host)
@@ -119,6 +119,7 @@ class WorkerServer:
             self._peers.release,
         )
         self._hub.serve(service)
+        WorkerCalls(self._card(core), self._drop_cached, self._probe.run, self._end).serve(service)
         if tokens is not None:
             authorizer = Authorizer(tokens)
             authorizer.authorize(service)
@@ -128,9 +129,6 @@ class WorkerServer:
         stack.push_async_callback(self._stop_engine)
         stack.callback(self._reports.close)
         await stack.enter_async_context(beside(self._beats.run()))
-        session_pb2_grpc.add_WorkerServicer_to_server(
-            WorkerServicer(self._card(core), self._drop_cached, self._probe.run, self._end), port.grpc_server
-        )
         await port.open()
         stack.push_async_callback(port.close)
         stack.callback(self._hub.close)
@@ -252,7 +250,7 @@ class WorkerServer:
         self._peers.address, self._peers.unix_path = str(self.address), self.unix_path
         await stack.enter_async_context(beside(self._peers.sweep()))
 
-    def _card(self, core: EngineCore) -> session_pb2.ModelCard:
+    def _card(self, core: EngineCore) -> ModelCard:
         loaded = self._loaded
         return model_card(
             loaded.layout,
@@ -260,7 +258,6 @@ class WorkerServer:
             name=loaded.name,
             fingerprint=loaded.fingerprint,
             block_hash=self._config.block_hash,
-            num_blocks=core.cache.num_blocks,
             context_length=core.scheduler.max_tokens,
             vocab_size=core.runner.vocab,
             secret_check=self._secret.check_value,
@@ -291,10 +288,10 @@ class WorkerServer:
         shutil.rmtree(self._process.run_dir, ignore_errors=True)
         os._exit(1)
 
-    def _end(self) -> common_pb2.EndReply:
+    def _end(self) -> EndReply:
         """Have the process end in order, as SIGTERM does."""
         self._process.stopping.set()
-        return common_pb2.EndReply(num_requests=self._hub.num_requests, grace_s=self._config.grace_s)
+        return EndReply(num_requests=self._hub.num_requests, grace_s=self._config.grace_s)
 
     async def _drop_cached(self) -> int:
         return await self._thread.call(lambda core: core.drop_cached())

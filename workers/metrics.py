@@ -80,8 +80,8 @@ class WorkerMetrics:
                 self.step_seconds.observe(timings.schedule_s + timings.forward_s + timings.sample_s)
             for output in result.outputs:
                 generated += len(output.tokens)
-                if output.finish_reason is not None:
-                    self.requests.labels(output.finish_reason.value).inc()
+                if output.finish is not None:
+                    self.requests.labels(output.finish.value).inc()
         self.computed_tokens.inc(computed)
         self.preemptions.inc(preempted)
         self.generated_tokens.inc(generated)
@@ -90,8 +90,8 @@ class WorkerMetrics:
         self.load(reports[-1].load)
 
     def load(self, load: EngineLoad) -> None:
-        self.requests_running.set(load.num_running)
-        self.requests_waiting.set(load.num_waiting)
+        self.requests_running.set(load.shared.num_running)
+        self.requests_waiting.set(load.shared.num_waiting - load.num_fetching)
         self.requests_fetching.set(load.num_fetching)
         self.blocks_in_use.set(load.blocks_in_use)
         self.blocks_cached.set(load.blocks_cached)

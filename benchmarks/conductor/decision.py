@@ -31,11 +31,11 @@ from tanghulu.conductor.index.hash_cache import HashCache
 from tanghulu.conductor.index.prefix_index import Stored
 from tanghulu.conductor.routing.policies.base import RequestView
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES, make_policy
-from tanghulu.conductor.routing.requests import WorkerLoad
 from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.conductor.routing.worker_views import WorkerViews
 from tanghulu.hashing import Tokens, TokenSequence, root_hash
 from tanghulu.runtime import garbage
+from tanghulu.session.load import WorkerLoad
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, Place, Role
 
 BLOCK_TOKENS = 64

@@ -20,9 +20,9 @@ from tanghulu.conductor.index.prefix_index import PrefixIndex, Stored
 from tanghulu.conductor.routing.in_flight import InFlightBlocks
 from tanghulu.conductor.routing.policies.base import RequestView
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES, make_policy
-from tanghulu.conductor.routing.requests import WorkerLoad
 from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.conductor.routing.worker_views import shortlist
+from tanghulu.session.load import WorkerLoad
 from tanghulu.types import BlockHash, InstanceId, Place, Role
 
 BLOCK_TOKENS = 64

@@ -127,8 +127,9 @@ class Tanghulu:
 
     def _add(self, prompt: list[int], num_new: int) -> None:
         from tanghulu.hashing import TokenSequence, root_hash
+        from tanghulu.session.sampling import Sampling, StopRule
         from tanghulu.types import Fingerprint, RequestId
-        from tanghulu.workers.engine.requests import EngineRequest, SamplingParams, StopParams
+        from tanghulu.workers.engine.requests import EngineRequest
 
         self._number += 1
         root = root_hash(Fingerprint(self._number.to_bytes(16, "little")))
@@ -137,8 +138,8 @@ class Tanghulu:
                 RequestId(str(self._number)),
                 TokenSequence(root, 64, prompt),
                 len(prompt),
-                SamplingParams(temperature=0),
-                StopParams(num_new, ignore_eos=True),
+                Sampling(temperature=0),
+                StopRule(num_new, ignore_eos=True),
             )
         )
 

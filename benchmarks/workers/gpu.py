@@ -32,6 +32,8 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.common.report import keep
 from tanghulu.hashing import TokenSequence, root_hash
+from tanghulu.session.outputs import KvSource, PrefixHolder
+from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.transfer_engine.gpu.staging import StagingRing, make_copier
 from tanghulu.types import BlockHash, Fingerprint, RequestId
 from tanghulu.workers.compute.attention.backends import AttentionNeeds, pick_attention
@@ -40,7 +42,7 @@ from tanghulu.workers.compute.device_runner import DeviceRunner
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.models.registry import Model, load_model, pick_dtype
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
-from tanghulu.workers.engine.requests import EngineRequest, PeerExport, PeerPrefix, SamplingParams, StopParams
+from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
@@ -148,10 +150,10 @@ class NoPeers:
     def read(self, parts: Sequence[ExportPart], buffers: Sequence[memoryview]) -> int:
         return 0
 
-    def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+    def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         return 0
 
-    def release(self, peer: PeerExport, bytes_read: int = 0, *, keep: bool = False) -> None:
+    def release(self, peer: KvSource, bytes_read: int = 0, *, keep: bool = False) -> None:
         pass
 
 
@@ -171,7 +173,7 @@ class Bench:
 
     def request(self, tokens: Sequence[int], num_new: int) -> EngineRequest:
         sequence = TokenSequence(ROOT, self.block_tokens, list(tokens))
-        sampling, stop = SamplingParams(temperature=0), StopParams(num_new, ignore_eos=True)
+        sampling, stop = Sampling(temperature=0), StopRule(num_new, ignore_eos=True)
         return EngineRequest(RequestId(str(next(self._numbers))), sequence, len(tokens), sampling, stop)
 
     def prompt(self, length: int, seed: int) -> list[int]:
@@ -334,7 +336,7 @@ class Served:
         taken = time.perf_counter() - start_s
         self.thread.post(lambda core: None)
         self._wait(lambda report: report.load.blocks_in_use == 0)
-        return taken, output.num_cached_tokens
+        return taken, output.cached_tokens
 
     def flush(self) -> None:
         self.thread.post(lambda core: (core.drop_cached(), None)[1])

@@ -50,22 +50,15 @@ from tanghulu.conductor.peers.inbox import PeerRequests
 from tanghulu.conductor.peers.outbox import NOBODY, Begun, OwnRequests
 from tanghulu.conductor.routing.overrides import RoutingPolicies
 from tanghulu.conductor.routing.profiles import ProfileFile
-from tanghulu.conductor.routing.requests import (
-    NO_TIMEOUTS,
-    GenerationRequest,
-    KvSource,
-    Output,
-    PrefixSource,
-    SessionWelcome,
-    Step,
-    Timeouts,
-)
+from tanghulu.conductor.routing.requests import NO_TIMEOUTS, GenerationRequest, PromptLogprobs, Timeouts
 from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.conductor.stories.book import StoryBook
 from tanghulu.conductor.stories.story import Story
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.runtime.clock import Clock
+from tanghulu.session.messages import SessionWelcome, StepOutput
+from tanghulu.session.outputs import KvSource, Output, PrefixHolder
 from tanghulu.types import InstanceId, Place, RequestId
 
 _log = structlog.get_logger(__name__)
@@ -107,7 +100,7 @@ class _Entry:
     deadlines: Deadlines
     wire_id: str = ""
     rest_tokens: int = 0
-    holder: PrefixSource | None = None
+    holder: PrefixHolder | None = None
     #: Leading blocks that each worker had when the prefill began.
     holders: Mapping[InstanceId, int] = field(default_factory=dict)
     num_blocks: int = 0
@@ -238,14 +231,14 @@ class Dispatcher:
         self._metrics.workers.labels(worker.role.value).inc()
         self._pump()
 
-    def worker_step(self, worker: RegisteredWorker, step: Step) -> None:
+    def worker_step(self, worker: RegisteredWorker, step: StepOutput) -> None:
         """Hand each request its part of the step."""
         now_s = self._clock.now_s()
         for output in step.outputs:
-            worker.load.heard_of(output.wire_id)
-            self.router.heard(output.wire_id, len(output.tokens))
-            self.own.prefilled(output.wire_id)
-            entry = self._submissions.get(output.wire_id)
+            worker.load.heard_of(output.request_id)
+            self.router.heard(output.request_id, len(output.tokens))
+            self.own.prefilled(output.request_id)
+            entry = self._submissions.get(output.request_id)
             if entry is not None:
                 if output.tokens or output.phases is not None:
                     self._observe(entry, output, now_s)
@@ -254,9 +247,9 @@ class Dispatcher:
             elif output.source is not None:  # the request ended while the hand-over was on its way here
                 self._release(worker.id, output.source.export_id)
         for begun in step.begun:
-            self._pass_on(begun.wire_id, partial(Flight.on_begun, source=begun.source))
-        for wire_id, scores in step.scores:
-            self._pass_on(wire_id, partial(Flight.on_scores, scores=scores))
+            self._pass_on(begun.request_id, partial(Flight.on_begun, source=begun.source))
+        for scores in step.scores:
+            self._pass_on(scores.request_id, partial(Flight.on_scores, scores=PromptLogprobs.of(scores)))
         if step.load is not None:
             worker.load.report(step.load, step.submits_taken)
             self.router.note_reads(worker, step.load.reads)

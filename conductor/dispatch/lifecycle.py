@@ -26,20 +26,13 @@ from enum import Enum
 from typing import Final
 
 import numpy as np
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
 
-from tanghulu.conductor.routing.requests import (
-    FinishReason,
-    GenerationRequest,
-    KvSource,
-    Output,
-    OutputKind,
-    PromptLogprobs,
-    TokenLogprobs,
-    WantedPromptLogprobs,
-)
+from tanghulu.conductor.routing.requests import GenerationRequest, PromptLogprobs
 from tanghulu.errors import NodeUnavailable, Overloaded, RequestKillsWorkers, TanghuluError
 from tanghulu.hashing import Tokens, TokenSequence
+from tanghulu.session.outputs import FinishReason, KvSource, Output, TokenLogprobs
+from tanghulu.session.sampling import PromptScoring
 from tanghulu.types import InstanceId
 
 #: Workers that may die in a row under a request that brings no token.
@@ -94,6 +87,8 @@ class FlightEvent(Enum):
 #: Losses that count as a move in a row.
 _COUNTED = frozenset({Loss.DEATH, Loss.SILENCE, Loss.TROUBLE})
 _S, _E = FlightState, FlightEvent
+#: Ends of a submission that are none of the request.
+_TROUBLE = frozenset({FinishReason.ERROR, FinishReason.ABORTED})
 _LIVE = (_S.PREFILLING, _S.HANDING_OVER, _S.DECODING)
 _BEFORE_DECODE = (_S.QUEUED, _S.PREFILLING, _S.HANDING_OVER)
 TRANSITIONS: dict[tuple[FlightState, FlightEvent], FlightState] = {
@@ -173,7 +168,7 @@ class DeliverTokens(Struct, frozen=True):
     """New tokens for the client. With ``ends_in_stop_token`` the last one counts but is not text."""
 
     tokens: Sequence[int]
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     ends_in_stop_token: bool = False
 
 
@@ -290,33 +285,36 @@ class Flight:
         return [self._submit_to(worker, False, None if own else source), *release, *self._forgo()]
 
     def on_output(self, output: Output) -> list[Instruction]:
-        assert output.wire_id == self.wire_id
+        assert output.request_id == self.wire_id
         assert self.state in _LIVE
-        kind = output.kind
-        if kind in (OutputKind.ERROR, OutputKind.ABORTED) or (kind is OutputKind.HANDED_OVER and not self._hand_over):
+        finish, source = output.finish, output.source
+        is_handed_over = finish is FinishReason.HANDED_OVER
+        if finish in _TROUBLE or (is_handed_over and (source is None or not self._hand_over)):
             return self._on_trouble(output)
         if output.tokens and self.scoring is not None:
             return self.fail(NodeUnavailable(f"worker {self.worker} gives no log probabilities of prompts"))
-        if self.cached_tokens is None and (output.tokens or kind is not OutputKind.TOKENS):
+        if self.cached_tokens is None and (output.tokens or finish is not None):
             self.cached_tokens = output.cached_tokens
         instructions = self._take(output)
-        if kind is OutputKind.HANDED_OVER:
-            return instructions + self._on_handed_over(output)
+        if is_handed_over:
+            return instructions + self._on_handed_over(source)
         if output.tokens and self.state is not FlightState.DECODING and not self._hand_over:
             self._step(FlightEvent.FIRST_TOKEN)
             self.source = None
-        if kind is not OutputKind.TOKENS:
-            return [*instructions, *self._let_go(), self._finish(kind, output.stop_token)]
+        if finish is not None:
+            stop_token = output.stop_token if finish is FinishReason.STOP else None
+            end = self._end(FlightEvent.FINISH, finish, stop_token=stop_token)
+            return [*instructions, *self._let_go(), end]
         return instructions
 
     @property
-    def scoring(self) -> WantedPromptLogprobs | None:
+    def scoring(self) -> PromptScoring | None:
         """What is still owed of the prompt's own log probabilities, by whoever gets the request next."""
         wanted = self.request.scoring
         if wanted is None:
             return None
         start = max(wanted.start, self.num_scored)
-        return WantedPromptLogprobs(start, wanted.num_top) if start < len(self.request.prompt) else None
+        return PromptScoring(start, wanted.num_top) if start < len(self.request.prompt) else None
 
     @property
     def owed(self) -> GenerationRequest:
@@ -389,17 +387,18 @@ class Flight:
         self.lost_at = None
         if not self._hand_over:  # a prefill's one token shows nothing of those that are to decode
             self.num_moves = self.num_kills = 0
-        hidden = output.kind is OutputKind.STOP and output.tokens[-1] == output.stop_token
+        hidden = output.finish is FinishReason.STOP and output.tokens[-1] == output.stop_token
         return [DeliverTokens(output.tokens, output.logprobs, hidden)]
 
-    def _on_handed_over(self, output: Output) -> list[Instruction]:
-        assert output.source is not None, "the edge refuses a hand-over without a source"
+    def _on_handed_over(self, source: KvSource | None) -> list[Instruction]:
         self._step(FlightEvent.HANDED_OVER)
-        self.source, self._hand_over = output.source, False
+        self.source, self._hand_over = source, False
         return [PickDecode()]
 
     def _on_trouble(self, output: Output) -> list[Instruction]:
-        error = output.error or NodeUnavailable(f"worker {self.worker} gave the request up: {output.kind.value}")
+        error: TanghuluError = NodeUnavailable(f"worker {self.worker} gave the request up: {output.finish}")
+        if output.failure is not None:
+            error = output.failure.error
         if error.retryable:
             return self.on_worker_lost(error, Loss.REFUSED if isinstance(error, Overloaded) else Loss.TROUBLE)
         return [*self._let_go(), self._end(FlightEvent.GIVE_UP, None, error)]
@@ -439,11 +438,6 @@ class Flight:
 
     def _end_from_here(self, event: FlightEvent, reason: FinishReason) -> list[Instruction]:
         return [] if self.ended else [*self._leave(), self._end(event, reason)]
-
-    def _finish(self, kind: OutputKind, stop_token: int) -> End:
-        if kind is OutputKind.STOP:
-            return self._end(FlightEvent.FINISH, FinishReason.STOP, stop_token=stop_token)
-        return self._end(FlightEvent.FINISH, FinishReason.LENGTH)
 
     def _end(
         self,

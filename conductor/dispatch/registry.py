@@ -25,13 +25,14 @@ from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
 from tanghulu.conductor.dispatch.liveness import LOOKS, Liveness
 from tanghulu.conductor.dispatch.worker_session import WorkerSession
 from tanghulu.conductor.routing.profiles import NO_FILE, ProfileFile
-from tanghulu.conductor.routing.requests import ModelCard, SessionWelcome, Step
 from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.conductor.routing.worker_views import WorkerViews
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.discovery.base import WHOLE_REQUESTS, Discovery, EventKind, Instance, InstanceEvent
 from tanghulu.errors import ModelNotFound, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.runtime.tasks import cancelled
+from tanghulu.session.messages import SessionWelcome, StepOutput
+from tanghulu.session.model_card import ModelCard
 from tanghulu.types import InstanceId, Place, Role
 
 _log = structlog.get_logger(__name__)
@@ -95,7 +96,7 @@ class WorkerListener(Protocol):
     def worker_up(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
         """Take a worker whose session is open, so that it may be used."""
 
-    def worker_step(self, worker: RegisteredWorker, step: Step) -> None:
+    def worker_step(self, worker: RegisteredWorker, step: StepOutput) -> None:
         """Take a step of the worker. Raises a TanghuluError to have the session replaced."""
 
     def worker_snapshot(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tanghulu.conductor.dispatch.lifecycle import End, Flight
 from tanghulu.conductor.metrics import ConductorMetrics
-from tanghulu.conductor.routing.requests import FinishReason
 from tanghulu.conductor.stories.story import RequestStatus
 from tanghulu.errors import InvalidRequest, Overloaded
+from tanghulu.session.outputs import FinishReason
 
 
 def status_of(end: End) -> RequestStatus:

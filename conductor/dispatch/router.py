@@ -18,10 +18,12 @@ from tanghulu.conductor.routing.links import LinkSpeeds
 from tanghulu.conductor.routing.overrides import RoutingOverrides, RoutingPolicies, restricted
 from tanghulu.conductor.routing.policies.base import Decision, RequestView, RoutingPolicy, Shown, WorkerView
 from tanghulu.conductor.routing.policies.registry import decides_fetch
-from tanghulu.conductor.routing.requests import GenerationRequest, MeasuredRead, PrefixSource
+from tanghulu.conductor.routing.requests import GenerationRequest
 from tanghulu.conductor.routing.worker_views import views_of
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import InvalidRequest
+from tanghulu.session.load import PeerRead
+from tanghulu.session.outputs import PrefixHolder
 from tanghulu.types import BlockHash, InstanceId, Place
 
 
@@ -134,21 +136,21 @@ class Router:
             sequence = flight.sequence(lambda: model.empty_sequence(flight.request.salt))
             self.hot.fetched(model.card.fingerprint, sequence.block_hashes, own, in_store, now_s)
 
-    def holder_of(self, route: RoutedRequest) -> PrefixSource | None:
+    def holder_of(self, route: RoutedRequest) -> PrefixHolder | None:
         """The worker from which the prefill worker shall read the prefix that it lacks, and its length."""
         return self._prefix_source(*route.holder) if route.holder is not None else None
 
-    def _prefix_source(self, name: InstanceId, num_blocks: int) -> PrefixSource | None:
+    def _prefix_source(self, name: InstanceId, num_blocks: int) -> PrefixHolder | None:
         worker = self._registry.workers.get(name)
         if worker is None:
             return None
         instance = worker.instance
         host_id = instance.attributes.get("host_id", "")
-        return PrefixSource(str(instance.address), instance.unix_path, num_blocks, host_id)
+        return PrefixHolder(str(instance.address), instance.unix_path, num_blocks, host_id)
 
     def decode_worker(
         self, flight: Flight, model: ServedModel, reserved: InstanceId | None, holders: Mapping[InstanceId, int]
-    ) -> tuple[InstanceId | None, PrefixSource | None]:
+    ) -> tuple[InstanceId | None, PrefixHolder | None]:
         """A worker that goes on with the KV that ``flight`` has at its prefill worker.
 
         Who pulls it already, else who was chosen with the prefill worker and has a place ``reserved``; chosen anew only
@@ -179,7 +181,7 @@ class Router:
             request = structs.replace(request, kv_place=holder.place)
         return policy.choose_decode(request, workers), hits.workers
 
-    def note_reads(self, reader: RegisteredWorker, reads: Sequence[MeasuredRead]) -> None:
+    def note_reads(self, reader: RegisteredWorker, reads: Sequence[PeerRead]) -> None:
         """Learn the speed of links from KV that ``reader`` has read from other workers."""
         for read in reads:
             source = next((w for w in self._registry.workers.values() if str(w.instance.address) == read.address), None)

@@ -10,8 +10,9 @@ import asyncio
 from dataclasses import dataclass, field
 
 from tanghulu.conductor.dispatch.lifecycle import DeliverTokens, End
-from tanghulu.conductor.routing.requests import FinishReason, PromptLogprobs, TokenLogprobs
+from tanghulu.conductor.routing.requests import PromptLogprobs
 from tanghulu.conductor.stories.story import Story
+from tanghulu.session.outputs import FinishReason, TokenLogprobs
 
 
 @dataclass(slots=True)

@@ -10,7 +10,6 @@ from typing import Final
 from tanghulu.conductor.inference.generation import Generation, GenerationCall, TextDelta
 from tanghulu.conductor.inference.preprocess import ParsedRequest
 from tanghulu.conductor.inference.prompt_scores import ScoredToken, scored_tokens
-from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
 from tanghulu.conductor.tools.events import (
     TOOL_CALLS,
     AnswerEvent,
@@ -21,6 +20,7 @@ from tanghulu.conductor.tools.events import (
     ReasoningText,
 )
 from tanghulu.protos import inference_pb2 as pb
+from tanghulu.session.outputs import FinishReason, TokenLogprobs
 
 #: Tokens of a prompt in one reply: with 20 log probabilities each they make 100 kB, in a few milliseconds.
 PIECE_TOKENS: Final = 256

@@ -13,7 +13,6 @@ from typing import Any
 from tanghulu.conductor.http import openai_format as shape
 from tanghulu.conductor.http.reply import DONE, last_events
 from tanghulu.conductor.inference.generation import GenerationCall, TextDelta
-from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
 from tanghulu.conductor.text.preparing import made_ready
 from tanghulu.conductor.tools.events import (
     TOOL_CALLS,
@@ -26,6 +25,7 @@ from tanghulu.conductor.tools.events import (
     ReasoningText,
 )
 from tanghulu.errors import TanghuluError
+from tanghulu.session.outputs import FinishReason, TokenLogprobs
 
 #: The logprobs of a choice's next tokens, as the API shows them.
 Logprobs = Callable[[Sequence[TokenLogprobs]], Any]

@@ -19,9 +19,9 @@ from tanghulu.conductor.inference.generation import Generation, GenerationCall, 
 from tanghulu.conductor.inference.preprocess import ParsedRequest, parse_chat, parse_completion
 from tanghulu.conductor.inference.schema import ChatBody, CompletionBody, OpenAIBody
 from tanghulu.conductor.inference.service import Service
-from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
 from tanghulu.conductor.text.preparing import in_thread, made_ready
 from tanghulu.errors import TanghuluError
+from tanghulu.session.outputs import FinishReason, TokenLogprobs
 
 #: The logprobs of a choice's next tokens, as the API shows them.
 Logprobs = Callable[[int, Sequence[TokenLogprobs]], Any]

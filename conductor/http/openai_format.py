@@ -14,8 +14,8 @@ from typing import Any
 
 from tanghulu.conductor.http.reply import dumps, event, in_lines
 from tanghulu.conductor.inference.generation import GenerationCall
-from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
 from tanghulu.conductor.text.served_model import ServedModel
+from tanghulu.session.outputs import FinishReason, TokenLogprobs
 
 
 def usage(call: GenerationCall) -> dict[str, Any]:

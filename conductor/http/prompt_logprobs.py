@@ -13,7 +13,7 @@ from typing import Any
 from tanghulu.conductor.http.openai_format import CompletionLogprobs, token_text
 from tanghulu.conductor.inference.generation import Generation, GenerationCall
 from tanghulu.conductor.inference.prompt_scores import scored_tokens
-from tanghulu.conductor.routing.requests import TokenLogprobs
+from tanghulu.session.outputs import TokenLogprobs
 
 
 class EchoedLogprobs(CompletionLogprobs):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import uuid
 from collections.abc import Sequence
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
+from msgspec import structs
 from starlette.responses import Response
 
 from tanghulu.conductor.http.prompt_logprobs import sglang_input_logprobs
@@ -17,10 +17,10 @@ from tanghulu.conductor.inference.generation import Generation, GenerationCall, 
 from tanghulu.conductor.inference.preprocess import parse_generate
 from tanghulu.conductor.inference.schema import AbortBody, GenerateBody
 from tanghulu.conductor.inference.service import Service
-from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
 from tanghulu.conductor.text.preparing import made_ready
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import TanghuluError
+from tanghulu.session.outputs import FinishReason, TokenLogprobs
 from tanghulu.version import __version__
 from tanghulu.web.errors import status_of
 
@@ -97,7 +97,7 @@ def _model_info(model: ServedModel) -> dict[str, Any]:
         "max_model_len": card.context_length,
         "vocab_size": card.vocab_size,
         "eos_token_ids": list(card.eos_token_ids),
-        "preferred_sampling_params": dataclasses.asdict(card.sampling_defaults),
+        "preferred_sampling_params": structs.asdict(card.sampling_defaults),
         "has_image_understanding": False,
         "has_audio_understanding": False,
     }
@@ -251,5 +251,5 @@ def _finish_reason(generation: Generation, finish: FinishReason | None) -> dict[
             return {"type": "stop", "matched": generation.matched}
         case FinishReason.LENGTH:
             return {"type": "length", "length": generation.num_generated}
-        case FinishReason.ABORTED:
+        case _:
             return {"type": "abort", "message": "the request was aborted"}

@@ -16,8 +16,9 @@ import structlog
 
 from tanghulu.conductor.index.prefix_index import Cleared, PrefixEvent, PrefixIndex, Removed, Stored
 from tanghulu.conductor.index.shards import DEFAULT_SHARDS, EventShards
-from tanghulu.conductor.routing.requests import KvChange, SessionWelcome
 from tanghulu.masters import Masters
+from tanghulu.session.messages import SessionWelcome
+from tanghulu.session.outputs import KvChange
 from tanghulu.store.directory_feed import DirectoryEvent, DirectoryEventKind, follow_directory
 from tanghulu.types import Address, BlockHash, Fingerprint, InstanceId, parse_kv_chunk_key
 

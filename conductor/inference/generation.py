@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher
 from tanghulu.conductor.dispatch.token_stream import Arrivals, Delta, TokenStream
-from tanghulu.conductor.routing.requests import FinishReason, GenerationRequest, PromptLogprobs, TokenLogprobs
+from tanghulu.conductor.routing.requests import GenerationRequest, PromptLogprobs
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.conductor.text.stop_regex import PatternMatcher, StopPattern
 from tanghulu.conductor.text.stop_strings import StopMatcher
 from tanghulu.errors import TanghuluError
+from tanghulu.session.outputs import FinishReason, TokenLogprobs
 
 _MANY_TOKENS = 8192
 

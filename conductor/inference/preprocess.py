@@ -18,7 +18,6 @@ from tanghulu.conductor.inference.generation import TextRules
 from tanghulu.conductor.inference.schema import (
     MAX_CHOICES,
     MAX_GRAMMAR_CHARS,
-    MAX_LOGPROBS,
     MAX_SEQUENCES,
     ChatBody,
     ChatPrompt,
@@ -33,7 +32,7 @@ from tanghulu.conductor.inference.schema import (
 )
 from tanghulu.conductor.inference.tool_requests import WantedCalls
 from tanghulu.conductor.routing.overrides import NO_OVERRIDES
-from tanghulu.conductor.routing.requests import GenerationRequest, Sampling, StopRule, WantedPromptLogprobs
+from tanghulu.conductor.routing.requests import GenerationRequest
 from tanghulu.conductor.text.preparing import INLINE_CHARACTERS, made_ready
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.conductor.text.stop_regex import MAX_PATTERN_CHARACTERS, StopPattern
@@ -41,6 +40,7 @@ from tanghulu.conductor.tools.choosing import AnswerForm, ParserNames, form_of
 from tanghulu.conductor.tools.events import AnswerParser
 from tanghulu.conductor.tools.reasoning import is_open
 from tanghulu.hashing import Tokens
+from tanghulu.session.sampling import MAX_LOGPROBS, PromptScoring, Sampling, StopRule
 from tanghulu.types import RequestId
 from tanghulu.web.errors import BadField
 
@@ -88,7 +88,7 @@ class _Wanted:
     fields: SamplingFields
     max_tokens: int | None
     num_logprobs: int | None
-    scoring: WantedPromptLogprobs | None = None
+    scoring: PromptScoring | None = None
     logprob_token_ids: tuple[int, ...] = ()
 
 
@@ -195,10 +195,10 @@ async def tokenise(body: TokenizeBody, model: ServedModel, parsers: ParserNames)
     return [await model.encode(text, add_special_tokens=False)]
 
 
-def _scoring(*num_top: int | None) -> WantedPromptLogprobs | None:
+def _scoring(*num_top: int | None) -> PromptScoring | None:
     """Log probabilities of the whole prompt, with the largest given number of most likely ones; None without any."""
     wanted = [count for count in num_top if count is not None]
-    return WantedPromptLogprobs(1, max(wanted)) if wanted else None
+    return PromptScoring(1, max(wanted)) if wanted else None
 
 
 async def parse_generate(body: GenerateBody, model: ServedModel) -> ParsedRequest:
@@ -216,7 +216,7 @@ async def parse_generate(body: GenerateBody, model: ServedModel) -> ParsedReques
         start = body.logprob_start_len_of(number)
         # What stands at the start is shown without a log probability, as nothing in front of it is looked at.
         scores = num_logprobs is not None and 0 <= start < len(prompt)
-        scoring = WantedPromptLogprobs(start + 1, num_logprobs or 0) if scores else None
+        scoring = PromptScoring(start + 1, num_logprobs or 0) if scores else None
         most = sampling.max_new_tokens
         if most is not None and "max_new_tokens" not in sampling.model_fields_set:
             most = _default_tokens(prompt, most, model)

@@ -24,15 +24,13 @@ from tanghulu.conductor.text.stop_regex import MAX_PATTERN_CHARACTERS
 from tanghulu.conductor.text.stop_strings import MAX_GENERATE_STOP_STRINGS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from tanghulu.conductor.tools.schemas import check_depth, grammar_of
 from tanghulu.hashing import joined
+from tanghulu.session.sampling import MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS
 from tanghulu.types import InstanceId
 from tanghulu.web.errors import BadField
 
 MAX_CHOICES = 16
 MAX_SEQUENCES = 128
 MAX_MESSAGES = 4096
-MAX_LOGPROBS = 20
-MAX_LOGPROB_TOKEN_IDS = 128
-MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKENS = 256
 MAX_GRAMMAR_CHARS = 65_536
 MAX_STOP_PATTERNS = 4

@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tanghulu.conductor.replay.trace import BLOCK_TOKENS
-from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile, hand_over_s, hidden_s
+from tanghulu.conductor.routing.cost import hand_over_s, hidden_s
+from tanghulu.session.load import DecodeProfile, PrefillProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
-from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile
-from tanghulu.conductor.routing.requests import WorkerLoad
+from tanghulu.session.load import DecodeProfile, PrefillProfile, WorkerLoad
 
 TOLERANCE = 0.1
 

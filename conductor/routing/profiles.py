@@ -10,15 +10,14 @@ is read too (``[smollm2.prefill]``). cost.py says what the constants mean.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile
 from tanghulu.errors import ConfigError
 from tanghulu.runtime.config import read_table
+from tanghulu.session.load import DecodeProfile, PrefillProfile
 
 ANY_MODEL = "*"
 P = TypeVar("P", PrefillProfile, DecodeProfile)
@@ -69,7 +68,7 @@ def _profiles(where: str, told: Any) -> Profiles:
 
 def _profile(where: str, told: Any, kind: type[P]) -> P:
     constants = _table(where, told)
-    _refuse_others(where, constants, [f.name for f in dataclasses.fields(kind)])
+    _refuse_others(where, constants, kind.__struct_fields__)
     for name, value in constants.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
             raise ConfigError(f"{where}.{name} is {value!r}; it must be seconds of at least 0")

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from tanghulu.conductor.routing.cost import PrefillProfile
 from tanghulu.conductor.routing.kind import KindOfWorkers
 from tanghulu.conductor.routing.policies.base import WorkerView
 from tanghulu.conductor.routing.profiles import NOTHING_KNOWN
-from tanghulu.conductor.routing.requests import WorkerLoad
+from tanghulu.session.load import PrefillProfile, WorkerLoad
 from tanghulu.types import InstanceId, Place, Role
 
 _REPORTS_UNTIL_SEEN = 2

@@ -11,7 +11,6 @@ import grpc.aio
 
 from tanghulu.auth.api_keys import ApiKeysFile, KeyRight
 from tanghulu.auth.credentials import from_metadata
-from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
 from tanghulu.conductor.routing_service import types
 from tanghulu.conductor.routing_service.generate import Generator
 from tanghulu.conductor.routing_service.service import ANYBODY, RoutingClient, RoutingQuery, RoutingService
@@ -21,6 +20,8 @@ from tanghulu.protos import router_pb2 as pb
 from tanghulu.protos import router_pb2_grpc
 from tanghulu.rpc import grpc_edge
 from tanghulu.runtime.clock import Clock
+from tanghulu.session.load import WorkerLoad
+from tanghulu.session.outputs import KvChange
 from tanghulu.types import InstanceId
 
 #: What a key has to allow for a method; for those that tell of workers, or say what they are: admin.

@@ -14,13 +14,14 @@ from starlette.types import Receive, Scope, Send
 
 from tanghulu.conductor.http.reply import DONE, dumps, event, parse, read_body
 from tanghulu.conductor.inference.schema import MAX_LABELS, at_most
-from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
 from tanghulu.conductor.routing_service import types
 from tanghulu.conductor.routing_service.generate import ForwardedAnswer, Generator
 from tanghulu.conductor.routing_service.service import RoutingClient, RoutingQuery, RoutingService
 from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.hashing import as_tokens
 from tanghulu.runtime.clock import Clock
+from tanghulu.session.load import WorkerLoad
+from tanghulu.session.outputs import KvChange
 from tanghulu.types import BlockHash, InstanceId
 from tanghulu.version import __version__
 from tanghulu.web import errors

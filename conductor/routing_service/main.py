@@ -14,7 +14,6 @@ from tanghulu.conductor.pool_router import main as pools_main
 from tanghulu.conductor.pool_router.relaying import RelayClient
 from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
-from tanghulu.conductor.routing.requests import KvChange
 from tanghulu.conductor.routing_service.assumed import DEFAULT_MAX_BLOCKS, AssumedBlocks
 from tanghulu.conductor.routing_service.generate import Generator
 from tanghulu.conductor.routing_service.grpc_api import RIGHTS, RouterServicer
@@ -35,6 +34,7 @@ from tanghulu.runtime.config import command, option
 from tanghulu.runtime.master_options import SecretOptions
 from tanghulu.runtime.process import Process, run
 from tanghulu.runtime.tasks import beside
+from tanghulu.session.outputs import KvChange
 from tanghulu.types import Address, BlockHash, Fingerprint, Role
 from tanghulu.web.port import HttpPort
 from tanghulu.web.server import address_of, listen

@@ -26,12 +26,13 @@ from tanghulu.conductor.index.prefix_index import Cleared, PrefixIndex, Removed,
 from tanghulu.conductor.routing.in_flight import InFlightBlocks
 from tanghulu.conductor.routing.overrides import NO_OVERRIDES, RoutingOverrides, RoutingPolicies, restricted
 from tanghulu.conductor.routing.policies.base import Candidate, RequestView, WorkerView
-from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
 from tanghulu.conductor.routing.worker_state import LoadTracker, views
 from tanghulu.conductor.routing.worker_views import WorkerViews, views_of
 from tanghulu.conductor.routing_service.assumed import AssumedBlocks
 from tanghulu.conductor.routing_service.worker_networks import WorkerNetworks
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded
+from tanghulu.session.load import WorkerLoad
+from tanghulu.session.outputs import KvChange
 from tanghulu.types import BlockHash, InstanceId, Place, Role
 
 MAX_REQUESTS = 1_000_000

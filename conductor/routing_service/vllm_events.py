@@ -26,8 +26,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tanghulu.conductor.routing.requests import KvChange
 from tanghulu.errors import ConfigError, InvalidRequest
+from tanghulu.session.outputs import KvChange
 from tanghulu.types import Address, BlockHash, InstanceId
 
 GPU = ("GPU", None)

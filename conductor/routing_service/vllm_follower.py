@@ -12,12 +12,12 @@ from typing import Any
 
 import structlog
 
-from tanghulu.conductor.routing.requests import KvChange
 from tanghulu.conductor.routing_service.vllm_events import EventDecoder, EventSource, Numbers
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.runtime.backoff import Backoff
 from tanghulu.runtime.extras import install_command
 from tanghulu.runtime.telemetry import RareLog
+from tanghulu.session.outputs import KvChange
 
 _log = structlog.get_logger(__name__)
 REPLAY_TIMEOUT_S = 5.0

@@ -13,14 +13,16 @@ After a hand-over the second worker's waiting and loading are the hand-off, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
-from msgspec import Struct
+from msgspec import structs
 
 from tanghulu.conductor.stories.origin import Origin
+from tanghulu.session.outputs import PhaseTimes
 from tanghulu.types import InstanceId
 
 
@@ -64,16 +66,6 @@ class VisitEnd(Enum):
     LOST = "the worker was lost, or did not take it"
 
 
-class WorkerPhases(Struct, frozen=True):
-    """What a worker says it did for a request so far, in seconds of its own clock."""
-
-    queue_s: float = 0.0
-    kv_load_s: float = 0.0
-    prefill_s: float = 0.0
-    kv_store_s: float = 0.0
-    decode_s: float = 0.0
-
-
 class StoryPart(NamedTuple):
     """A piece of a story's time; ``visit`` numbers the worker that it was spent at, from 0 on, or is -1."""
 
@@ -90,7 +82,7 @@ class Visit:
     worker: InstanceId
     sent_s: float
     is_handed_off: bool
-    told: WorkerPhases | None = None
+    told: PhaseTimes | None = None
     told_s: float = 0.0
     first_s: float | None = None
     last_s: float = 0.0
@@ -159,7 +151,7 @@ class Story:
         self._turn(None, now_s)
         self.visits.append(Visit(worker, now_s, handed_off))
 
-    def heard(self, now_s: float, told: WorkerPhases | None = None) -> None:
+    def heard(self, now_s: float, told: PhaseTimes | None = None) -> None:
         """Tokens came from the worker, or what it has done for the request so far, or both."""
         visit = self.visits[-1]
         if visit.first_s is None:
@@ -284,9 +276,9 @@ class Story:
             self._add(_P.DECODE, visit.last_s if how is VisitEnd.LOST else now_s, number)
         self._add(_P.UNTOLD, now_s, number)
 
-    def _place(self, visit: Visit, told: WorkerPhases, number: int) -> None:
+    def _place(self, visit: Visit, told: PhaseTimes, number: int) -> None:
         """Put what the worker has told in the middle of the time that passed until then."""
-        seconds = (told.queue_s, told.kv_load_s, told.prefill_s, told.kv_store_s, told.decode_s)
+        seconds = [s if 0 <= s < math.inf else 0.0 for s in structs.astuple(told)]
         passed_s, told_s = visit.told_s - visit.sent_s, sum(seconds)
         scale = passed_s / told_s if told_s > passed_s else 1.0
         at_s = visit.sent_s + max(0.0, passed_s - told_s) / 2

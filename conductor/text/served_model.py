@@ -6,15 +6,14 @@ the hashes of prompts that it remembers.
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec import structs
 from tokenizers import Tokenizer
 
 from tanghulu.conductor.index.hash_cache import HashCache
-from tanghulu.conductor.routing.requests import ModelCard
 from tanghulu.conductor.text.chat_template import ChatTemplate, TemplateTooCostly
 from tanghulu.conductor.text.detokenizer import DetokenizerFactory, is_byte_level
 from tanghulu.conductor.text.preparing import INLINE_BYTES, INLINE_CHARACTERS, in_thread
@@ -22,6 +21,7 @@ from tanghulu.conductor.text.template_bounds import INLINE, is_within
 from tanghulu.conductor.text.token_cache import TokenCache
 from tanghulu.errors import ContextLengthExceeded, InvalidRequest, ModelUnsupported
 from tanghulu.hashing import HASH_FUNCTIONS, Tokens, TokenSequence, as_tokens, root_hash
+from tanghulu.session.model_card import ModelCard
 
 #: No text has more characters a token than this on average; so what is longer is refused before it is tokenised.
 MAX_CHARACTERS_PER_TOKEN = 16
@@ -64,7 +64,7 @@ class ServedModel:
         The context length is not among them, since it depends on a worker's memory. May take long, for the tokenizer.
         """
         known = self.card
-        names = [f.name for f in dataclasses.fields(card) if f.name not in ("context_length", "tokenizer_json_zlib")]
+        names = [name for name in card.__struct_fields__ if name not in ("context_length", "tokenizer_json_zlib")]
         found = [name for name in names if getattr(known, name) != getattr(card, name)]
         if known.tokenizer_json_zlib != card.tokenizer_json_zlib and _inflate(known) != _inflate(card):
             found.append("tokenizer")
@@ -73,7 +73,7 @@ class ServedModel:
     def set_context_length(self, tokens: int) -> None:
         """Change the context: workers with more or less memory came or went."""
         if tokens != self.card.context_length:
-            self.card = dataclasses.replace(self.card, context_length=tokens)
+            self.card = structs.replace(self.card, context_length=tokens)
 
     async def encode(
         self, text: str, add_special_tokens: bool, salt: bytes | None = None, *, in_loop: bool = True

@@ -10,7 +10,6 @@ from random import Random
 from typing import Any
 
 from tanghulu.conductor.inference.generation import GenerationCall, TextDelta
-from tanghulu.conductor.routing.requests import FinishReason
 from tanghulu.errors import (
     DeadlineExceeded,
     NodeUnavailable,
@@ -18,6 +17,7 @@ from tanghulu.errors import (
     RequestKillsWorkers,
     TanghuluError,
 )
+from tanghulu.session.outputs import FinishReason
 from tests.cluster_sim import text
 from tests.cluster_sim.conductor import SimConductor
 from tests.cluster_sim.text import Asked

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 
 from tanghulu.conductor.inference.generation import GenerationCall, TextRules
-from tanghulu.conductor.routing.requests import GenerationRequest, Sampling, StopRule
+from tanghulu.conductor.routing.requests import GenerationRequest
 from tanghulu.conductor.stories.book import StoryBook
 from tanghulu.eviction import duel, reuse
+from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import RequestId, Role
 from tests.cluster_sim import text
 from tests.cluster_sim.client import _Reading

@@ -13,8 +13,10 @@ from msgspec import structs
 from tokenizers import Tokenizer
 
 from tanghulu.conductor.inference.generation import TextRules
-from tanghulu.conductor.routing.requests import FinishReason, GenerationRequest, Sampling, StopRule
+from tanghulu.conductor.routing.requests import GenerationRequest
 from tanghulu.hashing import Tokens
+from tanghulu.session.outputs import FinishReason
+from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import RequestId
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.kv_layout import KvLayout

@@ -1,6 +1,6 @@
 """A simulated worker: the product's classes, wired as `tanghulu.workers.assembly` wires them.
 
-Not as they are: its port (sessions come by `carrier`, other workers by the fast lane's protocols over `Network`), the
+Not as they are: its port (the fast lane's protocols over `Network`), the
 memory that others read (copied after a delay, admitted by the worker's own access table), and the time that its model
 takes.
 """
@@ -22,6 +22,7 @@ from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Call
 from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
+from tanghulu.rpc.methods import EndReply
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
@@ -37,12 +38,13 @@ from tanghulu.workers.kv.peer_server import KvIdentity, PeerServer
 from tanghulu.workers.kv.ports import HostBlocks
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.sessions.beats import EngineBeats
+from tanghulu.workers.sessions.calls import WorkerCalls
 from tanghulu.workers.sessions.reports import EngineReports
 from tanghulu.workers.sessions.server import SessionHub
 from tanghulu.workers.sessions.wire import RequestFactory, model_card
-from tests.cluster_sim import carrier, text
+from tests.cluster_sim import text
 from tests.cluster_sim.process import Process
-from tests.virtual.loop import Network, Pipe
+from tests.virtual.loop import Network
 from tests.virtual.threads import Threads
 
 PORT = 7430
@@ -116,19 +118,19 @@ class SimWorker(Process):
         )
         self.hub.serve(service)
         self.beats = EngineBeats(self.thread, self._is_alive)
-        self.card = model_card(
+        card = model_card(
             text.LAYOUT,
             text.ASSETS,
             name=text.NAME,
             fingerprint=text.FINGERPRINT,
             block_hash="xxh3_128",
-            num_blocks=plan.num_blocks,
             context_length=self.core.scheduler.max_tokens,
             vocab_size=text.VOCAB,
         )
+        WorkerCalls(card, self._drop_cached, self.probe.run, EndReply).serve(service)
         self.thread.start()
         self.background = [self.spawn(self.beats.run()), self.spawn(self.peers.sweep())]
-        self.network.listen(str(self.address), functools.partial(_Port, self, service))
+        self.network.listen(str(self.address), functools.partial(_Port, service))
         self.discovery = MemoryDiscovery(self._world.instances)
         self.spawn(self.register())
 
@@ -137,9 +139,8 @@ class SimWorker(Process):
         instance = Instance(self.id, self.role, self.address, generation=self.generation)
         self.registration = await self.discovery.register(instance, REGISTER_TTL_S)
 
-    def answer(self, wire: carrier.Wire) -> None:
-        """Answer a call for the card or a probe."""
-        self.spawn(carrier.serve(wire, self.card, self.probe.run))
+    async def _drop_cached(self) -> int:
+        return await self.thread.call(lambda core: core.drop_cached())
 
     # --- what PeerServer asks of a segment server
 
@@ -232,42 +233,19 @@ class SimWorker(Process):
         assert self.peers.idle.is_set()
 
 
-class _Port(asyncio.Protocol):
-    """What the port mux does: tells the fast lane by its preamble from other calls."""
+class _Port(FastServerProtocol):
+    """The fast lane behind its preamble, which the port mux reads in the product."""
 
-    def __init__(self, worker: SimWorker, service: FastService) -> None:
-        self._worker, self._service = worker, service
-        self._transport: Pipe
-        self._inner: Any = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, Pipe)
-        self._transport = transport
+    def __init__(self, service: FastService) -> None:
+        super().__init__(service, Peer(None, False, "simulated"))
+        self._begun = False
 
     def data_received(self, data: bytes) -> None:
-        if self._inner is None:
-            if data.startswith(PREAMBLE):
-                data = data[len(PREAMBLE) :]
-                self._inner = FastServerProtocol(self._service, Peer(None, False, "simulated"))
-                self._inner.connection_made(self._transport)
-            else:
-                self._inner = carrier.Wire()
-                self._inner.connection_made(self._transport)
-                self._worker.answer(self._inner)
+        if not self._begun:
+            self._begun = True
+            data = data.removeprefix(PREAMBLE)
         if data:
-            self._inner.data_received(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._inner is not None:
-            self._inner.connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        if self._inner is not None:
-            self._inner.pause_writing()
-
-    def resume_writing(self) -> None:
-        if self._inner is not None:
-            self._inner.resume_writing()
+            super().data_received(data)
 
 
 class SimConnection:

@@ -32,7 +32,7 @@ from tanghulu.workers.kv import connector, peer_links, peer_reader
 from tanghulu.workers.mock import runner
 from tanghulu.workers.sessions import reports
 from tanghulu.workers.sessions.server import ConductorSession
-from tests.cluster_sim import carrier, store, text
+from tests.cluster_sim import store, text
 from tests.cluster_sim.client import SimClient
 from tests.cluster_sim.conductor import SimConductor
 from tests.cluster_sim.plan import Plan
@@ -118,7 +118,6 @@ class World:
             virtual_time(self),
             collected_garbage(),
             patched(self.threads, self.loop, *_THREADED),
-            carrier.carried(),
             mock.patch.object(peer_links, "FastConnection", SimConnection),
             mock.patch.object(SimConnection, "threads", self.threads, create=True),
             mock.patch.object(peer_links, "_Place", new_place),

@@ -1,4 +1,4 @@
-"""A worker that is real on the wire (fast lane and gRPC behind a PortMux, real sockets) and a script behind it.
+"""A worker that is real on the wire (fast lane behind a PortMux, real sockets) and a script behind it.
 
 It says ``script`` token by token, one token of every request a step. A request that already has generated tokens
 goes on at the right place, so a moved request must give the same text as an unmoved one.
@@ -13,17 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.memory import MemoryDiscovery
 from tanghulu.errors import NodeUnavailable
 from tanghulu.hashing import TokenSequence, root_hash
-from tanghulu.protos import common_pb2, session_pb2_grpc
-from tanghulu.protos import session_pb2 as pb
 from tanghulu.rpc.fast_server import NO_ANSWER, AnswerStream, FastService, Later, Peer
-from tanghulu.rpc.methods import SESSION
 from tanghulu.rpc.port_mux import PortMux
+from tanghulu.rpc.wire import Failure
+from tanghulu.session import messages as m
+from tanghulu.session.load import WorkerLoad
+from tanghulu.session.model_card import ModelCard
+from tanghulu.session.outputs import FinishReason, KvChange, KvSource, Output, PhaseTimes, PromptScores, TokenLogprobs
 from tanghulu.types import InstanceId, Role
 
 MODEL = "tiny"
@@ -57,7 +60,7 @@ class Running:
     """A request at the fake worker."""
 
     session: Session
-    submit: pb.Submit
+    submit: m.Submit
     tokens: list[int]
     scored: bool = False
 
@@ -71,11 +74,11 @@ class Session:
     stream: AnswerStream = field(default_factory=lambda: AnswerStream(lambda: None))
     event_sequence: int = 1
 
-    def say(self, message: pb.FromWorker) -> None:
-        self.stream.send(message)
+    def say(self, message: m.SessionWelcome | m.StepOutput) -> None:
+        self.stream.send(m.FromWorker(message))
 
 
-class FakeWorker(session_pb2_grpc.WorkerServicer):
+class FakeWorker:
     """``hold()`` makes it wait before each step; ``step()`` then lets it do one."""
 
     def __init__(self, name: str, role: Role, run_dir: Path, script: str = "Hello, wörld! ") -> None:
@@ -87,25 +90,25 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
         self.fingerprint = FINGERPRINT
         #: Fields of its card that differ from other fake workers'.
         self.card: dict[str, Any] = {}
-        self.submits: list[pb.Submit] = []
+        self.submits: list[m.Submit] = []
         self.aborts: list[str] = []
         self.releases: list[int] = []
         self.dropped = 0
-        self.load = pb.Load(blocks_total=1000, blocks_free=1000)
+        self.load = WorkerLoad(blocks_total=1000, blocks_free=1000)
         self.cached: set[bytes] = set()
         self.sessions: list[Session] = []
         self.die_after_tokens: int | None = None
         self.fail_sources = False
         #: Whether it knows of log probabilities of prompts.
         self.scores = True
-        self.fail_with: common_pb2.Status | None = None
+        self.fail_with: Failure | None = None
         self.skip_sequence = 0
         self.probes = 0
         #: What it promises of its engine's heartbeat; 0: nothing. It sends none in any case.
         self.beat_s = 0.0
         self.num_emitted = 0
         #: What it tells of where a request's time went; None: nothing.
-        self.phases: pb.PhaseTimes | None = None
+        self.phases: PhaseTimes | None = None
         #: What its steps say of the submissions that their load holds; None: nothing.
         self.taken: int | None = None
         self.changed = asyncio.Condition()
@@ -121,8 +124,10 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
         self._dead = False
 
     async def start(self, discovery: MemoryDiscovery | None = None) -> None:
-        session_pb2_grpc.add_WorkerServicer_to_server(self, self._port_mux.grpc_server)
-        self._service.register(SESSION, self._receive)
+        self._service.register(m.SESSION, self._receive)
+        self._service.register(m.DESCRIBE, self._describe)
+        self._service.register(m.PROBE, self._probe)
+        self._service.register(m.DROP_CACHE, self._drop_cache)
         await self._port_mux.start("127.0.0.1", 0)
         self._engine = asyncio.create_task(self._run())
         if discovery is not None:
@@ -181,55 +186,55 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
 
     # --- the service
 
-    async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.ModelCard:
-        card = pb.ModelCard(
+    def _describe(self, peer: Peer, request: m.DescribeRequest, _: memoryview) -> ModelCard:
+        card = ModelCard(
             model=self.model,
             fingerprint=self.fingerprint,
             block_hash="xxh3_128",
             block_tokens=BLOCK_TOKENS,
             context_length=CONTEXT,
             vocab_size=TOKENIZER.get_vocab_size(),
-            eos_token_ids=[EOS],
+            eos_token_ids=(EOS,),
             tokenizer_json_zlib=zlib.compress(TOKENIZER.to_str().encode()),
             chat_template=TEMPLATE,
             bos_token="<|im_start|>",
             eos_token="<|endoftext|>",
+            add_bos=False,
             block_bytes=1024,
-            num_blocks=1000,
         )
-        card.MergeFrom(pb.ModelCard(**self.card))
-        return card
+        return structs.replace(card, **self.card)
 
-    async def Probe(self, request: pb.ProbeRequest, context: Any) -> pb.ProbeReply:
+    async def _probe(self, peer: Peer, request: m.ProbeRequest, _: memoryview) -> m.ProbeReply:
         """A token comes when the engine runs; one that is held hangs."""
         self.probes += 1
         async with self.changed:
             self.changed.notify_all()
         while self._permits is not None:  # noqa: ASYNC110 - it has no hook
             await asyncio.sleep(0.001)
-        return pb.ProbeReply(seconds=0.001)
+        return m.ProbeReply(0.001)
 
-    async def DropCache(self, request: pb.DropCacheRequest, context: Any) -> pb.DropCacheReply:
+    def _drop_cache(self, peer: Peer, request: m.DropCacheRequest, _: memoryview) -> m.DropCacheReply:
         self.dropped += 1
         num_blocks = len(self.cached)
         self.cached.clear()
         for session in self.sessions:
-            self._tell(session, pb.StepOutput(kv_events=[pb.KvEvent(cleared=True)]))
-        return pb.DropCacheReply(num_blocks=num_blocks)
+            self._tell(session, kv_events=(KvChange(cleared=True),))
+        return m.DropCacheReply(num_blocks)
 
-    def _receive(self, peer: Peer, message: pb.ToWorker, _: memoryview) -> AnswerStream | Later:
+    def _receive(self, peer: Peer, message: m.ToWorker, _: memoryview) -> AnswerStream | Later:
         session = self._by_peer.get(peer)
         asyncio.get_running_loop().create_task(self._notify())
         if session is not None:
-            self._take(session, message)
+            self._take(session, message.message)
             return NO_ANSWER
         if self._dead:
             raise NodeUnavailable("dead")
-        assert message.hello.protocol_version == 1
+        assert isinstance(message.message, m.SessionHello)
+        assert message.message.protocol_version == 1
         session = self._by_peer[peer] = Session()
         peer.on_close.append(lambda: self._left(session))
         self.sessions.append(session)
-        asyncio.get_running_loop().call_soon(session.say, pb.FromWorker(welcome=self._welcome(session)))
+        asyncio.get_running_loop().call_soon(session.say, self._welcome(session))
         return session.stream
 
     def _left(self, session: Session) -> None:
@@ -241,30 +246,23 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
         async with self.changed:
             self.changed.notify_all()
 
-    def _welcome(self, session: Session) -> pb.SessionWelcome:
-        return pb.SessionWelcome(
-            instance_id=self.id,
-            cached_blocks=sorted(self.cached),
-            event_sequence=session.event_sequence,
-            load=self.load,
-            beat_s=self.beat_s,
-        )
+    def _welcome(self, session: Session) -> m.SessionWelcome:
+        return m.SessionWelcome(self.id, 0, tuple(sorted(self.cached)), session.event_sequence, self.load, self.beat_s)
 
-    def _take(self, session: Session, message: pb.ToWorker) -> None:
-        match message.WhichOneof("message"):
-            case "hello":
-                session.say(pb.FromWorker(welcome=self._welcome(session)))
-            case "submit":
-                submit = message.submit
-                self.submits.append(submit)
-                tokens = np.frombuffer(submit.tokens, "<u4").tolist()
-                self._running[submit.request_id] = Running(session, submit, tokens)
+    def _take(self, session: Session, message: Any) -> None:
+        match message:
+            case m.SessionHello():
+                session.say(self._welcome(session))
+            case m.Submit():
+                self.submits.append(message)
+                tokens = np.frombuffer(message.tokens, "<u4").tolist()
+                self._running[message.request_id] = Running(session, message, tokens)
                 self._go.set()
-            case "abort":
-                self.aborts.append(message.abort.request_id)
-                self._running.pop(message.abort.request_id, None)
-            case "release":
-                self.releases.append(message.release.export_id)
+            case m.Abort():
+                self.aborts.append(message.request_id)
+                self._running.pop(message.request_id, None)
+            case m.ReleaseExport():
+                self.releases.append(message.export_id)
 
     # --- the engine
 
@@ -281,7 +279,7 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
                 await asyncio.sleep(0)
 
     def _step(self) -> None:
-        by_session: dict[Session, list[pb.RequestOutput]] = {}
+        by_session: dict[Session, list[Output]] = {}
         stored: list[bytes] = []
         for running in list(self._running.values()):
             if self.die_after_tokens is not None and self.num_emitted >= self.die_after_tokens:
@@ -289,32 +287,33 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
                 return
             self._score(running)
             by_session.setdefault(running.session, []).append(self._advance(running, stored))
+        events = (KvChange(stored=tuple(stored)),) if stored else ()
         for session in self.sessions:
-            outputs = by_session.get(session, [])
-            events = [pb.KvEvent(stored=stored)] if stored else []
-            self._tell(session, pb.StepOutput(outputs=outputs, kv_events=events, load=self.load))
+            self._tell(session, outputs=by_session.get(session, []), kv_events=events, load=self.load)
 
-    def _tell(self, session: Session, step: pb.StepOutput) -> None:
-        if step.kv_events:
-            step.event_sequence = session.event_sequence + self.skip_sequence
-            session.event_sequence += len(step.kv_events) + self.skip_sequence
+    def _tell(self, session: Session, **step: Any) -> None:
+        if step.get("kv_events"):
+            step["event_sequence"] = session.event_sequence + self.skip_sequence
+            session.event_sequence += len(step["kv_events"]) + self.skip_sequence
             self.skip_sequence = 0
-        if self.taken is not None:
-            step.submits_taken = self.taken
-        session.say(pb.FromWorker(step=step))
+        session.say(m.StepOutput(**step, submits_taken=self.taken))
+
+    def reports(self, **load: Any) -> None:
+        """Have other figures in its load from now on."""
+        self.load = structs.replace(self.load, **load)
 
     def report(self) -> None:
         """Tell every conductor the load, in a step of its own."""
         for session in self.sessions:
-            self._tell(session, pb.StepOutput(load=self.load))
+            self._tell(session, load=self.load)
 
-    def _advance(self, running: Running, stored: list[bytes]) -> pb.RequestOutput:
+    def _advance(self, running: Running, stored: list[bytes]) -> Output:
         submit = running.submit
         request_id = submit.request_id
-        if self.fail_with is not None or (self.fail_sources and submit.HasField("source")):
+        if self.fail_with is not None or (self.fail_sources and submit.source is not None):
             del self._running[request_id]
-            error = self.fail_with or common_pb2.Status(code="TRANSFER_FAILED", message="the KV did not come")
-            return pb.RequestOutput(request_id=request_id, finish=pb.FINISH_ERROR, error=error)
+            failure = self.fail_with or Failure("TRANSFER_FAILED", "the KV did not come")
+            return Output(request_id, finish=FinishReason.ERROR, failure=failure)
         cached = self._take_blocks(running, stored)
         at = running.num_generated
         token = self.script[at % len(self.script)]
@@ -322,28 +321,26 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
             token = EOS
         running.tokens.append(token)
         self.num_emitted += 1
-        output = pb.RequestOutput(request_id=request_id, tokens=[token], cached_tokens=cached)
-        if self.phases is not None:
-            output.phases.CopyFrom(self.phases)
-        if submit.sampling.HasField("num_logprobs"):
-            top = list(range(submit.sampling.num_logprobs))
+        output = Output(request_id, [token], cached_tokens=cached, phases=self.phases)
+        if submit.sampling.num_logprobs is not None:
+            top = range(submit.sampling.num_logprobs)
             asked = submit.sampling.logprob_token_ids
-            probabilities = [-0.5, *(-1.0 - t for t in top), *(-7.0 for _ in asked)]
-            output.logprobs.append(pb.TokenLogprobs(token_ids=[token, *top, *asked], logprobs=probabilities))
+            probabilities = (-0.5, *(-1.0 - t for t in top), *(-7.0 for _ in asked))
+            output.logprobs.append(TokenLogprobs((token, *top, *asked), probabilities))
         self._finish(running, token, output)
         return output
 
     def _score(self, running: Running) -> None:
         """Tell the prompt's log probabilities that are wanted, two tokens at a time: -p/8 at position p."""
         submit = running.submit
-        if not submit.HasField("scoring") or running.scored or not self.scores:
+        if submit.scoring is None or running.scored or not self.scores:
             return
         running.scored = True
         num_top, asked = submit.scoring.num_top, len(submit.sampling.logprob_token_ids)
         for start in range(submit.scoring.start, submit.num_prompt_tokens, 2):
             positions = np.arange(start, min(start + 2, submit.num_prompt_tokens))
             shape = (len(positions), num_top)
-            part = pb.PromptScores(
+            part = PromptScores(
                 request_id=submit.request_id,
                 position=start,
                 logprobs=(-positions / 8).astype("<f4").tobytes(),
@@ -352,7 +349,7 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
                 top_logprobs=np.broadcast_to(-np.arange(num_top, dtype="<f4") / 16, shape).tobytes(),
                 asked_logprobs=np.full((len(positions), asked), -7, "<f4").tobytes(),
             )
-            self._tell(running.session, pb.StepOutput(scores=[part]))
+            self._tell(running.session, scores=[part])
 
     def _take_blocks(self, running: Running, stored: list[bytes]) -> int:
         block_hash = self.card.get("block_hash", "xxh3_128")
@@ -367,24 +364,16 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
                 stored.append(each)
         return min(cached, len(running.tokens) - 1)
 
-    def _finish(self, running: Running, token: int, output: pb.RequestOutput) -> None:
+    def _finish(self, running: Running, token: int, output: Output) -> None:
         stop = running.submit.stop
-        if token == EOS and not stop.ignore_eos:
-            output.finish, output.stop_token = pb.FINISH_STOP, EOS
-        elif token in stop.stop_token_ids:
-            output.finish, output.stop_token = pb.FINISH_STOP, token
+        if (token == EOS and not stop.ignore_eos) or token in stop.stop_token_ids:
+            output.finish, output.stop_token = FinishReason.STOP, token
         elif running.num_generated >= stop.max_new_tokens:
-            output.finish = pb.FINISH_LENGTH
+            output.finish = FinishReason.LENGTH
         elif running.submit.hand_over:
             self._exports += 1
-            output.finish = pb.FINISH_HANDED_OVER
-            output.source.CopyFrom(
-                pb.KvSource(
-                    instance_id=self.id,
-                    address=str(self._port_mux.address),
-                    export_id=self._exports,
-                    num_tokens=len(running.tokens) - 1,
-                )
-            )
-        if output.finish:
+            output.finish = FinishReason.HANDED_OVER
+            address = str(self._port_mux.address)
+            output.source = KvSource(self.id, address, "", self._exports, len(running.tokens) - 1)
+        if output.finish is not None:
             del self._running[running.submit.request_id]

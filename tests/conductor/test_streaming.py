@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from tanghulu.protos import common_pb2
-from tanghulu.protos import session_pb2 as pb
+from tanghulu.rpc.wire import Failure
+from tanghulu.session.messages import Submit
 from tanghulu.types import Role
 from tests.conductor.cluster import running_cluster
 from tests.conductor.fake_worker import BLOCK_TOKENS, EOS, TOKENIZER, FakeWorker
@@ -101,7 +101,7 @@ async def test_the_decode_worker_is_the_one_that_was_reserved_unless_it_is_lost(
         await reserved.stop()
         await cluster.until(lambda: reserved.id not in cluster.registry.workers)
     else:  # it would not be chosen anew
-        reserved.load.num_running, reserved.load.blocks_free = 900, 1
+        reserved.reports(num_running=900, blocks_free=1)
         reserved.report()
         await cluster.until(lambda: loads[reserved.id].reported.num_running == 900)
     prefill.release()
@@ -116,14 +116,14 @@ async def test_a_hand_over_names_who_else_has_the_prompt(cluster):
     other = await cluster.add(Role.PREFILL)
     body = {"model": "tiny", "prompt": "a prompt of some blocks", "max_tokens": 3}
 
-    async def ask(worker: FakeWorker) -> pb.Submit:
+    async def ask(worker: FakeWorker) -> Submit:
         answer = await cluster.http.post("/v1/completions", json=body | {"routing": {"prefill_worker": worker.id}})
         assert answer.status_code == 200, answer.text
         return decode.submits[-1]
 
     alone = await ask(other)
-    assert alone.HasField("source")
-    assert not alone.HasField("holder")
+    assert alone.source is not None
+    assert alone.holder is None
     both = await ask(prefill)
     assert both.source.instance_id == prefill.id
     assert both.holder.address == str(other.instance.address)
@@ -151,8 +151,8 @@ async def test_a_worker_that_dies_mid_stream_is_not_noticed(cluster, num_tokens)
     first = await cluster.add()
     first.die_after_tokens = num_tokens
     worker = await cluster.add()
-    first.load.blocks_free = 1000
-    worker.load.prefill_tokens_waiting = 10_000  # the first one is asked first
+    first.reports(blocks_free=1000)
+    worker.reports(prefill_tokens_waiting=10_000)  # the first one is asked first
     text, reason, usage = await stream(cluster, LONG)
     assert (text, reason) == (LONG_TEXT, "length")
     assert usage["completion_tokens"] == 40
@@ -179,7 +179,7 @@ async def test_both_phases_may_die(cluster):
 async def test_moving_is_bounded(tmp_path):
     async with running_cluster(tmp_path, max_redispatches=2) as cluster:
         worker = await cluster.add()
-        worker.fail_with = common_pb2.Status(code="NODE_UNAVAILABLE", message="my store is gone")
+        worker.fail_with = Failure("NODE_UNAVAILABLE", "my store is gone")
         response = await cluster.http.post("/v1/completions", json=LONG)
         assert response.status_code == 503
         assert "moved 2 times without a new token" in response.json()["error"]["message"]
@@ -375,11 +375,12 @@ async def test_a_submission_counts_until_a_report_says_that_it_holds_it(cluster)
     await worker.until(lambda: len(worker.submits) == 2)
     load = cluster.registry.workers[worker.id].load
     for running in (1, 2, 3):
-        worker.load.num_running = running
+        worker.reports(num_running=running)
         worker.report()
     await cluster.until(lambda: load.reported.num_running == 3)
     assert load.view(worker.id, Role.BOTH, 0).num_requests == 5
-    worker.taken, worker.load.num_running = 1, 4
+    worker.taken = 1
+    worker.reports(num_running=4)
     worker.report()
     await cluster.until(lambda: load.reported.num_running == 4)
     assert load.view(worker.id, Role.BOTH, 0).num_requests == 5

@@ -7,45 +7,30 @@ import itertools
 import zlib
 from collections.abc import Callable, Sequence
 
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.dispatch.registry import RegisteredWorker
 from tanghulu.conductor.dispatch.token_stream import Arrivals
 from tanghulu.conductor.metrics import ConductorMetrics
-from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile
 from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
-from tanghulu.conductor.routing.requests import (
-    BegunExport,
-    GenerationRequest,
-    KvChange,
-    KvSource,
-    ModelCard,
-    Output,
-    OutputKind,
-    Sampling,
-    SessionWelcome,
-    Step,
-    StopRule,
-    WorkerLoad,
-)
+from tanghulu.conductor.routing.requests import GenerationRequest
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.discovery.base import Instance
 from tanghulu.hashing import Tokens, TokenSequence, root_hash
+from tanghulu.session.load import WorkerLoad
+from tanghulu.session.messages import SessionWelcome, StepOutput
+from tanghulu.session.model_card import ModelCard
+from tanghulu.session.outputs import BegunExport, FinishReason, KvChange, KvSource, Output
+from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import Address, Fingerprint, InstanceId, RequestId, Role
 from tanghulu.workers.engine.block_pool import BlockPool, KvEventKind
-from tanghulu.workers.engine.requests import (
-    EngineFinishReason,
-    EngineRequest,
-    PeerExport,
-    PeerPrefix,
-    SamplingParams,
-    StopParams,
-)
+from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.step_plan import FetchWanted, StepPlan
-from tanghulu.workers.engine.step_result import RequestOutput, Sampled
+from tanghulu.workers.engine.step_result import Sampled
 from tanghulu.workers.mock.timing import TIMINGS
 from tests.conductor.fake_worker import TOKENIZER
 
@@ -70,11 +55,6 @@ _CARD = ModelCard(
     False,
     BLOCK_TOKENS * 16,
 )
-_KINDS = {
-    None: OutputKind.TOKENS,
-    EngineFinishReason.LENGTH: OutputKind.LENGTH,
-    EngineFinishReason.HANDED_OVER: OutputKind.HANDED_OVER,
-}
 
 
 class VirtualTime:
@@ -162,29 +142,27 @@ class VirtualWorker:
     def submit(self, request, to, tokens, holder=None, moved=False) -> None:
         source, ahead = to.source, to.ahead
         sequence = TokenSequence(root_hash(_CARD.fingerprint), BLOCK_TOKENS, tokens)
-        peer = PeerExport(source.address, str(source.export_id), source.num_tokens) if source is not None else None
         engine_request = EngineRequest(
             RequestId(to.wire_id),
             sequence,
             len(request.prompt),
-            SamplingParams(),
-            StopParams(request.stop.max_new_tokens, ignore_eos=True),
+            Sampling(),
+            StopRule(request.stop.max_new_tokens, ignore_eos=True),
             hold_kv=to.hand_over,
-            peer=peer,
-            holder=PeerPrefix(holder.address, holder.num_blocks) if holder is not None else None,
+            peer=source,
+            holder=holder,
             moved=moved,
             ahead=RequestId(ahead) if ahead else None,
         )
-        self.num_hand_overs += peer is not None
+        self.num_hand_overs += source is not None
         self._time.after(WIRE_S, lambda: self._add(engine_request))
 
     def pull(self, name, tokens, salt, source) -> None:
         sequence = TokenSequence(root_hash(_CARD.fingerprint), BLOCK_TOKENS, tokens)
-        peer = PeerExport(source.address, str(source.export_id), source.num_tokens)
         holder = self._cluster.by_address[source.address]
 
         def begin() -> None:
-            wanted = self.scheduler.pull_ahead(RequestId(name), sequence, peer)
+            wanted = self.scheduler.pull_ahead(RequestId(name), sequence, source)
             if wanted is not None:
                 holder.read_early(source.export_id, VirtualPull(self, wanted))
 
@@ -219,7 +197,7 @@ class VirtualWorker:
         for wanted in plan.fetches:
             self._fetch(wanted)
         for peer in plan.forgone:
-            self._cluster.by_address[peer.instance].release(int(peer.export_id))
+            self._cluster.by_address[peer.address].release(peer.export_id)
         self._busy = bool(plan.runs)
         seconds = SLOWNESS * self._timing.step_seconds(plan) + STEP_S if plan.runs else 0.0
         if plan.runs:
@@ -272,25 +250,24 @@ class VirtualWorker:
 
         self._time.after(FETCH_S, arrive)
 
-    def _output(self, output: RequestOutput) -> Output:
-        source, kind = None, _KINDS[output.finish_reason]
-        if kind is OutputKind.HANDED_OVER:
+    def _output(self, output: Output) -> Output:
+        if output.finish is FinishReason.HANDED_OVER:
             number = len(self._exports) + 1000 * self._sequence
             self._exports[number] = output.request_id
             export = self.scheduler.held.export(output.request_id)
             assert export is not None
-            source = KvSource(self.registered.id, str(self.registered.instance.address), "", number, export.num_tokens)
-        cached = min(output.num_cached_tokens, output.num_prompt_tokens)
-        return Output(output.request_id, list(output.tokens), kind, None, source, cached)
+            address = str(self.registered.instance.address)
+            output.source = KvSource(self.registered.id, address, "", number, export.num_tokens)
+        return output
 
     def _fetch(self, wanted: FetchWanted) -> None:
         def arrive() -> None:
             num_ok = 0
             if wanted.peer is not None:
-                self._cluster.by_address[wanted.peer.instance].release(int(wanted.peer.export_id))
+                self._cluster.by_address[wanted.peer.address].release(wanted.peer.export_id)
                 num_ok = len(wanted.block_ids)
             elif wanted.holder is not None:
-                num_ok = self._cluster.by_address[wanted.holder.instance].pool.num_hits(wanted.block_hashes)
+                num_ok = self._cluster.by_address[wanted.holder.address].pool.num_hits(wanted.block_hashes)
             self.scheduler.fetch_done(wanted.request_id, min(num_ok, len(wanted.block_ids)))
             self._begin_step()
 
@@ -303,28 +280,20 @@ class VirtualWorker:
         for kind, events in itertools.groupby(self.pool.take_events(), key=lambda event: event.kind):
             hashes = tuple(event.block_hash for event in events)
             changes.append(KvChange(stored=hashes) if kind is KvEventKind.STORED else KvChange(removed=hashes))
-        step = Step(outputs, self._sequence, tuple(changes), self._load(), begun=begun)
+        step = StepOutput(outputs, self._sequence, tuple(changes), self._load(), begun=begun)
         self._sequence += len(changes)
         self._time.after(WIRE_S, lambda: self._cluster.dispatcher.worker_step(self.registered, step))
 
     def _load(self) -> WorkerLoad:
-        speeds, scheduler = self._speed.speeds, self.scheduler
-        costs = speeds.costs
-        return WorkerLoad(
-            scheduler.num_running,
-            scheduler.num_waiting + scheduler.num_fetching,
-            self.pool.num_blocks,
-            self.pool.num_available,
-            scheduler.pending[0],
-            speeds.prefill_tokens_per_s,
-            speeds.decode_step_s,
-            peer_bytes_per_s=speeds.peer_bytes_per_s,
-            prefill=PrefillProfile(costs.prefill_fixed_s, costs.prefill_token_s, costs.prefill_pair_s)
-            if costs
-            else None,
-            decode=DecodeProfile(costs.decode_fixed_s, costs.decode_sequence_s, costs.decode_context_s)
-            if costs and costs.decode_fixed_s
-            else None,
+        scheduler = self.scheduler
+        return structs.replace(
+            self._speed.speeds,
+            store_bytes_per_s=0.0,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting + scheduler.num_fetching,
+            blocks_total=self.pool.num_blocks,
+            blocks_free=self.pool.num_available,
+            prefill_tokens_waiting=scheduler.pending[0],
             prefill_pairs_waiting=scheduler.pending[1],
         )
 

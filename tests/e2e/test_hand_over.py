@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -10,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 
-from tanghulu.protos import session_pb2, session_pb2_grpc
+from tanghulu.rpc.fast_client import FastConnection
+from tanghulu.session.messages import DROP_CACHE, DropCacheRequest
+from tanghulu.types import Address
 from tests.e2e.cluster import LiveCluster, eventually, running_cluster
 
 pytestmark = pytest.mark.slow
@@ -137,8 +139,8 @@ def test_a_peer_has_what_died_before_the_pull(tmp_path) -> None:
         wanted = ask(live, prompt, routing={"prefill_worker": other})
         decode = live.entry("decode")
         eventually(lambda: nothing_is_held(live), what="blocks in use are not dropped")
-        with grpc.insecure_channel(decode["address"]) as channel:
-            session_pb2_grpc.WorkerStub(channel).DropCache(session_pb2.DropCacheRequest(), timeout=30)
+        with contextlib.closing(FastConnection(Address.parse(decode["address"]))) as connection:
+            connection.call(DROP_CACHE.number, DropCacheRequest(), DROP_CACHE.reply, deadline_s=30)
         before, read = live.metric("decode", "tanghulu_worker_computed_tokens_total"), tokens_of_peers(live)
         with ThreadPoolExecutor(1) as pool, stopped(decode["pid"]) as go_on:
             asked = pool.submit(ask, live, prompt, routing={"prefill_worker": dying})

@@ -8,10 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import psutil
 import pytest
@@ -23,14 +21,34 @@ from tanghulu.cli import keys
 from tanghulu.conductor import route_rights
 from tanghulu.conductor.peers.wire import FOLLOW, FollowRequest
 from tanghulu.errors import NodeUnavailable, Unauthorized
-from tanghulu.protos import common_pb2, session_pb2, session_pb2_grpc
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.greeting import greet_blocking
-from tanghulu.rpc.methods import END, HELLO, SESSION, EndRequest, HelloRequest, Method
+from tanghulu.rpc.methods import END, HELLO, EndRequest, HelloRequest, Method
 from tanghulu.rpc.versions import PROTOCOL_VERSION
-from tanghulu.types import Address
+from tanghulu.session.messages import (
+    DESCRIBE,
+    DROP_CACHE,
+    PROBE,
+    SESSION,
+    Abort,
+    DescribeRequest,
+    DropCacheRequest,
+    ProbeRequest,
+    SessionHello,
+    Submit,
+    ToWorker,
+)
+from tanghulu.session.sampling import Sampling, StopRule
+from tanghulu.types import Address, RequestId
 from tanghulu.web.authorizer import Need
-from tanghulu.workers.kv.peer_methods import EXPORT_PIN, EXPORT_RELEASE, PREFIX_PIN
+from tanghulu.workers.kv.peer_methods import (
+    EXPORT_PIN,
+    EXPORT_RELEASE,
+    PREFIX_PIN,
+    ExportPinRequest,
+    ExportReleaseRequest,
+    PrefixPinRequest,
+)
 from tests.e2e.cluster import LiveCluster, eventually, running_cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -57,11 +75,6 @@ class Secure:
 
     def processes(self, *roles: str) -> list[dict[str, Any]]:
         return [entry for entry in self.cluster.entries() if not roles or entry["role"] in roles]
-
-    def channel(self, address: str, *, shown: bool = True) -> grpc.Channel:
-        ca, key, cert = (Path(p).read_bytes() for p in (self.tls.ca, self.tls.key, self.tls.cert))
-        made = grpc.ssl_channel_credentials(ca, key, cert) if shown else grpc.ssl_channel_credentials(ca)
-        return grpc.secure_channel(address, made)
 
 
 @pytest.fixture(scope="module")
@@ -101,37 +114,34 @@ def test_metrics_are_for_those_who_may_see_them(secure: Secure) -> None:
 
 
 def test_workers_let_in_nobody_without_a_token(secure: Secure) -> None:
-    calls = {
-        "Describe": session_pb2.DescribeRequest(),
-        "Probe": session_pb2.ProbeRequest(deadline_s=1),
-        "DropCache": session_pb2.DropCacheRequest(),
-        "Drain": common_pb2.EndRequest(),
-    }
+    calls: list[tuple[Method[Any, Any], Any]] = [
+        (DESCRIBE, DescribeRequest()),
+        (PROBE, ProbeRequest(1)),
+        (DROP_CACHE, DropCacheRequest()),
+        (END, EndRequest()),
+    ]
     for entry in secure.processes("prefill", "decode"):
-        for shown in ((), (("authorization", "Bearer wrong"),)):
-            with secure.channel(entry["address"]) as channel:
-                stub = session_pb2_grpc.WorkerStub(channel)
-                for name, request in calls.items():
-                    with pytest.raises(grpc.RpcError) as refused:
-                        getattr(stub, name)(request, timeout=10, metadata=shown)
-                    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED, name
-        with secure.channel(entry["address"], shown=False) as channel, pytest.raises(grpc.RpcError) as refused:
-            session_pb2_grpc.WorkerStub(channel).Describe(session_pb2.DescribeRequest(), timeout=10)
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE  # no certificate, no connection
-        with grpc.insecure_channel(entry["address"]) as channel, pytest.raises(grpc.RpcError):
-            session_pb2_grpc.WorkerStub(channel).Describe(session_pb2.DescribeRequest(), timeout=10)
+        address = Address.parse(entry["address"])
+        for method, request in calls:
+            with pytest.raises(Unauthorized):
+                _ask(address, method, request, secure.tls)
+        with pytest.raises(Unauthorized):
+            greet_blocking(FastConnection(address, tls=secure.tls), Credentials(token="wrong"), 10)
+        for tls in (TlsFiles(ca=secure.tls.ca), TlsFiles()):  # no certificate, no connection
+            with pytest.raises((NodeUnavailable, Unauthorized)):
+                _ask(address, DESCRIBE, DescribeRequest(), tls)
 
 
 def test_nobody_opens_a_session_or_reads_kv_without_a_token(secure: Secure) -> None:
-    hello = session_pb2.SessionHello(conductor_id="x", protocol_version=1)
-    submit = session_pb2.Submit(request_id="x", tokens=bytes(8), num_prompt_tokens=2)
+    name = RequestId("x")
+    submit = Submit(name, bytes(8), 2, Sampling(), StopRule(1))
     requests: list[tuple[Method[Any, Any], Any]] = [
-        (EXPORT_PIN, session_pb2.ExportPinRequest(export_id=1)),
-        (PREFIX_PIN, session_pb2.PrefixPinRequest()),
-        (EXPORT_RELEASE, session_pb2.ExportReleaseRequest(export_id=1)),
-        (SESSION, session_pb2.ToWorker(hello=hello)),
-        (SESSION, session_pb2.ToWorker(submit=submit)),
-        (SESSION, session_pb2.ToWorker(abort=session_pb2.Abort(request_id="x"))),
+        (EXPORT_PIN, ExportPinRequest(1)),
+        (PREFIX_PIN, PrefixPinRequest(())),
+        (EXPORT_RELEASE, ExportReleaseRequest(1)),
+        (SESSION, ToWorker(SessionHello("x", 1))),
+        (SESSION, ToWorker(submit)),
+        (SESSION, ToWorker(Abort(name))),
     ]
     for entry in secure.processes("prefill", "decode"):
         address = Address.parse(entry["address"])
@@ -147,7 +157,7 @@ def test_nobody_opens_a_session_or_reads_kv_without_a_token(secure: Secure) -> N
                 connection.call(HELLO.number, shown, HELLO.reply, deadline_s=10)
             connection.close()
         with pytest.raises((NodeUnavailable, Unauthorized)):
-            _ask_in_plain(address, session_pb2.ExportPinRequest(export_id=1))
+            _ask(address, EXPORT_PIN, ExportPinRequest(1), TlsFiles())
 
 
 def test_conductors_tell_nobody_without_a_token(secure: Secure) -> None:
@@ -230,8 +240,9 @@ def test_no_secret_is_in_logs_in_ps_or_in_the_state(secure: Secure) -> None:
             assert path.stat().st_mode & 0o077 == 0, path
 
 
-def _ask_in_plain(address: Address, request: session_pb2.ExportPinRequest) -> None:
-    FastConnection(address).call(EXPORT_PIN.number, request, EXPORT_PIN.reply, deadline_s=10)
+def _ask(address: Address, method: Method[Any, Any], request: Any, tls: TlsFiles) -> None:
+    with closing(FastConnection(address, tls=tls)) as connection:
+        connection.call(method.number, request, method.reply, deadline_s=10)
 
 
 def _operator(secure: Secure) -> list[str]:

@@ -19,14 +19,13 @@ from tanghulu.conductor.peers import wire as peers
 from tanghulu.discovery import membership
 from tanghulu.discovery.instance_wire import InstanceEntry
 from tanghulu.protos import (
-    common_pb2,
     inference_pb2,
     router_pb2,
-    session_pb2,
     store_api_pb2,
 )
 from tanghulu.rpc import methods as rpc_methods
 from tanghulu.rpc.versions import PROTOCOL_VERSION
+from tanghulu.session import messages as session
 from tanghulu.store.protocol import directory_messages as d
 from tanghulu.store.protocol import messages as m
 from tanghulu.store.protocol import methods as store
@@ -133,23 +132,23 @@ def fast_rows() -> Iterator[Row]:
     yield of("peers", operator, peers.FOLLOW, lambda w, t: peers.FollowRequest())
     yield of("peers", operator, peers.ABORT, lambda w, t: peers.AbortRequest(t), "request")
     yield of("peers", operator, rpc_methods.END, lambda w, t: rpc_methods.EndRequest())
-    begin = session_pb2.ToWorker(hello=session_pb2.SessionHello(conductor_id="x", protocol_version=1))
+    begin = session.ToWorker(session.SessionHello("x", 1))
     for role in ("prefill", "decode"):
-        yield of(role, operator, rpc_methods.SESSION, lambda w, t: begin)
-        yield of(
-            role, operator, worker.EXPORT_PIN, lambda w, t: session_pb2.ExportPinRequest(export_id=int(t)), "export"
-        )
+        yield of(role, operator, session.SESSION, lambda w, t: begin)
+        yield of(role, operator, session.DESCRIBE, lambda w, t: session.DescribeRequest())
+        yield of(role, operator, session.DROP_CACHE, lambda w, t: session.DropCacheRequest())
+        yield of(role, operator, session.PROBE, lambda w, t: session.ProbeRequest(1))
+        yield of(role, operator, rpc_methods.END, lambda w, t: rpc_methods.EndRequest())
+        yield of(role, operator, worker.EXPORT_PIN, lambda w, t: worker.ExportPinRequest(int(t)), "export")
         yield of(
             role,
             operator,
             worker.EXPORT_RELEASE,
-            lambda w, t: session_pb2.ExportReleaseRequest(export_id=int(t)),
+            lambda w, t: worker.ExportReleaseRequest(int(t)),
             "export",
         )
-        yield of(
-            role, operator, worker.EXPORT_WATCH, lambda w, t: session_pb2.ExportWatchRequest(export_id=int(t)), "export"
-        )
-        yield of(role, operator, worker.PREFIX_PIN, lambda w, t: session_pb2.PrefixPinRequest(block_hashes=[b"x" * 16]))
+        yield of(role, operator, worker.EXPORT_WATCH, lambda w, t: worker.ExportWatchRequest(int(t)), "export")
+        yield of(role, operator, worker.PREFIX_PIN, lambda w, t: worker.PrefixPinRequest([b"x" * 16]))
 
 
 def _commit(world: World, key: str) -> ClientCommit:
@@ -168,10 +167,6 @@ _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
     "Store/Remove": (Needs.OWN, "key", lambda w, t: store_api_pb2.Keys(keys=[t])),
     "Store/Stat": (Needs.OWN, "key", lambda w, t: store_api_pb2.StatRequest(key=t)),
     "Store/List": (Needs.OWN, "key", lambda w, t: store_api_pb2.ListRequest(prefix=t)),
-    "Worker/Describe": (Needs.OPERATOR, "", lambda w, t: session_pb2.DescribeRequest()),
-    "Worker/DropCache": (Needs.OPERATOR, "", lambda w, t: session_pb2.DropCacheRequest()),
-    "Worker/Probe": (Needs.OPERATOR, "", lambda w, t: session_pb2.ProbeRequest(deadline_s=1)),
-    "Worker/Drain": (Needs.OPERATOR, "", lambda w, t: common_pb2.EndRequest()),
     "Inference/Generate": (
         Needs.KNOWN,
         "request",
@@ -202,7 +197,7 @@ _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
     "Router/DumpEvents": (Needs.OPERATOR, "", lambda w, t: router_pb2.RouterDumpRequest()),
 }
 ABSENT |= {"routed": "no-such-thing-routed", "routed before": "no-such-thing-before", "tokens": "07000000" * 256}
-_GRPC_MODULES = (inference_pb2, router_pb2, session_pb2, store_api_pb2)
+_GRPC_MODULES = (inference_pb2, router_pb2, store_api_pb2)
 
 
 def grpc_methods() -> set[str]:
@@ -225,7 +220,6 @@ def _grpc(name: str, request: Callable[[World, str], Message]) -> Callable[[Worl
 
     def call(world: World, caller: Caller, target: str) -> Answer:
         address = {
-            "Worker": lambda: world.address("prefill"),
             "Inference": lambda: f"127.0.0.1:{world.grpc_port}",
             "Router": lambda: world.service_grpc,
             "Store": lambda: f"127.0.0.1:{world.gateway_grpc}",

@@ -24,6 +24,7 @@ from tanghulu.discovery import membership
 from tanghulu.masters import Masters
 from tanghulu.rpc import methods as rpc_methods
 from tanghulu.rpc.methods import Method
+from tanghulu.session import messages as session
 from tanghulu.store.gateway.config import GatewayConfig
 from tanghulu.store.gateway.gateway import Gateway
 from tanghulu.store.gateway.main import make_app
@@ -213,6 +214,7 @@ def test_every_method_is_in_the_table() -> None:
         (peer_methods, ("prefill",)),
         (peers, ("peers",)),
         (rpc_methods, ("prefill", "peers")),
+        (session, ("prefill", "decode")),
     ]
     for module, roles in modules:
         for method in (each for each in vars(module).values() if isinstance(each, Method)):
@@ -255,7 +257,7 @@ MUTATED = {
     "fast lane of master announce (node)",
     "fast lane of prefill export_pin (export)",
     "fast lane of master register (node)",
-    "gRPC Worker Describe",
+    "fast lane of prefill describe",
     "fast lane of peers follow",
     "gRPC Inference Abort",
     "gRPC Router ReportLoad",

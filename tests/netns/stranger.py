@@ -8,14 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 
-from tanghulu.auth.credentials import TlsFiles
+from tanghulu.auth.credentials import Credentials, TlsFiles
 from tanghulu.auth.tls import client_context
 from tanghulu.errors import TanghuluError
-from tanghulu.protos import session_pb2, session_pb2_grpc
+from tanghulu.rpc.fast_client import FastConnection
+from tanghulu.rpc.greeting import greet_blocking
+from tanghulu.session.messages import DESCRIBE, DescribeRequest
 from tanghulu.store.client import connect
+from tanghulu.types import Address
 
 DEADLINE_S = 20.0
 
@@ -70,14 +72,12 @@ def nodes(master: str, token: str, tls: dict[str, str]) -> str:
 
 def describe(worker: str, tls: dict[str, str], token: str) -> str:
     """What a worker says of itself."""
-    ca, key, cert = (Path(tls[name]).read_bytes() for name in ("ca", "key", "cert"))
-    with grpc.secure_channel(worker, grpc.ssl_channel_credentials(ca, key, cert)) as channel:
-        try:
-            shown = (("authorization", f"Bearer {token}"),)
-            request = session_pb2.DescribeRequest()
-            session_pb2_grpc.WorkerStub(channel).Describe(request, timeout=DEADLINE_S, metadata=shown)
-        except grpc.RpcError as error:
-            return str(error.code().name)
+    try:
+        connection = FastConnection(Address.parse(worker), tls=TlsFiles(**tls))
+        greet_blocking(connection, Credentials(token=token), DEADLINE_S)
+        connection.call(DESCRIBE.number, DescribeRequest(), DESCRIBE.reply, deadline_s=DEADLINE_S)
+    except TanghuluError as error:
+        return error.code
     return "described"
 
 

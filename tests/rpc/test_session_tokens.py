@@ -14,15 +14,18 @@ from tanghulu.auth.derived_tokens import hash_of
 from tanghulu.auth.tenants import new_token
 from tanghulu.auth.tokens import TokensFile
 from tanghulu.errors import Forbidden, NodeUnavailable, TanghuluError, Unauthorized
-from tanghulu.protos import session_pb2 as pb
 from tanghulu.rpc import authorizer, greeting
 from tanghulu.rpc.authorizer import Authorizer
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.fast_server import AnswerStream, FastService, Later, Peer
-from tanghulu.rpc.methods import HELLO, SESSION
+from tanghulu.rpc.methods import HELLO
 from tanghulu.rpc.port_mux import PortMux
+from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.runtime.tasks import beside
+from tanghulu.session.load import WorkerLoad
+from tanghulu.session.messages import SESSION, FromWorker, SessionHello, SessionWelcome, ToWorker
+from tanghulu.types import InstanceId
 from tests.rpc.service import until
 
 TOKENS = {name: new_token() for name in ("cluster", "reader", "other")}
@@ -35,9 +38,9 @@ def write(path: Path, **rights: str) -> Path:
     return path
 
 
-def welcome(peer: Peer, request: pb.ToWorker, attachment: memoryview) -> AnswerStream | Later:
+def welcome(peer: Peer, request: ToWorker, attachment: memoryview) -> AnswerStream | Later:
     stream = AnswerStream(lambda: None)
-    message = pb.FromWorker(welcome=pb.SessionWelcome(instance_id="worker"))
+    message = FromWorker(SessionWelcome(InstanceId("worker"), 1, (), 0, WorkerLoad()))
     asyncio.get_running_loop().call_soon(stream.send, message)
     return stream
 
@@ -60,13 +63,13 @@ async def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
             await mux.close(0.1)
 
 
-async def said(port: PortMux, token: str) -> tuple[AsyncFastConnection, list[Reply[pb.FromWorker] | TanghuluError]]:
+async def said(port: PortMux, token: str) -> tuple[AsyncFastConnection, list[Reply[FromWorker] | TanghuluError]]:
     """A session that shows ``token``, and what its worker says, at least once."""
-    heard: list[Reply[pb.FromWorker] | TanghuluError] = []
+    heard: list[Reply[FromWorker] | TanghuluError] = []
     connection = await AsyncFastConnection.connect(port.address)
     try:
         await greeting.show(connection, Credentials(token=token), 30)
-        connection.stream(SESSION.number, pb.ToWorker(hello=pb.SessionHello()), pb.FromWorker, heard.append)
+        connection.stream(SESSION.number, ToWorker(SessionHello("x", PROTOCOL_VERSION)), FromWorker, heard.append)
         await until(lambda: bool(heard))
     except TanghuluError:
         await connection.close()

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry
 
 from tanghulu.errors import NodeUnavailable
+from tanghulu.session.outputs import KvSource, PrefixHolder
 from tanghulu.types import BlockHash
 from tanghulu.workers.compute.models.registry import Model, kv_dtype_name
 from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig, ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector, KvPeers
@@ -58,14 +58,14 @@ class NoPeers:
     def read(self, parts: Sequence[ExportPart], buffers: Sequence[memoryview]) -> int:
         raise NodeUnavailable("the prefill worker is away")
 
-    def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+    def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         raise NodeUnavailable("the holder is away")
 
-    def release(self, peer: PeerExport, bytes_read: int = 0, *, keep: bool = False) -> None:
+    def release(self, peer: KvSource, bytes_read: int = 0, *, keep: bool = False) -> None:
         raise NodeUnavailable("the prefill worker is away")
 
 
-def read_export(reader: PeerReader, peer: PeerExport, first_block: int, buffers: Sequence[memoryview]) -> int:
+def read_export(reader: PeerReader, peer: KvSource, first_block: int, buffers: Sequence[memoryview]) -> int:
     """Read one export's blocks from ``first_block`` on."""
     return reader.read([ExportPart(peer, first_block, len(buffers))], buffers)
 
@@ -115,8 +115,8 @@ class Rig:
             for output in self.next_report().result.outputs:
                 assert output.request_id == name
                 tokens += output.tokens
-                if output.finish_reason is not None:
-                    return tokens, output.num_cached_tokens
+                if output.finish is not None:
+                    return tokens, output.cached_tokens
 
     def run_all(self, prompts: dict[str, list[int]], num_tokens: int) -> dict[str, list[int]]:
         """The greedy tokens of all ``prompts``, served at once."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tanghulu.session.sampling import Sampling
 from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.gpu.staging import StagingRing, make_copier, pin
 from tanghulu.workers.compute.attention.backends import AttentionNeeds, can, pick_attention
@@ -22,7 +23,6 @@ from tanghulu.workers.compute.models.shard import Shard
 from tanghulu.workers.compute.sampling import SamplingRow
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.requests import SamplingParams
 from tanghulu.workers.kv.staging import DeviceBlocks, StagedPort, StagedWindow
 from tanghulu.workers.ranks.group import join, leave
 from tanghulu.workers.ranks.processes import RankProcesses, RankTask
@@ -60,7 +60,7 @@ def texts(core: EngineCore, block_tokens: int = BLOCK) -> dict[str, list[int]]:
     shared = random_.choices(range(2, VOCAB), k=20)
     for index, length in enumerate((1, 7, 30, 75, 12, 40)):
         prompt = [*shared[: index * 4], *random_.choices(range(2, VOCAB), k=length)]
-        sampling = SamplingParams(temperature=index % 2, top_k=20, seed=index)
+        sampling = Sampling(temperature=index % 2, top_k=20, seed=index)
         core.add(request(str(index), prompt, 12, block_tokens=block_tokens, sampling=sampling))
     return run_all(core)
 
@@ -108,7 +108,7 @@ def test_there_is_a_kernel_that_reads_blocks_of_256_tokens():
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_sampling_waits_once(monkeypatch: pytest.MonkeyPatch):
     rows = [
-        SamplingRow(SamplingParams(seed=seed, top_k=5 * (seed % 2), logprobs=2), [seed], 1, frozenset())  # type: ignore[arg-type]
+        SamplingRow(Sampling(seed=seed, top_k=5 * (seed % 2), num_logprobs=2), [seed], 1, frozenset())  # type: ignore[arg-type]
         for seed in range(8)
     ]
     logits = torch.randn(8, 1000, device=GPU)

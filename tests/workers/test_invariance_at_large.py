@@ -13,9 +13,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from tanghulu.session.sampling import Sampling
 from tanghulu.workers.compute.linear import Arithmetic
 from tanghulu.workers.compute.models.registry import Model, dtype_name, load_model
-from tanghulu.workers.engine.requests import SamplingParams
 from tanghulu.workers.weights import ModelSource
 from tanghulu.workers.weights.tokenizer_assets import load_tokenizer_assets
 from tests.workers.test_smollm2 import TEXTS
@@ -38,7 +38,7 @@ def model(request: pytest.FixtureRequest, smollm2: ModelSource) -> Model:
 
 
 @pytest.fixture(scope="module")
-def prompts(smollm2: ModelSource) -> list[list[tuple[list[int], SamplingParams]]]:
+def prompts(smollm2: ModelSource) -> list[list[tuple[list[int], Sampling]]]:
     """The groups' prompts: cuts of texts, a third behind one of three common beginnings; every second one is drawn."""
     tokenizer = Tokenizer.from_buffer(load_tokenizer_assets(smollm2).tokenizer_json)
     random_ = random.Random(SEED)
@@ -62,16 +62,14 @@ def _cut(random_: random.Random, ids: list[int], length: int) -> list[int]:
     return ids[start : start + length]
 
 
-def _sampling(number: int) -> SamplingParams:
+def _sampling(number: int) -> Sampling:
     if number % 2 == 0:
-        return SamplingParams(temperature=0, logprobs=3)
-    return SamplingParams(temperature=0.9, top_k=(0, 40)[number % 4 == 1], top_p=0.95, seed=number, logprobs=3)
+        return Sampling(temperature=0, num_logprobs=3)
+    return Sampling(temperature=0.9, top_k=(0, 40)[number % 4 == 1], top_p=0.95, seed=number, num_logprobs=3)
 
 
 @pytest.mark.parametrize("group", range(NUM_GROUPS))
-def test_the_same_bits_in_every_way(
-    model: Model, prompts: list[list[tuple[list[int], SamplingParams]]], group: int
-) -> None:
+def test_the_same_bits_in_every_way(model: Model, prompts: list[list[tuple[list[int], Sampling]]], group: int) -> None:
     served = Served(model, prompts[group], num_new=NUM_NEW, block_tokens=BLOCK_TOKENS)
     alone = served.alone()
     for name, way in WAYS.items():

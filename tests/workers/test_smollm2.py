@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from tanghulu.errors import ModelUnsupported
+from tanghulu.session.sampling import PromptScoring, Sampling
 from tanghulu.workers.compute.device import CPU, CpuFeatures
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import KvCache
@@ -19,7 +20,6 @@ from tanghulu.workers.compute.models.registry import dtype_name, load_model
 from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.requests import PromptScoring, SamplingParams
 from tanghulu.workers.weights import ModelSource
 from tanghulu.workers.weights.gguf_file import GgufFile
 from tanghulu.workers.weights.gguf_tokenizer import build_gguf_tokenizer
@@ -297,7 +297,7 @@ def test_an_invariant_answer_is_the_same_bits_in_every_way(smollm2: ModelSource,
     model = load_model(smollm2, dtype, arithmetic=Arithmetic.of(dtype, invariant=True))
     ids = np.random.default_rng(5).integers(2, 49_000, 160).tolist()
     prompts = [
-        (ids[:40] + ids[start:end], SamplingParams(temperature=0.8 * (start % 2), top_p=0.9, seed=start, logprobs=2))
+        (ids[:40] + ids[start:end], Sampling(temperature=0.8 * (start % 2), top_p=0.9, seed=start, num_logprobs=2))
         for start, end in ((41, 44), (50, 160), (60, 81))
     ]
     served = Served(model, prompts, num_new=18, block_tokens=16)

@@ -20,11 +20,11 @@ from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.requests import PeerPrefix
 from tanghulu.workers.engine.thread import StepReport
 from tanghulu.workers.kv.staging import DeviceStaging
 from tanghulu.workers.loading.loaded_model import LoadedModel
 from tanghulu.workers.mock.loading import byte_level
+from tests.workers.peers import prefix_at
 from tests.workers.rig import PROMPT
 from tests.workers.tiny import BLOCK, request
 
@@ -57,8 +57,8 @@ class Watched(WorkerServer):
             report = await asyncio.wait_for(self.reports.get(), 20)
             for output in report.result.outputs:
                 tokens += output.tokens
-                if output.finish_reason is not None:
-                    return tokens, output.num_cached_tokens
+                if output.finish is not None:
+                    return tokens, output.cached_tokens
 
 
 @contextlib.asynccontextmanager
@@ -100,5 +100,5 @@ async def test_a_prefix_moves_between_memories(
     ):
         text, cached = await first.text("one", prompt)
         assert cached == 0
-        holder = PeerPrefix(f"{first.address}|{first.unix_path}", 17)
+        holder = prefix_at(f"{first.address}|{first.unix_path}", 17)
         assert await second.text("two", prompt, holder=holder) == (text, 17 * BLOCK)

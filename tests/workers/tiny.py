@@ -12,12 +12,14 @@ import torch
 from safetensors.torch import save_file
 
 from tanghulu.hashing import TokenSequence, root_hash
+from tanghulu.session.outputs import Output
+from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import Fingerprint, RequestId
 from tanghulu.workers.compute.models.registry import Model, load_model
 from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
-from tanghulu.workers.engine.requests import EngineRequest, SamplingParams, StopParams
-from tanghulu.workers.engine.step_result import RequestOutput, Sampled
+from tanghulu.workers.engine.requests import EngineRequest
+from tanghulu.workers.engine.step_result import Sampled
 from tanghulu.workers.mock.loading import byte_level
 from tanghulu.workers.weights import resolve_model
 
@@ -130,8 +132,8 @@ def request(
     *,
     block_tokens: int = BLOCK,
     num_prompt: int | None = None,
-    sampling: SamplingParams | None = None,
-    stop: StopParams | None = None,
+    sampling: Sampling | None = None,
+    stop: StopRule | None = None,
     **more: Any,
 ) -> EngineRequest:
     """A greedy request that ignores end tokens unless told otherwise."""
@@ -140,8 +142,8 @@ def request(
         RequestId(name),
         sequence,
         num_prompt or len(sequence),
-        sampling or SamplingParams(temperature=0),
-        stop or StopParams(max_new, ignore_eos=True),
+        sampling or Sampling(temperature=0),
+        stop or StopRule(max_new, ignore_eos=True),
         **more,
     )
 
@@ -172,9 +174,9 @@ def run_all(core: EngineCore, max_steps: int = 2000) -> dict[str, list[int]]:
     raise AssertionError(f"not done after {max_steps} steps: {core!r}")
 
 
-def outputs_of(core: EngineCore, max_steps: int = 2000) -> list[RequestOutput]:
+def outputs_of(core: EngineCore, max_steps: int = 2000) -> list[Output]:
     """Step until nothing is left to do; all outputs in order."""
-    outputs: list[RequestOutput] = []
+    outputs: list[Output] = []
     for _ in range(max_steps):
         if not core.scheduler.has_work:
             return outputs

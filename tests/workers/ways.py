@@ -11,6 +11,8 @@ from typing import cast
 
 import torch
 
+from tanghulu.session.outputs import KvSource, TokenLogprobs
+from tanghulu.session.sampling import Sampling
 from tanghulu.types import RequestId
 from tanghulu.workers.compute.kv_cache import KvTensors
 from tanghulu.workers.compute.models.registry import Model, kv_dtype_name
@@ -18,13 +20,14 @@ from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig, KvFetcher, ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
-from tanghulu.workers.engine.requests import EngineRequest, PeerExport, SamplingParams
+from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.step_plan import FetchWanted
-from tanghulu.workers.engine.step_result import Logprobs, StepResult
+from tanghulu.workers.engine.step_result import StepResult
+from tests.workers.peers import export_at
 from tests.workers.tiny import request
 
 #: Tokens and log probabilities of an answer.
-Answer = tuple[list[int], list[Logprobs | None]]
+Answer = tuple[list[int], list[TokenLogprobs | None]]
 MakeRunner = Callable[[Model, int, int], ModelRunner]
 
 
@@ -40,7 +43,7 @@ class Served:
     def __init__(
         self,
         model: Model,
-        prompts: Sequence[tuple[list[int], SamplingParams]],
+        prompts: Sequence[tuple[list[int], Sampling]],
         *,
         num_new: int,
         block_tokens: int = 8,
@@ -102,7 +105,7 @@ class Outside:
     def fetch(self, wanted: FetchWanted) -> None:
         self._wanted.append(wanted)
 
-    def forgo(self, peer: PeerExport) -> None: ...
+    def forgo(self, peer: KvSource) -> None: ...
 
     def pull(self, wanted: FetchWanted) -> None:
         raise AssertionError("nothing is pulled ahead")
@@ -149,8 +152,8 @@ def cached(served: Served) -> list[Answer]:
         core.add(served.request(index))
     while core.scheduler.has_work:
         for output in collect(core, found).outputs:
-            full = (output.num_prompt_tokens - 1) // served.block_tokens
-            assert output.num_cached_tokens >= full * served.block_tokens
+            full = (len(served.prompts[int(output.request_id)][0]) - 1) // served.block_tokens
+            assert output.cached_tokens >= full * served.block_tokens
     return in_order(found)
 
 
@@ -189,7 +192,7 @@ def handed_off(served: Served) -> list[Answer]:
         rest = served.request(index, found[index][0])
         export = prefill.scheduler.held.export(rest.request_id)
         assert export is not None
-        rest.peer = PeerExport("prefill", rest.request_id, export.num_tokens)
+        rest.peer = export_at("prefill", rest.request_id, export.num_tokens)
         decode.add(rest)
     while decode.scheduler.has_work:
         collect(decode, found)
@@ -208,7 +211,7 @@ def moved(served: Served) -> list[Answer]:
     while first.scheduler.has_work:
         for output in collect(first, found).outputs:
             index = int(output.request_id)
-            if output.num_generated_tokens == half:
+            if len(found[index][0]) == half:
                 first.abort(output.request_id)
                 second.add(served.request(index, found[index][0]))
         if second.scheduler.has_work:
@@ -238,7 +241,7 @@ def collect(core: EngineCore, found: dict[int, Answer]) -> StepResult:
             continue
         tokens, logprobs = found[int(output.request_id)]
         tokens += output.tokens
-        logprobs.append(output.logprobs)
+        logprobs += output.logprobs
     return result
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tanghulu.session.outputs import TokenLogprobs
 from tanghulu.workers.compute.device import upload
 from tanghulu.workers.compute.sampling import (
     SamplingRow,
@@ -26,7 +27,7 @@ from tanghulu.workers.compute.sampling import (
     touches,
     unit_uniform,
 )
-from tanghulu.workers.engine.step_result import Logprobs, Sampled, TokenLogprob
+from tanghulu.workers.engine.step_result import Sampled
 
 _CANDIDATES = 1024
 _LOWEST = float("-inf")
@@ -61,7 +62,7 @@ def sample_on_device(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Sampl
 
 def _columns(rows: Sequence[SamplingRow], device: torch.device) -> _Columns:
     values = [
-        (p.temperature, p.top_k, p.top_p, p.min_p, unit_uniform(p.seed, row.num_generated))
+        (p.temperature, p.top_k, p.top_p, p.min_p, unit_uniform(p.seed or 0, row.num_generated))
         for row in rows
         for p in (row.params,)
     ]
@@ -103,10 +104,7 @@ def _collect(index: int, row: SamplingRow, scaled: _Entries, added: _Entries, bi
     if params.presence_penalty or params.frequency_penalty:
         ids, costs = costs_of_output(row)
         added.add(index, dict(zip(ids.tolist(), (-costs).tolist(), strict=True)))
-    bias: dict[int, float] = {}
-    for token, value in params.logit_bias:
-        bias[token] = bias.get(token, 0.0) + value
-    biased.add(index, bias)
+    biased.add(index, params.logit_bias)
 
 
 class _Entries:
@@ -196,7 +194,7 @@ def _redrawn(
     tokens = tokens.clone()
     for index in np.flatnonzero(suffices == 0).tolist():
         params = rows[index].params
-        tokens[index] = draw_one(logits[index], params, unit_uniform(params.seed, rows[index].num_generated))
+        tokens[index] = draw_one(logits[index], params, unit_uniform(params.seed or 0, rows[index].num_generated))
     return tokens
 
 
@@ -208,7 +206,7 @@ def _pack(
     Behind them stand the logprobs of the ids that rows ask for, of at most A each.
     """
     columns = [tokens[:, None], torch.ones_like(tokens)[:, None] if suffices is None else suffices[:, None]]
-    wanted = [row.params.logprobs for row in rows if row.params.logprobs is not None]
+    wanted = [row.params.num_logprobs for row in rows if row.params.num_logprobs is not None]
     if wanted:
         values = torch.log_softmax(logits, dim=-1)
         columns.append(values.gather(1, tokens[:, None]))
@@ -229,16 +227,17 @@ def _asked_ids(rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
 
 def _unpack(copied: npt.NDArray[np.float64], rows: Sequence[SamplingRow]) -> Sampled:
     tokens = [int(token) for token in copied[:, 0]]
-    num_asked = max((len(row.params.logprob_token_ids) for row in rows if row.params.logprobs is not None), default=0)
+    num_asked = max(
+        (len(row.params.logprob_token_ids) for row in rows if row.params.num_logprobs is not None), default=0
+    )
     num_top = (copied.shape[1] - 3 - num_asked) // 2
-    logprobs: list[Logprobs | None] = []
+    logprobs: list[TokenLogprobs | None] = []
     for row, token, line in zip(rows, tokens, copied, strict=True):
-        if row.params.logprobs is None:
+        if row.params.num_logprobs is None:
             logprobs.append(None)
             continue
-        count = min(row.params.logprobs, num_top)
-        top = zip(line[3 : 3 + count].astype(int).tolist(), line[3 + num_top :][:count].tolist(), strict=True)
-        asked = zip(row.params.logprob_token_ids, line[3 + 2 * num_top :].tolist(), strict=False)
-        chosen = TokenLogprob(token, float(line[2]))
-        logprobs.append(Logprobs(chosen, *(tuple(TokenLogprob(*each) for each in some) for some in (top, asked))))
+        count, asked = min(row.params.num_logprobs, num_top), row.params.logprob_token_ids
+        top = line[3 : 3 + count].astype(int).tolist()
+        values = [*line[2:3], *line[3 + num_top :][:count], *line[3 + 2 * num_top :][: len(asked)]]
+        logprobs.append(TokenLogprobs((token, *top, *asked), tuple(map(float, values))))
     return Sampled(tokens, logprobs)

@@ -18,7 +18,7 @@ import torch
 from tanghulu.workers.compute.device import CPU, upload
 from tanghulu.workers.compute.lane_turn import LaneTurn
 from tanghulu.workers.compute.prompt_scoring import ScoredRows
-from tanghulu.workers.engine.prompt_scores import PromptScores
+from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class SequenceChunk:
     start: int
     block_ids: Sequence[int]
     wants_logits: bool
-    scores: PromptScores | None = None
+    scores: PromptScoreArrays | None = None
     num_more_logits: int = 0
 
     @property

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tanghulu.workers.compute.device import upload
-from tanghulu.workers.engine.prompt_scores import PromptScores
+from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 
 #: Logits that are in memory at one time, 16 MiB; at least those of one row.
 MAX_LOGITS = 4 << 20
@@ -24,7 +24,7 @@ class ScoredRows:
     """Rows ``first_row .. first_row + len(into.targets)`` of a forward batch, whose logits give the scores ``into``."""
 
     first_row: int
-    into: PromptScores
+    into: PromptScoreArrays
 
 
 def score(
@@ -44,7 +44,7 @@ def score(
                 _fill(part, logits)
 
 
-def _fill(scores: PromptScores, logits: torch.Tensor) -> None:
+def _fill(scores: PromptScoreArrays, logits: torch.Tensor) -> None:
     device = logits.device
     values = logits.log_softmax(dim=-1)  # as of generated tokens: the same bits
     targets = upload(scores.targets.astype(np.int64)[:, None], device)

@@ -20,9 +20,11 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from tanghulu.session.outputs import TokenLogprobs
+from tanghulu.session.sampling import Sampling
 from tanghulu.workers.engine.grammar import Grammar
-from tanghulu.workers.engine.requests import EngineRequest, SamplingParams
-from tanghulu.workers.engine.step_result import Logprobs, Sampled, TokenLogprob
+from tanghulu.workers.engine.requests import EngineRequest
+from tanghulu.workers.engine.step_result import Sampled
 
 #: top-p alone looks at this many of the most likely tokens first and sorts all only if they do not suffice.
 _NUCLEUS_FIRST = 512
@@ -33,7 +35,7 @@ _UNIT = 2.0**-53
 class SamplingRow:
     """What one request's draw depends on. ``tokens`` uint32: its sequence, of which ``num_prompt`` are prompt."""
 
-    params: SamplingParams
+    params: Sampling
     tokens: npt.NDArray[np.uint32]
     num_prompt: int
     banned: frozenset[int]
@@ -46,7 +48,7 @@ class SamplingRow:
             request.sampling,
             request.sequence.tokens,
             request.num_prompt_tokens,
-            request.stop.banned_ids(request.num_generated),
+            request.banned_ids(request.num_generated),
             request.grammar,
         )
 
@@ -58,7 +60,7 @@ class SamplingRow:
             request.sampling,
             np.append(tokens, np.asarray(draft, dtype=tokens.dtype)),
             request.num_prompt_tokens,
-            request.stop.banned_ids(request.num_generated + len(draft)),
+            request.banned_ids(request.num_generated + len(draft)),
         )
 
     @property
@@ -81,9 +83,9 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     tokens: list[int] = adjusted.argmax(dim=-1).tolist()
     for index, row in enumerate(rows):
         if row.params.temperature > 0:
-            tokens[index] = draw_one(adjusted[index], row.params, unit_uniform(row.params.seed, row.num_generated))
+            tokens[index] = draw_one(adjusted[index], row.params, unit_uniform(row.params.seed or 0, row.num_generated))
     logprobs = [
-        None if row.params.logprobs is None else _logprobs(logits[index], tokens[index], row.params)
+        None if row.params.num_logprobs is None else _logprobs(logits[index], tokens[index], row.params)
         for index, row in enumerate(rows)
     ]
     return Sampled(tokens, logprobs)
@@ -97,7 +99,7 @@ def _adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor
     for index, row in enumerate(rows):
         if row.params.has_penalties:
             _penalise(logits[index], row)
-        for token, bias in row.params.logit_bias:
+        for token, bias in row.params.logit_bias.items():
             logits[index, token] += bias
         if (forbidden := forbidden_by_grammar(row)) is not None:
             logits[index, torch.from_numpy(forbidden)] = float("-inf")
@@ -145,7 +147,7 @@ def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:
         logits[torch.from_numpy(ids)] -= torch.from_numpy(costs)
 
 
-def draw_one(logits: torch.Tensor, params: SamplingParams, uniform: float) -> int:
+def draw_one(logits: torch.Tensor, params: Sampling, uniform: float) -> int:
     """One token of one row. float64, so that a cumulative sum over a whole vocabulary stays exact enough."""
     # Subtracting the maximum first keeps tiny temperatures from overflowing.
     probabilities = torch.softmax((logits - logits.max()).double() / params.temperature, dim=-1)
@@ -177,9 +179,10 @@ def _nucleus(probabilities: torch.Tensor, ids: torch.Tensor | None, top_p: float
     return best[:count], ids[:count]
 
 
-def _logprobs(logits: torch.Tensor, token: int, params: SamplingParams) -> Logprobs:
-    values, num_top = torch.log_softmax(logits, dim=-1), params.logprobs or 0
-    best = values.topk(min(num_top, len(values))) if num_top else None
-    top = () if best is None else tuple(map(TokenLogprob, best.indices.tolist(), best.values.tolist()))
-    asked = tuple(TokenLogprob(each, float(values[each])) for each in params.logprob_token_ids)
-    return Logprobs(TokenLogprob(token, float(values[token])), top, asked)
+def _logprobs(logits: torch.Tensor, token: int, params: Sampling) -> TokenLogprobs:
+    values, num_top = torch.log_softmax(logits, dim=-1), params.num_logprobs or 0
+    ids = [token]
+    if num_top:
+        ids += values.topk(min(num_top, len(values))).indices.tolist()
+    ids += params.logprob_token_ids
+    return TokenLogprobs(tuple(ids), tuple(values[ids].tolist()))

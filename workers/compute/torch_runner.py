@@ -15,7 +15,7 @@ from tanghulu.workers.compute.models.registry import Model, kv_dtype_name
 from tanghulu.workers.compute.sampling import SamplingRow, sample
 from tanghulu.workers.engine.engine import Computed
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.prompt_scores import PromptScores
+from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 from tanghulu.workers.engine.step_plan import ScheduledRun, StepPlan
 from tanghulu.workers.engine.step_result import Sampled
 
@@ -71,7 +71,7 @@ def chunk_of(run: ScheduledRun, vocab: int) -> SequenceChunk:
     tokens = request.sequence.tokens[run.start : run.start + run.num_tokens]
     if run.draft:
         tokens = np.append(tokens, np.asarray(run.draft, dtype=tokens.dtype))
-    scores = PromptScores.of(run, vocab)
+    scores = PromptScoreArrays.of(run, vocab)
     return SequenceChunk(tokens, run.start, request.block_ids, run.samples, scores, num_more_logits=len(run.draft))
 
 
@@ -85,6 +85,6 @@ def rows_of(plan: StepPlan) -> list[SamplingRow]:
     return rows
 
 
-def scores_of(chunks: Sequence[SequenceChunk]) -> tuple[PromptScores, ...]:
+def scores_of(chunks: Sequence[SequenceChunk]) -> tuple[PromptScoreArrays, ...]:
     """The log probabilities of prompts that computing ``chunks`` has filled in."""
     return tuple(chunk.scores for chunk in chunks if chunk.scores is not None)

@@ -18,9 +18,9 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 
+from tanghulu.session.outputs import KvSource
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
-from tanghulu.workers.engine.requests import PeerExport
 from tanghulu.workers.engine.step_plan import FetchWanted
 
 #: Pulls at a time, each of which has a thread of the connector's that mostly waits.
@@ -83,7 +83,7 @@ class EarlyPulls:
     def __len__(self) -> int:
         return len(self._pulls)
 
-    def begin(self, name: RequestId, hashes: list[BlockHash], peer: PeerExport, spare: int) -> FetchWanted | None:
+    def begin(self, name: RequestId, hashes: list[BlockHash], peer: KvSource, spare: int) -> FetchWanted | None:
         """Reserve blocks for the prompt's full blocks ``hashes`` and return what the transfer is to write into them.
 
         None, and nothing is held, if fewer than ``spare`` blocks would be left, or there are too many pulls.

@@ -17,13 +17,14 @@ from msgspec import Struct
 from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import TokenSequence
 from tanghulu.runtime.clock import Clock, SystemClock
+from tanghulu.session.outputs import KvSource
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import DEFAULT_EVICTION, BlockPool
 from tanghulu.workers.engine.kv_layout import KvBlocks, KvLayout
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.engine.phase_times import PhaseBook
-from tanghulu.workers.engine.prompt_scores import PromptScores
-from tanghulu.workers.engine.requests import EngineRequest, EngineRequestState, PeerExport
+from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
+from tanghulu.workers.engine.requests import EngineRequest, EngineRequestState
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, KvExport, StepPlan
 from tanghulu.workers.engine.step_result import Sampled, StepOutcome, StepResult, StepTimings
@@ -38,7 +39,7 @@ class Computed(Struct, frozen=True):
     sampled: Sampled
     forward_s: float
     sample_s: float
-    scores: tuple[PromptScores, ...] = ()
+    scores: tuple[PromptScoreArrays, ...] = ()
 
 
 class ModelRunner(Protocol):
@@ -69,7 +70,7 @@ class KvFetcher(Protocol):
     def fetch(self, wanted: FetchWanted) -> None:
         """Begin; `EngineCore.fetch_done` must follow exactly once, also after a failure (with 0 blocks)."""
 
-    def forgo(self, peer: PeerExport) -> None:
+    def forgo(self, peer: KvSource) -> None:
         """Tell the export's holder that none of it is needed, so that the holder can release its blocks."""
 
     def pull(self, wanted: FetchWanted) -> None:
@@ -165,7 +166,7 @@ class EngineCore:
         if int(request.sequence.tokens.max()) >= vocab:
             raise InvalidRequest(f"request {request.request_id} has a token id outside the vocabulary of {vocab}")
         sampling = request.sampling
-        named = {token for token, _ in sampling.logit_bias} | request.stop.ending_ids | {*sampling.logprob_token_ids}
+        named = {*sampling.logit_bias, *request.ending_ids, *sampling.logprob_token_ids}
         unknown = sorted(token for token in named if not 0 <= token < vocab)
         if unknown:
             raise InvalidRequest(
@@ -175,7 +176,7 @@ class EngineCore:
         self._phases.added(request.request_id, self._clock.now_s())
         self._leave_pulls()
 
-    def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: PeerExport) -> bool:
+    def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: KvSource) -> bool:
         """Begin to pull the prompt ``sequence`` from a prefill under way; False if there is no room or nothing to do.
 
         `abort` ends it, and a request that names it (``ahead``) goes on from what it has brought.
@@ -266,7 +267,7 @@ class EngineCore:
     def _result(self, plan: StepPlan, computed: Computed, outcome: StepOutcome, timings: StepTimings) -> StepResult:
         now_s = self._clock.now_s()
         for output in outcome.outputs:
-            output.phases = self._phases.token(output.request_id, output.finish_reason is not None, now_s)
+            output.phases = self._phases.token(output.request_id, output.finish is not None, now_s)
         return StepResult(
             outputs=outcome.outputs,
             num_computed_tokens=plan.num_tokens + plan.num_drafted,

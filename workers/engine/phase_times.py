@@ -13,20 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
-from msgspec import Struct
-
+from tanghulu.session.outputs import PhaseTimes
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.step_plan import CommittedBlock, StepPlan
-
-
-class PhaseTimes(Struct, frozen=True):
-    """Seconds that a request has spent in this engine so far."""
-
-    queue_s: float = 0.0
-    kv_load_s: float = 0.0
-    prefill_s: float = 0.0
-    kv_store_s: float = 0.0
-    decode_s: float = 0.0
 
 
 class _At(IntEnum):

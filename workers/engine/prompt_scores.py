@@ -22,7 +22,7 @@ from tanghulu.workers.engine.step_plan import ScheduledRun
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PromptScores:
+class PromptScoreArrays:
     """Scores of the prompt tokens ``position .. position + n`` of a request, of which ``targets`` are the ids.
 
     ``logprobs`` float32 [n]; ``ranks`` uint32 [n], 1 where no token was more likely; ``top_ids`` uint32 and
@@ -72,9 +72,9 @@ class PromptScores:
     def num_top(self) -> int:
         return int(self.top_ids.shape[1])
 
-    def part(self, start: int, end: int) -> PromptScores:
+    def part(self, start: int, end: int) -> PromptScoreArrays:
         """The scores number ``start .. end`` of these; the arrays are shared."""
-        return PromptScores(
+        return PromptScoreArrays(
             self.request_id,
             self.position + start,
             self.targets[start:end],

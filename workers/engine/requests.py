@@ -16,19 +16,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from msgspec import Struct
-
 from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import TokenSequence
+from tanghulu.session.outputs import FinishReason, KvSource, PrefixHolder
+from tanghulu.session.sampling import PromptScoring, Sampling, StopRule
 from tanghulu.types import RequestId
 
 if TYPE_CHECKING:
     from tanghulu.workers.engine.grammar import Grammar
 
-MAX_LOGPROBS = 20
-MAX_LOGIT_BIAS = 1024
 _MAX_WEIGHT = 1e6
-MAX_LOGPROB_TOKEN_IDS = 128
 
 
 class EngineRequestState(Enum):
@@ -71,112 +68,6 @@ TRANSITIONS: dict[tuple[EngineRequestState, EngineRequestEvent], EngineRequestSt
 }
 
 
-class EngineFinishReason(Enum):
-    """Why a request ended; the value is what the wire says."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    HANDED_OVER = "handed_over"
-    ABORTED = "aborted"
-    GRAMMAR_FAILED = "grammar_failed"
-
-
-class SamplingParams(Struct, frozen=True):
-    """How the next token is drawn. Applied in the order of the fields.
-
-    ``temperature`` 0 is the exact argmax after penalties and bias. ``top_k`` 0 and ``top_p`` 1 and ``min_p`` 0
-    are off. ``seed`` names the random stream; equal seeds give equal text whatever else is in the batch.
-    ``logprobs`` None is off, 0 the chosen token only, n the n most likely too, and then ``logprob_token_ids``.
-    """
-
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    logprobs: int | None = None
-    logprob_token_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        _require(self.temperature >= 0, f"temperature is {self.temperature}; it must be 0 or more")
-        _require(self.top_k >= 0, f"top_k is {self.top_k}; it must be 0 (off) or more")
-        _require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must be above 0 and at most 1")
-        _require(0 <= self.min_p <= 1, f"min_p is {self.min_p}; it must be between 0 and 1")
-        _require(self.repetition_penalty > 0, f"repetition_penalty is {self.repetition_penalty}; it must be above 0")
-        _require(len(self.logit_bias) <= MAX_LOGIT_BIAS, f"logit_bias has more than {MAX_LOGIT_BIAS} entries")
-        logprobs = self.logprobs
-        _require(logprobs is None or 0 <= logprobs <= MAX_LOGPROBS, f"logprobs is {logprobs}; at most {MAX_LOGPROBS}")
-        asked, most = len(self.logprob_token_ids), MAX_LOGPROB_TOKEN_IDS
-        _require(asked <= most, f"logprob_token_ids has {asked} tokens; at most {most} are told of")
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether the tokens so far change the logits."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-
-class StopParams(Struct, frozen=True):
-    """When generation ends. Counts are of tokens generated beyond the original prompt, wherever it was.
-
-    ``eos_ids`` end the text unless ``ignore_eos``; ``stop_token_ids`` always do. Neither is drawn before
-    ``min_tokens`` tokens exist. (Stop strings are the conductor's: the worker sees no text.) A text under a grammar
-    ends with the first of either that is drawn, whatever else is said here: nothing may follow the end of a grammar.
-    """
-
-    max_new_tokens: int
-    eos_ids: frozenset[int] = frozenset()
-    stop_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
-    min_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        _require(self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
-        _require(self.min_tokens >= 0, f"min_tokens is {self.min_tokens}; it must be 0 or more")
-
-    @property
-    def ending_ids(self) -> frozenset[int]:
-        """Every token that ends the text."""
-        return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | self.eos_ids
-
-    def banned_ids(self, num_generated: int) -> frozenset[int]:
-        """Tokens that must not be drawn as the next one, of which ``num_generated`` exist already."""
-        return self.ending_ids if num_generated < self.min_tokens else frozenset()
-
-
-class PromptScoring(Struct, frozen=True):
-    """The prompt's own log probabilities that a request wants: from position ``start`` on, which is at least 1."""
-
-    start: int
-    num_top: int = 0
-
-    def __post_init__(self) -> None:
-        _require(self.start >= 1, "the first token of a prompt has no log probability: start from position 1")
-        top = self.num_top
-        _require(0 <= top <= MAX_LOGPROBS, f"{top} most likely tokens beside each of a prompt; at most {MAX_LOGPROBS}")
-
-
-class PeerExport(Struct, frozen=True):
-    """KV that another worker keeps for this request: its first ``num_tokens`` tokens, partial last block included.
-
-    ``instance`` and ``export_id`` are opaque here; the connector resolves them.
-    """
-
-    instance: str
-    export_id: str
-    num_tokens: int
-
-
-class PeerPrefix(Struct, frozen=True):
-    """A worker whose prefix cache had the prompt's first ``num_blocks`` blocks; ``instance`` as in `PeerExport`."""
-
-    instance: str
-    num_blocks: int
-
-
 @dataclass(slots=True, eq=False)
 class EngineRequest:
     """A request and its progress. The scheduler alone changes the fields below ``arrival``.
@@ -188,25 +79,26 @@ class EngineRequest:
     what may be generated. ``scoring`` asks for log probabilities of the prompt, of which those in front of position
     ``num_scored`` have been computed. ``client`` is who takes turns with others, ``weight`` of them for each of
     another's. A request that was ``moved`` from a lost worker goes ahead of new ones. ``ahead`` names the pull that has
-    brought some of its KV already.
+    brought some of its KV already. ``eos_ids`` end a text, ``ending_ids`` are all tokens that end this one.
     """
 
     request_id: RequestId
     sequence: TokenSequence
     num_prompt_tokens: int
-    sampling: SamplingParams
-    stop: StopParams
+    sampling: Sampling
+    stop: StopRule
     hold_kv: bool = False
     priority: int = 0
     fetch_blocks: int | None = None
-    peer: PeerExport | None = None
-    holder: PeerPrefix | None = None
+    peer: KvSource | None = None
+    holder: PrefixHolder | None = None
     grammar: Grammar | None = None
     client: str = ""
     moved: bool = False
     ahead: RequestId | None = None
     weight: float = 1.0
     scoring: PromptScoring | None = None
+    eos_ids: frozenset[int] = frozenset()
 
     arrival: int = -1
     turn: float = 0.0
@@ -221,7 +113,12 @@ class EngineRequest:
     ending_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        self.ending_ids = self.stop.ending_ids  # looked at for every token
+        self.sampling.validate()
+        self.stop.validate()
+        if self.scoring is not None:
+            self.scoring.validate()
+        stop_ids = frozenset(self.stop.stop_token_ids)
+        self.ending_ids = stop_ids if self.stop.ignore_eos else stop_ids | self.eos_ids
         _require(len(self.sequence) > 0, f"request {self.request_id} has no tokens")
         _require(
             0 < self.num_prompt_tokens <= len(self.sequence),
@@ -273,22 +170,26 @@ class EngineRequest:
         """Smaller goes first: higher priority, then what was moved, then the client's turn, then earlier arrival."""
         return (-self.priority, not self.moved, self.turn, self.arrival)
 
-    def finish_reason(self, max_tokens: int) -> EngineFinishReason | None:
+    def banned_ids(self, num_generated: int) -> frozenset[int]:
+        """Tokens that must not be drawn as the next one, of which ``num_generated`` exist already."""
+        return self.ending_ids if num_generated < self.stop.min_tokens else frozenset()
+
+    def finish_reason(self, max_tokens: int) -> FinishReason | None:
         """Whether the last, generated token ends the request; ``max_tokens`` bounds the whole sequence."""
         stop = self.stop
         last, num_tokens = self.sequence.last, len(self.sequence)
         num_generated = num_tokens - self.num_prompt_tokens
         if self.grammar is not None:
             if self.grammar.failure is not None:
-                return EngineFinishReason.GRAMMAR_FAILED
-            ended = last in stop.eos_ids | stop.stop_token_ids
+                return FinishReason.ERROR
+            ended = last in self.eos_ids or last in stop.stop_token_ids
         else:
             ended = last in self.ending_ids and num_generated > stop.min_tokens
         if ended:
-            return EngineFinishReason.STOP
+            return FinishReason.STOP
         if num_generated >= stop.max_new_tokens or num_tokens >= max_tokens:
-            return EngineFinishReason.LENGTH
-        return EngineFinishReason.HANDED_OVER if self.hold_kv else None
+            return FinishReason.LENGTH
+        return FinishReason.HANDED_OVER if self.hold_kv else None
 
     def check(self, block_tokens: int) -> None:
         if self.state in (EngineRequestState.WAITING, EngineRequestState.PREEMPTED):

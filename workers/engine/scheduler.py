@@ -30,21 +30,24 @@ from dataclasses import dataclass
 from tanghulu.errors import ConfigError, ContextLengthExceeded, InvalidRequest, Overloaded
 from tanghulu.fair_turns import FairTurns
 from tanghulu.hashing import TokenSequence
+from tanghulu.rpc.wire import Failure
+from tanghulu.session.outputs import FinishReason, KvSource, Output, TokenLogprobs
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
 from tanghulu.workers.engine.early_exports import EarlyExports
 from tanghulu.workers.engine.early_pulls import EarlyPulls
 from tanghulu.workers.engine.held_blocks import HeldBlocks
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
-from tanghulu.workers.engine.requests import (
-    EngineFinishReason,
-    EngineRequest,
-    EngineRequestEvent,
-    EngineRequestState,
-    PeerExport,
-)
+from tanghulu.workers.engine.requests import EngineRequest, EngineRequestEvent, EngineRequestState
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, KvExport, StepPlan, plan_fetch
-from tanghulu.workers.engine.step_result import Logprobs, RequestOutput, Sampled, StepOutcome
+from tanghulu.workers.engine.step_result import Sampled, StepOutcome
+
+_GRAMMAR_FAILED = Failure.of(
+    InvalidRequest(
+        "the grammar that the request asks for cannot be kept: no text can go on under it where this one stands; "
+        "does its schema refer to nothing but itself?"
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ class Scheduler:
         insort(self._waiting, request, key=_order)
         self.pulls.leave(request.ahead)
 
-    def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: PeerExport) -> FetchWanted | None:
+    def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: KvSource) -> FetchWanted | None:
         """Begin to pull the full blocks of ``sequence`` from ``peer``, as far as no request needs the room."""
         if not self.config.can_fetch:
             return None
@@ -164,7 +167,7 @@ class Scheduler:
         plan, self._plan = self._plan, None
         assert plan is not None, "no step was planned"
         tokens, logprobs = sampled.tokens, sampled.logprobs
-        outputs: list[RequestOutput] = []
+        outputs: list[Output] = []
         committed: list[CommittedBlock] = []
         sample = num_accepted = 0
         for run in plan.runs:
@@ -340,26 +343,25 @@ class Scheduler:
 
     # ---- progress and ends
 
-    def _append(self, request: EngineRequest, token: int, logprobs: Logprobs | None) -> RequestOutput:
+    def _append(self, request: EngineRequest, token: int, logprobs: TokenLogprobs | None) -> Output:
         request.sequence.append_one(token)
         reason = request.finish_reason(self.max_tokens)
+        cached = min(request.num_cached_tokens, request.num_prompt_tokens)
+        output = Output(request.request_id, [token], reason, cached_tokens=cached)
+        if logprobs is not None:
+            output.logprobs.append(logprobs)
+        if reason is FinishReason.STOP:
+            output.stop_token = token
+        elif reason is FinishReason.ERROR:
+            output.failure = _GRAMMAR_FAILED
         if reason is not None:
             self._finish(request, reason)
-        num_prompt_tokens = request.num_prompt_tokens
-        return RequestOutput(
-            request.request_id,
-            (token,),
-            logprobs,
-            reason,
-            num_prompt_tokens,
-            len(request.sequence) - num_prompt_tokens,
-            request.num_cached_tokens,
-        )
+        return output
 
-    def _finish(self, request: EngineRequest, reason: EngineFinishReason) -> None:
+    def _finish(self, request: EngineRequest, reason: FinishReason) -> None:
         request.on(EngineRequestEvent.FINISH)
         self._running.remove(request)
-        if reason is EngineFinishReason.HANDED_OVER:
+        if reason is FinishReason.HANDED_OVER:
             used = self._num_blocks(request.num_computed)
             self.pool.release(request.block_ids[used:])
             export = KvExport(request.request_id, tuple(request.block_ids[:used]), request.num_computed)

@@ -6,9 +6,8 @@ long as one of 5, because reading the weights dominates, and 84 tokens/s would b
 
 from __future__ import annotations
 
-from msgspec import Struct
-
-from tanghulu.workers.engine.step_model import NO_WORK, StepCosts, StepModel, StepWork
+from tanghulu.session.load import PeerRead, WorkerLoad
+from tanghulu.workers.engine.step_model import NO_WORK, StepModel, StepWork
 
 _FADE = 0.8  # of what was known before, at each new observation
 _PREFILL_TOKENS = 128  # steps of at least this many tokens count as prefill
@@ -19,24 +18,6 @@ MAX_READ_PEERS = 32
 #: Tokens of a step at most, where nothing is said.
 DEFAULT_STEP_TOKENS = 512
 _DECODE_TOKENS = 32  # steps of at most this many tokens, one a sequence, count as decode
-
-
-class Speeds(Struct, frozen=True):
-    """The measured speeds; 0 while unknown, but for ``peer_bytes_per_s``."""
-
-    prefill_tokens_per_s: float = 0.0
-    decode_step_s: float = 0.0
-    store_bytes_per_s: float = 0.0
-    peer_bytes_per_s: float = ASSUMED_PEER_BYTES_PER_S
-    costs: StepCosts | None = None
-
-
-class PeerReadTotal(Struct, frozen=True):
-    """What was read from the worker at ``address``, and how long that took."""
-
-    address: str
-    num_bytes: int
-    seconds: float
 
 
 class _Rate:
@@ -64,7 +45,7 @@ class SpeedMeter:
         self._reads_peers = reads_peers
         self._model = StepModel(max_step_tokens)
         self._prefill, self._decode, self._store, self._peer = _Rate(), _Rate(), _Rate(), _Rate()
-        self._reads: dict[str, PeerReadTotal] = {}
+        self._reads: dict[str, PeerRead] = {}
 
     def step(self, num_tokens: int, num_sequences: int, seconds: float, work: StepWork = NO_WORK) -> None:
         """Note a step of ``num_tokens`` of ``num_sequences`` requests in ``seconds``; ``work`` has the details."""
@@ -81,19 +62,25 @@ class SpeedMeter:
     def read_from_peer(self, num_bytes: int, seconds: float, address: str = "") -> None:
         """Note that KV of ``num_bytes`` was loaded from the worker at ``address`` in ``seconds``."""
         self._peer.add(num_bytes, seconds)
-        before = self._reads.get(address, PeerReadTotal(address, 0, 0.0))
+        before = self._reads.get(address, PeerRead(address, 0, 0.0))
         if address and (before.num_bytes or len(self._reads) < MAX_READ_PEERS):
-            self._reads[address] = PeerReadTotal(address, before.num_bytes + num_bytes, before.seconds + seconds)
+            self._reads[address] = PeerRead(address, before.num_bytes + num_bytes, before.seconds + seconds)
 
-    def take_reads(self) -> tuple[PeerReadTotal, ...]:
+    def take_reads(self) -> tuple[PeerRead, ...]:
         """Return and forget what was read from peers since the last call, summed for each."""
         reads = tuple(self._reads.values())
         self._reads.clear()
         return reads
 
     @property
-    def speeds(self) -> Speeds:
+    def speeds(self) -> WorkerLoad:
+        """A load with the measured speeds alone; 0 while unknown, but for ``peer_bytes_per_s``."""
         steps_per_s = self._decode.per_s
-        peer_bytes_per_s = (self._peer.per_s or ASSUMED_PEER_BYTES_PER_S) if self._reads_peers else 0.0
-        step_s = 1 / steps_per_s if steps_per_s else 0.0
-        return Speeds(self._prefill.per_s, step_s, self._store.per_s, peer_bytes_per_s, self._model.costs)
+        return WorkerLoad(
+            prefill_tokens_per_s=self._prefill.per_s,
+            decode_step_s=1 / steps_per_s if steps_per_s else 0.0,
+            store_bytes_per_s=self._store.per_s,
+            peer_bytes_per_s=(self._peer.per_s or ASSUMED_PEER_BYTES_PER_S) if self._reads_peers else 0.0,
+            prefill=self._model.prefill,
+            decode=self._model.decode,
+        )

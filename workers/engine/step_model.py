@@ -11,12 +11,14 @@ one token of each of S sequences with C tokens of context together, is taken to 
 decoding does not wash out what is known of prefill. Example: 67 ms for the first 512 tokens of a prompt, 216 ms for the
 first 2,048, and 240 ms for the 2,048 behind those, are 20 ms + 90 us x T + 2.8 ns x P.
 
-A prompt of n tokens in chunks of b takes n / b steps, so ``costs`` adds ``prefill_fixed / b`` to each token.
+A prompt of n tokens in chunks of b takes n / b steps, so ``prefill`` adds ``prefill_fixed / b`` to each token.
 """
 
 from __future__ import annotations
 
 from msgspec import Struct
+
+from tanghulu.session.load import DecodeProfile, PrefillProfile
 
 #: What is left of the past at each step of the kind.
 FADE = 0.995
@@ -37,17 +39,6 @@ class StepWork(Struct, frozen=True):
 
 
 NO_WORK = StepWork()
-
-
-class StepCosts(Struct, frozen=True):
-    """The constants, in seconds. ``prefill_token_s`` has the fixed part of a chunk's step in it."""
-
-    prefill_fixed_s: float
-    prefill_token_s: float
-    prefill_pair_s: float
-    decode_fixed_s: float
-    decode_sequence_s: float
-    decode_context_s: float
 
 
 class _Fit:
@@ -95,12 +86,17 @@ class _Fit:
 
 
 class StepModel:
-    """Feed it steps; read ``costs``. ``budget``: the most tokens of a step, in which prompts are cut."""
+    """Feed it steps; read ``prefill`` and ``decode``. ``budget``: the most tokens of a step, in which prompts are cut.
+
+    Both are None until there were enough steps with prompts, ``decode`` until some had none. ``prefill.token_s`` has
+    the fixed part of a chunk's step in it.
+    """
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
         self._prefill, self._decode = _Fit(), _Fit()
-        self._costs: StepCosts | None = None
+        self.prefill: PrefillProfile | None = None
+        self.decode: DecodeProfile | None = None
 
     def step(self, work: StepWork, seconds: float) -> None:
         """Note that a step did ``work`` in ``seconds``."""
@@ -118,9 +114,6 @@ class StepModel:
     def _note(self, is_new: bool) -> None:
         if is_new and self._prefill.num_steps >= MIN_STEPS:
             fixed_s, token_s, pair_s = self._prefill.constants
-            self._costs = StepCosts(fixed_s, token_s + fixed_s / self._budget, pair_s, *self._decode.constants)
-
-    @property
-    def costs(self) -> StepCosts | None:
-        """The constants; None until there were enough steps with prompts. Decode's are 0 until some had none."""
-        return self._costs
+            self.prefill = PrefillProfile(fixed_s, token_s + fixed_s / self._budget, pair_s)
+            if self._decode.constants[0]:
+                self.decode = DecodeProfile(*self._decode.constants)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from msgspec import Struct, structs
 
+from tanghulu.session.outputs import KvSource, PrefixHolder
 from tanghulu.types import BlockHash, RequestId
-from tanghulu.workers.engine.requests import EngineRequest, PeerExport, PeerPrefix
+from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.step_model import StepWork
 
 
@@ -42,8 +43,8 @@ class FetchWanted(Struct, frozen=True):
     block_ids: tuple[int, ...]
     block_hashes: tuple[BlockHash, ...]
     num_tokens: int
-    peer: PeerExport | None
-    holder: PeerPrefix | None = None
+    peer: KvSource | None
+    holder: PrefixHolder | None = None
 
 
 class StepPlan(Struct):
@@ -60,7 +61,7 @@ class StepPlan(Struct):
     runs: list[ScheduledRun] = []
     preempted: list[RequestId] = []
     fetches: list[FetchWanted] = []
-    forgone: list[PeerExport] = []
+    forgone: list[KvSource] = []
     reused: list[CommittedBlock] = []
     displaced: list[CommittedBlock] = []
     num_tokens: int = 0

@@ -16,18 +16,20 @@ from pathlib import Path
 from typing import TypeVar
 
 import structlog
-from msgspec import Struct, field
+from msgspec import Struct, structs
 
 from tanghulu.errors import TanghuluError
 from tanghulu.hashing import TokenSequence
+from tanghulu.session.load import PeerRead, WorkerLoad
+from tanghulu.session.outputs import FinishReason, KvSource, Output
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
 from tanghulu.workers.engine.early_exports import EarlyBlocks
 from tanghulu.workers.engine.engine import EngineCore
-from tanghulu.workers.engine.requests import EngineFinishReason, EngineRequest, PeerExport
-from tanghulu.workers.engine.speed import PeerReadTotal, SpeedMeter, Speeds
+from tanghulu.workers.engine.requests import EngineRequest
+from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.step_plan import KvExport
-from tanghulu.workers.engine.step_result import RequestOutput, StepResult
+from tanghulu.workers.engine.step_result import StepResult
 
 _log = structlog.get_logger(__name__)
 
@@ -41,22 +43,17 @@ T = TypeVar("T")
 
 
 class EngineLoad(Struct, frozen=True):
-    """How busy the engine is: requests and its seats for them (0 if unknown), blocks, tokens to compute, speeds."""
+    """How busy the engine is: ``shared`` with conductors, and figures of this worker alone.
 
-    num_running: int = 0
-    num_waiting: int = 0
+    ``num_fetching`` requests are among those that wait; ``num_added`` have come so far.
+    """
+
+    shared: WorkerLoad = WorkerLoad()
     num_fetching: int = 0
-    blocks_total: int = 0
-    blocks_available: int = 0
     blocks_cached: int = 0
     blocks_in_use: int = 0
     blocks_in_transfer: int = 0
-    pending_tokens: int = 0
-    speeds: Speeds = field(default_factory=Speeds)
-    reads: tuple[PeerReadTotal, ...] = ()
-    pending_pairs: int = 0
     num_added: int = 0
-    max_num_seqs: int = 0
 
 
 class StepReport(Struct, frozen=True):
@@ -149,7 +146,7 @@ class EngineThread:
 
         self.post(add)
 
-    def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: PeerExport) -> None:
+    def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: KvSource) -> None:
         """Begin to fetch a prompt that another worker computes."""
         self.post(lambda core: core.pull_ahead(name, sequence, peer))
 
@@ -221,7 +218,7 @@ class EngineThread:
             self._speed.step(num_tokens, result.num_sequences, seconds, result.work)
         early = scheduler.early_exports.take()
         if told or events or early or not result.idle:
-            ended = [output for output in result.outputs if output.finish_reason is not None]
+            ended = [output for output in result.outputs if output.finish is not None]
             goes_on = not (told or events or early or ended or result.preempted or result.work.prefill_tokens)
             load = self._load_after(goes_on=goes_on)
             self._on_report(StepReport(_with_events(result, events), self._exports(ended), load, early))
@@ -232,33 +229,31 @@ class EngineThread:
         if not goes_on or self._num_shared >= MAX_STEPS_A_LOAD:
             self._load = self.load(self._speed.take_reads())
             # What was read from peers is told once.
-            self._num_shared = MAX_STEPS_A_LOAD if self._load.reads else 0
+            self._num_shared = MAX_STEPS_A_LOAD if self._load.shared.reads else 0
         return self._load
 
-    def _exports(self, ended: Sequence[RequestOutput]) -> dict[RequestId, KvExport]:
+    def _exports(self, ended: Sequence[Output]) -> dict[RequestId, KvExport]:
         held = self._core.scheduler.held
-        handed = [output.request_id for output in ended if output.finish_reason is EngineFinishReason.HANDED_OVER]
+        handed = [output.request_id for output in ended if output.finish is FinishReason.HANDED_OVER]
         return {name: export for name in handed if (export := held.export(name)) is not None}
 
-    def load(self, reads: tuple[PeerReadTotal, ...] = ()) -> EngineLoad:
+    def load(self, reads: tuple[PeerRead, ...] = ()) -> EngineLoad:
         """The engine's load now, to be called in the engine's thread (by a command); with ``reads`` from peers."""
         scheduler, pool = self._core.scheduler, self._core.scheduler.pool
         pending_tokens, pending_pairs = scheduler.pending
-        return EngineLoad(
+        shared = structs.replace(
+            self._speed.speeds,
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_fetching=scheduler.num_fetching,
+            num_waiting=scheduler.num_waiting + scheduler.num_fetching,
             blocks_total=pool.num_blocks,
-            blocks_available=pool.num_available,
-            blocks_cached=pool.num_cached,
-            blocks_in_use=pool.num_in_use,
-            blocks_in_transfer=pool.num_in_transfer,
-            pending_tokens=pending_tokens,
-            speeds=self._speed.speeds,
-            reads=reads,
-            pending_pairs=pending_pairs,
-            num_added=scheduler.num_added,
+            blocks_free=pool.num_available,
+            prefill_tokens_waiting=pending_tokens,
+            prefill_pairs_waiting=pending_pairs,
             max_num_seqs=scheduler.config.max_num_seqs,
+            reads=reads,
+        )
+        return EngineLoad(
+            shared, scheduler.num_fetching, pool.num_cached, pool.num_in_use, pool.num_in_transfer, scheduler.num_added
         )
 
 

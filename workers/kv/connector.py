@@ -19,11 +19,11 @@ from typing import Protocol
 import structlog
 
 from tanghulu.errors import TanghuluError
+from tanghulu.session.outputs import KvSource, PrefixHolder
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.early_pulls import MAX_PULLS
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted
 from tanghulu.workers.engine.thread import Command
@@ -31,7 +31,6 @@ from tanghulu.workers.kv.peer_reader import TURN_BYTES, ExportPart, Watch, cut
 from tanghulu.workers.kv.ports import BlockPort, Move
 from tanghulu.workers.kv.store_policy import StorePolicy, WorthKeeping, make_store_policy
 from tanghulu.workers.metrics import WorkerMetrics
-from tanghulu.workers.sessions.wire import split_instance
 
 _log = structlog.get_logger(__name__)
 
@@ -63,13 +62,13 @@ class KvPeers(Protocol):
         The exports are held for more until `release`.
         """
 
-    def watch(self, peer: PeerExport) -> AbstractContextManager[Watch]:
+    def watch(self, peer: KvSource) -> AbstractContextManager[Watch]:
         """Give a function that waits until an export has more blocks than are known; it raises when that is over."""
 
-    def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+    def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers`` with cached blocks of another worker; returns how many leading ones arrived whole."""
 
-    def release(self, peer: PeerExport, bytes_read: int = 0, *, keep: bool = False) -> None:
+    def release(self, peer: KvSource, bytes_read: int = 0, *, keep: bool = False) -> None:
         """Tell the export's holder that this worker will not read (more of) it; with ``keep`` others may."""
 
 
@@ -158,7 +157,7 @@ class KvConnector:
             self._handed.append(wanted)
             self._fetchers.submit(self._fetch_handed)
 
-    def forgo(self, peer: PeerExport) -> None:
+    def forgo(self, peer: KvSource) -> None:
         self._release(peer)
 
     def pull(self, wanted: FetchWanted) -> None:
@@ -275,7 +274,7 @@ class KvConnector:
             while self._handed:
                 wanted = self._handed[0]
                 num_free -= len(wanted.block_ids)
-                if taken and (num_free < 0 or _instance(wanted) != _instance(taken[0])):
+                if taken and (num_free < 0 or _address(wanted) != _address(taken[0])):
                     break
                 taken.append(self._handed.popleft())
         return taken
@@ -427,11 +426,11 @@ class KvConnector:
             noted.append(self._speed_note(wanted, source, num_ok, seconds))
         return num_ok
 
-    def _release(self, peer: PeerExport, *, keep: bool = False) -> None:
+    def _release(self, peer: KvSource, *, keep: bool = False) -> None:
         """Have the export's holder told that this worker needs none of it any more, whatever came of it."""
         self._releaser.submit(self._released, peer, 0, keep=keep)
 
-    def _released(self, peer: PeerExport, bytes_read: int, *, keep: bool) -> None:
+    def _released(self, peer: KvSource, bytes_read: int, *, keep: bool) -> None:
         try:
             self._peers.release(peer, bytes_read, keep=keep)
         except TanghuluError as error:
@@ -449,8 +448,8 @@ class KvConnector:
         num_bytes = num_blocks * self._layout.block_bytes
         if source == "store":
             return lambda _: self._speed.fetched(num_bytes, seconds)
-        instance = _instance(wanted) if source == "peer" else wanted.holder.instance if wanted.holder else ""
-        address = split_instance(instance)[0] if instance else ""
+        peer = wanted.peer if source == "peer" else wanted.holder
+        address = peer.address if peer is not None else ""
         return lambda _: self._speed.read_from_peer(num_bytes, seconds, address)
 
     def _failed(self, source: str, error: TanghuluError) -> None:
@@ -493,6 +492,6 @@ class KvConnector:
             self._written.pop(block_hash, None)
 
 
-def _instance(wanted: FetchWanted) -> str:
+def _address(wanted: FetchWanted) -> str:
     """The worker whose export the fetch names."""
-    return wanted.peer.instance if wanted.peer is not None else ""
+    return wanted.peer.address if wanted.peer is not None else ""

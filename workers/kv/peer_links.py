@@ -21,12 +21,12 @@ from tanghulu.rpc.pacing import SILENT_HOST_S
 from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
 from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.process import host_id
+from tanghulu.session.outputs import KvSource, PrefixHolder
 from tanghulu.transfer_engine.client.remote import RemoteSegment
 from tanghulu.transfer_engine.core.segment import SegmentHello, SegmentWelcome
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.types import Address
 from tanghulu.workers.kv.peer_methods import HELLO
-from tanghulu.workers.sessions.wire import split_instance
 
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
@@ -63,8 +63,13 @@ class _Place:
     link: PeerLink | None = None
 
 
+def link_of(peer: KvSource | PrefixHolder) -> str:
+    """Name the link to ``peer``: ``address|unix path``; a path of another host would be another worker's socket."""
+    return f"{peer.address}|{peer.unix_path if peer.host_id == host_id() else ''}"
+
+
 class PeerLinks:
-    """The links to other workers, by their instance as `PeerExport` has it."""
+    """The links to other workers, by their names (see ``link_of``)."""
 
     def __init__(
         self, engine: TransferEngine, client_id: str, clock: Clock, credentials: Credentials = NOTHING_TO_SHOW
@@ -209,7 +214,7 @@ class PeerLinks:
         return connection
 
     def _dial(self, instance: str, greet: Callable[[FastConnection, Credentials], _T]) -> _T:
-        address, unix_path = split_instance(instance)
+        address, _, unix_path = instance.partition("|")
         at = Address.parse(address)
         connection = FastConnection(at, unix_path or None, tls=self._credentials.tls.to(WORKER), dead_s=SILENT_HOST_S)
         try:

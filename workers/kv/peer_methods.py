@@ -1,40 +1,98 @@
-"""The methods of workers and what a caller's token has to allow; the fast lane's, by which one worker reads another's
-KV, have numbers apart from the store's.
-"""
+"""The calls by which one worker reads another's KV; their numbers are apart from the store's."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
 from tanghulu.auth.tenants import Right
-from tanghulu.protos import session_pb2
 from tanghulu.rpc import methods as rpc
 from tanghulu.rpc.methods import Method, Rule
+from tanghulu.rpc.wire import U32, U64, FastMessage
 from tanghulu.transfer_engine.core.segment import SegmentHello, SegmentWelcome
+from tanghulu.types import BlockHash
+
+
+class ExportPinRequest(FastMessage, frozen=True):
+    """Blocks of an export to be held while the caller reads them: ``max_blocks`` from ``first_block`` on; 0 means all.
+
+    ``fingerprint`` is the reader's; KV of another model, type or split is refused.
+    """
+
+    export_id: U64
+    first_block: U32 = 0
+    fingerprint: bytes = b""
+    max_blocks: U32 = 0
+
+
+class PrefixPinRequest(FastMessage, frozen=True):
+    """The cached blocks of the longest leading run of the hashes become an export of their own, pinned as above."""
+
+    block_hashes: Sequence[BlockHash]
+    fingerprint: bytes = b""
+
+
+class ExportedBlock(FastMessage, frozen=True):
+    """A block in the exporter's segment, readable under the lease; ``checksums`` (XXH3-64) of each ``part_bytes``."""
+
+    offset: U64
+    length: U64
+    lease_id: U64
+    checksums: Sequence[U64]
+    part_bytes: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class ExportPinReply(FastMessage, frozen=True):
+    """The leading blocks of what is wanted, as far as there is room.
+
+    ``export_id`` names the export that a PrefixPinRequest has made; 0 where nothing was cached.
+    """
+
+    num_tokens: U32 = 0
+    blocks: Sequence[ExportedBlock] = ()
+    export_id: U64 = 0
+
+
+class ExportReleaseRequest(FastMessage, frozen=True):
+    """The caller reads no more; the export's blocks are given back once all their readers are gone.
+
+    ``keep``: only the caller's pins are given back, the export stays for others.
+    """
+
+    export_id: U64
+    bytes_read: U64 = 0
+    keep: bool = False
+
+
+class ExportReleaseReply(FastMessage, frozen=True):
+    """It is done."""
+
+
+class ExportWatchRequest(FastMessage, frozen=True):
+    """A long poll, answered when the export has more than ``num_known`` blocks, at the latest after ``wait_ms``."""
+
+    export_id: U64
+    num_known: U32 = 0
+    fingerprint: bytes = b""
+    wait_ms: U32 = 0
+
+
+class ExportWatchReply(FastMessage, frozen=True):
+    """The number of leading blocks that are complete."""
+
+    num_blocks: U32
 
 
 def _of_the_cluster(name: str) -> Rule:
-    """What a method needs that is for processes of the cluster only."""
     return Rule(name, Right.JOIN)
 
 
 HELLO = Method(rpc.HELLO.number, rpc.HELLO.name, SegmentHello, SegmentWelcome)
-EXPORT_PIN = Method(
-    50, "export_pin", session_pb2.ExportPinRequest, session_pb2.ExportPinReply, _of_the_cluster("export_pin")
-)
+EXPORT_PIN = Method(50, "export_pin", ExportPinRequest, ExportPinReply, _of_the_cluster("export_pin"))
 EXPORT_RELEASE = Method(
-    51,
-    "export_release",
-    session_pb2.ExportReleaseRequest,
-    session_pb2.ExportReleaseReply,
-    _of_the_cluster("export_release"),
+    51, "export_release", ExportReleaseRequest, ExportReleaseReply, _of_the_cluster("export_release")
 )
-PREFIX_PIN = Method(
-    52, "prefix_pin", session_pb2.PrefixPinRequest, session_pb2.ExportPinReply, _of_the_cluster("prefix_pin")
-)
-EXPORT_WATCH = Method(
-    53, "export_watch", session_pb2.ExportWatchRequest, session_pb2.ExportWatchReply, _of_the_cluster("export_watch")
-)
-
-#: By full method name: what gRPC's calls of a worker need.
-WORKER_GRPC_RULES = {
-    f"/tanghulu.v1.Worker/{name}": _of_the_cluster(name) for name in ("Describe", "DropCache", "Drain", "Probe")
-}
+PREFIX_PIN = Method(52, "prefix_pin", PrefixPinRequest, ExportPinReply, _of_the_cluster("prefix_pin"))
+EXPORT_WATCH = Method(53, "export_watch", ExportWatchRequest, ExportWatchReply, _of_the_cluster("export_watch"))

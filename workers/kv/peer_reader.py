@@ -12,16 +12,26 @@ import xxhash
 
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
 from tanghulu.errors import ChecksumMismatch, Overloaded, TanghuluError
-from tanghulu.protos import session_pb2
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.runtime.clock import Clock, SystemClock
+from tanghulu.session.outputs import KvSource, PrefixHolder
 from tanghulu.transfer_engine.client.requests import TransferBatch, TransferRequest
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.types import BlockHash, Fingerprint
-from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
-from tanghulu.workers.kv.peer_links import PeerLink, PeerLinks
-from tanghulu.workers.kv.peer_methods import EXPORT_PIN, EXPORT_RELEASE, EXPORT_WATCH, PREFIX_PIN
+from tanghulu.workers.kv.peer_links import PeerLink, PeerLinks, link_of
+from tanghulu.workers.kv.peer_methods import (
+    EXPORT_PIN,
+    EXPORT_RELEASE,
+    EXPORT_WATCH,
+    PREFIX_PIN,
+    ExportedBlock,
+    ExportPinReply,
+    ExportPinRequest,
+    ExportReleaseRequest,
+    ExportWatchRequest,
+    PrefixPinRequest,
+)
 from tanghulu.workers.kv.ports import wipe
 from tanghulu.workers.kv.silence import SilenceWatch
 
@@ -46,7 +56,7 @@ Watch = Callable[[int], int]
 class ExportPart(NamedTuple):
     """Neighbouring blocks of an export."""
 
-    peer: PeerExport
+    peer: KvSource
     first_block: int
     num_blocks: int
 
@@ -65,7 +75,7 @@ def cut(parts: Sequence[ExportPart], at: int, num_blocks: int) -> list[ExportPar
 class _Pin(NamedTuple):
     """A call that pins blocks, ``num_blocks`` at most."""
 
-    call: Call[session_pb2.ExportPinReply]
+    call: Call[ExportPinReply]
     num_blocks: int
     export_id: int = 0
 
@@ -76,7 +86,7 @@ class _Shown(NamedTuple):
     ``unused``: exports of which something is pinned behind that one. ``made``: exports that the pins have made.
     """
 
-    blocks: list[session_pb2.ExportedBlock]
+    blocks: list[ExportedBlock]
     error: TanghuluError | None
     unused: list[int]
     made: list[int]
@@ -120,31 +130,26 @@ class PeerReader:
         def read(at: int) -> _Arrived:
             wanted = buffers[at : at + turn_blocks]
             pins = [self._pin(part) for part in cut(parts, at, len(wanted))]
-            return self._links.use(parts[0].peer.instance, lambda link: self._read(link, pins, wanted, DEADLINE_S))
+            return self._links.use(link_of(parts[0].peer), lambda link: self._read(link, pins, wanted, DEADLINE_S))
 
         return _in_turns(read, len(buffers))
 
     def _pin(self, part: ExportPart) -> _Pin:
-        export_id = int(part.peer.export_id)
-        request = session_pb2.ExportPinRequest(
-            export_id=export_id,
-            first_block=part.first_block,
-            fingerprint=self._fingerprint,
-            max_blocks=part.num_blocks,
-        )
+        export_id = part.peer.export_id
+        request = ExportPinRequest(export_id, part.first_block, self._fingerprint, part.num_blocks)
         return _Pin(EXPORT_PIN.call(request), part.num_blocks, export_id)
 
-    def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+    def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers`` with the blocks of ``hashes`` that ``holder`` has in its cache now.
 
         Returns how many leading ones arrived whole, 0 if it has none (any more). Raises as `read` does, and Overloaded.
         """
 
         def read(at: int) -> _Arrived:
-            request = session_pb2.PrefixPinRequest(block_hashes=hashes[at:], fingerprint=self._fingerprint)
+            request = PrefixPinRequest(hashes[at:], self._fingerprint)
             pin = _Pin(PREFIX_PIN.call(request), len(buffers) - at)
             return self._links.use(
-                holder.instance, lambda link: self._read(link, [pin], buffers[at:], PREFIX_DEADLINE_S)
+                link_of(holder), lambda link: self._read(link, [pin], buffers[at:], PREFIX_DEADLINE_S)
             )
 
         return _in_turns(read, len(buffers))
@@ -168,41 +173,36 @@ class PeerReader:
         return _Arrived(num_whole, bool(shown.blocks) and num_whole == len(shown.blocks) and shown.error is None)
 
     @contextlib.contextmanager
-    def watch(self, peer: PeerExport) -> Iterator[Watch]:
+    def watch(self, peer: KvSource) -> Iterator[Watch]:
         """Give a function that waits for an export to have more blocks than the ``num_known`` it is called with.
 
         It returns how many are complete, after ``WATCH_S`` also if none came; it raises ChunkNotFound when the export
         is over. No other read waits meanwhile. Raises NodeUnavailable or DeadlineExceeded, as the function does.
         """
-        connection = self._links.open_apart(peer.instance)
+        connection = self._links.open_apart(link_of(peer))
 
         def num_blocks(num_known: int) -> int:
-            request = session_pb2.ExportWatchRequest(
-                export_id=int(peer.export_id),
-                num_known=num_known,
-                fingerprint=self._fingerprint,
-                wait_ms=int(1000 * WATCH_S),
-            )
+            request = ExportWatchRequest(peer.export_id, num_known, self._fingerprint, int(1000 * WATCH_S))
             reply = connection.call(EXPORT_WATCH.number, request, EXPORT_WATCH.reply, deadline_s=WATCH_S + DEADLINE_S)
-            return int(reply.message.num_blocks)
+            return reply.message.num_blocks
 
         try:
             yield num_blocks
         finally:
             connection.close()
 
-    def release(self, peer: PeerExport, bytes_read: int = 0, *, keep: bool = False) -> None:
+    def release(self, peer: KvSource, bytes_read: int = 0, *, keep: bool = False) -> None:
         """Tell the export's holder that this worker reads no more of it, without waiting for its answer.
 
         Raises NodeUnavailable or DeadlineExceeded.
         ``keep``: another worker, or a later read of this one, still needs the export.
         """
-        self._links.use(peer.instance, lambda link: _release(link, int(peer.export_id), bytes_read, keep=keep))
+        self._links.use(link_of(peer), lambda link: _release(link, peer.export_id, bytes_read, keep=keep))
 
     def _transfer(
         self,
         link: PeerLink,
-        blocks: Sequence[session_pb2.ExportedBlock],
+        blocks: Sequence[ExportedBlock],
         buffers: Sequence[memoryview],
         deadline_s: float,
     ) -> None:
@@ -242,11 +242,11 @@ class PeerReader:
 
 
 def _release(link: PeerLink, export_id: int, bytes_read: int, *, keep: bool = False) -> None:
-    request = session_pb2.ExportReleaseRequest(export_id=export_id, bytes_read=bytes_read, keep=keep)
+    request = ExportReleaseRequest(export_id, bytes_read, keep)
     link.connection.post(EXPORT_RELEASE.call(request), deadline_s=DEADLINE_S)  # what is lost ends by its time limit
 
 
-def _shown(pins: Sequence[_Pin], outcomes: Sequence[Reply[session_pb2.ExportPinReply] | TanghuluError]) -> _Shown:
+def _shown(pins: Sequence[_Pin], outcomes: Sequence[Reply[ExportPinReply] | TanghuluError]) -> _Shown:
     """See `_Shown`."""
     shown, whole = _Shown([], None, [], []), True
     for pin, outcome in zip(pins, outcomes, strict=True):
@@ -290,12 +290,12 @@ def _asked_twice(read: Callable[[int], _Arrived], at: int) -> _Arrived:
         return read(at)
 
 
-def _count_whole(blocks: Sequence[session_pb2.ExportedBlock], buffers: Sequence[memoryview]) -> int:
+def _count_whole(blocks: Sequence[ExportedBlock], buffers: Sequence[memoryview]) -> int:
     """Count the leading blocks whose checksums match; raises ChecksumMismatch if the first one's does not."""
     for count, (block, buffer) in enumerate(zip(blocks, buffers, strict=False)):
-        step = block.checksums.part_bytes
+        step = block.part_bytes
         parts = [xxhash.xxh3_64_intdigest(buffer[i : i + step]) for i in range(0, len(buffer), step)]
-        if parts != list(block.checksums.parts):
+        if parts != list(block.checksums):
             if count == 0:
                 raise ChecksumMismatch("the first exported block did not arrive as it was sent")
             return count

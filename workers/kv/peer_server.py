@@ -12,12 +12,14 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from msgspec import structs
+
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
-from tanghulu.protos import session_pb2
 from tanghulu.rpc.fast_server import FastService, Peer
 from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.process import host_id
+from tanghulu.session.outputs import KvSource
 from tanghulu.transfer_engine.core.access import AccessTable, unguessable_numbers
 from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.segment import SegmentHello, SegmentWelcome
@@ -29,7 +31,21 @@ from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.step_plan import KvExport
 from tanghulu.workers.engine.thread import StepReport
 from tanghulu.workers.kv.exports import Export, ExportTable
-from tanghulu.workers.kv.peer_methods import EXPORT_PIN, EXPORT_RELEASE, EXPORT_WATCH, HELLO, PREFIX_PIN
+from tanghulu.workers.kv.peer_methods import (
+    EXPORT_PIN,
+    EXPORT_RELEASE,
+    EXPORT_WATCH,
+    HELLO,
+    PREFIX_PIN,
+    ExportedBlock,
+    ExportPinReply,
+    ExportPinRequest,
+    ExportReleaseReply,
+    ExportReleaseRequest,
+    ExportWatchReply,
+    ExportWatchRequest,
+    PrefixPinRequest,
+)
 from tanghulu.workers.kv.ports import ExportWindow
 from tanghulu.workers.kv.shown_blocks import ShownBlocks
 from tanghulu.workers.metrics import WorkerMetrics
@@ -109,7 +125,7 @@ class PeerServer:
 
     # --- exports of this worker's own requests
 
-    def add_exports(self, report: StepReport) -> dict[RequestId, session_pb2.KvSource]:
+    def add_exports(self, report: StepReport) -> dict[RequestId, KvSource]:
         """Hold the step's hand-overs ready, and show what was computed of prefills that go on.
 
         Returns where each hand-over, and each prefill of which nothing was shown before, can be fetched.
@@ -120,8 +136,8 @@ class PeerServer:
         begun = self._show_early(report.early, now_s)
         return begun | {name: self._source(self._exports.add(kv, now_s)) for name, kv in report.exports.items()}
 
-    def _show_early(self, changes: Sequence[EarlyBlocks], now_s: float) -> dict[RequestId, session_pb2.KvSource]:
-        begun: dict[RequestId, session_pb2.KvSource] = {}
+    def _show_early(self, changes: Sequence[EarlyBlocks], now_s: float) -> dict[RequestId, KvSource]:
+        begun: dict[RequestId, KvSource] = {}
         for change in changes:
             known = self._early.get(change.name)
             if change.over:
@@ -144,15 +160,15 @@ class PeerServer:
         self._news.set()
         self._news = asyncio.Event()
 
-    def _source(self, export: Export) -> session_pb2.KvSource:
+    def _source(self, export: Export) -> KvSource:
         self._metrics.exports.set(len(self._exports))
-        return session_pb2.KvSource(
-            instance_id=self._identity.instance_id,
-            address=self.address,
-            unix_path=self.unix_path,
-            export_id=export.export_id,
-            num_tokens=export.kv.num_tokens,
-            host_id=host_id(),
+        return KvSource(
+            self._identity.instance_id,
+            self.address,
+            self.unix_path,
+            export.export_id,
+            export.kv.num_tokens,
+            host_id(),
         )
 
     def release(self, export_id: int) -> None:
@@ -199,9 +215,7 @@ class PeerServer:
         own = self._identity
         return SegmentWelcome(PROTOCOL_VERSION, own.instance_id, own.generation, session, self._segment.descriptor())
 
-    async def _pin(
-        self, peer: Peer, request: session_pb2.ExportPinRequest, _: memoryview
-    ) -> session_pb2.ExportPinReply:
+    async def _pin(self, peer: Peer, request: ExportPinRequest, _: memoryview) -> ExportPinReply:
         self._require_known(peer, request.fingerprint)
         export = self._exports.get(request.export_id)
         if request.first_block:
@@ -209,9 +223,7 @@ class PeerServer:
         wanted = export.kv.block_ids[request.first_block :]
         return await self._pinned(peer, export, wanted[: request.max_blocks or None])
 
-    async def _watch(
-        self, peer: Peer, request: session_pb2.ExportWatchRequest, _: memoryview
-    ) -> session_pb2.ExportWatchReply:
+    async def _watch(self, peer: Peer, request: ExportWatchRequest, _: memoryview) -> ExportWatchReply:
         """Answer as soon as the export has more than the reader knows of; an error says that it will not."""
         self._require_known(peer, request.fingerprint)
         with contextlib.suppress(TimeoutError):
@@ -220,11 +232,9 @@ class PeerServer:
                     await self._news.wait()
         export = self._exports.get(request.export_id)
         self._exports.watched(export, self._clock.now_s())
-        return session_pb2.ExportWatchReply(num_blocks=len(export.kv.block_ids))
+        return ExportWatchReply(len(export.kv.block_ids))
 
-    async def _pin_prefix(
-        self, peer: Peer, request: session_pb2.PrefixPinRequest, _: memoryview
-    ) -> session_pb2.ExportPinReply:
+    async def _pin_prefix(self, peer: Peer, request: PrefixPinRequest, _: memoryview) -> ExportPinReply:
         self._require_known(peer, request.fingerprint)
         if len(self._prefixes) >= MAX_PREFIXES:
             raise Overloaded(
@@ -233,13 +243,13 @@ class PeerServer:
         name = RequestId(f"prefix-{next(self._prefix_numbers)}")
         self._prefixes.add(name)
         try:
-            kv = await self._holder.export_prefix(name, [BlockHash(each) for each in request.block_hashes])
+            kv = await self._holder.export_prefix(name, request.block_hashes)
         except asyncio.CancelledError:
             self._prefixes.remove(name)
             raise
         if kv is None:
             self._prefixes.remove(name)
-            return session_pb2.ExportPinReply()
+            return ExportPinReply()
         export = self._exports.add(kv, self._clock.now_s(), one_reader=True)
         self.idle.clear()
         self._metrics.exports.set(len(self._exports))
@@ -248,8 +258,7 @@ class PeerServer:
         except BaseException:  # no reader has heard of it, or will; raised on
             self.release(export.export_id)
             raise
-        reply.export_id = export.export_id
-        return reply
+        return structs.replace(reply, export_id=export.export_id)
 
     def _require_known(self, peer: Peer, fingerprint: bytes) -> None:
         if peer.state is None:
@@ -261,22 +270,22 @@ class PeerServer:
                 f"{own.fingerprint.hex()}: model, --dtype, --kv-dtype, block size and --tp must be equal on both sides"
             )
 
-    async def _pinned(self, peer: Peer, export: Export, block_ids: Sequence[int]) -> session_pb2.ExportPinReply:
+    async def _pinned(self, peer: Peer, export: Export, block_ids: Sequence[int]) -> ExportPinReply:
         """Lease as many leading ones of ``block_ids`` of ``export`` as there is room for, and add their checksums."""
         if self._closed:
             raise NodeUnavailable(f"worker {self._identity.instance_id} stops: compute the prompt, or ask another")
         if not block_ids:
-            return session_pb2.ExportPinReply(num_tokens=export.kv.num_tokens)
+            return ExportPinReply(num_tokens=export.kv.num_tokens)
         offsets = self._window.take(block_ids)
         leases = self._grant(peer.state, offsets)
         self._exports.pinned(export, leases, self._clock.now_s())
         checksums = await self._shown.show(block_ids[: len(offsets)], offsets)
-        reply = session_pb2.ExportPinReply(num_tokens=export.kv.num_tokens)
-        for offset, lease, parts in zip(offsets, leases, checksums, strict=True):
-            exported = reply.blocks.add(offset=offset, length=self._layout.block_bytes, lease_id=lease)
-            exported.checksums.part_bytes = self._layout.layer_bytes
-            exported.checksums.parts.extend(parts)
-        return reply
+        size, part_bytes = self._layout.block_bytes, self._layout.layer_bytes
+        blocks = [
+            ExportedBlock(offset, size, lease, parts, part_bytes)
+            for offset, lease, parts in zip(offsets, leases, checksums, strict=True)
+        ]
+        return ExportPinReply(export.kv.num_tokens, blocks)
 
     def _grant(self, session_id: int, offsets: Sequence[int]) -> list[LeaseId]:
         """Grant a lease on each block, as a mapped range to a reader that maps the segment now."""
@@ -292,14 +301,12 @@ class PeerServer:
                 raise
         return granted
 
-    def _release(
-        self, peer: Peer, request: session_pb2.ExportReleaseRequest, _: memoryview
-    ) -> session_pb2.ExportReleaseReply:
+    def _release(self, peer: Peer, request: ExportReleaseRequest, _: memoryview) -> ExportReleaseReply:
         self._metrics.export_bytes.inc(request.bytes_read)
         self._drop_leases(request.export_id, peer.state or 0)
         if not request.keep:
             self.release(request.export_id)
-        return session_pb2.ExportReleaseReply()
+        return ExportReleaseReply()
 
     def _drop_leases(self, export_id: int, session_id: int) -> None:
         """End the session's leases on the export: their reader has read what it pinned."""

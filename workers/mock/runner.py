@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from tanghulu.session.outputs import TokenLogprobs
 from tanghulu.workers.engine.engine import Computed
 from tanghulu.workers.engine.kv_layout import KvLayout, KvMemory
-from tanghulu.workers.engine.prompt_scores import PromptScores
+from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.step_plan import ScheduledRun, StepPlan
-from tanghulu.workers.engine.step_result import Logprobs, Sampled, TokenLogprob
+from tanghulu.workers.engine.step_result import Sampled
 from tanghulu.workers.mock.timing import MockTiming
 
 #: Sleeping shorter than this costs more than it takes.
@@ -108,35 +109,34 @@ class MockRunner:
 
     def _sample(self, requests: Sequence[EngineRequest]) -> Sampled:
         tokens = [self._token(request) for request in requests]
-        asked = [request.sampling.logprobs is not None for request in requests]
+        asked = [request.sampling.num_logprobs is not None for request in requests]
         if not any(asked):
             return Sampled(tokens, [None] * len(tokens))
         return Sampled(tokens, [self._logprobs(r, token) for r, token in zip(requests, tokens, strict=True)])
 
     def _token(self, request: EngineRequest) -> int:
-        seed = request.sampling.seed
+        seed = request.sampling.seed or 0
         if self._deterministic:
             seed = xxhash.xxh3_64_intdigest(request.sequence.tokens[: request.num_prompt_tokens].tobytes())
         position = request.num_generated.to_bytes(8, "little")
         return self._text_ids[xxhash.xxh3_64_intdigest(position, seed=seed & (2**64 - 1)) % len(self._text_ids)]
 
-    def _logprobs(self, request: EngineRequest, token: int) -> Logprobs | None:
+    def _logprobs(self, request: EngineRequest, token: int) -> TokenLogprobs | None:
         """Return the logprobs of a uniform distribution over the tokens of texts."""
-        count = request.sampling.logprobs
+        count = request.sampling.num_logprobs
         if count is None:
             return None
-        each = self._logprob
-        asked = tuple(TokenLogprob(t, each) for t in request.sampling.logprob_token_ids)
-        return Logprobs(TokenLogprob(token, each), tuple(TokenLogprob(t, each) for t in self._text_ids[:count]), asked)
+        ids = (token, *self._text_ids[:count], *request.sampling.logprob_token_ids)
+        return TokenLogprobs(ids, (self._logprob,) * len(ids))
 
     @property
     def _logprob(self) -> float:
         return -math.log(len(self._text_ids))
 
-    def _scores(self, plan: StepPlan) -> tuple[PromptScores, ...]:
+    def _scores(self, plan: StepPlan) -> tuple[PromptScoreArrays, ...]:
         """Return the scores that the plan's runs owe, of the same distribution."""
         owing = [run for run in plan.runs if run.request.scoring is not None]
-        found = [scores for run in owing if (scores := PromptScores.of(run, len(self._text_ids))) is not None]
+        found = [scores for run in owing if (scores := PromptScoreArrays.of(run, len(self._text_ids))) is not None]
         for scores in found:
             for values in (scores.logprobs, scores.top_logprobs, scores.asked_logprobs):
                 values.fill(self._logprob)

@@ -11,10 +11,10 @@ from typing import Protocol, TypeVar
 
 from tanghulu.errors import TanghuluError
 from tanghulu.hashing import TokenSequence
-from tanghulu.protos import session_pb2
+from tanghulu.session.messages import PullAhead, Submit
+from tanghulu.session.outputs import KvSource
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
-from tanghulu.workers.engine.requests import PeerExport
 from tanghulu.workers.engine.thread import EngineLoad
 
 RequestT = TypeVar("RequestT")
@@ -39,7 +39,7 @@ class SessionEngine(Beating, Protocol[RequestIn]):
     ) -> None:
         """Begin. ``added`` hears how many requests the engine has taken by then, or ``refused`` why not this one."""
 
-    def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: PeerExport) -> None:
+    def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: KvSource) -> None:
         """Begin to fetch the KV of a prompt that another worker computes; ``abort`` of ``name`` ends that."""
 
     def abort(self, request_id: RequestId) -> None:
@@ -52,8 +52,8 @@ class SessionEngine(Beating, Protocol[RequestIn]):
 class MakesRequests(Protocol[RequestOut]):
     """Makes an engine's requests from messages."""
 
-    def request(self, submit: session_pb2.Submit) -> RequestOut:
+    def request(self, submit: Submit) -> RequestOut:
         """The request that ``submit`` describes; raises InvalidRequest if it is not valid."""
 
-    def pulled(self, pull: session_pb2.PullAhead) -> tuple[TokenSequence, PeerExport]:
+    def pulled(self, pull: PullAhead) -> tuple[TokenSequence, KvSource]:
         """The prompt that ``pull`` names, and where its KV is computed; raises InvalidRequest where that cannot be."""

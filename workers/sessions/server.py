@@ -18,18 +18,29 @@ from typing import Generic
 import structlog
 
 from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError
-from tanghulu.protos import session_pb2
 from tanghulu.rpc.fast_server import NO_ANSWER, AnswerStream, FastService, Later, Peer
-from tanghulu.rpc.methods import SESSION
 from tanghulu.rpc.versions import require_version
+from tanghulu.session.load import PeerRead
+from tanghulu.session.messages import (
+    SESSION,
+    Abort,
+    FromWorker,
+    PullAhead,
+    ReleaseExport,
+    SessionHello,
+    SessionWelcome,
+    StepOutput,
+    Submit,
+    ToWorker,
+)
+from tanghulu.session.outputs import KvSource, PromptScores
 from tanghulu.types import BlockHash, InstanceId, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
-from tanghulu.workers.engine.prompt_scores import PromptScores
-from tanghulu.workers.engine.speed import PeerReadTotal
+from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.sessions.port import MakesRequests, RequestT, SessionEngine
 from tanghulu.workers.sessions.untold import Untold
-from tanghulu.workers.sessions.wire import error_message, event_messages, score_messages, welcome_message
+from tanghulu.workers.sessions.wire import event_messages, score_messages, welcome_message
 
 _log = structlog.get_logger(__name__)
 
@@ -50,8 +61,8 @@ class ConductorSession:
     conductor_id: str = ""
     requests: set[RequestId] = field(default_factory=set)
     untold: Untold = field(default_factory=Untold)
-    welcome: session_pb2.SessionWelcome | None = None
-    scores: deque[session_pb2.PromptScores] = field(default_factory=deque)
+    welcome: SessionWelcome | None = None
+    scores: deque[PromptScores] = field(default_factory=deque)
     telling: asyncio.TimerHandle | None = None
     is_due: bool = False
     will_write: bool = False
@@ -67,7 +78,7 @@ class SessionHub(Generic[RequestT]):
         generation: int,
         factory: MakesRequests[RequestT],
         engine: SessionEngine[RequestT],
-        add_exports: Callable[[StepReport], dict[RequestId, session_pb2.KvSource]],
+        add_exports: Callable[[StepReport], dict[RequestId, KvSource]],
         release_export: Callable[[int], None],
     ) -> None:
         self._instance_id = instance_id
@@ -80,7 +91,6 @@ class SessionHub(Generic[RequestT]):
         self._open: dict[Peer, ConductorSession] = {}
         self._sessions: set[ConductorSession] = set()  # those of them that were welcomed
         self._owners: dict[RequestId, ConductorSession] = {}
-        self._step = 0
         self._sequence = 0
         self._draining = False
         self.idle = asyncio.Event()
@@ -96,16 +106,17 @@ class SessionHub(Generic[RequestT]):
         """Answer conductors that come to ``service``."""
         service.register(SESSION, self.receive)
 
-    def receive(self, peer: Peer, message: session_pb2.ToWorker, _: memoryview) -> AnswerStream | Later:
+    def receive(self, peer: Peer, message: ToWorker, _: memoryview) -> AnswerStream | Later:
         """Take a message of a conductor; its first, a hello, begins its session, which lasts as long as ``peer`` does.
 
         Raises InvalidRequest for another first message, VersionMismatch.
         """
         session = self._open.get(peer)
         if session is None:
-            if not message.HasField("hello"):
+            hello = message.message
+            if not isinstance(hello, SessionHello):
                 raise InvalidRequest("a session begins with a hello")
-            require_version(message.hello.protocol_version, f"conductor {message.hello.conductor_id}")
+            require_version(hello.protocol_version, f"conductor {hello.conductor_id}")
             session = self._new_session(peer)
             self._receive(session, message)
             return session.stream
@@ -136,14 +147,12 @@ class SessionHub(Generic[RequestT]):
         try:
             if session.welcome is not None and stream.has_room:
                 welcome, session.welcome = session.welcome, None
-                stream.send(session_pb2.FromWorker(welcome=welcome))
+                stream.send(FromWorker(welcome))
             while session.scores and (stream.has_room or session.ended):
-                piece = session.scores.popleft()
-                stream.send(session_pb2.FromWorker(step=session_pb2.StepOutput(step=self._step, scores=[piece])))
+                stream.send(FromWorker(StepOutput(scores=[session.scores.popleft()])))
             if session.is_due and (stream.has_room or session.ended):
                 session.is_due = False
-                step = session.untold.take(self._step, self._sequence, self._loop.time())
-                stream.send(session_pb2.FromWorker(step=step))
+                stream.send(FromWorker(session.untold.take(self._sequence, self._loop.time())))
         except InvalidRequest as error:
             _log.error("session.message_too_large", conductor=session.conductor_id, error=error.message)
             self._end(session)
@@ -151,22 +160,22 @@ class SessionHub(Generic[RequestT]):
             stream.end()
             self._abort_all(session)
 
-    def _receive(self, session: ConductorSession, message: session_pb2.ToWorker) -> None:
-        match message.WhichOneof("message"):
-            case "hello":
-                session.conductor_id = message.hello.conductor_id
+    def _receive(self, session: ConductorSession, message: ToWorker) -> None:
+        match message.message:
+            case SessionHello(conductor_id=conductor_id):
+                session.conductor_id = conductor_id
                 self._engine.snapshot(lambda hashes, load, pending: self._welcome(session, hashes, load, pending))
-            case "submit":
-                self._submit(session, message.submit)
-            case "abort":
-                self._abort(RequestId(message.abort.request_id))
-            case "release":
-                self._release_export(message.release.export_id)
-            case "pull":
-                self._pull(session, message.pull)
+            case Submit() as submit:
+                self._submit(session, submit)
+            case Abort(request_id=request_id):
+                self._abort(request_id)
+            case ReleaseExport(export_id=export_id):
+                self._release_export(export_id)
+            case PullAhead() as pull:
+                self._pull(session, pull)
 
-    def _submit(self, session: ConductorSession, submit: session_pb2.Submit) -> None:
-        request_id = RequestId(submit.request_id)
+    def _submit(self, session: ConductorSession, submit: Submit) -> None:
+        request_id = submit.request_id
         session.untold.num_submits += 1
         number = session.untold.num_submits
         ahead = RequestId(submit.ahead) if submit.ahead else None
@@ -204,9 +213,9 @@ class SessionHub(Generic[RequestT]):
         session.requests.add(request_id)
         self.idle.clear()
 
-    def _pull(self, session: ConductorSession, pull: session_pb2.PullAhead) -> None:
+    def _pull(self, session: ConductorSession, pull: PullAhead) -> None:
         """Begin to fetch a prompt that another worker computes; what fails is fetched when its request comes."""
-        name = RequestId(pull.name)
+        name = pull.name
         if self._draining:
             return
         try:
@@ -219,7 +228,7 @@ class SessionHub(Generic[RequestT]):
 
     def _refuse(self, session: ConductorSession, request_id: RequestId, error: TanghuluError) -> None:
         self._forget(request_id)
-        session.untold.refusal(error_message(request_id, error))
+        session.untold.refusal(request_id, error)
         self._tell(session)
 
     def _abort(self, request_id: RequestId) -> None:
@@ -241,13 +250,13 @@ class SessionHub(Generic[RequestT]):
         if pending:  # events of commands before the snapshot: they belong in front of it
             self._tell_all(pending, load)
         session.untold.snapshot()
-        session.welcome = welcome_message(self._instance_id, self._generation, hashes, self._sequence, load)
+        session.welcome = welcome_message(self._instance_id, self._generation, hashes, self._sequence, load.shared)
         self._sessions.add(session)
         self._wake(session)
         _log.info("session.opened", conductor=session.conductor_id, cached_blocks=len(hashes))
 
     def _tell_all(
-        self, events: Sequence[KvEvent], load: EngineLoad, reads: Sequence[PeerReadTotal] = (), num_steps: int = 0
+        self, events: Sequence[KvEvent], load: EngineLoad, reads: Sequence[PeerRead] = (), num_steps: int = 0
     ) -> None:
         messages = event_messages(events)
         self._sequence += len(messages)
@@ -257,27 +266,27 @@ class SessionHub(Generic[RequestT]):
 
     def on_reports(self, reports: Sequence[StepReport]) -> None:
         """Spread reports of steps: to each conductor its requests' outputs, to all the events and the load."""
-        self._step += len(reports)
         for report in reports:
             self._keep_scores(report.result.scores)
             sources = self._add_exports(report) if report.exports or report.early else {}
             for output in report.result.outputs:
                 owner, source = self._owners.get(output.request_id), sources.get(output.request_id)
                 if owner is not None:
-                    owner.untold.output(output, source)
+                    output.source = source
+                    owner.untold.output(output)
                 elif source is not None:
                     self._release_export(source.export_id)  # its conductor is gone: nobody will fetch it
-                if output.finish_reason is not None:
+                if output.finish is not None:
                     self._forget(output.request_id)
             for request_id in sources.keys() - report.exports.keys():  # of prefills that go on
                 owner = self._owners.get(request_id)
                 if owner is not None:
                     owner.untold.begun(request_id, sources[request_id])
         events = [event for report in reports for event in report.result.kv_events]
-        reads = [read for report in reports for read in report.load.reads]
+        reads = [read for report in reports for read in report.load.shared.reads]
         self._tell_all(events, reports[-1].load, reads, len(reports))
 
-    def _keep_scores(self, scores: Iterable[PromptScores]) -> None:
+    def _keep_scores(self, scores: Iterable[PromptScoreArrays]) -> None:
         for each in scores:
             owner = self._owners.get(each.request_id)
             if owner is not None:

@@ -17,12 +17,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from tanghulu.protos import session_pb2
+from msgspec import structs
+
+from tanghulu.errors import TanghuluError
+from tanghulu.rpc.wire import Failure
+from tanghulu.session.load import PeerRead, WorkerLoad
+from tanghulu.session.messages import StepOutput
+from tanghulu.session.outputs import BegunExport, FinishReason, KvChange, KvSource, Output
 from tanghulu.types import RequestId
-from tanghulu.workers.engine.speed import PeerReadTotal
-from tanghulu.workers.engine.step_result import RequestOutput
 from tanghulu.workers.engine.thread import EngineLoad
-from tanghulu.workers.sessions.wire import add_output, load_message
 
 #: Between two messages to a conductor that has no output in them.
 SPREAD_S = 0.05
@@ -43,41 +46,41 @@ class Untold:
         self.num_submits = 0
         self.added: deque[tuple[int, int]] = deque()
         self._num_taken = 0
-        self._outputs: dict[RequestId, session_pb2.RequestOutput] = {}
-        self._refusals: list[session_pb2.RequestOutput] = []
-        self._begun: list[session_pb2.BegunExport] = []
-        self._events: list[session_pb2.KvEvent] = []
-        self._load: EngineLoad | None = None
-        self._reads: list[PeerReadTotal] = []
+        self._outputs: dict[RequestId, Output] = {}
+        self._refusals: list[Output] = []
+        self._begun: list[BegunExport] = []
+        self._events: list[KvChange] = []
+        self._load: WorkerLoad | None = None
+        self._reads: list[PeerRead] = []
         self._next_s = 0.0
 
-    def output(self, output: RequestOutput, source: session_pb2.KvSource | None) -> None:
-        """Add a request's output of the steps that are noted next, and where its KV is if it is handed over."""
-        message = self._outputs.get(output.request_id)
-        if message is None:
-            message = self._outputs[output.request_id] = session_pb2.RequestOutput(request_id=output.request_id)
-        add_output(message, output, source)
+    def output(self, output: Output) -> None:
+        """Add a request's output of the steps that are noted next; it belongs to this object from now on."""
+        known = self._outputs.setdefault(output.request_id, output)
+        if known is not output:
+            known.add(output)
 
-    def begun(self, request_id: RequestId, source: session_pb2.KvSource) -> None:
+    def begun(self, request_id: RequestId, source: KvSource) -> None:
         """Add where the KV of a prefill that goes on can be read already."""
-        self._begun.append(session_pb2.BegunExport(request_id=request_id, source=source))
+        self._begun.append(BegunExport(request_id, source))
 
-    def refusal(self, refusal: session_pb2.RequestOutput) -> None:
-        self._refusals.append(refusal)
+    def refusal(self, request_id: RequestId, error: TanghuluError) -> None:
+        """Add the end of a request that is not taken."""
+        self._refusals.append(Output(request_id, finish=FinishReason.ERROR, failure=Failure.of(error)))
 
     def steps(
         self,
         num_steps: int,
-        events: Sequence[session_pb2.KvEvent],
+        events: Sequence[KvChange],
         load: EngineLoad,
-        reads: Sequence[PeerReadTotal] = (),
+        reads: Sequence[PeerRead] = (),
     ) -> None:
         """Add what steps say to all; ``load`` is the last one's, ``reads`` are of all of them."""
         while self.added and self.added[0][0] <= load.num_added:
             self._num_taken = self.added.popleft()[1]
         self.num_steps += num_steps if self._outputs else 0
         self._events += events
-        self._load = load
+        self._load = load.shared
         self._reads += reads
 
     def snapshot(self) -> None:
@@ -95,18 +98,17 @@ class Untold:
         """From when on it may be told at once, whatever it is."""
         return self._next_s
 
-    def take(self, step: int, sequence: int, now_s: float) -> session_pb2.StepOutput:
-        """The message, after ``step``, with all KV events before ``sequence``; nothing is untold then."""
+    def take(self, sequence: int, now_s: float) -> StepOutput:
+        """The message, with all KV events before ``sequence``; nothing is untold then."""
         self._next_s = now_s + SPREAD_S
-        load = load_message(self._load, self._reads) if self._load is not None else None
-        message = session_pb2.StepOutput(
-            step=step,
-            outputs=[*self._outputs.values(), *self._refusals],
-            event_sequence=sequence - len(self._events),
-            kv_events=self._events,
-            load=load,
-            submits_taken=self._num_taken,
-            begun=self._begun,
+        load = self._load
+        message = StepOutput(
+            [*self._outputs.values(), *self._refusals],
+            sequence - len(self._events),
+            tuple(self._events),
+            structs.replace(load, reads=tuple(self._reads)) if load is not None else None,
+            self._num_taken,
+            tuple(self._begun),
         )
         self.num_steps, self._load = 0, None
         told = (self._outputs, self._refusals, self._begun, self._events, self._reads)

@@ -8,27 +8,15 @@ row in a table here, by the name that their files have.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from tanghulu.errors import ModelUnsupported
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """The defaults of a model; those of this class change nothing. ``top_k`` 0 and ``min_p`` 0 are off."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-
+from tanghulu.session.sampling import SamplingDefaults
 
 #: Names in GGUF metadata (general.basename or general.name, in lower case) -> what the model's page says.
 _OF_MODELS: Final = {
     # https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct: "temperature=0.2, top_p=0.9"
-    "smollm2": GenerationDefaults(temperature=0.2, top_p=0.9),
+    "smollm2": SamplingDefaults(temperature=0.2, top_p=0.9),
 }
 #: Names of llama.cpp's metadata -> ours.
 _GGUF_KEYS: Final = {
@@ -40,25 +28,25 @@ _GGUF_KEYS: Final = {
 }
 
 
-def defaults_from_hf(generation: Mapping[str, Any]) -> GenerationDefaults:
+def defaults_from_hf(generation: Mapping[str, Any]) -> SamplingDefaults:
     """The defaults in a ``generation_config.json``. Raises ModelUnsupported for one that no request could ask for."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     return _checked({name: generation[name] for name in names if generation.get(name) is not None})
 
 
-def defaults_from_gguf(metadata: Mapping[str, Any]) -> GenerationDefaults:
+def defaults_from_gguf(metadata: Mapping[str, Any]) -> SamplingDefaults:
     """The defaults in GGUF metadata, or those of the model's page. Raises ModelUnsupported as above."""
     given = {name: metadata[key] for key, name in _GGUF_KEYS.items() if key in metadata}
     if given:
         return _checked(given)
     title = str(metadata.get("general.basename", metadata.get("general.name", ""))).lower()
-    return next((known for name, known in _OF_MODELS.items() if title.startswith(name)), GenerationDefaults())
+    return next((known for name, known in _OF_MODELS.items() if title.startswith(name)), SamplingDefaults())
 
 
-def _checked(given: Mapping[str, Any]) -> GenerationDefaults:
+def _checked(given: Mapping[str, Any]) -> SamplingDefaults:
     try:
         numbers = {name: float(value) for name, value in given.items() if name != "top_k"}
-        defaults = GenerationDefaults(**numbers, top_k=max(int(given.get("top_k", 0)), 0))  # -1 is off as well
+        defaults = SamplingDefaults(**numbers, top_k=max(int(given.get("top_k", 0)), 0))  # -1 is off as well
     except (TypeError, ValueError, OverflowError) as error:
         raise ModelUnsupported(f"the model's sampling defaults {dict(given)} are no numbers: {error}") from error
     if not (

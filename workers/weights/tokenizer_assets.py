@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tanghulu.errors import ModelUnsupported
+from tanghulu.session.sampling import SamplingDefaults
 from tanghulu.workers.weights.fields import Fields, read_json
-from tanghulu.workers.weights.generation_defaults import GenerationDefaults, defaults_from_gguf, defaults_from_hf
+from tanghulu.workers.weights.generation_defaults import defaults_from_gguf, defaults_from_hf
 from tanghulu.workers.weights.gguf_file import GgufFile
 from tanghulu.workers.weights.gguf_tokenizer import build_gguf_tokenizer
 from tanghulu.workers.weights.hf_tokenizer import SpecialTokens, read_tokenizer
@@ -36,7 +37,7 @@ class TokenizerAssets:
     add_bos: bool
     bos_id: int | None
     eos_ids: tuple[int, ...]
-    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
 
 def load_tokenizer_assets(source: ModelSource) -> TokenizerAssets:
@@ -96,7 +97,7 @@ def assets_of_folder(
         add_bos=fields.flag("add_bos_token"),
         bos_id=bos_id,
         eos_ids=tuple(sorted(ends)),
-        defaults=defaults_from_hf(read_json(generation)) if generation.exists() else GenerationDefaults(),
+        defaults=defaults_from_hf(read_json(generation)) if generation.exists() else SamplingDefaults(),
     )
 
 

@@ -12,9 +12,9 @@ from tanghulu.conductor.http.responses.bodies import InputItem, ResponsesBody, m
 from tanghulu.conductor.http.responses.output import OutputItems, Told
 from tanghulu.conductor.inference.generation import GenerationCall, TextDelta
 from tanghulu.conductor.inference.preprocess import ParsedRequest
-from tanghulu.conductor.routing.requests import FinishReason
 from tanghulu.conductor.tools.events import AnswerEvent, ContentText, ReasoningText
 from tanghulu.errors import TanghuluError
+from tanghulu.session.outputs import FinishReason
 from tanghulu.web.errors import body_of
 
 

@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from tanghulu.conductor.inference.schema import (
     MAX_LABELS,
-    MAX_LOGPROBS,
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
@@ -23,6 +22,7 @@ from tanghulu.conductor.inference.schema import (
     RoutedBody,
     at_most,
 )
+from tanghulu.session.sampling import MAX_LOGPROBS
 from tanghulu.web.errors import BadField
 
 LOGPROBS = "message.output_text.logprobs"

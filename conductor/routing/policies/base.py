@@ -18,8 +18,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile
 from tanghulu.conductor.routing.links import LinkSpeeds
+from tanghulu.session.load import DecodeProfile, PrefillProfile
 from tanghulu.types import InstanceId, Place
 
 #: Speed of a worker that has not measured its own yet.

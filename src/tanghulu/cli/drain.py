@@ -14,8 +14,7 @@ from tanghulu.discovery.base import Instance
 from tanghulu.discovery.open import HELP, instances_now
 from tanghulu.errors import InvalidRequest
 from tanghulu.masters import Masters
-from tanghulu.protos import common_pb2, session_pb2_grpc
-from tanghulu.rpc import greeting, grpc_edge
+from tanghulu.rpc import greeting
 from tanghulu.rpc.methods import END, EndReply, EndRequest
 from tanghulu.store.admin import orders
 from tanghulu.store.admin.steps import perform
@@ -66,24 +65,11 @@ async def _find(wanted: str, discovery: str, namespace: str, master: Masters) ->
 
 async def _end(instance: Instance, master: Masters) -> EndReply:
     """Have the process end in order. Raises NodeUnavailable, DeadlineExceeded, Unauthorized."""
-    if instance.role is not Role.CONDUCTOR:
-        return await _end_worker(instance, master)
-    address = Address.parse(instance.attributes[PEERS])
-    connection = await greeting.connect(address, master.credentials.to(address), CONDUCTOR, _DEADLINE_S)
+    address, role = instance.address, WORKER
+    if instance.role is Role.CONDUCTOR:
+        address, role = Address.parse(instance.attributes[PEERS]), CONDUCTOR
+    connection = await greeting.connect(address, master.credentials.to(address), role, _DEADLINE_S)
     try:
         return (await connection.call(END.number, EndRequest(), END.reply, deadline_s=_DEADLINE_S)).message
     finally:
         await connection.close()
-
-
-async def _end_worker(instance: Instance, master: Masters) -> EndReply:
-    credentials, address = master.credentials, instance.address
-    channel = grpc_edge.channel(address, tls=credentials.tls.to(WORKER))
-    try:
-        stub: Any = session_pb2_grpc.WorkerStub(channel)
-        async with grpc_edge.typed_errors(instance.id):
-            shown = credentials.to(address).metadata
-            reply = await stub.Drain(common_pb2.EndRequest(), timeout=_DEADLINE_S, metadata=shown)
-            return EndReply(reply.num_requests, reply.grace_s)
-    finally:
-        await channel.close()

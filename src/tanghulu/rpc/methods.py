@@ -13,7 +13,6 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from tanghulu.auth.tenants import Identity, Right, is_kv
-from tanghulu.protos import session_pb2
 from tanghulu.rpc.fast_client import Call
 from tanghulu.rpc.versions import require_version
 from tanghulu.rpc.wire import U32, Body, FastMessage
@@ -112,9 +111,6 @@ class EndReply(FastMessage, frozen=True):
 #: Of conductors and workers. The answer comes at once.
 END = Method(55, "end", EndRequest, EndReply, Rule("drain", Right.ADMIN))
 
-#: A conductor's session with a worker: it begins with a hello, and both sides send on under its call id.
-SESSION = Method(54, "session", session_pb2.ToWorker, session_pb2.FromWorker, Rule("session", Right.JOIN))
-
 
 def writing(name: str, *fields: str) -> Rule:
     """The rule of a method that stores or removes the keys in these fields of its request."""
@@ -164,4 +160,4 @@ def _changed(value: Any, path: Sequence[str], change: Callable[[str], str]) -> A
     return msgspec.structs.replace(value, **{name: _changed(getattr(value, name), rest, change)})
 
 
-__all__ = ["END", "HELLO", "SESSION", "EndReply", "EndRequest", "Method", "Rule", "Scoping", "scope_keys", "writing"]
+__all__ = ["END", "HELLO", "EndReply", "EndRequest", "Method", "Rule", "Scoping", "scope_keys", "writing"]

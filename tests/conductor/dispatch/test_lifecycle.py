@@ -22,17 +22,12 @@ from tanghulu.conductor.dispatch.lifecycle import (
     SubmitTo,
     next_state,
 )
-from tanghulu.conductor.routing.requests import (
-    FinishReason,
-    GenerationRequest,
-    KvSource,
-    Output,
-    OutputKind,
-    Sampling,
-    StopRule,
-)
+from tanghulu.conductor.routing.requests import GenerationRequest
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, RequestKillsWorkers, TransferFailed
 from tanghulu.hashing import TokenSequence, as_tokens, root_hash
+from tanghulu.rpc.wire import Failure
+from tanghulu.session.outputs import FinishReason, KvSource, Output
+from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import Fingerprint, InstanceId, RequestId
 
 P, D = InstanceId("p"), InstanceId("d")
@@ -48,8 +43,8 @@ def make(max_new_tokens: int = 10, max_moves: int = 2, max_tokens: int = 0) -> F
     return flight
 
 
-def say(flight: Flight, *tokens: int, kind: OutputKind = OutputKind.TOKENS, **more: object) -> list:
-    out = flight.on_output(Output(flight.wire_id, tokens, kind, **more))
+def say(flight: Flight, *tokens: int, finish: FinishReason | None = None, **more: object) -> list:
+    out = flight.on_output(Output(flight.wire_id, list(tokens), finish, **more))
     flight.check()
     return out
 
@@ -79,48 +74,48 @@ def test_the_table_is_sound():
 def test_one_worker_does_the_whole():
     flight = make()
     assert flight.submit(P, P) == [SubmitTo(P, "r.1", False)]
-    assert say(flight, 11, cached_tokens=4) == [DeliverTokens((11,))]
+    assert say(flight, 11, cached_tokens=4) == [DeliverTokens([11])]
     assert flight.state is FlightState.DECODING
-    assert say(flight, 12) == [DeliverTokens((12,))]
-    done = say(flight, 13, kind=OutputKind.STOP, stop_token=13)
-    assert done == [DeliverTokens((13,), (), True), End(FinishReason.STOP, None, 13)]
+    assert say(flight, 12) == [DeliverTokens([12])]
+    done = say(flight, 13, finish=FinishReason.STOP, stop_token=13)
+    assert done == [DeliverTokens([13], [], True), End(FinishReason.STOP, None, 13)]
     assert (flight.state, flight.cached_tokens, flight.generated) == (FlightState.FINISHED, 4, [11, 12, 13])
 
 
 def test_kv_is_handed_over():
     flight = make()
     assert flight.submit(P, D) == [SubmitTo(P, "r.1", True)]
-    assert say(flight, 11, kind=OutputKind.HANDED_OVER, source=SOURCE) == [DeliverTokens((11,)), PickDecode()]
+    assert say(flight, 11, finish=FinishReason.HANDED_OVER, source=SOURCE) == [DeliverTokens([11]), PickDecode()]
     assert flight.state is FlightState.HANDING_OVER
     assert flight.decode_at(D) == [SubmitTo(D, "r.2", False, SOURCE)]
     assert flight.all_tokens().tolist() == [1, 2, 3, 4, 5, 11]
-    assert say(flight, 12) == [DeliverTokens((12,))]
+    assert say(flight, 12) == [DeliverTokens([12])]
     assert flight.state is FlightState.DECODING
-    assert say(flight, kind=OutputKind.LENGTH) == [End(FinishReason.LENGTH)]
+    assert say(flight, finish=FinishReason.LENGTH) == [End(FinishReason.LENGTH)]
 
 
 def test_the_token_of_a_hand_over_may_come_before_it():
     flight = make()
     flight.submit(P, D)
-    assert say(flight, 11) == [DeliverTokens((11,))]
+    assert say(flight, 11) == [DeliverTokens([11])]
     assert flight.state is FlightState.PREFILLING
-    assert say(flight, kind=OutputKind.HANDED_OVER, source=SOURCE) == [PickDecode()]
+    assert say(flight, finish=FinishReason.HANDED_OVER, source=SOURCE) == [PickDecode()]
 
 
 def test_a_hand_over_may_leave_all_tokens_to_who_decodes():
     flight = make()
     flight.submit(P, D)
-    assert say(flight, kind=OutputKind.HANDED_OVER, source=SOURCE, cached_tokens=4) == [PickDecode()]
+    assert say(flight, finish=FinishReason.HANDED_OVER, source=SOURCE, cached_tokens=4) == [PickDecode()]
     assert flight.decode_at(D) == [SubmitTo(D, "r.2", False, SOURCE)]
     assert flight.all_tokens().tolist() == [1, 2, 3, 4, 5]
-    assert say(flight, 11, cached_tokens=5) == [DeliverTokens((11,))]
+    assert say(flight, 11, cached_tokens=5) == [DeliverTokens([11])]
     assert (flight.state, flight.cached_tokens) == (FlightState.DECODING, 4)
 
 
 def test_the_prefill_worker_may_decode_from_its_own_cache():
     flight = make()
     flight.submit(P, D)
-    say(flight, 11, kind=OutputKind.HANDED_OVER, source=SOURCE)
+    say(flight, 11, finish=FinishReason.HANDED_OVER, source=SOURCE)
     assert flight.decode_at(P) == [SubmitTo(P, "r.2", False), Release(P, 7)]
 
 
@@ -132,10 +127,10 @@ def test_a_single_token_is_not_handed_over():
 def test_a_failed_decode_submission_releases_the_export_and_starts_again(error):
     flight = make()
     flight.submit(P, D)
-    say(flight, 11, kind=OutputKind.HANDED_OVER, source=SOURCE)
+    say(flight, 11, finish=FinishReason.HANDED_OVER, source=SOURCE)
     flight.decode_at(D)
-    kind = OutputKind.ERROR if error else OutputKind.ABORTED
-    release, requeue = say(flight, kind=kind, error=error)
+    finish = FinishReason.ERROR if error else FinishReason.ABORTED
+    release, requeue = say(flight, finish=finish, failure=Failure.of(error) if error else None)
     assert release == Release(P, 7)
     assert isinstance(requeue, Requeue)
     assert (flight.state, flight.avoid) == (FlightState.QUEUED, {D})
@@ -146,7 +141,14 @@ def test_a_failed_decode_submission_releases_the_export_and_starts_again(error):
 def test_a_hand_over_that_nobody_asked_for_is_trouble():
     flight = make()
     flight.submit(P, P)
-    (requeue,) = say(flight, 11, kind=OutputKind.HANDED_OVER, source=SOURCE)
+    (requeue,) = say(flight, 11, finish=FinishReason.HANDED_OVER, source=SOURCE)
+    assert isinstance(requeue, Requeue)
+
+
+def test_a_hand_over_of_nothing_is_trouble():
+    flight = make()
+    flight.submit(P, D)
+    (requeue,) = say(flight, 11, finish=FinishReason.HANDED_OVER)
     assert isinstance(requeue, Requeue)
 
 
@@ -182,7 +184,8 @@ def test_orderly_ends_and_refusals_do_not_count():
         flight.check()
     flight.submit(P, P)
     full = Overloaded("full")
-    assert say(flight, kind=OutputKind.ERROR, error=full) == [Requeue(full, Loss.REFUSED)]
+    (requeue,) = say(flight, finish=FinishReason.ERROR, failure=Failure.of(full))
+    assert (type(requeue.reason), requeue.loss) == (Overloaded, Loss.REFUSED)
     flight.submit(P, P)
     assert isinstance(flight.on_worker_lost(GONE, Loss.DEATH)[-1], End)
 
@@ -207,7 +210,7 @@ def test_the_one_token_of_a_prefill_forgives_nothing():
     flight = make(max_moves=100, max_new_tokens=50)
     for _ in range(MAX_KILLS):
         flight.submit(P, D)
-        say(flight, 11, kind=OutputKind.HANDED_OVER, source=SOURCE)
+        say(flight, 11, finish=FinishReason.HANDED_OVER, source=SOURCE)
         flight.decode_at(D)
         out = flight.on_worker_lost(GONE, Loss.DEATH)
     assert isinstance(out[-1].error, RequestKillsWorkers)
@@ -227,7 +230,8 @@ def test_an_error_that_another_worker_would_not_mend_ends_it():
     flight = make()
     flight.submit(P, P)
     error = InvalidRequest("bad")
-    assert say(flight, kind=OutputKind.ERROR, error=error) == [End(None, error)]
+    (end,) = say(flight, finish=FinishReason.ERROR, failure=Failure.of(error))
+    assert (end.reason, type(end.error), end.error.message) == (None, InvalidRequest, "bad")
 
 
 def test_all_tokens_came_but_not_the_word_of_the_end():
@@ -247,7 +251,7 @@ def test_abort_and_stop_string_tell_the_worker_once():
     assert queued.abort() == [End(ABORTED)]
     handing = make()
     handing.submit(P, D)
-    say(handing, 11, kind=OutputKind.HANDED_OVER, source=SOURCE)
+    say(handing, 11, finish=FinishReason.HANDED_OVER, source=SOURCE)
     handing.decode_at(D)
     assert handing.abort() == [AbortAt(D, "r.2"), Release(P, 7), End(ABORTED)]
 
@@ -283,7 +287,7 @@ def test_any_history_keeps_the_invariants_and_ends_once(history):
 def _happen(flight: Flight, what: str) -> list:
     match what:
         case "hand_over":
-            out = flight.on_output(Output(flight.wire_id, (9,), OutputKind.HANDED_OVER, source=SOURCE))
+            out = flight.on_output(Output(flight.wire_id, [9], FinishReason.HANDED_OVER, source=SOURCE))
             return out + (flight.decode_at(D) if PickDecode() in out else [])
         case "lost":
             return flight.on_worker_lost(GONE, Loss.DEATH)
@@ -292,8 +296,8 @@ def _happen(flight: Flight, what: str) -> list:
         case "fail":
             return flight.fail(GONE)
         case "error":
-            return flight.on_output(Output(flight.wire_id, (), OutputKind.ERROR, GONE))
+            return flight.on_output(Output(flight.wire_id, [], FinishReason.ERROR, Failure.of(GONE)))
         case "token":
-            return flight.on_output(Output(flight.wire_id, (5,)))
+            return flight.on_output(Output(flight.wire_id, [5]))
         case _:
-            return flight.on_output(Output(flight.wire_id, (5,), OutputKind(OutputKind[what.upper()])))
+            return flight.on_output(Output(flight.wire_id, [5], FinishReason[what.upper()]))

@@ -49,7 +49,7 @@ async def test_neither_a_begun_nor_a_waiting_request_goes_on_at_another_model_of
         await cluster.until(lambda: cluster.dispatcher.num_requests == 2)
         old.step(3)
         await old.until(lambda: old.num_emitted == 3)
-        new = await _worker(cluster, "new", fingerprint=b"x" * 16, dtype="int8")
+        new = await _worker(cluster, "new", fingerprint=b"x" * 16, kv_dtype="int8")
         await cluster.until(lambda: "fingerprint" in _refusal(cluster, new))
         assert "kv_dtype" in _refusal(cluster, new)
         await old.stop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tanghulu.protos import common_pb2
+from tanghulu.rpc.wire import Failure
 from tanghulu.types import Role
 from tests.conductor.cluster import running_cluster
 
@@ -15,7 +15,7 @@ async def test_a_request_that_all_refuse_waits_until_one_takes_it(tmp_path):
     async with running_cluster(tmp_path, max_redispatches=0) as cluster:
         workers = [await cluster.add() for _ in range(2)]
         for worker in workers:
-            worker.fail_with = common_pb2.Status(code="OVERLOADED", message="1024 requests wait already")
+            worker.fail_with = Failure("OVERLOADED", "1024 requests wait already")
         asked = asyncio.create_task(cluster.http.post("/v1/completions", json=ASK))
         await cluster.until(lambda: sum(len(w.submits) for w in workers) >= 4)
         assert all(worker.submits for worker in workers)
@@ -27,7 +27,7 @@ async def test_a_request_that_all_refuse_waits_until_one_takes_it(tmp_path):
 async def test_it_does_not_wait_for_longer_than_the_queue_allows(tmp_path):
     async with running_cluster(tmp_path, max_redispatches=0, queue_timeout_s=0.4) as cluster:
         worker = await cluster.add()
-        worker.fail_with = common_pb2.Status(code="OVERLOADED", message="1024 requests wait already")
+        worker.fail_with = Failure("OVERLOADED", "1024 requests wait already")
         assert (await cluster.http.post("/v1/completions", json=ASK)).status_code == 429
         assert len(worker.submits) > 1
 
@@ -51,7 +51,7 @@ async def test_a_long_stream_outlives_more_workers_than_the_limit(tmp_path):
             worker = await cluster.add()
             worker.die_after_tokens = 5 + number
         last = await cluster.add(Role.BOTH)
-        last.load.prefill_tokens_waiting = 10_000  # asked last
+        last.reports(prefill_tokens_waiting=10_000)  # asked last
         last.report()
         answer = await cluster.http.post("/v1/completions", json={**ASK, "max_tokens": 60})
         assert answer.status_code == 200, answer.text

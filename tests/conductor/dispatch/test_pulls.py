@@ -17,7 +17,7 @@ from tanghulu.conductor.dispatch.lifecycle import (
     Requeue,
     SubmitTo,
 )
-from tanghulu.conductor.routing.requests import FinishReason, KvSource, OutputKind
+from tanghulu.session.outputs import FinishReason, KvSource
 from tanghulu.types import InstanceId
 from tests.conductor.dispatch.test_lifecycle import GONE, SOURCE, D, P, make, say
 
@@ -37,7 +37,7 @@ def pulled(**more: int):
 
 def test_who_pulled_decodes_and_goes_on_from_that():
     flight = pulled()
-    assert say(flight, 11, kind=OutputKind.HANDED_OVER, source=SOURCE) == [DeliverTokens((11,)), PickDecode()]
+    assert say(flight, 11, finish=FinishReason.HANDED_OVER, source=SOURCE) == [DeliverTokens([11]), PickDecode()]
     assert flight.decode_at(D) == [SubmitTo(D, "r.2", False, SOURCE, "r.1.pull")]
     flight.check()
     assert flight.abort() == [AbortAt(D, "r.2"), Release(P, 7), End(FinishReason.ABORTED)]
@@ -51,7 +51,7 @@ def test_a_request_that_is_not_handed_over_is_not_pulled():
 
 def test_another_decode_worker_may_be_chosen():
     flight = pulled()
-    say(flight, 11, kind=OutputKind.HANDED_OVER, source=SOURCE)
+    say(flight, 11, finish=FinishReason.HANDED_OVER, source=SOURCE)
     assert flight.decode_at(Q) == [SubmitTo(Q, "r.2", False, SOURCE), AbortAt(D, "r.1.pull")]
     flight.check()
 
@@ -60,8 +60,8 @@ def test_another_decode_worker_may_be_chosen():
 def test_an_end_before_the_hand_over_ends_both(how):
     flight = pulled()
     if how == "stop":
-        out = say(flight, 11, kind=OutputKind.STOP, stop_token=11)
-        assert out == [DeliverTokens((11,), (), True), AbortAt(D, "r.1.pull"), End(FinishReason.STOP, None, 11)]
+        out = say(flight, 11, finish=FinishReason.STOP, stop_token=11)
+        assert out == [DeliverTokens([11], [], True), AbortAt(D, "r.1.pull"), End(FinishReason.STOP, None, 11)]
         return
     out = flight.abort() if how == "abort" else flight.fail(GONE)
     assert out[:-1] == [AbortAt(P, "r.1"), AbortAt(D, "r.1.pull")]

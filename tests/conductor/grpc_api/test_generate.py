@@ -106,7 +106,7 @@ async def test_a_prompt_is_told_before_its_answer(served):
     answers = await whole(stub.Generate(request))
     assert [(each.prompt.text, each.tokens) for each in answers] == [("the", IDS[:4])] * 2
     assert not any(each.prompt.logprobs for each in answers)
-    assert not cluster.workers[0].submits[0].HasField("scoring")
+    assert cluster.workers[0].submits[0].scoring is None
 
 
 async def test_a_long_prompt_comes_in_pieces(served):

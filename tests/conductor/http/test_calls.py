@@ -13,10 +13,11 @@ from tanghulu.conductor.dispatch.token_stream import Arrivals, TokenStream
 from tanghulu.conductor.http.openai_api import _TextStream
 from tanghulu.conductor.http.openai_format import ChunkWriter
 from tanghulu.conductor.inference.generation import GenerationCall, TextRules
-from tanghulu.conductor.routing.requests import FinishReason, StopRule
 from tanghulu.conductor.stories.story import Story
 from tanghulu.conductor.text.detokenizer import DetokenizerFactory
 from tanghulu.errors import NodeUnavailable
+from tanghulu.session.outputs import FinishReason
+from tanghulu.session.sampling import StopRule
 from tests.conductor.fake_worker import TOKENIZER
 
 IDS = TOKENIZER.encode("abcdef").ids

@@ -20,6 +20,7 @@ from tanghulu.conductor.http.reply import parse_fields
 from tanghulu.conductor.http.responses.bodies import FormatOfText, ReasoningOptions, ResponsesBody, TextOptions
 from tanghulu.conductor.inference import schema
 from tanghulu.conductor.inference.schema import Api
+from tanghulu.session.sampling import SamplingDefaults
 from tanghulu.types import Role
 from tanghulu.web.errors import BadField
 from tests.conductor.cluster import running_cluster
@@ -328,7 +329,7 @@ class TestWhatWorks:
                 assert schema.pop("x-guidance")["lenient"]
                 assert schema == json.loads(text)
             else:
-                assert (sampling.WhichOneof("grammar"), shown) == (kind, text)
+                assert (sampling.grammar, shown) == ((kind, text), text)
         two = COMPLETION | {"guided_json": {}, "structured_outputs": {"regex": "a"}}
         response = await cluster.http.post("/v1/completions", json=two)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "structured_outputs")
@@ -345,7 +346,7 @@ class TestWhatWorks:
     async def test_the_model_s_own_defaults(self, cluster):
         defaults = {"temperature": 0.25, "top_p": 0.5, "top_k": 7, "min_p": 0.125, "repetition_penalty": 1.5}
         worker = FakeWorker("worker-9", Role.BOTH, cluster.run_dir)
-        worker.card = {"sampling_defaults": defaults}
+        worker.card = {"sampling_defaults": SamplingDefaults(**defaults)}
         cluster.workers.append(worker)
         await worker.start(cluster.discovery)
         assert (await cluster.http.post("/v1/completions", json=COMPLETION)).status_code == 200

@@ -10,7 +10,7 @@ import pytest
 
 from tanghulu.conductor.http.sglang_api import GROWTH_SHARE, _Answer
 from tanghulu.conductor.inference.generation import TextDelta
-from tanghulu.conductor.routing.requests import FinishReason
+from tanghulu.session.outputs import FinishReason
 from tests.conductor.fake_worker import CONTEXT, EOS, MODEL, TOKENIZER
 
 TEXT = "Hello, wörld! "

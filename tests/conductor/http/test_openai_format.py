@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from tanghulu.conductor.http.openai_format import CompletionLogprobs
-from tanghulu.conductor.routing.requests import TokenLogprobs
 from tanghulu.conductor.text.detokenizer import DetokenizerFactory
+from tanghulu.session.outputs import TokenLogprobs
 from tests.conductor.fake_worker import TOKENIZER
 
 EMOJI = TOKENIZER.encode("\U0001f600", add_special_tokens=False).ids

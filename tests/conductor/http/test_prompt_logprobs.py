@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import pytest
+from msgspec import structs
 
 from tanghulu.types import Role
 from tests.conductor.fake_worker import CONTEXT, TOKENIZER
@@ -88,7 +89,7 @@ class TestCompletions:
     async def test_without_echo_nothing_of_the_prompt_is_computed(self, cluster):
         worker = await cluster.add()
         await _completion(cluster, logprobs=1, max_tokens=0)
-        assert not worker.submits[0].HasField("scoring")
+        assert worker.submits[0].scoring is None
 
 
 class TestGenerate:
@@ -145,7 +146,7 @@ class TestWorkers:
         answer = await _completion(cluster, echo=True, logprobs=1, max_tokens=4)
         assert answer["choices"][0]["logprobs"]["token_logprobs"] == [*EXPECTED, *([-0.5] * 4)]
         assert prefill.submits[0].scoring.start == 1
-        assert not decode.submits[0].HasField("scoring")
+        assert decode.submits[0].scoring is None
 
     async def test_the_rest_is_asked_of_another_worker(self, cluster):
         """The first worker dies with the log probabilities of two tokens told."""
@@ -154,8 +155,7 @@ class TestWorkers:
         asked = asyncio.create_task(_completion(cluster, echo=True, logprobs=1, max_tokens=2))
         await first.until(lambda: first.num_running == 1)
         running = next(iter(first._running.values()))
-        submit = running.submit
-        submit.num_prompt_tokens = 3  # it comes as far as position 3
+        running.submit = structs.replace(running.submit, num_prompt_tokens=3)  # it comes as far as position 3
         first._score(running)
         flights = [entry.flight for entry in cluster.dispatcher._entries.values()]
         await cluster.until(lambda: flights[0].num_scored == 3)

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from tanghulu.conductor.http.responses.kept import KeptResponse, KeptResponses
-from tanghulu.protos import common_pb2
+from tanghulu.rpc.wire import Failure
 from tests.conductor.fake_worker import TOKENIZER
 from tests.conductor.http.test_tools import CALL, PARAMETERS, _add, _prompt, _served
 
@@ -218,7 +218,7 @@ async def test_an_error_in_a_stream_is_told(tmp_path):
         await worker.until(lambda: worker.num_running == 1)
         worker.step()
         stream = await asked
-        worker.fail_with = common_pb2.Status(code="INVALID_REQUEST", message="it cannot go on")
+        worker.fail_with = Failure("INVALID_REQUEST", "it cannot go on")
         worker.release()
         events = []
 

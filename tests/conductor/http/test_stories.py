@@ -10,8 +10,8 @@ import pytest
 import structlog
 
 from tanghulu.conductor.stories import book
-from tanghulu.protos import common_pb2
-from tanghulu.protos import session_pb2 as pb
+from tanghulu.rpc.wire import Failure
+from tanghulu.session.outputs import PhaseTimes
 from tanghulu.types import Role
 from tests.conductor.cluster import Cluster, running_cluster
 from tests.conductor.http.test_keys import keyed_cluster
@@ -21,7 +21,7 @@ ASK = {"model": "tiny", "prompt": "a secret prompt", "max_tokens": 6, "ignore_eo
 PATH = "/v1/completions"
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 TRACEPARENT = f"00-{TRACE}-b7ad6b7169203331-01"
-TOLD = pb.PhaseTimes(queue_s=1e-6, kv_load_s=1e-6, prefill_s=1e-6, kv_store_s=1e-6, decode_s=1e-6)
+TOLD = PhaseTimes(queue_s=1e-6, kv_load_s=1e-6, prefill_s=1e-6, kv_store_s=1e-6, decode_s=1e-6)
 
 
 async def the_story(cluster: Cluster, name: str) -> dict[str, Any]:
@@ -117,7 +117,7 @@ async def test_aborted_refused_and_failed_ones_are_not_served(tmp_path):
         asked[0].cancel()
         await asyncio.gather(asked[0], return_exceptions=True)
         await the_story(cluster, "aborted")
-        worker.fail_with = common_pb2.Status(code="INTERNAL", message="a bug")
+        worker.fail_with = Failure("INTERNAL", "a bug")
         worker.release()
         assert (await asked[1]).status_code == 500
         told = {name: await the_story(cluster, name) for name in ("aborted", "refused", "waiting")}

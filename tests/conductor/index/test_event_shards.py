@@ -13,7 +13,9 @@ from tanghulu.conductor.index import shards as event_shards
 from tanghulu.conductor.index.events import CacheMirror
 from tanghulu.conductor.index.prefix_index import Cleared, PrefixIndex, Removed, Stored
 from tanghulu.conductor.index.shards import SLICE_BLOCKS, EventShards
-from tanghulu.conductor.routing.requests import KvChange, SessionWelcome, WorkerLoad
+from tanghulu.session.load import WorkerLoad
+from tanghulu.session.messages import SessionWelcome
+from tanghulu.session.outputs import KvChange
 from tanghulu.types import BlockHash, InstanceId
 from tests.conductor.cluster import running_cluster
 

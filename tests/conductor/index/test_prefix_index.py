@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from tanghulu.conductor.index.events import CacheMirror
 from tanghulu.conductor.index.prefix_index import Cleared, PrefixIndex, Removed, Stored
-from tanghulu.conductor.routing.requests import KvChange, SessionWelcome, WorkerLoad
+from tanghulu.session.load import WorkerLoad
+from tanghulu.session.messages import SessionWelcome
+from tanghulu.session.outputs import KvChange
 from tanghulu.store.directory_feed import DirectoryEvent, DirectoryEventKind
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, kv_chunk_key
 

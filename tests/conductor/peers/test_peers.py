@@ -21,12 +21,12 @@ from tanghulu.conductor.peers import group, wire
 from tanghulu.conductor.peers.inbox import PeerRequests
 from tanghulu.conductor.peers.outbox import MAX_BEGUN, MAX_PEERS, Begun, News, OwnRequests
 from tanghulu.conductor.routing.in_flight import InFlightBlocks
-from tanghulu.conductor.routing.requests import WorkerLoad
 from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.memory import MemoryDiscovery, MemoryRegistry
 from tanghulu.errors import Forbidden, NodeUnavailable, PeerSilent, Unauthorized
 from tanghulu.rpc import streams
+from tanghulu.session.load import WorkerLoad
 from tanghulu.types import BlockHash, InstanceId, Role
 from tests.conductor.fake_worker import FakeWorker
 from tests.tls_files import Authority

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from tanghulu.conductor.replay.model import LatencyModel
-from tanghulu.conductor.routing.cost import PrefillProfile, hand_over_s, hidden_s
+from tanghulu.conductor.routing.cost import hand_over_s, hidden_s
 from tanghulu.conductor.routing.policies.base import Candidate, PeerFetch, RequestView, WorkerView
 from tanghulu.conductor.routing.policies.decode import moving
 from tanghulu.conductor.routing.policies.ttft_min import TtftMin
+from tanghulu.session.load import PrefillProfile
 from tanghulu.types import InstanceId
 
 PREFILL = WorkerView(InstanceId("p"), True, False, blocks_free=1000, blocks_total=1000, prefill_tokens_per_s=10_000)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tanghulu.conductor.routing.cost import PrefillProfile
 from tanghulu.conductor.routing.kind import TOLERANCE, KindOfWorkers
 from tanghulu.conductor.routing.policies.base import RequestView
 from tanghulu.conductor.routing.policies.registry import make_policy
-from tanghulu.conductor.routing.requests import WorkerLoad
 from tanghulu.conductor.routing.worker_views import WorkerViews
+from tanghulu.session.load import PrefillProfile, WorkerLoad
 from tanghulu.types import InstanceId, Role
 from tests.conductor.routing.test_worker_views import Member
 

@@ -13,7 +13,7 @@ from tanghulu.conductor.routing.links import LinkSpeeds
 from tanghulu.conductor.routing.policies.base import RequestView, WorkerView
 from tanghulu.conductor.routing.policies.fetching import best_source, nearest_source, peer_fetch_s
 from tanghulu.conductor.routing.policies.registry import make_policy
-from tanghulu.protos import session_pb2 as pb
+from tanghulu.session.load import PeerRead, WorkerLoad
 from tanghulu.types import InstanceId, Place
 from tests.conductor.cluster import running_cluster
 
@@ -119,8 +119,8 @@ async def test_what_workers_say_of_their_reads_is_taken_for_their_places(tmp_pat
     async with running_cluster(tmp_path) as cluster:
         one, other = await cluster.add(), await cluster.add()
         address = str(cluster.registry.workers[other.id].instance.address)
-        reads = [pb.PeerRead(address=address, num_bytes=3000, seconds=1.5), pb.PeerRead(address="?:1", seconds=1)]
-        one.load = pb.Load(blocks_total=1000, blocks_free=1000, reads=reads)
+        reads = (PeerRead(address, 3000, 1.5), PeerRead("?:1", 0, 1))
+        one.load = WorkerLoad(blocks_total=1000, blocks_free=1000, reads=reads)
         body = {"model": "tiny", "prompt": "read from each other", "max_tokens": 2}
         links = cluster.dispatcher.router.links
         for _ in range(2):  # whoever is asked first, the other one is next

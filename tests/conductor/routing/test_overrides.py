@@ -20,9 +20,9 @@ from tanghulu.conductor.routing.overrides import (
 )
 from tanghulu.conductor.routing.policies.base import Decision, RequestView, WorkerView
 from tanghulu.conductor.routing.policies.registry import PolicyOptions
-from tanghulu.conductor.routing.requests import WorkerLoad
 from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.errors import ConfigError
+from tanghulu.session.load import WorkerLoad
 from tanghulu.types import InstanceId, Role
 
 BODY = {"model": "tiny", "prompt": "a prompt of some blocks of four tokens", "max_tokens": 2}

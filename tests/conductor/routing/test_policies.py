@@ -17,8 +17,8 @@ from tanghulu.conductor.routing.policies.mooncake import Mooncake
 from tanghulu.conductor.routing.policies.registry import PolicyOptions, make_policy
 from tanghulu.conductor.routing.policies.simple import LeastLoaded, Random, RoundRobin
 from tanghulu.conductor.routing.policies.ttft_min import TtftMin
-from tanghulu.conductor.routing.requests import WorkerLoad
 from tanghulu.conductor.routing.worker_state import LoadTracker
+from tanghulu.session.load import WorkerLoad
 from tanghulu.types import InstanceId, Place, Role
 from tests.contracts.routing_policy import (
     REQUEST,

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from tanghulu.conductor.dispatch.admission import Admission, forecast
-from tanghulu.conductor.routing.cost import DecodeProfile
 from tanghulu.conductor.routing.in_flight import InFlightBlocks
 from tanghulu.conductor.routing.policies.base import Decision, RequestView, WorkerView
 from tanghulu.conductor.routing.policies.decode import decode_costs
 from tanghulu.conductor.routing.worker_views import shortlist
+from tanghulu.session.load import DecodeProfile
 from tanghulu.types import InstanceId, Role
 from tests.conductor.cluster import running_cluster
 

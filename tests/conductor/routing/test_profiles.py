@@ -5,20 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from msgspec import structs
 
-from tanghulu.conductor.dispatch.worker_session import _load
-from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile
 from tanghulu.conductor.routing.policies.base import RequestView
 from tanghulu.conductor.routing.policies.ttft_min import TtftMin
 from tanghulu.conductor.routing.profiles import NOTHING_KNOWN, Profiles, read_profiles
-from tanghulu.conductor.routing.requests import WorkerLoad
 from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.errors import ConfigError
-from tanghulu.protos import session_pb2 as pb
+from tanghulu.session.load import DecodeProfile, PrefillProfile, WorkerLoad
 from tanghulu.types import InstanceId, Role
-from tanghulu.workers.engine.thread import EngineLoad
-from tanghulu.workers.sessions.wire import load_message
 
 JSON = """{"tiny": {"prefill": {"fixed_s": 0.5, "token_s": 1e-3}, "decode": {"fixed_s": 0.02, "sequence_s": 1e-4}},
  "*": {"prefill": {"token_s": 2e-3}}}"""
@@ -60,13 +54,10 @@ def test_what_a_worker_reports_takes_the_files_place():
     view = tracker.view(InstanceId("w"), Role.BOTH, 0)
     assert (view.cost, view.decode_profile) == (PrefillProfile(token_s=1e-3), DecodeProfile(0.5))
     assert view.wait_s == pytest.approx(0.1)
-    costs = pb.StepCosts(prefill_fixed_s=0.01, prefill_token_s=2e-3, prefill_pair_s=1e-9, decode_fixed_s=0.03)
-    tracker.report(_load(pb.Load(prefill_tokens_waiting=100, costs=costs)))
+    prefill, decode = PrefillProfile(0.01, 2e-3, 1e-9), DecodeProfile(0.03)
+    tracker.report(WorkerLoad(prefill_tokens_waiting=100, prefill=prefill, decode=decode))
     view = tracker.view(InstanceId("w"), Role.BOTH, 0)
-    assert (view.cost, view.decode_profile) == (PrefillProfile(0.01, 2e-3, 1e-9), DecodeProfile(0.03))
-    without_decode = pb.StepCosts(prefill_token_s=2e-3)
-    assert _load(pb.Load(costs=without_decode)).decode is None
-    assert _load(pb.Load()).prefill is None
+    assert (view.cost, view.decode_profile) == (prefill, decode)
 
 
 def test_prompts_that_wait_are_priced_by_their_own_lengths():
@@ -77,8 +68,8 @@ def test_prompts_that_wait_are_priced_by_their_own_lengths():
     for num, length in ((1, long), (64, short)):
         tracker = LoadTracker()
         tracker.block_tokens = 64
-        queue = EngineLoad(num_waiting=num, pending_tokens=num * length, pending_pairs=num * length**2)
-        told = structs.replace(_load(load_message(queue)), prefill=profile, prefill_tokens_per_s=9200.0)
+        queue = {"prefill_tokens_waiting": num * length, "prefill_pairs_waiting": num * length**2}
+        told = WorkerLoad(num_waiting=num, **queue, prefill=profile, prefill_tokens_per_s=9200.0)
         tracker.report(told)
         waits[num] = tracker.view(InstanceId("w"), Role.BOTH, 0).wait_s
         assert waits[num] == pytest.approx(num * profile.seconds(length, 0))

@@ -8,8 +8,8 @@ from tanghulu.conductor.dispatch.router import with_both_phases
 from tanghulu.conductor.routing.expected_output import ExpectedBlocks
 from tanghulu.conductor.routing.policies.base import RequestView
 from tanghulu.conductor.routing.policies.registry import make_policy
-from tanghulu.conductor.routing.requests import WorkerLoad
 from tanghulu.conductor.routing.worker_state import LoadTracker
+from tanghulu.session.load import WorkerLoad
 from tanghulu.types import InstanceId, Role
 
 WORKER = InstanceId("w")

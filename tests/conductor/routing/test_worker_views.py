@@ -14,9 +14,9 @@ from tanghulu.conductor.routing.policies.decode import Ties, decode_costs, movin
 from tanghulu.conductor.routing.policies.fetching import best_source
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES, make_policy
 from tanghulu.conductor.routing.policies.ttft_min import TtftMin
-from tanghulu.conductor.routing.requests import WorkerLoad
 from tanghulu.conductor.routing.worker_state import LoadTracker, views
 from tanghulu.conductor.routing.worker_views import WorkerViews
+from tanghulu.session.load import WorkerLoad
 from tanghulu.types import InstanceId, Place, Role
 
 

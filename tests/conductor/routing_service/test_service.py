@@ -18,7 +18,6 @@ from prometheus_client import CollectorRegistry
 from tanghulu.conductor.index.prefix_index import PrefixIndex
 from tanghulu.conductor.routing.overrides import NO_OVERRIDES, RoutingOverrides, RoutingPolicies
 from tanghulu.conductor.routing.policies.registry import PolicyOptions
-from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
 from tanghulu.conductor.routing_service.assumed import AssumedBlocks
 from tanghulu.conductor.routing_service.main import RouterConfig, RouterServer
 from tanghulu.conductor.routing_service.service import RoutingQuery, RoutingService
@@ -26,6 +25,8 @@ from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable
 from tanghulu.hashing import chain_hashes
 from tanghulu.protos import router_pb2 as pb
 from tanghulu.protos import router_pb2_grpc
+from tanghulu.session.load import WorkerLoad
+from tanghulu.session.outputs import KvChange
 from tanghulu.types import BlockHash, InstanceId, Place, Role
 
 A, B, P, D = (InstanceId(name) for name in "abpd")

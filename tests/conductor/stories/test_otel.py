@@ -14,8 +14,8 @@ import pytest
 from tanghulu.conductor.main import ConductorConfig
 from tanghulu.conductor.stories.otel import SpanExport
 from tanghulu.errors import ConfigError
-from tanghulu.protos import session_pb2 as pb
 from tanghulu.runtime import extras
+from tanghulu.session.outputs import PhaseTimes
 from tanghulu.types import Role
 from tests.conductor.cluster import running_cluster
 
@@ -61,7 +61,7 @@ async def test_a_handed_over_request_becomes_spans(tmp_path: Path) -> None:
     with collector() as (endpoint, bodies):
         async with running_cluster(tmp_path, otlp_endpoint=endpoint) as cluster:
             prefill, decode = await cluster.add(Role.PREFILL), await cluster.add(Role.DECODE)
-            prefill.phases = decode.phases = pb.PhaseTimes(queue_s=1e-6, prefill_s=1e-6, decode_s=1e-6)
+            prefill.phases = decode.phases = PhaseTimes(queue_s=1e-6, prefill_s=1e-6, decode_s=1e-6)
             for flags, name in (("01", "mine"), ("00", "not sampled")):
                 headers = {"traceparent": f"00-{TRACE}-{CALLER}-{flags}", "x-request-id": name.replace(" ", "-")}
                 assert (await cluster.http.post("/v1/completions", json=ASK, headers=headers)).status_code == 200

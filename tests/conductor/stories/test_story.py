@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tanghulu.conductor.stories.origin import Origin, Trace
-from tanghulu.conductor.stories.story import Phase, RequestStatus, Story, VisitEnd, WorkerPhases
+from tanghulu.conductor.stories.story import Phase, RequestStatus, Story, VisitEnd
+from tanghulu.session.outputs import PhaseTimes
 from tanghulu.types import InstanceId
 
 A, B = InstanceId("a"), InstanceId("b")
@@ -29,9 +30,9 @@ def test_a_request_that_one_worker_serves():
     story = begun()
     story.routed(3.0)
     story.sent(A, 3.5)
-    story.heard(5.5, WorkerPhases(queue_s=0.25, kv_load_s=0.5, prefill_s=0.75))
+    story.heard(5.5, PhaseTimes(queue_s=0.25, kv_load_s=0.5, prefill_s=0.75))
     story.heard(6.0)
-    story.heard(7.5, WorkerPhases(0.25, 0.5, 0.75, 0.125, 1.875))
+    story.heard(7.5, PhaseTimes(0.25, 0.5, 0.75, 0.125, 1.875))
     story.ended(RequestStatus.SERVED, 7.5)
     story.taken(7.75)
     story.over(8.0)
@@ -55,10 +56,10 @@ def test_a_request_that_one_worker_serves():
 def test_a_hand_over_holds_the_second_workers_waiting_and_loading():
     story = begun(None)
     story.sent(A, 2.0)
-    story.heard(4.0, WorkerPhases(queue_s=0.5, prefill_s=1.5))
+    story.heard(4.0, PhaseTimes(queue_s=0.5, prefill_s=1.5))
     story.handed_over(4.0)
     story.sent(B, 4.25)
-    story.heard(8.25, WorkerPhases(queue_s=0.5, kv_load_s=1.0, prefill_s=0.25, kv_store_s=0.25, decode_s=2.0))
+    story.heard(8.25, PhaseTimes(queue_s=0.5, kv_load_s=1.0, prefill_s=0.25, kv_store_s=0.25, decode_s=2.0))
     story.ended(RequestStatus.SERVED, 8.25)
     story.taken(8.25)
     story.over(8.25)
@@ -79,7 +80,7 @@ def test_a_hand_over_holds_the_second_workers_waiting_and_loading():
 def test_a_request_that_moves_shows_each_worker():
     story = begun(None)
     story.sent(A, 2.0)
-    story.heard(3.0, WorkerPhases(prefill_s=1.0))
+    story.heard(3.0, PhaseTimes(prefill_s=1.0))
     story.heard(4.0)
     story.lost(6.0)  # its last token had come at 4
     story.routed(6.5)
@@ -87,8 +88,8 @@ def test_a_request_that_moves_shows_each_worker():
     story.lost(7.5)  # refused
     story.routed(8.0)
     story.sent(A, 8.0)
-    story.heard(9.0, WorkerPhases(kv_load_s=0.5, prefill_s=0.5))
-    story.heard(10.0, WorkerPhases(kv_load_s=0.5, prefill_s=0.5, decode_s=1.0))
+    story.heard(9.0, PhaseTimes(kv_load_s=0.5, prefill_s=0.5))
+    story.heard(10.0, PhaseTimes(kv_load_s=0.5, prefill_s=0.5, decode_s=1.0))
     story.ended(RequestStatus.SERVED, 10.0)
     story.taken(10.0)
     story.over(10.0)
@@ -135,7 +136,7 @@ def test_what_a_client_did_not_wait_for_was_not_served():
 def test_a_worker_that_tells_more_than_has_passed_is_scaled_down():
     story = begun(None)
     story.sent(A, 2.0)
-    story.heard(3.0, WorkerPhases(queue_s=30.0, prefill_s=10.0))
+    story.heard(3.0, PhaseTimes(queue_s=30.0, prefill_s=10.0))
     story.ended(RequestStatus.SERVED, 3.0)
     assert adds_up(story) == {Phase.WORKER_QUEUE: 0.75, Phase.PREFILL: 0.25}
 
@@ -151,7 +152,7 @@ def test_one_under_way_says_where_it_is():
 
 
 SECONDS = st.floats(0, 10)
-TOLD = st.none() | st.builds(WorkerPhases, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS)
+TOLD = st.none() | st.builds(PhaseTimes, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS)
 
 
 @given(st.data())

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from tanghulu.conductor.routing.requests import ModelCard
 from tanghulu.conductor.text.chat_template import ChatTemplate
 from tanghulu.conductor.text.detokenizer import DetokenizerFactory, WindowDetokenizer, is_byte_level
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.conductor.text.stop_strings import StopMatcher
 from tanghulu.errors import InvalidRequest, ModelUnsupported
+from tanghulu.session.model_card import ModelCard
 from tanghulu.types import Fingerprint
 from tests.conductor.fake_worker import TEMPLATE, TOKENIZER
 

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from tanghulu.conductor.routing.requests import KvChange
 from tanghulu.engines.vllm_worker import engine as module
 from tanghulu.engines.vllm_worker.engine import VllmEngine, VllmSurface
 from tanghulu.engines.vllm_worker.load_book import LoadBook
 from tanghulu.engines.vllm_worker.requests import VllmRequest
 from tanghulu.errors import Conflict, DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
+from tanghulu.session.outputs import FinishReason, KvChange
 from tanghulu.types import BlockHash, RequestId
-from tanghulu.workers.engine.requests import EngineFinishReason
 from tanghulu.workers.engine.thread import StepReport
 
 NAMES = [BlockHash(bytes([i]) * 32) for i in range(4)]
@@ -121,14 +120,14 @@ async def test_requests_side_by_side_are_told_and_forgotten(scene):
     scene.submit("a")
     scene.submit("b")
     assert scene.added == [1, 2]
-    assert (scene.engine.load().num_waiting, scene.engine.load().pending_tokens) == (2, 12)
+    assert (scene.engine.load().shared.num_waiting, scene.engine.load().shared.prefill_tokens_waiting) == (2, 12)
     await scene.put("a", output(7))
     await scene.put("b", output(8))
     await scene.until(lambda: scene.tokens() == {"a": [7], "b": [8]})
-    assert scene.engine.load().pending_tokens == 0
+    assert scene.engine.load().shared.prefill_tokens_waiting == 0
     await scene.put("a", output(9, finish="stop"))
     await scene.put("a", None)
-    await scene.until(lambda: scene.engine.load().num_waiting == 1)
+    await scene.until(lambda: scene.engine.load().shared.num_waiting == 1)
     assert scene.tokens()["a"] == [7, 9]
     assert scene.reports[-1].load.num_added == 2
 
@@ -136,10 +135,10 @@ async def test_requests_side_by_side_are_told_and_forgotten(scene):
 async def test_tokens_that_are_cached_do_not_wait_to_be_computed(scene):
     scene.engine.on_change(KvChange(stored=tuple(NAMES[:1])))
     scene.submit("a", 10)
-    assert scene.engine.load().pending_tokens == 6
+    assert scene.engine.load().shared.prefill_tokens_waiting == 6
     scene.engine.on_change(KvChange(stored=tuple(NAMES[1:])))
     scene.submit("b", 8)
-    assert scene.engine.load().pending_tokens == 7, "the last token is computed always"
+    assert scene.engine.load().shared.prefill_tokens_waiting == 7, "the last token is computed always"
 
 
 async def test_an_abort_reaches_vllm(scene):
@@ -147,10 +146,10 @@ async def test_an_abort_reaches_vllm(scene):
     await scene.until(lambda: "a" in scene.llm.queues)
     scene.engine.abort(RequestId("a"))
     await scene.until(lambda: scene.llm.aborted == ["a"])
-    await scene.until(lambda: scene.reports and scene.reports[-1].load.num_waiting == 0)
+    await scene.until(lambda: scene.reports and scene.reports[-1].load.shared.num_waiting == 0)
     scene.submit("b")
     scene.engine.abort(RequestId("b"))  # before vLLM has heard of it
-    await scene.until(lambda: scene.engine.load().num_waiting == 0)
+    await scene.until(lambda: scene.engine.load().shared.num_waiting == 0)
     assert scene.refusals == []
 
 
@@ -158,7 +157,7 @@ async def test_what_vllm_refuses_and_where_it_fails(scene):
     for name, error in (("a", _RefusedError("no")), ("b", RuntimeError("oh"))):
         scene.submit(name)
         await scene.put(name, error)
-        await scene.until(lambda: scene.engine.load().num_waiting == 0)
+        await scene.until(lambda: scene.engine.load().shared.num_waiting == 0)
     scene.submit("c")
     await scene.put("c", output(finish="error"))
     await scene.until(lambda: len(scene.refusals) == 3)
@@ -203,7 +202,7 @@ async def test_the_death_of_vllm_is_told_once(scene, monkeypatch):
     scene.llm.dead = True
     await scene.until(lambda: scene.failures)
     await scene.put("a", _DeadError())
-    await scene.until(lambda: scene.engine.load().num_waiting == 0)
+    await scene.until(lambda: scene.engine.load().shared.num_waiting == 0)
     assert len(scene.failures) == 1
     assert scene.refusals == [], "its session ends, and the conductor looks for another worker"
     with contextlib.suppress(asyncio.CancelledError):
@@ -245,16 +244,16 @@ async def test_figures_of_a_step(scene):
     scene.engine.on_stats(SimpleNamespace(num_running_reqs=1, kv_cache_usage=0.3, iteration_details=details))
     scene.engine.on_stats(None)
     load = scene.engine.load()
-    assert (load.num_running, load.num_waiting) == (1, 1)
-    assert (load.blocks_total, load.blocks_available, load.blocks_in_use) == (10, 7, 3)
-    assert load.speeds.prefill_tokens_per_s == 1000
-    assert load.speeds.peer_bytes_per_s == 0
+    assert (load.shared.num_running, load.shared.num_waiting) == (1, 1)
+    assert (load.shared.blocks_total, load.shared.blocks_free, load.blocks_in_use) == (10, 7, 3)
+    assert load.shared.prefill_tokens_per_s == 1000
+    assert load.shared.peer_bytes_per_s == 0
     await scene.until(lambda: scene.reports)
 
 
-def finishes(scene: _Scene, name: str) -> list[EngineFinishReason | None]:
+def finishes(scene: _Scene, name: str) -> list[FinishReason | None]:
     outputs = [output for report in scene.reports for output in report.result.outputs]
-    return [output.finish_reason for output in outputs if output.request_id == name]
+    return [output.finish for output in outputs if output.request_id == name]
 
 
 async def test_a_prompt_is_handed_over_when_its_blocks_are_in_the_store(scene):
@@ -268,13 +267,13 @@ async def test_a_prompt_is_handed_over_when_its_blocks_are_in_the_store(scene):
     assert told.exports.keys() == {"a"}
     assert told.exports[RequestId("a")].num_tokens == 6
     (handed,) = told.result.outputs
-    assert (handed.finish_reason, handed.tokens, handed.num_generated_tokens) == (EngineFinishReason.HANDED_OVER, (), 0)
+    assert (handed.finish, handed.tokens) == (FinishReason.HANDED_OVER, [])
 
 
 async def test_a_prefill_whose_first_token_is_the_last_hands_nothing_over(scene):
     scene.submit("a", hand_over=True)
     await scene.put("a", output(7, finish="stop"))
-    await scene.until(lambda: finishes(scene, "a") == [EngineFinishReason.STOP])
+    await scene.until(lambda: finishes(scene, "a") == [FinishReason.STOP])
     assert not scene.waited
 
 
@@ -283,5 +282,5 @@ async def test_an_abort_while_blocks_are_being_stored(scene):
     await scene.put("a", output(7, finish="length"))
     await scene.until(lambda: scene.waited)
     scene.engine.abort(RequestId("a"))
-    await scene.until(lambda: not scene.engine.load().num_running and not scene.engine.load().num_waiting)
+    await scene.until(lambda: not scene.engine.load().shared.num_running and not scene.engine.load().shared.num_waiting)
     assert finishes(scene, "a") == []

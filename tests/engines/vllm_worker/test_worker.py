@@ -9,15 +9,22 @@ import asyncio
 import json
 import signal
 
-import grpc.aio
 import numpy as np
 import pytest
 
 from tanghulu.hashing import VLLM_SHA256_CBOR, TokenSequence, root_hash
-from tanghulu.protos import session_pb2 as pb
-from tanghulu.protos import session_pb2_grpc
 from tanghulu.rpc.fast_aio import AsyncFastConnection
-from tanghulu.rpc.methods import SESSION
+from tanghulu.rpc.versions import PROTOCOL_VERSION
+from tanghulu.session.messages import (
+    DESCRIBE,
+    SESSION,
+    DescribeRequest,
+    FromWorker,
+    SessionHello,
+    SessionWelcome,
+    ToWorker,
+)
+from tanghulu.session.model_card import ModelCard
 from tanghulu.types import Address, BlockHash, Fingerprint
 from tests.engines.vllm_worker.conftest import ANSWER_S, BLOCK_TOKENS, Served, VllmWorker, cached_tokens, eventually
 
@@ -42,15 +49,15 @@ def names_of(tokens: list[int]) -> list[BlockHash]:
     return TokenSequence(root, BLOCK_TOKENS, tokens, VLLM_SHA256_CBOR).block_hashes
 
 
-async def describe(worker: VllmWorker) -> tuple[pb.ModelCard, set[bytes]]:
+async def describe(worker: VllmWorker) -> tuple[ModelCard, set[bytes]]:
     """The worker's card, and the names with which it welcomes a conductor."""
-    async with grpc.aio.insecure_channel(worker.address) as channel:
-        card = await session_pb2_grpc.WorkerStub(channel).Describe(pb.DescribeRequest())
     connection = await AsyncFastConnection.connect(Address.parse(worker.address))
-    hello = pb.ToWorker(hello=pb.SessionHello(conductor_id="test", protocol_version=1))
-    first = await connection.call(SESSION.number, hello, pb.FromWorker, deadline_s=ANSWER_S)
+    card = await connection.call(DESCRIBE.number, DescribeRequest(), DESCRIBE.reply, deadline_s=ANSWER_S)
+    hello = ToWorker(SessionHello("test", PROTOCOL_VERSION))
+    first = await connection.call(SESSION.number, hello, FromWorker, deadline_s=ANSWER_S)
     await connection.close()
-    return card, set(first.message.welcome.cached_blocks)
+    assert isinstance(first.message.message, SessionWelcome)
+    return card.message, set(first.message.message.cached_blocks)
 
 
 def test_the_api(served: Served) -> None:

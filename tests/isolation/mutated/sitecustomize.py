@@ -12,6 +12,7 @@ from tanghulu.conductor.peers import wire
 from tanghulu.conductor.routing_service import grpc_api
 from tanghulu.discovery import membership
 from tanghulu.runtime.metrics_server import MetricsAuthorizer
+from tanghulu.session import messages
 from tanghulu.store.gateway.gateway import Gateway
 from tanghulu.store.protocol import methods
 from tanghulu.transfer_engine.core import access
@@ -23,7 +24,7 @@ for _rule in (
     methods.ANNOUNCE.rule,
     membership.REGISTER.rule,
     peer_methods.EXPORT_PIN.rule,
-    peer_methods.WORKER_GRPC_RULES["/tanghulu.v1.Worker/Describe"],
+    messages.DESCRIBE.rule,
     wire.FOLLOW.rule,
 ):
     object.__setattr__(_rule, "right", None)

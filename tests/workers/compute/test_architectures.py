@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tanghulu.errors import ConfigError, ModelUnsupported
+from tanghulu.session.sampling import Sampling
 from tanghulu.workers.compute.attention.backends import AttentionNeeds, can
 from tanghulu.workers.compute.decode_batch import DecodeShape, decode_batch, pack_decodes
 from tanghulu.workers.compute.device import CPU
@@ -21,7 +22,6 @@ from tanghulu.workers.compute.linear import Arithmetic
 from tanghulu.workers.compute.models.registry import Model, load_model
 from tanghulu.workers.compute.models.shard import require_split
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.requests import SamplingParams
 from tanghulu.workers.loading.invariance import require_invariance
 from tanghulu.workers.weights import resolve_model
 from tanghulu.workers.weights.fingerprint import fingerprint
@@ -133,7 +133,7 @@ def test_the_same_bits_in_every_way_where_that_is_asked_for(variant: str, paths:
         arithmetic=Arithmetic.of(torch.bfloat16, CPU, invariant=True),
     )
     require_invariance(model, 2, "float32")
-    sampling = [SamplingParams(temperature=index % 2, seed=index, logprobs=2) for index in range(5)]
+    sampling = [Sampling(temperature=index % 2, seed=index, num_logprobs=2) for index in range(5)]
     shared = prompt(40)
     prompts = [
         (shared[: 20 * (index % 3)] + prompt(length, index), sampling[index])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tanghulu.errors import ConfigError
+from tanghulu.session.sampling import Sampling
 from tanghulu.workers.compute import device as device_module
 from tanghulu.workers.compute.attention.base import AttentionBackend, SdpaAttention
 from tanghulu.workers.compute.attention.varlen import Kernel, VarlenAttention
@@ -19,7 +20,6 @@ from tanghulu.workers.compute.memory_plan import MemoryPlan
 from tanghulu.workers.compute.models.registry import Model, load_model, pick_dtype
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
-from tanghulu.workers.engine.requests import SamplingParams
 from tanghulu.workers.weights import resolve_model
 from tests.workers.compute.varlen_kernel import varlen_attn
 from tests.workers.tiny import BLOCK, VOCAB, TinyModel, engine, request, run_all
@@ -48,7 +48,7 @@ def test_the_text_is_the_same(tiny: TinyModel, tiny_model: Model, backend: str, 
         shared = random_.choices(range(2, VOCAB), k=20)
         for index, length in enumerate((1, 7, 30, 75, 12, 40)):
             prompt = [*shared, *random_.choices(range(2, VOCAB), k=length)][-max(length, 2) :]
-            sampling = SamplingParams(temperature=index % 2, top_k=20, seed=index)
+            sampling = Sampling(temperature=index % 2, top_k=20, seed=index)
             core.add(request(str(index), shared[: index * 4] + prompt, 12, sampling=sampling))
         texts.append(run_all(core))
         core.check()

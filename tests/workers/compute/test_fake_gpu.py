@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from tanghulu.session.sampling import Sampling
 from tanghulu.workers.compute import device, device_sampling
 from tanghulu.workers.compute.attention import varlen as attention_varlen
 from tanghulu.workers.compute.attention.base import AttentionBackend, SdpaAttention
@@ -23,7 +24,6 @@ from tanghulu.workers.compute.kv_cache import DeviceKvCache
 from tanghulu.workers.compute.models.registry import Model, load_model
 from tanghulu.workers.compute.sampling import SamplingRow
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.requests import SamplingParams
 from tanghulu.workers.weights import resolve_model
 from tanghulu.workers.weights.safetensors_dir import SafetensorsDir
 from tests.workers.compute.fake_gpu import GPU, fake_gpu
@@ -102,9 +102,9 @@ def test_every_step_stays_on_the_device(
 
 def test_sampling_stays_on_the_device(without_gpu: None):
     kinds = (
-        SamplingParams(temperature=0, logprobs=3),
-        SamplingParams(temperature=0.7, seed=3, top_k=5, repetition_penalty=1.2, logit_bias=((5, 2.0), (7, -1.0))),
-        SamplingParams(temperature=1.0, seed=4, top_p=0.9, min_p=0.05, presence_penalty=0.5, frequency_penalty=0.25),
+        Sampling(temperature=0, num_logprobs=3),
+        Sampling(temperature=0.7, seed=3, top_k=5, repetition_penalty=1.2, logit_bias={5: 2.0, 7: -1.0}),
+        Sampling(temperature=1.0, seed=4, top_p=0.9, min_p=0.05, presence_penalty=0.5, frequency_penalty=0.25),
     )
     rows = [SamplingRow(params, np.arange(10), 4, frozenset({1})) for params in kinds]
     logits = torch.empty(len(rows), VOCAB, device=GPU)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tanghulu.errors import ConfigError
+from tanghulu.session.sampling import Sampling
 from tanghulu.workers.compute.device import CPU, CpuFeatures
 from tanghulu.workers.compute.device_runner import DeviceRunner
 from tanghulu.workers.compute.linear import Arithmetic, Linear
@@ -18,7 +19,6 @@ from tanghulu.workers.compute.models.layers import Norm, silu_in_pieces
 from tanghulu.workers.compute.models.registry import Model, dtype_name, load_model
 from tanghulu.workers.compute.models.rope import rotate_
 from tanghulu.workers.engine.engine import ModelRunner
-from tanghulu.workers.engine.requests import SamplingParams
 from tanghulu.workers.loading.invariance import require_invariance
 from tanghulu.workers.weights import resolve_model
 from tests.workers.cpus import each_cpu
@@ -39,15 +39,15 @@ def load(tiny: TinyModel, dtype: torch.dtype, cpu: CpuFeatures | None = None) ->
     return load_model(resolve_model(str(tiny.path)), dtype, arithmetic=arithmetic)
 
 
-def prompts(count: int) -> list[tuple[list[int], SamplingParams]]:
+def prompts(count: int) -> list[tuple[list[int], Sampling]]:
     """Prompts of very different lengths, some alike at first; greedy and drawn in turn."""
     random_ = random.Random(11)
     shared = random_.choices(range(2, VOCAB), k=60)
     made = []
     for index in range(count):
         own = random_.choices(range(2, VOCAB), k=random_.choice((3, 17, 66, 140)))
-        sampling = SamplingParams(
-            temperature=index % 2, top_k=20 * (index % 3), top_p=0.9 if index % 4 else 1.0, seed=index, logprobs=3
+        sampling = Sampling(
+            temperature=index % 2, top_k=20 * (index % 3), top_p=0.9 if index % 4 else 1.0, seed=index, num_logprobs=3
         )
         made.append((shared[: 20 * (index % 3)] + own, sampling))
     return made

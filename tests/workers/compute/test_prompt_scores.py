@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tanghulu.errors import InvalidRequest
+from tanghulu.session.sampling import PromptScoring, Sampling, StopRule
 from tanghulu.workers.compute import prompt_scoring
 from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.engine.engine import EngineCore
-from tanghulu.workers.engine.prompt_scores import PromptScores
-from tanghulu.workers.engine.requests import PromptScoring, SamplingParams, StopParams
+from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 from tests.workers.tiny import BLOCK, VOCAB, engine, request, write_tiny
 
 PROMPT = [2 + (i * 7) % (VOCAB - 2) for i in range(5 * BLOCK + 3)]
@@ -29,16 +29,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, torch.Tensor]
     return made.load(), torch.log_softmax(logits, dim=-1)
 
 
-def _scores(core: EngineCore, name: str, start: int = 1, num_top: int = 3, **more: object) -> list[PromptScores]:
-    sampling = SamplingParams(temperature=0, logprobs=num_top, logprob_token_ids=ASKED)
+def _scores(core: EngineCore, name: str, start: int = 1, num_top: int = 3, **more: object) -> list[PromptScoreArrays]:
+    sampling = Sampling(temperature=0, num_logprobs=num_top, logprob_token_ids=ASKED)
     core.add(request(name, PROMPT, 2, sampling=sampling, scoring=PromptScoring(start, num_top), **more))  # type: ignore[arg-type]
-    found: list[PromptScores] = []
+    found: list[PromptScoreArrays] = []
     while core.scheduler.has_work:
         found += core.step().scores
     return found
 
 
-def _check(parts: list[PromptScores], expected: torch.Tensor, start: int) -> None:
+def _check(parts: list[PromptScoreArrays], expected: torch.Tensor, start: int) -> None:
     """``parts`` are those of all positions from ``start`` on, once each, in order."""
     assert [part.position for part in parts] == [start, *(part.end for part in parts[:-1])]
     assert parts[-1].end == len(PROMPT)
@@ -71,9 +71,9 @@ def test_only_what_is_wanted_is_computed_again(tiny: tuple[Model, torch.Tensor])
     _scores(core, "cold")
     core.add(request("again", PROMPT, 1, scoring=PromptScoring(2 * BLOCK + 5)))
     result = core.step()
-    assert result.outputs[0].num_cached_tokens == 2 * BLOCK
+    assert result.outputs[0].cached_tokens == 2 * BLOCK
     core.add(request("none", PROMPT, 1))
-    assert core.step().outputs[0].num_cached_tokens == 5 * BLOCK
+    assert core.step().outputs[0].cached_tokens == 5 * BLOCK
 
 
 def test_rows_of_logits_are_few_at_a_time(tiny: tuple[Model, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_what_was_scored_before_a_preemption_is_not_scored_again(tiny: tuple[Mod
     core = engine(model, num_blocks=11, max_num_batched_tokens=16)
     core.add(request("old", [3] * (3 * BLOCK), 3 * BLOCK))
     parts, preempted = [], 0
-    sampling = SamplingParams(temperature=0, logprobs=3, logprob_token_ids=ASKED)
+    sampling = Sampling(temperature=0, num_logprobs=3, logprob_token_ids=ASKED)
     core.add(request("young", PROMPT, 20, sampling=sampling, scoring=PromptScoring(1, 3)))
     while core.scheduler.has_work:
         result = core.step()
@@ -107,7 +107,7 @@ def test_a_request_that_goes_on_elsewhere_owes_only_the_rest(tiny: tuple[Model, 
     """With tokens that were generated before: the prompt's end is where it was."""
     model, expected = tiny
     core = engine(model)
-    stop = StopParams(5, ignore_eos=True)
+    stop = StopRule(5, ignore_eos=True)
     made = request("moved", [*PROMPT, 7, 8], num_prompt=len(PROMPT), stop=stop, scoring=PromptScoring(30))
     core.add(made)
     parts = list(core.step().scores)
@@ -119,21 +119,18 @@ def test_a_request_that_goes_on_elsewhere_owes_only_the_rest(tiny: tuple[Model, 
 def test_ids_of_the_generated_tokens_too(tiny: tuple[Model, torch.Tensor]) -> None:
     model, expected = tiny
     core = engine(model)
-    core.add(
-        request("a", PROMPT, 1, sampling=SamplingParams(0.0 + 1, temperature=0, logprobs=0, logprob_token_ids=ASKED))
-    )
-    logprobs = core.step().outputs[0].logprobs
-    assert logprobs is not None
-    assert [each.token for each in logprobs.asked] == list(ASKED)
-    assert np.abs(np.array([e.logprob for e in logprobs.asked]) - expected[-1][list(ASKED)].numpy()).max() < 1e-4
+    core.add(request("a", PROMPT, 1, sampling=Sampling(temperature=0, num_logprobs=0, logprob_token_ids=ASKED)))
+    (logprobs,) = core.step().outputs[0].logprobs
+    assert logprobs.token_ids[1:] == ASKED
+    assert np.abs(np.array(logprobs.logprobs[1:]) - expected[-1][list(ASKED)].numpy()).max() < 1e-4
 
 
 def test_what_cannot_be_had_is_refused(tiny: tuple[Model, torch.Tensor]) -> None:
     with pytest.raises(InvalidRequest, match="first token"):
-        PromptScoring(0)
+        PromptScoring(0).validate()
     with pytest.raises(InvalidRequest, match="at most 20"):
-        PromptScoring(1, 21)
+        PromptScoring(1, 21).validate()
     with pytest.raises(InvalidRequest, match="at most 128"):
-        SamplingParams(logprob_token_ids=tuple(range(129)))
+        Sampling(logprob_token_ids=tuple(range(129))).validate()
     with pytest.raises(InvalidRequest, match="vocabulary"):
-        engine(tiny[0]).add(request("a", PROMPT, sampling=SamplingParams(logprob_token_ids=(VOCAB,))))
+        engine(tiny[0]).add(request("a", PROMPT, sampling=Sampling(logprob_token_ids=(VOCAB,))))

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tanghulu.errors import InvalidRequest
+from tanghulu.session.sampling import Sampling
 from tanghulu.workers.compute.sampling import SamplingRow, sample, unit_uniform
-from tanghulu.workers.engine.requests import SamplingParams
 
 LOGITS = torch.tensor([[1.0, 3.0, 2.0, -1.0, 0.5, 2.5]])
 
@@ -20,7 +20,7 @@ LOGITS = torch.tensor([[1.0, 3.0, 2.0, -1.0, 0.5, 2.5]])
 def row(
     tokens: list[int] | None = None, num_prompt: int = 1, banned: frozenset[int] = frozenset(), **params: Any
 ) -> SamplingRow:
-    return SamplingRow(SamplingParams(**params), np.array(tokens or [0], dtype=np.uint32), num_prompt, banned)
+    return SamplingRow(Sampling(**params), np.array(tokens or [0], dtype=np.uint32), num_prompt, banned)
 
 
 def draws(count: int = 2000, **params: Any) -> Counter[int]:
@@ -30,7 +30,7 @@ def draws(count: int = 2000, **params: Any) -> Counter[int]:
 
 def test_temperature_zero_is_the_argmax() -> None:
     assert sample(LOGITS, [row(temperature=0)]).tokens == [1]
-    assert sample(LOGITS, [row(temperature=0, logit_bias=((4, 5.0),))]).tokens == [4]
+    assert sample(LOGITS, [row(temperature=0, logit_bias={4: 5.0})]).tokens == [4]
     assert sample(LOGITS, [row(temperature=0, banned=frozenset({1}))]).tokens == [5]
 
 
@@ -102,18 +102,19 @@ def test_uniforms_are_uniform_and_distinct() -> None:
 
 
 def test_logprobs_are_the_models_own() -> None:
-    sampled = sample(LOGITS.repeat(2, 1), [row(temperature=0, logprobs=2, banned=frozenset({1})), row(temperature=0)])
+    sampled = sample(
+        LOGITS.repeat(2, 1), [row(temperature=0, num_logprobs=2, banned=frozenset({1})), row(temperature=0)]
+    )
     expected = torch.log_softmax(LOGITS[0], dim=-1)
     logprobs = sampled.logprobs[0]
     assert logprobs is not None
-    assert logprobs.chosen.token == 5
-    assert logprobs.chosen.logprob == pytest.approx(float(expected[5]), abs=1e-6)
-    assert [entry.token for entry in logprobs.top] == [1, 5]
-    assert math.exp(logprobs.top[0].logprob) == pytest.approx(float(expected[1].exp()), abs=1e-6)
+    assert logprobs.token_ids == (5, 1, 5)
+    assert logprobs.logprobs[0] == pytest.approx(float(expected[5]), abs=1e-6)
+    assert math.exp(logprobs.logprobs[1]) == pytest.approx(float(expected[1].exp()), abs=1e-6)
     assert sampled.logprobs[1] is None
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"min_p": 2}, {"logprobs": 99}])
+@pytest.mark.parametrize("bad", [{"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"min_p": 2}, {"num_logprobs": 99}])
 def test_bad_parameters_are_named(bad: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(bad))):
-        SamplingParams(**bad)
+        Sampling(**bad).validate()

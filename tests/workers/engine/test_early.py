@@ -13,11 +13,11 @@ from tanghulu.workers.engine.early_pulls import (
     EarlyPulls,
     EarlyPullState,
 )
-from tanghulu.workers.engine.requests import PeerExport
 from tests.workers.engine.test_scheduler import B, ident, req, runs, scheduler, step
+from tests.workers.peers import export_at
 from tests.workers.tiny import request
 
-PEER = PeerExport("there|", "7", 0)
+PEER = export_at("there|", 7, 0)
 
 
 def hashes(count: int) -> list:
@@ -165,7 +165,7 @@ def test_pulls_take_only_what_is_left_over() -> None:
 
 def test_the_request_finds_what_was_pulled_and_fetches_the_rest() -> None:
     core = scheduler(can_fetch=True, max_num_batched_tokens=32)
-    made = req("a", 19, ahead=ident("p"), peer=PeerExport("there|", "8", 18))
+    made = req("a", 19, ahead=ident("p"), peer=export_at("there|", 8, 18))
     wanted = core.pull_ahead(ident("p"), made.sequence, PEER)
     assert len(wanted.block_ids) == 4
     core.pulls.arrived(ident("p"), 3)

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from tanghulu.errors import ConfigError, ContextLengthExceeded, InvalidRequest
+from tanghulu.session.outputs import FinishReason, KvSource
+from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import RequestId
 from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.engine.block_pool import KvEventKind
 from tanghulu.workers.engine.engine import EngineCore
-from tanghulu.workers.engine.requests import EngineFinishReason, PeerExport, SamplingParams, StopParams
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted
+from tests.workers.peers import export_at
 from tests.workers.tiny import BLOCK, VOCAB, engine, outputs_of, request, run_all
 
 PROMPT = random.Random(9).choices(range(2, VOCAB), k=45)
@@ -28,7 +30,7 @@ class Shelf:
         self.chunks: dict[bytes, bytes] = {}
         self.core: EngineCore
         self.wanted: list[FetchWanted] = []
-        self.forgone: list[PeerExport] = []
+        self.forgone: list[KvSource] = []
 
     def blocks_reused(self, blocks: Sequence[CommittedBlock]) -> None: ...
 
@@ -38,7 +40,7 @@ class Shelf:
         for block in blocks:
             self.chunks[block.block_hash] = self.core.cache.block_view(block.block_id).tobytes()
 
-    def forgo(self, peer: PeerExport) -> None:
+    def forgo(self, peer: KvSource) -> None:
         self.forgone.append(peer)
 
     def fetch(self, wanted: FetchWanted) -> None:
@@ -63,12 +65,12 @@ def test_a_second_turn_finds_the_first(tiny_model: Model) -> None:
     core = engine(tiny_model)
     core.add(request("one", PROMPT, 10))
     first = outputs_of(core)
-    assert [output.num_cached_tokens for output in first] == [0] * 10
-    assert [output.num_generated_tokens for output in first] == list(range(1, 11))
+    assert [output.cached_tokens for output in first] == [0] * 10
+    assert [len(output.tokens) for output in first] == [1] * 10
     text = [output.tokens[0] for output in first]
     core.add(request("two", [*PROMPT, *text, 4, 5], 5))
     second = outputs_of(core)
-    assert second[0].num_cached_tokens == 48, "45 + 10 tokens fill 6 blocks of 8, the newest token's KV aside"
+    assert second[0].cached_tokens == 48, "45 + 10 tokens fill 6 blocks of 8, the newest token's KV aside"
     fresh = engine(tiny_model)
     fresh.add(request("two", [*PROMPT, *text, 4, 5], 5))
     assert [output.tokens for output in outputs_of(fresh)] == [output.tokens for output in second]
@@ -81,7 +83,7 @@ def test_steps_tell_what_they_did(tiny_model: Model) -> None:
     assert (first.num_computed_tokens, second.num_computed_tokens, third.num_computed_tokens) == (32, 13, 1)
     assert not first.outputs
     assert [event.kind for event in first.kv_events] == [KvEventKind.STORED] * 4
-    assert third.outputs[0].finish_reason is EngineFinishReason.LENGTH
+    assert third.outputs[0].finish is FinishReason.LENGTH
     assert first.timings.forward_s > 0
     assert core.step().idle
     assert core.drop_cached() == 5
@@ -100,7 +102,7 @@ def test_blocks_travel_through_a_store(tiny_model: Model) -> None:
     assert shelf.deliver() == 5
     outputs = outputs_of(target)
     assert [output.tokens[0] for output in outputs] == expected
-    assert outputs[0].num_cached_tokens == 40
+    assert outputs[0].cached_tokens == 40
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 45])
@@ -113,11 +115,11 @@ def test_hand_over_between_two_engines(tiny_model: Model, length: int) -> None:
     expected = run_all(alone)["a"]
     prefill.add(request("a", PROMPT[:length], 12, hold_kv=True))
     (first,) = outputs_of(prefill)
-    assert first.finish_reason is EngineFinishReason.HANDED_OVER
+    assert first.finish is FinishReason.HANDED_OVER
     export = prefill.scheduler.held.export(RequestId("a"))
     assert export is not None
     tokens = [*PROMPT[:length], *first.tokens]
-    peer = PeerExport("prefill", "a", export.num_tokens)
+    peer = export_at("prefill", "a", export.num_tokens)
     decode.add(request("a", tokens, 12, num_prompt=length, peer=peer))
     decode.step()
     (wanted,) = shelf.wanted
@@ -132,27 +134,27 @@ def test_hand_over_between_two_engines(tiny_model: Model, length: int) -> None:
 
 
 def test_a_seeded_text_survives_migration_and_company(tiny_model: Model) -> None:
-    sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=42, frequency_penalty=0.3)
+    sampling = Sampling(temperature=0.9, top_p=0.95, seed=42, frequency_penalty=0.3)
     core = engine(tiny_model)
     core.add(request("a", PROMPT, 24, sampling=sampling))
     text = run_all(core)["a"]
     for cut in (1, 7, 20):
         other = engine(tiny_model, max_num_batched_tokens=16)
         for index in range(3):
-            company = SamplingParams(temperature=1.0, seed=index)
+            company = Sampling(temperature=1.0, seed=index)
             other.add(request(f"company{index}", PROMPT[index:], 30, sampling=company))
         for _ in range(index):
             other.step()
         other.add(request("a", PROMPT + text[:cut], 24, num_prompt=len(PROMPT), sampling=sampling))
         assert run_all(other)["a"] == text[cut:]
-    core.add(request("b", PROMPT, 24, sampling=SamplingParams(temperature=0.9, seed=43)))
+    core.add(request("b", PROMPT, 24, sampling=Sampling(temperature=0.9, seed=43)))
     assert run_all(core)["b"] != text
 
 
 def test_min_tokens_hold_back_the_end(tiny_model: Model) -> None:
     everything = frozenset(range(VOCAB)) - {60, 61}
     core = engine(tiny_model)
-    core.add(request("a", PROMPT, stop=StopParams(20, stop_token_ids=everything, min_tokens=4)))
+    core.add(request("a", PROMPT, stop=StopRule(20, stop_token_ids=tuple(everything), min_tokens=4)))
     text = run_all(core)["a"]
     assert set(text[:4]) <= {60, 61}
     assert len(text) >= 5
@@ -160,16 +162,16 @@ def test_min_tokens_hold_back_the_end(tiny_model: Model) -> None:
 
 def test_logprobs_come_with_the_token(tiny_model: Model) -> None:
     core = engine(tiny_model)
-    core.add(request("a", PROMPT, 2, sampling=SamplingParams(temperature=0, logprobs=3)))
+    core.add(request("a", PROMPT, 2, sampling=Sampling(temperature=0, num_logprobs=3)))
     core.add(request("b", PROMPT[:9], 2))
     outputs = outputs_of(core)
     for output in outputs:
         if output.request_id == "b":
-            assert output.logprobs is None
+            assert not output.logprobs
             continue
-        assert output.logprobs is not None
-        assert output.logprobs.chosen == output.logprobs.top[0]
-        assert output.logprobs.chosen.token == output.tokens[0]
+        (logprobs,) = output.logprobs
+        assert logprobs.token_ids[:2] == (output.tokens[0],) * 2
+        assert logprobs.logprobs[0] == logprobs.logprobs[1]
 
 
 def test_the_cache_lives_in_a_given_buffer(tiny_model: Model) -> None:
@@ -190,8 +192,8 @@ def test_what_cannot_be_served_is_refused(tiny_model: Model) -> None:
     with pytest.raises(ContextLengthExceeded, match="KV cache 4 blocks of 8"):
         core.add(request("long", PROMPT))
     bad: list[dict[str, Any]] = [
-        {"sampling": SamplingParams(logit_bias=((VOCAB, 1.0),))},
-        {"stop": StopParams(3, stop_token_ids=frozenset({VOCAB}))},
+        {"sampling": Sampling(logit_bias={VOCAB: 1.0})},
+        {"stop": StopRule(3, stop_token_ids=(VOCAB,))},
     ]
     for more in bad:
         with pytest.raises(InvalidRequest, match=str(VOCAB)):
@@ -214,7 +216,7 @@ def test_the_second_turn_of_a_chat_computes_only_its_new_tokens(tiny_model: Mode
     while core.scheduler.has_work:
         result = core.step()
         computed += result.num_computed_tokens
-        cached = max([output.num_cached_tokens for output in result.outputs], default=cached)
+        cached = max([output.cached_tokens for output in result.outputs], default=cached)
     known = len(first) + len(answer) - 1  # the last token of the answer was sampled and never computed
     assert cached == known // BLOCK * BLOCK == 56
     assert computed == len(second) - cached + 3

@@ -13,14 +13,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import TokenSequence
-from tanghulu.protos import session_pb2
-from tanghulu.types import Fingerprint
+from tanghulu.session.messages import Submit
+from tanghulu.session.outputs import FinishReason
+from tanghulu.session.sampling import Sampling, StopRule
+from tanghulu.types import Fingerprint, RequestId
 from tanghulu.workers.compute.device_sampling import sample_on_device
 from tanghulu.workers.compute.sampling import SamplingRow, sample
 from tanghulu.workers.engine.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarCompiler, GrammarKind
-from tanghulu.workers.engine.requests import EngineFinishReason, SamplingParams, StopParams
-from tanghulu.workers.engine.step_result import RequestOutput
-from tanghulu.workers.sessions.wire import RequestFactory, add_output
+from tanghulu.workers.sessions.wire import RequestFactory
 from tests.workers.tiny import request
 
 pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[worker]'")
@@ -54,7 +54,7 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(TOKENIZER.to_str().encode(), VOCAB, [END])
 
 
-def _generate(grammar: Grammar, seed: int, params: SamplingParams, at_most: int = 400, banned: Sequence[int] = ()):
+def _generate(grammar: Grammar, seed: int, params: Sampling, at_most: int = 400, banned: Sequence[int] = ()):
     """Tokens under ``grammar`` of a model whose logits are noise, the end token included."""
     generator = torch.Generator().manual_seed(seed)
     tokens = list(PROMPT)
@@ -68,9 +68,7 @@ def _generate(grammar: Grammar, seed: int, params: SamplingParams, at_most: int 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_noise_becomes_json_of_the_schema(compiler, temperature):
     for seed in range(8):
-        tokens = _generate(
-            compiler.compile(GrammarKind.JSON_SCHEMA, SCHEMA), seed, SamplingParams(temperature=temperature)
-        )
+        tokens = _generate(compiler.compile(GrammarKind.JSON_SCHEMA, SCHEMA), seed, Sampling(temperature=temperature))
         assert tokens[-1] == END
         found = json.loads(TOKENIZER.decode(tokens[:-1]))
         assert 1 <= found["age"] <= 99
@@ -80,15 +78,13 @@ def test_noise_becomes_json_of_the_schema(compiler, temperature):
 
 def test_noise_becomes_what_the_expression_says(compiler):
     for seed in range(8):
-        tokens = _generate(
-            compiler.compile(GrammarKind.REGEX, "[a-c]{3,5}-(x|yy)"), seed, SamplingParams(temperature=1)
-        )
+        tokens = _generate(compiler.compile(GrammarKind.REGEX, "[a-c]{3,5}-(x|yy)"), seed, Sampling(temperature=1))
         assert tokens[-1] == END
         assert re.fullmatch("[a-c]{3,5}-(x|yy)", TOKENIZER.decode(tokens[:-1]))
 
 
 def test_a_state_catches_up_with_what_was_generated_elsewhere(compiler):
-    tokens = _generate(compiler.compile(GrammarKind.JSON_SCHEMA, SCHEMA), 3, SamplingParams(temperature=1))
+    tokens = _generate(compiler.compile(GrammarKind.JSON_SCHEMA, SCHEMA), 3, Sampling(temperature=1))
     step_by_step, at_once = (compiler.compile(GrammarKind.JSON_SCHEMA, SCHEMA) for _ in range(2))
     so_far = np.array(tokens, np.uint32)
     for count in range(len(tokens) - 1):
@@ -99,24 +95,22 @@ def test_a_state_catches_up_with_what_was_generated_elsewhere(compiler):
 
 def test_min_tokens_do_not_stop_a_complete_text_from_ending(compiler):
     """The end is banned for min_tokens, but nothing else may follow."""
-    tokens = _generate(compiler.compile(GrammarKind.REGEX, "ab"), 1, SamplingParams(temperature=0), banned=[END])
+    tokens = _generate(compiler.compile(GrammarKind.REGEX, "ab"), 1, Sampling(temperature=0), banned=[END])
     assert TOKENIZER.decode(tokens[:-1]) == "ab"
-    longer = _generate(compiler.compile(GrammarKind.REGEX, "a{2,9}"), 1, SamplingParams(temperature=0), banned=[END])
+    longer = _generate(compiler.compile(GrammarKind.REGEX, "a{2,9}"), 1, Sampling(temperature=0), banned=[END])
     assert TOKENIZER.decode(longer[:-1]) == "a" * 9
 
 
-@pytest.mark.parametrize(
-    "stop", [StopParams(40, frozenset({END}), min_tokens=6), StopParams(40, frozenset({END}), ignore_eos=True)]
-)
+@pytest.mark.parametrize("stop", [StopRule(40, min_tokens=6), StopRule(40, ignore_eos=True)])
 def test_a_text_ends_where_its_grammar_does(compiler, stop):
     """Whatever min_tokens and ignore_eos say: what came behind would be bound by nothing."""
-    made = request("a", PROMPT, sampling=SamplingParams(temperature=0), stop=stop)
+    made = request("a", PROMPT, sampling=Sampling(temperature=0), stop=stop, eos_ids=frozenset({END}))
     made.grammar = compiler.compile(GrammarKind.REGEX, "ab")
     generator = torch.Generator().manual_seed(1)
     while (reason := made.finish_reason(100)) is None or made.num_generated == 0:
         logits = torch.randn(1, VOCAB, generator=generator)
         made.sequence.append(sample(logits, [SamplingRow.of(made)]).tokens)
-    assert reason is EngineFinishReason.STOP
+    assert reason is FinishReason.STOP
     assert TOKENIZER.decode(made.sequence.tokens[len(PROMPT) : -1].tolist()) == "ab"
 
 
@@ -125,14 +119,14 @@ def test_a_text_that_left_its_grammar_keeps_its_bans(compiler):
     elsewhere = np.array([*PROMPT, *TOKENIZER.encode("x").ids], np.uint32)
     logits = torch.zeros(1, VOCAB)
     logits[0, END] = 9.0
-    row = SamplingRow(SamplingParams(temperature=0), elsewhere, len(PROMPT), frozenset({END}), grammar)
+    row = SamplingRow(Sampling(temperature=0), elsewhere, len(PROMPT), frozenset({END}), grammar)
     assert sample(logits, [row]).tokens != [END]
     assert sample_on_device(logits, [row]).tokens != [END]
 
 
 def test_other_rows_of_the_batch_are_free(compiler):
     grammar = compiler.compile(GrammarKind.REGEX, "zz")
-    params, tokens = SamplingParams(temperature=0), np.array(PROMPT, np.uint32)
+    params, tokens = Sampling(temperature=0), np.array(PROMPT, np.uint32)
     rows = [SamplingRow(params, tokens, 3, frozenset(), each) for each in (None, grammar, None)]
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(5))
     kept = logits.clone()
@@ -176,7 +170,7 @@ def test_a_schema_that_no_text_matches_is_refused(compiler, schema):
 @pytest.mark.parametrize("text", ["stuck", "left"])
 def test_a_text_under_a_grammar_that_failed_has_not_stopped(compiler, text):
     """Neither where nothing can follow any more, nor where it was made under another grammar."""
-    made = request("a", PROMPT, sampling=SamplingParams(temperature=0), stop=StopParams(40, frozenset({END})))
+    made = request("a", PROMPT, sampling=Sampling(temperature=0), stop=StopRule(40), eos_ids=frozenset({END}))
     if text == "stuck":
         made.grammar = compiler.compile(GrammarKind.JSON_SCHEMA, json.dumps(LATER))
     else:
@@ -186,22 +180,18 @@ def test_a_text_under_a_grammar_that_failed_has_not_stopped(compiler, text):
     logits[0, END] = 9.0
     while (reason := made.finish_reason(100)) is None or made.num_generated == 0:
         made.sequence.append(sample(logits, [SamplingRow.of(made)]).tokens)
-    assert reason is EngineFinishReason.GRAMMAR_FAILED
-    message = session_pb2.RequestOutput()
-    add_output(message, RequestOutput("a", (END,), None, reason, len(PROMPT), made.num_generated, 0), None)
-    assert message.finish == session_pb2.FINISH_ERROR
-    assert message.error.code == InvalidRequest.code
+    assert reason is FinishReason.ERROR
 
 
 def test_a_text_is_free_up_to_a_marker_and_bound_behind_it(compiler):
     text = 'start: before "b" TEXT\nbefore[suffix="a"]: /(.|\\n)*/\nTEXT: /(.|\\n)*/\n'
-    tokens = _generate(compiler.compile(GrammarKind.LARK, text), 3, SamplingParams(temperature=1))
+    tokens = _generate(compiler.compile(GrammarKind.LARK, text), 3, Sampling(temperature=1))
     assert "ab" in TOKENIZER.decode(tokens[len(PROMPT) :])
 
 
 def test_a_submission_brings_its_grammar(compiler):
-    submit = session_pb2.Submit(request_id="r", tokens=np.array(PROMPT, "<u4").tobytes(), stop={"max_new_tokens": 4})
-    submit.sampling.regex = "ab"
+    tokens = np.array(PROMPT, "<u4").tobytes()
+    submit = Submit(RequestId("r"), tokens, len(PROMPT), Sampling(regex="ab"), StopRule(4))
     made = RequestFactory(Fingerprint(b"f" * 16), 8, "xxh3_128", [END], compiler).request(submit)
     assert made.grammar is not None
     assert isinstance(made.sequence, TokenSequence)

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from tanghulu.errors import ConfigError
+from tanghulu.session.outputs import FinishReason
+from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import RequestId
 from tanghulu.workers.compute.device import CPU
 from tanghulu.workers.compute.device_runner import DeviceRunner
@@ -25,7 +27,6 @@ from tanghulu.workers.engine.engine import EngineCore, ModelRunner
 from tanghulu.workers.engine.grammar import Grammar
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.ngram_drafts import MAX_DRAFT_TOKENS, NgramProposer
-from tanghulu.workers.engine.requests import EngineFinishReason, SamplingParams, StopParams
 from tanghulu.workers.weights import resolve_model
 from tests.workers.tiny import BLOCK, VOCAB, TinyModel, engine, outputs_of, request
 from tests.workers.ways import WAYS, Served, cpu_runner
@@ -68,8 +69,7 @@ def test_the_option() -> None:
 class Ended:
     tokens: list[int]
     logprobs: list[Any]
-    counts: list[int]
-    reason: EngineFinishReason | None
+    reason: FinishReason | None
     num_steps: int
 
 
@@ -82,9 +82,8 @@ def ended(core: EngineCore, prompt: list[int], **more: Any) -> Ended:
     assert core.scheduler.pool.num_in_use == 0
     return Ended(
         [token for output in outputs for token in output.tokens],
-        [output.logprobs for output in outputs],
-        [output.num_generated_tokens for output in outputs],
-        outputs[-1].finish_reason,
+        [logprobs for output in outputs for logprobs in output.logprobs],
+        outputs[-1].finish,
         num_steps,
     )
 
@@ -97,10 +96,10 @@ def invariant_model(tiny: TinyModel) -> Model:
 
 
 SAMPLINGS = {
-    "greedy": SamplingParams(temperature=0),
-    "drawn": SamplingParams(temperature=0.05, seed=5, logprobs=3),
-    "penalised": SamplingParams(
-        temperature=0.2, top_p=0.9, seed=6, presence_penalty=0.01, repetition_penalty=1.01, logit_bias=((9, 1.5),)
+    "greedy": Sampling(temperature=0),
+    "drawn": Sampling(temperature=0.05, seed=5, num_logprobs=3),
+    "penalised": Sampling(
+        temperature=0.2, top_p=0.9, seed=6, presence_penalty=0.01, repetition_penalty=1.01, logit_bias={9: 1.5}
     ),
 }
 
@@ -111,16 +110,16 @@ def test_text_and_log_probabilities_are_the_same(name: str, invariant_model: Mod
     plain = ended(engine(invariant_model), prompt, sampling=SAMPLINGS[name])
     for count in (3, 20):
         ahead = ended(engine(invariant_model, proposer=NgramProposer(count)), prompt, sampling=SAMPLINGS[name])
-        assert (ahead.tokens, ahead.logprobs, ahead.counts) == (plain.tokens, plain.logprobs, plain.counts)
-        assert ahead.counts == list(range(1, NUM_NEW + 1))
+        assert (ahead.tokens, ahead.logprobs) == (plain.tokens, plain.logprobs)
+        assert len(ahead.tokens) == NUM_NEW
         assert ahead.num_steps < plain.num_steps
 
 
 @pytest.mark.parametrize("num_new", [1, 2, 33])
 def test_no_token_more_than_asked_for(num_new: int, invariant_model: Model) -> None:
-    plain = ended(engine(invariant_model), PHRASE * 4, stop=StopParams(num_new, ignore_eos=True))
+    plain = ended(engine(invariant_model), PHRASE * 4, stop=StopRule(num_new, ignore_eos=True))
     ahead = ended(
-        engine(invariant_model, proposer=NgramProposer(8)), PHRASE * 4, stop=StopParams(num_new, ignore_eos=True)
+        engine(invariant_model, proposer=NgramProposer(8)), PHRASE * 4, stop=StopRule(num_new, ignore_eos=True)
     )
     assert len(ahead.tokens) == num_new
     assert (ahead.tokens, ahead.reason) == (plain.tokens, plain.reason)
@@ -129,7 +128,7 @@ def test_no_token_more_than_asked_for(num_new: int, invariant_model: Model) -> N
 @pytest.mark.parametrize("min_tokens", [0, 25])
 def test_a_stop_token_inside_a_draft_ends_the_text(min_tokens: int, invariant_model: Model) -> None:
     circle = ended(engine(invariant_model), PHRASE * 4).tokens
-    stop = StopParams(NUM_NEW, stop_token_ids=frozenset({circle[-1]}), ignore_eos=True, min_tokens=min_tokens)
+    stop = StopRule(NUM_NEW, stop_token_ids=(circle[-1],), ignore_eos=True, min_tokens=min_tokens)
     plain = ended(engine(invariant_model), PHRASE * 4, stop=stop)
     ahead = ended(engine(invariant_model, proposer=NgramProposer(8)), PHRASE * 4, stop=stop)
     assert (ahead.tokens, ahead.reason) == (plain.tokens, plain.reason)
@@ -140,7 +139,7 @@ def test_the_context_ends_where_it_did(invariant_model: Model) -> None:
     plain = ended(engine(invariant_model, num_blocks=8), PHRASE * 4)
     ahead = ended(engine(invariant_model, num_blocks=8, proposer=NgramProposer(8)), PHRASE * 4)
     assert ahead.tokens == plain.tokens
-    assert ahead.reason is EngineFinishReason.LENGTH
+    assert ahead.reason is FinishReason.LENGTH
     assert len(ahead.tokens) < NUM_NEW
 
 
@@ -196,14 +195,14 @@ def test_drafts_take_what_others_leave(invariant_model: Model) -> None:
     for at in range(8):
         core.add(request(str(at), PHRASE[: at + 1] * 4, 12))
     outputs = outputs_of(core)
-    assert len({output.request_id for output in outputs if output.finish_reason is not None}) == 8
+    assert len({output.request_id for output in outputs if output.finish is not None}) == 8
 
 
-def prompts() -> list[tuple[list[int], SamplingParams]]:
+def prompts() -> list[tuple[list[int], Sampling]]:
     made = []
     for index, length in enumerate((2, 5, 9, 30)):
         own = random.Random(index).choices(range(2, VOCAB), k=length)
-        sampling = SamplingParams(temperature=0.05 * (index % 2), seed=index, logprobs=2)
+        sampling = Sampling(temperature=0.05 * (index % 2), seed=index, num_logprobs=2)
         made.append((PHRASE * (index % 3) + own * 3, sampling))
     return made
 

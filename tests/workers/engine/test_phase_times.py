@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tanghulu.runtime.clock import ManualClock
+from tanghulu.session.outputs import FinishReason, KvSource, Output, PhaseTimes
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.engine import Computed, EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.kv_layout import KvLayout, KvMemory
-from tanghulu.workers.engine.phase_times import PhaseTimes
-from tanghulu.workers.engine.requests import EngineFinishReason, PeerExport
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, StepPlan
-from tanghulu.workers.engine.step_result import RequestOutput, Sampled
+from tanghulu.workers.engine.step_result import Sampled
 from tests.workers.tiny import BLOCK, request
 
 LAYOUT = KvLayout(block_tokens=BLOCK, num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
@@ -43,7 +42,7 @@ class Outside:
     def fetch(self, wanted: FetchWanted) -> None:
         self.wanted.append(wanted)
 
-    def forgo(self, peer: PeerExport) -> None: ...
+    def forgo(self, peer: KvSource) -> None: ...
 
     def blocks_reused(self, blocks: Sequence[CommittedBlock]) -> None: ...
 
@@ -62,7 +61,7 @@ class Rig:
         runner = Runner(self.clock, num_blocks)
         self.core = EngineCore(runner, config, fetcher=fetcher, sink=self.outside, clock=self.clock)
 
-    def step(self) -> dict[str, RequestOutput]:
+    def step(self) -> dict[str, Output]:
         outputs = {output.request_id: output for output in self.core.step().outputs}
         self.core._phases.check(self.core.scheduler._requests)
         return outputs
@@ -75,7 +74,7 @@ def test_the_first_token_and_the_last_one_tell() -> None:
     assert rig.step()["a"].phases == PhaseTimes(queue_s=0.5, prefill_s=STEP_S, kv_store_s=STORE_S)
     assert rig.step()["a"].phases is None
     last = rig.step()["a"]
-    assert last.finish_reason is EngineFinishReason.LENGTH
+    assert last.finish is FinishReason.LENGTH
     assert last.phases == PhaseTimes(0.5, 0.0, STEP_S, STORE_S, 2 * STEP_S)
 
 
@@ -106,7 +105,7 @@ def test_a_preempted_request_waits_again() -> None:
     began_s, told = rig.clock.now_s(), []
     for _ in range(40):
         for name, output in rig.step().items():
-            if output.finish_reason is not None:
+            if output.finish is not None:
                 told.append((name, output.phases, rig.clock.now_s()))
     assert [name for name, _, _ in told] == ["a", "b"]
     for _, phases, ended_s in told:

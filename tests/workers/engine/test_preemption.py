@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tanghulu.errors import ConfigError
+from tanghulu.session.outputs import KvSource
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.requests import PeerExport
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted
 from tanghulu.workers.mock.runner import MockRunner
 from tanghulu.workers.mock.timing import TIMINGS
@@ -51,7 +51,7 @@ class Outside:
     def fetch(self, wanted: FetchWanted) -> None:
         self.under_way.append(wanted)
 
-    def forgo(self, peer: PeerExport) -> None:
+    def forgo(self, peer: KvSource) -> None:
         raise AssertionError("there are no peers")
 
     def arrive(self) -> None:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tanghulu.errors import ConfigError, ContextLengthExceeded, InvalidRequest, Overloaded
+from tanghulu.session.outputs import FinishReason
+from tanghulu.session.sampling import StopRule
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
-from tanghulu.workers.engine.requests import (
-    TRANSITIONS,
-    EngineFinishReason,
-    EngineRequest,
-    EngineRequestEvent,
-    EngineRequestState,
-    PeerExport,
-    StopParams,
-)
+from tanghulu.workers.engine.requests import TRANSITIONS, EngineRequest, EngineRequestEvent, EngineRequestState
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
 from tanghulu.workers.engine.step_plan import StepPlan
 from tanghulu.workers.engine.step_result import StepOutcome
+from tests.workers.peers import export_at
 from tests.workers.tiny import request, sampled
 
 B = 4
@@ -104,7 +100,7 @@ def test_a_repeated_prompt_hits_but_computes_its_last_token() -> None:
     core.add(req("b", 8, 1))
     plan, outcome = step(core)
     assert runs(plan) == {"b": (4, 4)}
-    assert outcome.outputs[0].num_cached_tokens == 4
+    assert outcome.outputs[0].cached_tokens == 4
     assert outcome.committed == [], "its twin of the last block stays private"
     core.add(req("c", 9, 1))
     assert runs(step(core)[0]) == {"c": (8, 1)}
@@ -113,29 +109,40 @@ def test_a_repeated_prompt_hits_but_computes_its_last_token() -> None:
 def test_stop_reasons() -> None:
     core = scheduler(max_num_batched_tokens=32, max_num_seqs=8)
     eos = frozenset({7})
-    core.add(req("eos", 3, stop=StopParams(5, eos_ids=eos)))
-    core.add(req("ignored", 3, stop=StopParams(5, eos_ids=eos, ignore_eos=True)))
-    core.add(req("stop-id", 3, stop=StopParams(5, stop_token_ids=eos, ignore_eos=True)))
+    core.add(req("eos", 3, stop=StopRule(5), eos_ids=eos))
+    core.add(req("ignored", 3, stop=StopRule(5, ignore_eos=True), eos_ids=eos))
+    core.add(req("stop-id", 3, stop=StopRule(5, stop_token_ids=tuple(eos), ignore_eos=True)))
     core.add(req("length", 3, 1))
-    reasons = {output.request_id: output.finish_reason for output in step(core)[1].outputs}
+    reasons = {output.request_id: output.finish for output in step(core)[1].outputs}
     assert reasons == {
-        "eos": EngineFinishReason.STOP,
+        "eos": FinishReason.STOP,
         "ignored": None,
-        "stop-id": EngineFinishReason.STOP,
-        "length": EngineFinishReason.LENGTH,
+        "stop-id": FinishReason.STOP,
+        "length": FinishReason.LENGTH,
     }
 
 
+def test_a_grammar_that_cannot_be_kept_is_an_error() -> None:
+    core = scheduler()
+    made = req("a", 3)
+    made.grammar = SimpleNamespace(failure="stuck")
+    core.add(made)
+    (output,) = step(core)[1].outputs
+    assert output.finish is FinishReason.ERROR
+    assert output.failure is not None
+    assert isinstance(output.failure.error, InvalidRequest)
+
+
 def test_end_tokens_are_banned_until_min_tokens() -> None:
-    stop = StopParams(9, eos_ids=frozenset({7}), stop_token_ids=frozenset({8}), min_tokens=2)
-    assert stop.banned_ids(0) == stop.banned_ids(1) == {7, 8}
-    assert stop.banned_ids(2) == frozenset()
+    made = req("a", 3, stop=StopRule(9, stop_token_ids=(8,), min_tokens=2), eos_ids=frozenset({7}))
+    assert made.banned_ids(0) == made.banned_ids(1) == {7, 8}
+    assert made.banned_ids(2) == frozenset()
 
 
 def test_the_context_ends_a_text() -> None:
     core = scheduler(max_context=6)
     core.add(req("a", 3))
-    assert [step(core)[1].outputs[0].finish_reason for _ in range(3)] == [None, None, EngineFinishReason.LENGTH]
+    assert [step(core)[1].outputs[0].finish for _ in range(3)] == [None, None, FinishReason.LENGTH]
 
 
 def test_a_resubmitted_request_goes_on_where_it_was() -> None:
@@ -143,8 +150,8 @@ def test_a_resubmitted_request_goes_on_where_it_was() -> None:
     core = scheduler()
     core.add(req("a", 7, 3, num_prompt=5))
     output = step(core)[1].outputs[0]
-    assert output.finish_reason is EngineFinishReason.LENGTH
-    assert output.num_generated_tokens == 3
+    assert output.finish is FinishReason.LENGTH
+    assert output.tokens == [7]
 
 
 def test_what_cannot_be_served_is_refused_at_once() -> None:
@@ -209,7 +216,7 @@ def test_abort_while_the_step_runs() -> None:
     plan = core.schedule()
     core.abort(ident("a"))
     outcome = core.step_done(sampled([1, 2]))
-    assert [(output.request_id, output.tokens) for output in outcome.outputs] == [("b", (2,))]
+    assert [(output.request_id, output.tokens) for output in outcome.outputs] == [("b", [2])]
     assert len(plan.runs) == 2
     core.check()
 
@@ -247,7 +254,7 @@ def test_missing_blocks_are_fetched_while_others_run() -> None:
     assert runs(plan)["a"] == (8, 6)
     assert core.pool.num_in_transfer == 0
     a = next(output for output in outcome.outputs if output.request_id == "a")
-    assert a.num_cached_tokens == 8
+    assert a.cached_tokens == 8
     core.add(req("again", 9))
     assert step(core)[0].fetches == [], "the fetched blocks are found here now"
 
@@ -263,10 +270,10 @@ def test_a_fetch_goes_on_behind_the_local_hits() -> None:
 
 def test_an_export_that_is_found_here_is_forgone() -> None:
     core = scheduler(can_fetch=True)
-    peer = PeerExport("p", "1", 8)
+    peer = export_at("p", 1, 8)
     core.add(req("a", 9, 1, fetch_blocks=0))
     drain(core)
-    core.add(req("partly", 14, peer=PeerExport("p", "2", 13)))
+    core.add(req("partly", 14, peer=export_at("p", 2, 13)))
     core.add(req("wholly", 9, peer=peer))
     plan, _ = step(core)
     assert [wanted.request_id for wanted in plan.fetches] == ["partly"]
@@ -312,7 +319,7 @@ def test_hand_over_keeps_the_blocks_until_they_are_released() -> None:
     core = scheduler()
     core.add(req("a", 8, hold_kv=True))
     output = step(core)[1].outputs[0]
-    assert output.finish_reason is EngineFinishReason.HANDED_OVER
+    assert output.finish is FinishReason.HANDED_OVER
     export = core.held.export(ident("a"))
     assert export is not None
     assert (export.num_tokens, len(export.block_ids)) == (8, 2)
@@ -326,7 +333,7 @@ def test_hand_over_keeps_the_blocks_until_they_are_released() -> None:
 def test_no_hand_over_of_a_text_that_is_over() -> None:
     core = scheduler()
     core.add(req("a", 8, 1, hold_kv=True))
-    assert step(core)[1].outputs[0].finish_reason is EngineFinishReason.LENGTH
+    assert step(core)[1].outputs[0].finish is FinishReason.LENGTH
     assert core.held.export(ident("a")) is None
 
 
@@ -334,7 +341,7 @@ def test_no_hand_over_of_a_text_that_is_over() -> None:
 def test_a_decode_worker_takes_over_with_the_partial_block(num_prompt: int) -> None:
     """Prompt from the peer, its first token known: exactly that one token is computed."""
     core = scheduler(can_fetch=True)
-    peer = PeerExport("prefill-1", "x", num_prompt)
+    peer = export_at("prefill-1", "x", num_prompt)
     core.add(req("a", [*range(num_prompt), 77], num_prompt=num_prompt, peer=peer))
     (wanted,) = step(core)[0].fetches
     assert wanted.num_tokens == num_prompt
@@ -348,7 +355,7 @@ def test_a_decode_worker_takes_over_with_the_partial_block(num_prompt: int) -> N
 
 def test_a_peer_that_failed_is_not_asked_again() -> None:
     core = scheduler(can_fetch=True)
-    core.add(req("a", 9, peer=PeerExport("p", "x", 9)))
+    core.add(req("a", 9, peer=export_at("p", "x", 9)))
     step(core)
     core.fetch_done(ident("a"), 1)
     assert runs(step(core)[0]) == {"a": (4, 5)}

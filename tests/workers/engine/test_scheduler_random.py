@@ -8,12 +8,14 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tanghulu.session.outputs import FinishReason
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
-from tanghulu.workers.engine.requests import EngineFinishReason, EngineRequest, PeerExport
+from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
 from tanghulu.workers.engine.step_plan import FetchWanted, ScheduledRun, StepPlan
+from tests.workers.peers import export_at
 from tests.workers.tiny import request, sampled
 
 
@@ -39,7 +41,7 @@ class World:
         self.left = rng.randint(1, 12)
         self.added: dict[str, EngineRequest] = {}
         self.aborted: set[str] = set()
-        self.ended: dict[str, EngineFinishReason] = {}
+        self.ended: dict[str, FinishReason] = {}
         self.computed: Counter[str] = Counter()
         self.num_preempted = 0
         self.prefixes: set[str] = set()
@@ -137,11 +139,11 @@ class World:
             hold_kv=rng.random() < 0.2,
             priority=rng.choice((0, 0, 0, 1)),
             fetch_blocks=rng.choice((None, None, 0, 2)),
-            peer=PeerExport("p", name, length) if rng.random() < 0.2 else None,
+            peer=export_at("p", name, length) if rng.random() < 0.2 else None,
             ahead=RequestId(f"{name}.pull") if rng.random() < 0.3 else None,
         )
         if made.ahead is not None:
-            wanted = self.core.pull_ahead(made.ahead, made.sequence, PeerExport("p", name, length))
+            wanted = self.core.pull_ahead(made.ahead, made.sequence, export_at("p", name, length))
             if wanted is not None:
                 self.pulls[made.ahead] = list(wanted.block_ids)
             if rng.random() < 0.2:
@@ -163,9 +165,9 @@ class World:
         self.num_drafted += plan.num_drafted
         self.num_accepted += outcome.num_accepted
         for output in outcome.outputs:
-            if output.finish_reason is not None:
+            if output.finish is not None:
                 assert output.request_id not in self.ended
-                self.ended[output.request_id] = output.finish_reason
+                self.ended[output.request_id] = output.finish
         self.core.check()
 
     def drawn(self, run: ScheduledRun) -> list[int]:

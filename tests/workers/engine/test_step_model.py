@@ -39,14 +39,15 @@ def learnt(factor: float = 1.0, seed: int = 1, num_steps: int = 400) -> StepMode
 
 @pytest.mark.parametrize("factor", [1.0, 40.0])
 def test_the_constants_of_a_machine_come_back(factor: float) -> None:
-    costs = learnt(factor).costs
-    assert costs is not None
-    assert costs.prefill_token_s == pytest.approx(factor * (9.5e-5 + 0.02 / BUDGET), rel=0.1)
-    assert costs.prefill_pair_s == pytest.approx(factor * 2.1e-9, rel=0.25)
-    assert costs.decode_fixed_s == pytest.approx(factor * 0.02, rel=0.1)
+    model = learnt(factor)
+    prefill, decode = model.prefill, model.decode
+    assert prefill is not None
+    assert decode is not None
+    assert prefill.token_s == pytest.approx(factor * (9.5e-5 + 0.02 / BUDGET), rel=0.1)
+    assert prefill.pair_s == pytest.approx(factor * 2.1e-9, rel=0.25)
+    assert decode.fixed_s == pytest.approx(factor * 0.02, rel=0.1)
     whole = StepWork(0, 0, 16, 16 * 4000)
-    told = costs.decode_fixed_s + 16 * costs.decode_sequence_s + whole.decode_context * costs.decode_context_s
-    assert told == pytest.approx(seconds(whole, factor), rel=0.05)
+    assert decode.seconds(16, whole.decode_context) == pytest.approx(seconds(whole, factor), rel=0.05)
 
 
 def test_nothing_is_said_before_there_were_prompts() -> None:
@@ -54,26 +55,26 @@ def test_nothing_is_said_before_there_were_prompts() -> None:
     for _ in range(50):
         work = decoding(draw)
         model.step(work, seconds(work))
-    assert model.costs is None
+    assert model.prefill is None
     for _ in range(MIN_STEPS):
         work = chunk(draw, False)
         model.step(work, seconds(work))
-    assert model.costs is not None
+    assert model.prefill is not None
 
 
 def test_long_decoding_does_not_wash_prefill_out_and_a_slower_machine_is_noticed() -> None:
     draw, model = random.Random(3), learnt()
-    before = model.costs
+    before = model.prefill
     for _ in range(3000):
         work = decoding(draw)
         model.step(work, seconds(work))
     assert before is not None
-    assert model.costs is not None
-    assert model.costs.prefill_token_s == before.prefill_token_s
+    assert model.prefill is not None
+    assert model.prefill.token_s == before.token_s
     for _ in range(1500):
         work = chunk(draw, False)
         model.step(work, seconds(work, 2.0))
-    assert model.costs.prefill_token_s == pytest.approx(2 * (9.5e-5 + 0.02 / BUDGET), rel=0.1)
+    assert model.prefill.token_s == pytest.approx(2 * (9.5e-5 + 0.02 / BUDGET), rel=0.1)
 
 
 def test_constants_are_never_negative() -> None:
@@ -81,10 +82,10 @@ def test_constants_are_never_negative() -> None:
     model = StepModel(512)
     for number in range(100):
         model.step(StepWork(512, 512 * 512), 0.1 - 0.0005 * number)
-    costs = model.costs
+    costs = model.prefill
     assert costs is not None
-    assert min(costs.prefill_fixed_s, costs.prefill_token_s, costs.prefill_pair_s) >= 0
-    assert costs.prefill_token_s * 512 + costs.prefill_pair_s * 512 * 512 == pytest.approx(0.06, rel=0.5)
+    assert min(costs.fixed_s, costs.token_s, costs.pair_s) >= 0
+    assert costs.token_s * 512 + costs.pair_s * 512 * 512 == pytest.approx(0.06, rel=0.5)
 
 
 def test_a_worker_may_say_that_it_reads_from_no_other() -> None:

@@ -20,11 +20,11 @@ def test_steps_that_only_decode_share_a_load_and_the_last_has_its_own(tiny_model
     while not any(report.result.outputs for report in reports):
         reports.append(rig.next_report())
     rig.thread.post(lambda _: rig.thread._speed.read_from_peer(10, 0.1, "there:1"))
-    while not any(output.finish_reason for report in reports[-1:] for output in report.result.outputs):
+    while not any(output.finish for report in reports[-1:] for output in report.result.outputs):
         reports.append(rig.next_report())
     loads = [report.load for report in reports]
-    assert [read.num_bytes for load in loads for read in load.reads] == [10]
-    assert (loads[-1].num_running, loads[-1].blocks_in_use, loads[-1].pending_tokens) == (0, 0, 0)
+    assert [read.num_bytes for load in loads for read in load.shared.reads] == [10]
+    assert (loads[-1].shared.num_running, loads[-1].blocks_in_use, loads[-1].shared.prefill_tokens_waiting) == (0, 0, 0)
     assert len({id(load) for load in loads}) < len(loads)
     rig.close()
 
@@ -61,7 +61,7 @@ def test_blocks_that_a_request_waits_for_wake_the_engine(tiny_model: Model, monk
     rig.run("held", PROMPT, 2, hold_kv=True)
     made = request("waits", [token + 1 for token in PROMPT], 1)
     rig.thread.post(lambda core: core.add(made))
-    while rig.next_report().load.num_waiting != 1:
+    while rig.next_report().load.shared.num_waiting != 1:
         pass
     rig.thread.post_unhurried(lambda core: core.release_export(RequestId("held")))
     while not rig.next_report().result.outputs:

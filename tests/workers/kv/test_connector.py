@@ -9,14 +9,16 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
+from tanghulu.session.load import WorkerLoad
+from tanghulu.session.outputs import KvSource, PrefixHolder
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.engine.engine import EngineCore
-from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
-from tanghulu.workers.engine.speed import SpeedMeter, Speeds
+from tanghulu.workers.engine.speed import ASSUMED_PEER_BYTES_PER_S, SpeedMeter
 from tanghulu.workers.engine.thread import Command
 from tanghulu.workers.kv.connector import NUM_FETCH_THREADS
 from tanghulu.workers.kv.peer_reader import ExportPart
+from tests.workers.peers import export_at, prefix_at
 from tests.workers.rig import PROMPT, DictStore, NoPeers, Rig
 from tests.workers.tiny import BLOCK, request
 
@@ -67,7 +69,7 @@ def test_a_peer_that_is_gone_is_computed(rig: Rig) -> None:
     text, _ = rig.run("one", PROMPT, 3)
     rig.run_until_idle()
     rig.drop()
-    peer = PeerExport("nowhere|", "1", len(PROMPT))
+    peer = export_at("nowhere|", 1, len(PROMPT))
     assert rig.run("two", PROMPT, 3, peer=peer)[0] == text
     assert rig.value("fetch_failures_total", source="peer") == 1
 
@@ -77,7 +79,7 @@ class ExportingPeers(NoPeers):
 
     def __init__(self, blocks: Sequence[bytes], error: TanghuluError | None = None) -> None:
         self.blocks, self.error = blocks, error
-        self.released: queue.Queue[tuple[PeerExport, int]] = queue.Queue()
+        self.released: queue.Queue[tuple[KvSource, int]] = queue.Queue()
 
     def read(self, parts: Sequence[ExportPart], buffers: Sequence[memoryview]) -> int:
         [(_, first_block, _)] = parts
@@ -87,7 +89,7 @@ class ExportingPeers(NoPeers):
             buffer[:] = block
         return max(0, min(len(buffers), len(self.blocks) - first_block))
 
-    def release(self, peer: PeerExport, bytes_read: int = 0, *, keep: bool = False) -> None:
+    def release(self, peer: KvSource, bytes_read: int = 0, *, keep: bool = False) -> None:
         self.released.put((peer, bytes_read))
 
 
@@ -100,7 +102,7 @@ def test_what_a_peer_did_not_bring_comes_from_the_store(tiny_model, store, num_h
     writer.close()
     peers = ExportingPeers(list(store.chunks.values())[:num_held], error)
     rig = Rig(tiny_model, store, peers)
-    peer = PeerExport("there|", "1", len(PROMPT))
+    peer = export_at("there|", 1, len(PROMPT))
     assert rig.run("again", PROMPT, 4, peer=peer) == (tokens, 5 * BLOCK)
     assert rig.value("prefix_tokens_total", source="peer") == num_held * BLOCK
     assert rig.value("prefix_tokens_total", source="store") == (5 - num_held) * BLOCK
@@ -116,7 +118,7 @@ def test_a_fetch_ends_in_one_command(tiny_model: Model) -> None:
     peers.blocks = [bytes(rig.core.cache.layout.block_bytes)] * 5
     posted: list[Command] = []
     rig.connector._post = lambda command: (posted.append(command), rig.thread.post(command))
-    rig.run("handed", PROMPT, 4, peer=PeerExport("there|", "1", 5 * BLOCK))
+    rig.run("handed", PROMPT, 4, peer=export_at("there|", 1, 5 * BLOCK))
     peers.released.get(timeout=30)
     assert len(posted) == 1
     rig.close()
@@ -144,7 +146,7 @@ class WaitingPeers(NoPeers):
             buffer[:] = bytes(len(buffer))
         return num_ok
 
-    def release(self, peer: PeerExport, bytes_read: int = 0, *, keep: bool = False) -> None:
+    def release(self, peer: KvSource, bytes_read: int = 0, *, keep: bool = False) -> None:
         self.released.put((peer.export_id, bytes_read))
 
 
@@ -157,7 +159,7 @@ def test_hand_overs_that_wait_for_one_worker_are_fetched_together(tiny_model: Mo
     posted: list[Command] = []
     rig.connector._post = lambda command: (posted.append(command), rig.thread.post(command))
     made = {
-        name: request(name, [number, *PROMPT], 2, peer=PeerExport(instance, name, 5 * BLOCK))
+        name: request(name, [number, *PROMPT], 2, peer=export_at(instance, name, 5 * BLOCK))
         for number, (name, instance) in enumerate(exports.items())
     }
     for name in "a", "b":  # each keeps a fetcher
@@ -188,7 +190,7 @@ def test_hand_overs_that_wait_for_one_worker_are_fetched_together(tiny_model: Mo
 def test_an_export_that_was_damaged_is_given_back(tiny_model: Model) -> None:
     peers = ExportingPeers([], ChecksumMismatch("the first exported block did not arrive as it was sent"))
     rig = Rig(tiny_model, None, peers)
-    peer = PeerExport("there|", "1", len(PROMPT))
+    peer = export_at("there|", 1, len(PROMPT))
     _, cached = rig.run("one", PROMPT, 2, peer=peer)
     assert cached == 0
     assert peers.released.get(timeout=30) == (peer, 0)
@@ -198,7 +200,7 @@ def test_an_export_that_was_damaged_is_given_back(tiny_model: Model) -> None:
 def test_an_export_that_waits_is_forgone_by_an_abort(tiny_model: Model) -> None:
     peers = ExportingPeers([])
     rig = Rig(tiny_model, None, peers)
-    peer = PeerExport("there|", "1", len(PROMPT))
+    peer = export_at("there|", 1, len(PROMPT))
     made = request("one", PROMPT, 2, peer=peer)
     rig.thread.post(lambda core: (core.add(made), core.abort(made.request_id)))
     assert peers.released.get(timeout=30) == (peer, 0)
@@ -214,7 +216,7 @@ def test_an_export_is_given_back_while_fetches_are_slow(tiny_model: Model, store
         rig.thread.post(lambda core, made=made: core.add(made))
     while rig.value("requests_fetching") < NUM_FETCH_THREADS:
         rig.next_report()
-    peer = PeerExport("there|", "1", len(PROMPT))
+    peer = export_at("there|", 1, len(PROMPT))
     rig.thread.post(lambda _: rig.connector.forgo(peer))
     assert peers.released.get(timeout=30) == (peer, 0)
     store.gate.set()
@@ -258,7 +260,7 @@ def _assert(condition: bool) -> None:
 def test_small_steps_do_not_say_how_fast_prefill_is() -> None:
     meter = SpeedMeter()
     meter.step(37, 1, 0.4)
-    assert meter.speeds == Speeds()
+    assert meter.speeds == WorkerLoad(peer_bytes_per_s=ASSUMED_PEER_BYTES_PER_S)
     meter.step(512, 1, 1.0)
     meter.step(8, 8, 0.05)
     meter.fetched(10_000_000, 0.1)
@@ -274,7 +276,7 @@ class HoldingPeers(NoPeers):
     def __init__(self, chunks: dict[bytes, bytes]) -> None:
         self.chunks, self.asked, self.broken = chunks, 0, False
 
-    def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+    def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         self.asked += len(hashes)
         if self.broken:
             raise NodeUnavailable("the holder is away")
@@ -296,7 +298,7 @@ def test_a_holder_is_asked_first_and_the_store_for_the_rest(tiny_model, store, h
     peers = HoldingPeers(dict(list(store.chunks.items())[:3]))
     peers.broken = broken
     rig = Rig(tiny_model, store, peers)
-    again, cached = rig.run("again", PROMPT, 4, holder=PeerPrefix("there|", held))
+    again, cached = rig.run("again", PROMPT, 4, holder=prefix_at("there|", held))
     assert (again, cached) == (tokens, 5 * BLOCK)
     assert peers.asked == held
     assert rig.value("prefix_tokens_total", source="peer_cache") == from_cache * BLOCK
@@ -315,8 +317,8 @@ def test_who_else_has_the_kv_is_asked_where_a_hand_over_is_gone(
     writer.run_until_idle()
     writer.close()
     rig = Rig(tiny_model, store, HoldingPeers(dict(list(store.chunks.items())[:3])))
-    holder = PeerPrefix("there|", num_held) if num_held else None
-    gone = PeerExport("nowhere|", "1", len(PROMPT))
+    holder = prefix_at("there|", num_held) if num_held else None
+    gone = export_at("nowhere|", 1, len(PROMPT))
     again, cached = rig.run("again", PROMPT, 4, peer=gone, holder=holder)
     assert again == tokens
     assert len(PROMPT) - cached <= BLOCK

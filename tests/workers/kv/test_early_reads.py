@@ -12,17 +12,18 @@ import pytest
 
 from tanghulu.errors import ChunkNotFound, NodeUnavailable
 from tanghulu.runtime.clock import SystemClock
+from tanghulu.session.outputs import KvSource
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.gpu.staging import HostCopier
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.early_exports import EarlyBlocks
 from tanghulu.workers.engine.engine import EngineCore
-from tanghulu.workers.engine.requests import PeerExport
 from tanghulu.workers.engine.step_result import StepResult
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.kv.peer_reader import PeerReader
 from tests.rpc.service import until
 from tests.workers.kv.test_staging import NAME, Holder, buffers, bytes_of
+from tests.workers.peers import export_at
 from tests.workers.rig import PROMPT, NoPeers, Rig, read_export
 from tests.workers.tiny import BLOCK, request
 
@@ -42,12 +43,12 @@ def tell(holder: Holder, *changes: EarlyBlocks) -> dict:
     return holder.server.add_exports(StepReport(StepResult(), {}, EngineLoad(), changes))
 
 
-def begin(holder: Holder, *blocks: int) -> PeerExport:
+def begin(holder: Holder, *blocks: int) -> KvSource:
     source = tell(holder, EarlyBlocks(*NAMED, 0, blocks))[NAMED[0]]
-    return PeerExport(holder.instance, str(source.export_id), source.num_tokens)
+    return export_at(holder.instance, source.export_id, source.num_tokens)
 
 
-async def watch(reader: PeerReader, export: PeerExport, num_known: int) -> int:
+async def watch(reader: PeerReader, export: KvSource, num_known: int) -> int:
     def ask() -> int:
         with reader.watch(export) as num_blocks:
             return num_blocks(num_known)
@@ -196,7 +197,7 @@ def prompt_blocks(tiny_model) -> tuple[list[int], list[bytes]]:
     return tokens, list(store.chunks.values())
 
 
-EARLY, LATE = PeerExport("there|", "1", 0), PeerExport("there|", "2", 5 * BLOCK)
+EARLY, LATE = export_at("there|", 1, 0), export_at("there|", 2, 5 * BLOCK)
 
 
 def pull(rig: Rig) -> None:

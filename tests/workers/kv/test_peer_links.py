@@ -9,22 +9,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from msgspec import structs
 
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, PeerSilent, TransferFailed
 from tanghulu.rpc import dialling
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.runtime.clock import ManualClock, SystemClock
+from tanghulu.session.outputs import KvSource
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.gpu.staging import HostCopier
 from tanghulu.types import Address, BlockHash
-from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
 from tanghulu.workers.kv import peer_links
 from tanghulu.workers.kv.peer_reader import PeerReader
 from tanghulu.workers.kv.silence import SilenceWatch
 from tests.rpc.service import until
 from tests.rpc.test_silent_hosts import out_of_reach
 from tests.workers.kv.test_staging import LAYOUT, NAME, Holder, buffers, bytes_of
+from tests.workers.peers import export_at, prefix_at
 from tests.workers.rig import read_export
 
 HASHES = [BlockHash(bytes([number] * 16)) for number in (5, 9)]
@@ -57,9 +57,9 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[FastConnection]:
     return opened
 
 
-def mapped(holder: Holder, export: PeerExport) -> PeerExport:
+def mapped(holder: Holder, export: KvSource) -> KvSource:
     """The export as a reader of this host names it, that maps the holder's memory."""
-    return structs.replace(export, instance=holder.instance)
+    return export_at(holder.instance, export.export_id, export.num_tokens)
 
 
 async def test_blocks_come_back_when_a_connection_is_lost_under_a_reader(
@@ -85,7 +85,7 @@ async def test_a_prefix_that_did_not_come_whole_is_released(tmp_path: Path, tran
         raise TransferFailed("it broke off")
 
     async with holder.serving():
-        held = PeerPrefix(holder.instance, 2)
+        held = prefix_at(holder.instance, 2)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(transfers, "transfer", fail)
             with pytest.raises(TransferFailed):
@@ -110,7 +110,7 @@ async def test_a_prefix_whose_reader_was_lost_is_given_back(tmp_path: Path, read
     holder.window.show = lose
     async with holder.serving():
         with pytest.raises(NodeUnavailable):
-            await asyncio.to_thread(reader.read_prefix, PeerPrefix(holder.instance, 2), HASHES, buffers(2))
+            await asyncio.to_thread(reader.read_prefix, prefix_at(holder.instance, 2), HASHES, buffers(2))
         await until(lambda: len(holder.given_back) == 1)
         assert holder.access.num_leases == 0
 
@@ -131,7 +131,7 @@ async def test_the_memory_is_kept_until_what_was_begun_is_shown(tmp_path: Path, 
     holder.window.show = lose
     async with holder.serving():
         with pytest.raises(NodeUnavailable):
-            await asyncio.to_thread(reader.read_prefix, PeerPrefix(holder.instance, 2), HASHES, buffers(2))
+            await asyncio.to_thread(reader.read_prefix, prefix_at(holder.instance, 2), HASHES, buffers(2))
         await until(lambda: len(holder.given_back) == 1)
         closing = asyncio.ensure_future(holder.server.close())
         await asyncio.sleep(0.05)
@@ -140,7 +140,7 @@ async def test_the_memory_is_kept_until_what_was_begun_is_shown(tmp_path: Path, 
         await closing
         assert holder.window.slots.num_free == 4
         with pytest.raises(NodeUnavailable, match="stops"):
-            await asyncio.to_thread(reader.read_prefix, PeerPrefix(holder.instance, 2), HASHES, buffers(2))
+            await asyncio.to_thread(reader.read_prefix, prefix_at(holder.instance, 2), HASHES, buffers(2))
 
 
 async def test_a_prefix_whose_reader_dies_while_it_reads_is_given_back(
@@ -157,7 +157,7 @@ async def test_a_prefix_whose_reader_dies_while_it_reads_is_given_back(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(transfers, "submit", die)
             with pytest.raises(NodeUnavailable):
-                await asyncio.to_thread(reader.read_prefix, PeerPrefix(f"{holder.address}|", 2), HASHES, buffers(2))
+                await asyncio.to_thread(reader.read_prefix, prefix_at(f"{holder.address}|", 2), HASHES, buffers(2))
         await until(lambda: len(holder.given_back) >= 1)
 
 
@@ -212,7 +212,7 @@ async def test_a_silent_worker_holds_up_no_reads_from_others(tmp_path: Path, rea
     holder = Holder(tmp_path, 2, HostCopier())
     async with holder.serving():
         with socket.create_server(("127.0.0.1", 0)) as silent:
-            nowhere = PeerExport(f"127.0.0.1:{silent.getsockname()[1]}|", "1", 4)
+            nowhere = export_at(f"127.0.0.1:{silent.getsockname()[1]}|", 1, 4)
             waiting = asyncio.create_task(asyncio.to_thread(read_export, reader, nowhere, 0, buffers(1)))
             accepted, _ = await asyncio.to_thread(silent.accept)
             assert await asyncio.to_thread(read_export, reader, mapped(holder, holder.export([1])), 0, buffers(1)) == 1
@@ -230,7 +230,7 @@ def test_after_one_waited_for_a_silent_worker_nobody_waits_for_a_while(
     clock = ManualClock()
     reader = PeerReader(transfers, "w2", NAME, clock)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        export = PeerExport(f"127.0.0.1:{silent.getsockname()[1]}|", "1", 4)
+        export = export_at(f"127.0.0.1:{silent.getsockname()[1]}|", 1, 4)
         with pytest.raises(DeadlineExceeded):
             read_export(reader, export, 0, buffers(1))
         for use in (lambda: read_export(reader, export, 0, buffers(1)), lambda: reader.release(export)):
@@ -251,7 +251,7 @@ def test_a_host_out_of_reach_is_tried_by_one_reader_alone(
     clock = ManualClock()
     reader = PeerReader(transfers, "w2", NAME, clock)
     with out_of_reach() as address:
-        export = PeerExport(f"{address}|", "1", 4)
+        export = export_at(f"{address}|", 1, 4)
         with pytest.raises(PeerSilent):
             read_export(reader, export, 0, buffers(1))
         with pytest.raises(NodeUnavailable, match="did not answer a moment ago"):

@@ -24,6 +24,7 @@ from tanghulu.errors import ChunkNotFound, ConfigError, NodeUnavailable, Overloa
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime.clock import SystemClock
+from tanghulu.session.outputs import KvSource
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.config import ListenOptions
 from tanghulu.transfer_engine.core.segment import MemorySegment
@@ -35,7 +36,6 @@ from tanghulu.workers.compute.device import CPU
 from tanghulu.workers.compute.device_runner import DeviceRunner
 from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
 from tanghulu.workers.engine.step_plan import KvExport
 from tanghulu.workers.engine.step_result import StepResult
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
@@ -52,6 +52,7 @@ from tanghulu.workers.kv.staging import (
     WindowSlotState,
 )
 from tanghulu.workers.metrics import WorkerMetrics
+from tests.workers.peers import export_at, prefix_at
 from tests.workers.rig import PROMPT, DictStore, Rig, read_export
 from tests.workers.tiny import BLOCK
 
@@ -274,10 +275,10 @@ class Holder:
         blocks = tuple(each[0] for each in hashes if each[0] < 20)
         return KvExport(name, blocks, len(blocks) * LAYOUT.block_tokens) if blocks else None
 
-    def export(self, blocks: Sequence[int]) -> PeerExport:
+    def export(self, blocks: Sequence[int]) -> KvSource:
         kv = KvExport(RequestId("one"), tuple(blocks), len(blocks) * LAYOUT.block_tokens)
         source = self.server.add_exports(StepReport(StepResult(), {kv.request_id: kv}, EngineLoad()))[kv.request_id]
-        return PeerExport(f"{self.address}|", str(source.export_id), kv.num_tokens)
+        return export_at(f"{self.address}|", source.export_id, kv.num_tokens)
 
 
 @pytest.fixture
@@ -355,7 +356,7 @@ async def test_an_export_of_an_earlier_run_names_nothing(tmp_path: Path, reader:
         after.export([3, 4])
         with pytest.raises(ChunkNotFound, match="compute the prompt"):
             await asyncio.to_thread(
-                read_export, reader, structs.replace(stale, instance=f"{after.address}|"), 0, buffers(2)
+                read_export, reader, structs.replace(stale, address=str(after.address)), 0, buffers(2)
             )
 
 
@@ -364,7 +365,7 @@ async def test_a_prefix_is_read_through_few_slots(tmp_path: Path, reader: PeerRe
     async with holder.serving():
         hashes = [BlockHash(bytes([number] * 16)) for number in (5, 9, 2, 11, 30)]
         got = buffers(5)
-        held = PeerPrefix(f"{holder.address}|", 5)
+        held = prefix_at(f"{holder.address}|", 5)
         assert await asyncio.to_thread(reader.read_prefix, held, hashes, got) == 4
         assert [bytes(each) for each in got[:4]] == [bytes_of(holder.parts, block) for block in (5, 9, 2, 11)]
         assert holder.window.slots.num_free == 2
@@ -398,7 +399,7 @@ async def test_a_second_reader_waits_for_no_slot(tmp_path: Path, reader: PeerRea
     holder = Holder(tmp_path, 2, HostCopier())
     async with holder.serving():
         taken = holder.window.take([1]) + holder.window.take([2])
-        held = PeerPrefix(f"{holder.address}|", 1)
+        held = prefix_at(f"{holder.address}|", 1)
         with pytest.raises(Overloaded, match="pinned memory"):
             await asyncio.to_thread(reader.read_prefix, held, [BlockHash(b"\x03" * 16)], buffers(1))
         holder.window.leave(taken)
@@ -408,7 +409,7 @@ async def test_readers_share_the_window(tmp_path: Path, reader: PeerReader):
     holder = Holder(tmp_path, 4, HostCopier())
     async with holder.serving():
         assert await asyncio.to_thread(read_export, reader, holder.export(range(8)), 0, buffers(8)) == 8
-        held = PeerPrefix(f"{holder.address}|", 1)
+        held = prefix_at(f"{holder.address}|", 1)
         assert await asyncio.to_thread(reader.read_prefix, held, [BlockHash(b"\x03" * 16)], buffers(1)) == 1
 
 

@@ -8,7 +8,6 @@ import os
 import socket
 from pathlib import Path
 
-from tanghulu.protos import session_pb2
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.runtime.process import host_id
@@ -25,7 +24,7 @@ from tanghulu.transfer_engine.core.wire import (
     secret_numbers,
 )
 from tanghulu.types import Address
-from tanghulu.workers.kv.peer_methods import EXPORT_PIN, HELLO
+from tanghulu.workers.kv.peer_methods import EXPORT_PIN, HELLO, ExportPinRequest
 from tests.workers.kv.test_staging import LAYOUT, NAME, Holder, HostCopier, bytes_of
 
 
@@ -63,7 +62,7 @@ async def test_numbers_are_not_enough_to_read_a_block(tmp_path: Path) -> None:
             honest, welcome = greeted(holder.instance)
             stranger, other = greeted(holder.instance)
             with contextlib.closing(honest), contextlib.closing(stranger):
-                request = session_pb2.ExportPinRequest(export_id=int(export.export_id), fingerprint=NAME)
+                request = ExportPinRequest(export.export_id, fingerprint=NAME)
                 (block,) = honest.call(EXPORT_PIN.number, request, EXPORT_PIN.reply).message.blocks
                 segment, key = welcome.segment, welcome.session
                 assert len({key.session_id >> 32, other.session.session_id >> 32, block.lease_id >> 32}) == 3

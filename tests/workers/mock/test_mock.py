@@ -13,18 +13,20 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from tanghulu.session.outputs import FinishReason, KvSource
+from tanghulu.session.sampling import Sampling
 from tanghulu.types import RequestId
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.block_pool import KvEventKind
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.requests import EngineFinishReason, PeerExport, SamplingParams
 from tanghulu.workers.engine.step_plan import FetchWanted
 from tanghulu.workers.mock import loading as mock_loading
 from tanghulu.workers.mock import runner as mock_runner
 from tanghulu.workers.mock.holding import DECODE_TOKENS, MOST_S, HoldingRunner
 from tanghulu.workers.mock.runner import MockRunner
 from tanghulu.workers.mock.timing import TIMINGS, MockTiming
+from tests.workers.peers import export_at
 from tests.workers.tiny import BLOCK, request, run_all
 
 LAYOUT = KvLayout(1, BLOCK, 1, 2, "float32")
@@ -76,7 +78,7 @@ def test_text_depends_on_prompt_or_seed_alone(deterministic: bool) -> None:
         core = Rig(deterministic=deterministic).core
         for number, other in enumerate(others):
             core.add(request(f"other-{number}", other, 5))
-        core.add(request("a", prompt, 12, sampling=SamplingParams(seed=seed)))
+        core.add(request("a", prompt, 12, sampling=Sampling(seed=seed)))
         return run_all(core)["a"]
 
     alone = text(1, PROMPT)
@@ -92,7 +94,7 @@ def test_a_prefix_is_cached_and_told_of() -> None:
     core.add(request("b", PROMPT, 1))
     second = core.step()
     assert [e.kind for e in first.kv_events] == [KvEventKind.STORED] * 2
-    assert (first.outputs[0].num_cached_tokens, second.outputs[0].num_cached_tokens) == (0, 16)
+    assert (first.outputs[0].cached_tokens, second.outputs[0].cached_tokens) == (0, 16)
     assert second.num_computed_tokens == 5
 
 
@@ -104,7 +106,7 @@ class Copying:
         self.core: EngineCore
         self.wanted: list[FetchWanted] = []
 
-    def forgo(self, peer: PeerExport) -> None:
+    def forgo(self, peer: KvSource) -> None:
         raise AssertionError(f"{peer} is needed")
 
     def fetch(self, wanted: FetchWanted) -> None:
@@ -121,12 +123,12 @@ def test_a_torn_hand_over_is_found(torn: bool) -> None:
     prefill.add(request("a", PROMPT, 4, hold_kv=True))
     output = prefill.step().outputs[0]
     export = prefill.scheduler.held.export(RequestId("a"))
-    assert output.finish_reason is EngineFinishReason.HANDED_OVER
+    assert output.finish is FinishReason.HANDED_OVER
     assert export is not None
     copying = Copying(prefill, export.block_ids, torn)
     copying.core = decode = Rig(copying).core
     tokens = [*PROMPT, *output.tokens]
-    decode.add(request("a", tokens, 4, num_prompt=len(PROMPT), peer=PeerExport("p", "1", export.num_tokens)))
+    decode.add(request("a", tokens, 4, num_prompt=len(PROMPT), peer=export_at("p", 1, export.num_tokens)))
     decode.step()
     decode.fetch_done(RequestId("a"), len(copying.wanted[0].block_ids))
     if torn:
@@ -138,11 +140,10 @@ def test_a_torn_hand_over_is_found(torn: bool) -> None:
 
 def test_logprobs_say_that_all_texts_are_equally_likely() -> None:
     core = Rig().core
-    core.add(request("a", PROMPT, 1, sampling=SamplingParams(logprobs=3)))
-    logprobs = core.step().outputs[0].logprobs
+    core.add(request("a", PROMPT, 1, sampling=Sampling(num_logprobs=3)))
+    (logprobs,) = core.step().outputs[0].logprobs
     assert logprobs is not None
-    assert {entry.logprob for entry in (logprobs.chosen, *logprobs.top)} == {-np.log(90)}
-    assert len(logprobs.top) == 3
+    assert logprobs.logprobs == (-np.log(90),) * 4
 
 
 @pytest.mark.parametrize("model", ["mock", "smollm2"])
@@ -152,7 +153,7 @@ def test_its_text_reads_as_words_and_ends_in_nothing_special(model: str, smollm2
     tokenizer = Tokenizer.from_buffer(loaded.assets.tokenizer_json)
     runner = loaded.make_runner(memoryview(bytearray(1 << 20)))
     core = EngineCore(runner, EngineCoreConfig(block_tokens=BLOCK))
-    core.add(request("a", tokenizer.encode("Hello, world: äöü 漢字").ids, 30, sampling=SamplingParams()))
+    core.add(request("a", tokenizer.encode("Hello, world: äöü 漢字").ids, 30, sampling=Sampling()))
     tokens = run_all(core)["a"]
     text = tokenizer.decode(tokens)
     assert set(text) <= set("abcdefghijklmnopqrstuvwxyz ")

@@ -17,6 +17,7 @@ from tanghulu.masters import Masters
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime.clock import SystemClock
+from tanghulu.session.outputs import KvSource
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.config import ListenOptions
 from tanghulu.transfer_engine.core.segment import MemorySegment
@@ -30,7 +31,6 @@ from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.kv_layout import KvLayout, KvMemory
-from tanghulu.workers.engine.requests import PeerExport
 from tanghulu.workers.kv.peer_reader import PeerReader
 from tanghulu.workers.kv.peer_server import KvIdentity, PeerServer
 from tanghulu.workers.kv.ports import HostBlocks
@@ -41,6 +41,7 @@ from tanghulu.workers.ranks.processes import RankProcesses, RankTask
 from tanghulu.workers.weights import ModelSource, resolve_model
 from tanghulu.workers.weights.fingerprint import fingerprint
 from tests.workers.compute.test_architectures import write
+from tests.workers.peers import export_at
 from tests.workers.rig import read_export
 from tests.workers.tiny import BLOCK, VOCAB, TinyModel, request, run_all, write_tiny
 
@@ -239,7 +240,7 @@ class _HoldsNothing:
 
 
 @contextlib.asynccontextmanager
-async def _peer(layout: KvLayout, name: Fingerprint, run_dir: Path) -> AsyncIterator[PeerExport]:
+async def _peer(layout: KvLayout, name: Fingerprint, run_dir: Path) -> AsyncIterator[KvSource]:
     """A worker's side of the hand-over, without its engine: an address that holds KV called ``name``."""
     clock, size = SystemClock(), 2 * layout.block_bytes
     metrics = WorkerMetrics(CollectorRegistry(), layout, 2)
@@ -255,7 +256,7 @@ async def _peer(layout: KvLayout, name: Fingerprint, run_dir: Path) -> AsyncIter
     server.serve(service, offered)
     await port_mux.open()
     try:
-        yield PeerExport(f"{address}|", "1", 8)
+        yield export_at(f"{address}|", 1, 8)
     finally:
         await port_mux.close()
         await offered.close()

@@ -12,12 +12,12 @@ from tanghulu.workers.sessions.reports import MAX_WAITING, EngineReports
 
 
 def _report(number: int) -> StepReport:
-    return StepReport(StepResult(), {}, EngineLoad(num_running=number))
+    return StepReport(StepResult(), {}, EngineLoad(num_added=number))
 
 
 async def test_reports_come_in_order_and_an_engine_that_is_ahead_waits():
     heard: list[int] = []
-    queue = EngineReports(lambda reports: heard.extend(report.load.num_running for report in reports))
+    queue = EngineReports(lambda reports: heard.extend(report.load.num_added for report in reports))
     engine = threading.Thread(target=lambda: [queue.put(_report(n)) for n in range(3 * MAX_WAITING)])
     engine.start()
     while len(queue._waiting) < MAX_WAITING:  # the loop stands still meanwhile
@@ -42,7 +42,7 @@ async def test_a_closed_queue_holds_nobody_up():
 
 async def test_a_call_has_its_place_among_the_reports():
     heard: list[int] = []
-    queue = EngineReports(lambda reports: heard.extend(report.load.num_running for report in reports))
+    queue = EngineReports(lambda reports: heard.extend(report.load.num_added for report in reports))
     queue.put(_report(1))
     queue.call(lambda: heard.append(2))
     queue.call(lambda: heard.append(3))

@@ -8,16 +8,22 @@ from types import SimpleNamespace
 import pytest
 
 from tanghulu.errors import InvalidRequest
-from tanghulu.protos import session_pb2 as pb
 from tanghulu.rpc.fast_server import AnswerStream, Later, Peer
 from tanghulu.rpc.frames import Frame
+from tanghulu.session.load import PeerRead, WorkerLoad
+from tanghulu.session.messages import FromWorker, SessionHello, Submit, ToWorker
+from tanghulu.session.outputs import Output
+from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import BlockHash, InstanceId, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent, KvEventKind
-from tanghulu.workers.engine.speed import PeerReadTotal
-from tanghulu.workers.engine.step_result import RequestOutput, StepResult
+from tanghulu.workers.engine.step_result import StepResult
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.sessions import server, untold, wire
 from tanghulu.workers.sessions.server import SessionHub
+
+
+def _submit(request_id: str) -> ToWorker:
+    return ToWorker(Submit(RequestId(request_id), bytes(4), 1, Sampling(), StopRule(9)))
 
 
 class _Engine:
@@ -42,11 +48,11 @@ class _Wire:
     """A connection's writing side; the conductor takes what was sent when it reads, and nothing more until it does."""
 
     def __init__(self) -> None:
-        self.sent: list[pb.FromWorker] = []
+        self.sent: list[FromWorker] = []
         self.takes = True
         self.closed = False
 
-    def answer(self, frame: Frame, message: pb.FromWorker) -> None:
+    def answer(self, frame: Frame, message: FromWorker) -> None:
         if not self.closed:
             self.sent.append(message)
             self.takes = False
@@ -62,14 +68,14 @@ class _Conductor:
         self._hub = hub
         self._peer = Peer(None, False, name)
         self._wire = _Wire()
-        self.stream = self.say(pb.ToWorker(hello=pb.SessionHello(conductor_id=name, protocol_version=1)))
+        self.stream = self.say(ToWorker(SessionHello(name, 1)))
         assert isinstance(self.stream, AnswerStream)
         self.stream.begin(self._wire, Frame(54, 1, b""))  # type: ignore[arg-type]
 
-    def say(self, message: pb.ToWorker) -> AnswerStream | Later:
+    def say(self, message: ToWorker) -> AnswerStream | Later:
         return self._hub.receive(self._peer, message, memoryview(b""))
 
-    async def read(self) -> pb.FromWorker:
+    async def read(self) -> FromWorker:
         """The next message. Raises EOFError when there is none because the session has ended."""
         async with asyncio.timeout(30):
             while not self._wire.sent:
@@ -95,14 +101,14 @@ class _Scene:
         self.hub = SessionHub(InstanceId("w"), 1, factory, self.engine, lambda report: {}, lambda export: None)
         self.num_steps = 0
 
-    def step(self, *request_ids: str, reads: tuple[PeerReadTotal, ...] = (), num_added: int = 0) -> None:
+    def step(self, *request_ids: str, reads: tuple[PeerRead, ...] = (), num_added: int = 0) -> None:
         """A step with an output for each of ``request_ids`` and a new block in the cache."""
         self.num_steps += 1
         block = BlockHash(self.num_steps.to_bytes(16, "big"))
         self.engine.cached.append(block)
-        outputs = tuple(RequestOutput(RequestId(r), (1,), None, None, 1, 1, 0) for r in request_ids)
+        outputs = tuple(Output(RequestId(r), [1]) for r in request_ids)
         result = StepResult(outputs, num_sequences=1, kv_events=(KvEvent(KvEventKind.STORED, block),))
-        load = EngineLoad(num_running=self.num_steps, reads=reads, num_added=num_added)
+        load = EngineLoad(WorkerLoad(num_running=self.num_steps, reads=reads), num_added=num_added)
         self.hub.on_reports([StepReport(result, {}, load)])
 
 
@@ -111,9 +117,9 @@ async def scene():
     scene = _Scene()
     conductors = [_Conductor(scene.hub, name) for name in ("busy", "idle")]
     for conductor in conductors:
-        assert (await conductor.read()).welcome.event_sequence == 0
+        assert (await conductor.read()).message.event_sequence == 0
     busy, idle = conductors
-    busy.say(pb.ToWorker(submit=pb.Submit(request_id="r1")))
+    busy.say(_submit("r1"))
     yield scene, busy, idle
     for conductor in conductors:
         conductor.close()
@@ -124,11 +130,11 @@ async def test_who_has_no_output_in_a_step_is_told_of_many_at_once(scene, monkey
     monkeypatch.setattr(untold, "SPREAD_S", 0.2)
     for _ in range(10):
         here.step("r1")
-    told = (await busy.read()).step
+    told = (await busy.read()).message
     assert (told.event_sequence, len(told.kv_events), len(told.outputs[0].tokens)) == (0, 10, 10)
     heard, num_messages = [], 0
     while len(heard) < 10:
-        step = (await idle.read()).step
+        step = (await idle.read()).message
         num_messages += 1
         assert step.event_sequence == len(heard), "nothing is missing in front of it"
         heard += [stored for event in step.kv_events for stored in event.stored]
@@ -140,11 +146,11 @@ async def test_who_has_no_output_in_a_step_is_told_of_many_at_once(scene, monkey
 async def test_steps_that_come_while_one_is_written_are_one_message(scene):
     """Three steps of r1, the last two of r2, too, before the conductor reads again."""
     here, busy, _ = scene
-    busy.say(pb.ToWorker(submit=pb.Submit(request_id="r2")))
+    busy.say(_submit("r2"))
     here.step("r1")
     here.step("r1", "r2")
     here.step("r1", "r2")
-    step = (await busy.read()).step
+    step = (await busy.read()).message
     assert {o.request_id: len(o.tokens) for o in step.outputs} == {"r1": 3, "r2": 2}
     assert (step.event_sequence, len(step.kv_events), step.load.num_running) == (0, 3, 3)
 
@@ -154,7 +160,7 @@ async def test_a_conductor_that_does_not_read_loses_its_session(scene, monkeypat
     monkeypatch.setattr(server, "MAX_UNREAD_STEPS", 4)
     for _ in range(5):
         here.step("r1")
-    assert len((await busy.read()).step.outputs[0].tokens) == 5
+    assert len((await busy.read()).message.outputs[0].tokens) == 5
     with pytest.raises(EOFError):
         await busy.read()
 
@@ -163,7 +169,7 @@ async def test_the_last_outputs_leave_before_the_session_ends(scene):
     here, busy, _ = scene
     here.step("r1")
     here.hub.close()
-    assert [o.request_id for o in (await busy.read()).step.outputs] == ["r1"]
+    assert [o.request_id for o in (await busy.read()).message.outputs] == ["r1"]
     with pytest.raises(EOFError):
         await busy.read()
 
@@ -172,10 +178,10 @@ async def test_an_output_takes_along_what_waited(scene, monkeypatch):
     here, busy, _ = scene
     monkeypatch.setattr(untold, "SPREAD_S", 3600.0)
     here.step()
-    assert len((await busy.read()).step.kv_events) == 1, "the first in a while goes out at once"
+    assert len((await busy.read()).message.kv_events) == 1, "the first in a while goes out at once"
     here.step()
     here.step("r1")
-    step = (await busy.read()).step
+    step = (await busy.read()).message
     assert (step.event_sequence, len(step.kv_events), len(step.outputs)) == (1, 2, 1)
 
 
@@ -183,13 +189,13 @@ async def test_a_snapshot_holds_what_waited_and_measured_reads_do_not_wait(scene
     here, _, idle = scene
     monkeypatch.setattr(untold, "SPREAD_S", 3600.0)
     here.step()
-    assert (await idle.read()).step.event_sequence == 0
+    assert (await idle.read()).message.event_sequence == 0
     here.step()
-    idle.say(pb.ToWorker(hello=pb.SessionHello(conductor_id="idle", protocol_version=1)))
-    welcome = (await idle.read()).welcome
+    idle.say(ToWorker(SessionHello("idle", 1)))
+    welcome = (await idle.read()).message
     assert (len(welcome.cached_blocks), welcome.event_sequence) == (2, 2)
-    here.step(reads=(PeerReadTotal("h:1", 10, 0.5),))
-    step = (await idle.read()).step
+    here.step(reads=(PeerRead("h:1", 10, 0.5),))
+    step = (await idle.read()).message
     assert (step.event_sequence, len(step.kv_events), len(step.load.reads)) == (2, 1, 1)
 
 
@@ -198,34 +204,34 @@ async def test_events_that_wait_are_bounded(scene, monkeypatch):
     monkeypatch.setattr(untold, "SPREAD_S", 3600.0)
     monkeypatch.setattr(untold, "MAX_UNTOLD_EVENTS", 4)
     here.step()
-    assert len((await idle.read()).step.kv_events) == 1
+    assert len((await idle.read()).message.kv_events) == 1
     for _ in range(5):
         here.step()
-    assert len((await idle.read()).step.kv_events) == 5
+    assert len((await idle.read()).message.kv_events) == 5
 
 
 async def test_a_load_says_how_many_of_the_sessions_submissions_it_holds(scene):
     """Of three submissions of two conductors the engine had taken one, then two, when its load was measured."""
     here, busy, idle = scene
-    idle.say(pb.ToWorker(submit=pb.Submit(request_id="other")))
-    busy.say(pb.ToWorker(submit=pb.Submit(request_id="r2")))
+    idle.say(_submit("other"))
+    busy.say(_submit("r2"))
     told = []
     for num_added in range(4):
         here.step("r1", "other", num_added=num_added)
-        told.append(((await busy.read()).step.submits_taken, (await idle.read()).step.submits_taken))
+        told.append(((await busy.read()).message.submits_taken, (await idle.read()).message.submits_taken))
     assert told == [(0, 0), (1, 0), (1, 1), (2, 1)]
 
 
 async def test_a_session_begins_with_a_hello(scene):
     here, _, _ = scene
     with pytest.raises(InvalidRequest, match="hello"):
-        here.hub.receive(Peer(None, False, "x"), pb.ToWorker(submit=pb.Submit(request_id="r9")), memoryview(b""))
+        here.hub.receive(Peer(None, False, "x"), _submit("r9"), memoryview(b""))
     assert here.hub.num_requests == 1
 
 
 async def test_requests_end_with_their_session(scene):
     here, busy, _ = scene
-    busy.say(pb.ToWorker(submit=pb.Submit(request_id="r2")))
+    busy.say(_submit("r2"))
     assert here.hub.num_requests == 2
     here.hub.close()
     assert here.hub.num_requests == 0
@@ -239,7 +245,7 @@ async def test_nothing_is_written_to_who_does_not_take_it(scene):
         here.step("r1")
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-    assert [len((await busy.read()).step.outputs[0].tokens) for _ in range(2)] == [1, 2]
+    assert [len((await busy.read()).message.outputs[0].tokens) for _ in range(2)] == [1, 2]
 
 
 async def test_a_message_that_no_frame_holds_ends_the_session(scene, monkeypatch):
@@ -258,5 +264,5 @@ async def test_a_message_that_no_frame_holds_ends_the_session(scene, monkeypatch
 def test_a_snapshot_fits_a_frame(monkeypatch):
     monkeypatch.setattr(wire, "MAX_WELCOME_BYTES", 100)
     hashes = [BlockHash(number.to_bytes(16, "big")) for number in range(9)]
-    welcome = wire.welcome_message(InstanceId("w"), 1, hashes, 0, EngineLoad())
+    welcome = wire.welcome_message(InstanceId("w"), 1, hashes, 0, WorkerLoad())
     assert list(welcome.cached_blocks) == hashes[:5]

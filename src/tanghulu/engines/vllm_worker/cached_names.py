@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tanghulu.conductor.routing.requests import KvChange
+from tanghulu.session.outputs import KvChange
 from tanghulu.types import BlockHash
 from tanghulu.workers.engine.block_pool import KvEvent, KvEventKind
 

@@ -15,17 +15,16 @@ from typing import Any, Protocol
 
 import structlog
 
-from tanghulu.conductor.routing.requests import KvChange
 from tanghulu.engines.vllm_worker.cached_names import CachedNames
 from tanghulu.engines.vllm_worker.load_book import LoadBook
-from tanghulu.engines.vllm_worker.requests import VllmRequest, outputs_of
+from tanghulu.engines.vllm_worker.requests import VllmRequest, output_of
 from tanghulu.errors import Conflict, DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.hashing import TokenSequence
+from tanghulu.session.outputs import FinishReason, KvChange, KvSource, Output
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
-from tanghulu.workers.engine.requests import EngineFinishReason, PeerExport
 from tanghulu.workers.engine.step_plan import KvExport
-from tanghulu.workers.engine.step_result import RequestOutput, StepResult
+from tanghulu.workers.engine.step_result import StepResult
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.sessions.port import TakesSnapshot
 
@@ -94,7 +93,7 @@ class VllmEngine:
         self._book = book
         self._tasks: dict[RequestId, asyncio.Task[None]] = {}
         self._beating: asyncio.Task[None] | None = None
-        self._outputs: list[RequestOutput] = []
+        self._outputs: list[Output] = []
         self._handed: dict[RequestId, KvExport] = {}  # in the outputs above
         self._events: list[KvEvent] = []
         self._reporting = False
@@ -120,7 +119,7 @@ class VllmEngine:
         self._tasks[request.request_id] = task
         task.add_done_callback(lambda _: self._ended(request.request_id))
 
-    def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: PeerExport) -> None:
+    def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: KvSource) -> None:
         """Never called: the factory makes no pulls."""
         raise AssertionError(f"{name} was to be fetched")
 
@@ -206,17 +205,16 @@ class VllmEngine:
     # --- one request
 
     async def _serve(self, request: VllmRequest, refused: Callable[[TanghuluError], None]) -> None:
-        surface, num_told = self._surface, 0
+        surface = self._surface
         try:
             sampling = surface.sampling(request)
             steps = surface.llm.generate(request.prompt, sampling, request.request_id, priority=request.priority)
-            async for output in steps:
-                outputs = outputs_of(request, output, num_told)
-                num_told += sum(len(each.tokens) for each in outputs)
+            async for step in steps:
+                output = output_of(request, step)
                 self._book.started(request.request_id)
-                if request.hand_over and outputs[-1].finish_reason is EngineFinishReason.LENGTH:
-                    outputs = [await self._hand_over(request, outputs[-1])]
-                self._outputs += outputs
+                if request.hand_over and output.finish is FinishReason.LENGTH:
+                    output = await self._hand_over(request, output)
+                self._outputs.append(output)
                 self._report_soon()
         except surface.dead as error:
             self._fail(error)
@@ -228,17 +226,16 @@ class VllmEngine:
             _log.warning("vllm.request_failed", request=request.request_id, error=repr(error))
             refused(NodeUnavailable(f"vLLM failed at the request: {error!r}"))
 
-    async def _hand_over(self, request: VllmRequest, last: RequestOutput) -> RequestOutput:
+    async def _hand_over(self, request: VllmRequest, last: Output) -> Output:
         """Wait until the prompt's blocks are in the store; then others may go on.
 
         The token that vLLM drew is not told: the next worker draws it again, as the first of the whole answer, with its
         grammar, its seed and its penalties. So do vLLM's own ways to part the phases.
         """
         await self._stored(request.block_hashes)
-        name, num_generated = request.request_id, len(request.tokens) - request.num_prompt_tokens
+        name = request.request_id
         self._handed[name] = KvExport(name, (), len(request.tokens))
-        finish = EngineFinishReason.HANDED_OVER
-        return RequestOutput(name, (), None, finish, last.num_prompt_tokens, num_generated, last.num_cached_tokens)
+        return Output(name, finish=FinishReason.HANDED_OVER, cached_tokens=last.cached_tokens)
 
     def _ended(self, request_id: RequestId) -> None:
         self._tasks.pop(request_id, None)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import structs
+
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineLoad
@@ -64,17 +66,17 @@ class LoadBook:
         """The load now; ``num_cached`` names are in the cache."""
         num_running = min(self._num_running, len(self))
         in_use = round(self._share_in_use * self._num_blocks) if len(self) else 0
-        return EngineLoad(
+        shared = structs.replace(
+            self._speed.speeds,
             num_running=num_running,
             num_waiting=len(self) - num_running,
             blocks_total=self._num_blocks,
-            blocks_available=self._num_blocks - in_use,
-            blocks_cached=max(num_cached - in_use, 0),
-            blocks_in_use=in_use,
-            pending_tokens=sum(self._waiting.values()),
-            speeds=self._speed.speeds,
-            num_added=self.num_added,
+            blocks_free=self._num_blocks - in_use,
+            prefill_tokens_waiting=sum(self._waiting.values()),
             max_num_seqs=self._max_num_seqs,
+        )
+        return EngineLoad(
+            shared, blocks_cached=max(num_cached - in_use, 0), blocks_in_use=in_use, num_added=self.num_added
         )
 
     def check(self) -> None:

@@ -15,14 +15,14 @@ import xxhash
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.hashing import VLLM_SHA256_CBOR, TokenSequence, as_tokens, root_hash, vllm_salt
-from tanghulu.protos import session_pb2
+from tanghulu.session.messages import PullAhead, Submit
+from tanghulu.session.outputs import FinishReason, KvSource, Output, TokenLogprobs
+from tanghulu.session.sampling import Sampling
 from tanghulu.types import BlockHash, Fingerprint, RequestId
-from tanghulu.workers.engine.requests import EngineFinishReason, PeerExport
-from tanghulu.workers.engine.step_result import Logprobs, RequestOutput, TokenLogprob
 
 #: Names of grammars in messages -> in vLLM's ``StructuredOutputsParams``.
 _GRAMMARS = {"json_schema": "json", "regex": "regex", "lark": "grammar"}
-_FINISH = {"stop": EngineFinishReason.STOP, "length": EngineFinishReason.LENGTH}
+_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _MAX_SEED = 1 << 63
 
 
@@ -71,19 +71,19 @@ class VllmRequestFactory:
         self._by_priority = by_priority
         self._keeps_seeds = keeps_seeds
 
-    def request(self, submit: session_pb2.Submit) -> VllmRequest:
+    def request(self, submit: Submit) -> VllmRequest:
         """Make the request; raises InvalidRequest for one that vLLM cannot be asked for, NodeUnavailable for one that
         another worker could take."""
-        if not self._hands_over and (submit.hand_over or submit.HasField("source")):
+        if not self._hands_over and (submit.hand_over or submit.source is not None):
             raise InvalidRequest("a vLLM worker without a store computes prompt and answer; it hands nothing over")
         root = root_hash(Fingerprint(b""), submit.salt, VLLM_SHA256_CBOR, self._naming_key)
         sequence = TokenSequence(root, self._block_tokens, as_tokens(submit.tokens), VLLM_SHA256_CBOR)
-        num_prompt = submit.num_prompt_tokens or len(sequence)
+        num_prompt = submit.num_prompt_tokens
         if not 0 < num_prompt <= len(sequence):
             raise InvalidRequest(f"request {submit.request_id} says {num_prompt} prompt tokens of {len(sequence)}")
         num_generated = len(sequence) - num_prompt
         return VllmRequest(
-            request_id=RequestId(submit.request_id),
+            request_id=submit.request_id,
             tokens=sequence.tokens.tolist(),
             num_prompt_tokens=num_prompt,
             block_hashes=sequence.block_hashes,
@@ -94,7 +94,7 @@ class VllmRequestFactory:
             hand_over=submit.hand_over,
         )
 
-    def pulled(self, pull: session_pb2.PullAhead) -> tuple[TokenSequence, PeerExport]:
+    def pulled(self, pull: PullAhead) -> tuple[TokenSequence, KvSource]:
         """Raise InvalidRequest: nothing is fetched from another worker's memory here."""
         raise InvalidRequest("a vLLM worker fetches nothing from another one's memory")
 
@@ -104,7 +104,7 @@ class VllmRequestFactory:
         return VllmRequest(request_id, [0], 1, [], sampling, cache_salt="tanghulu probe")
 
 
-def _sampling(submit: session_pb2.Submit, num_generated: int) -> dict[str, Any]:
+def _sampling(submit: Submit, num_generated: int) -> dict[str, Any]:
     given, stop = submit.sampling, submit.stop
     max_tokens = stop.max_new_tokens - num_generated
     if max_tokens < 1:
@@ -112,18 +112,18 @@ def _sampling(submit: session_pb2.Submit, num_generated: int) -> dict[str, Any]:
     if submit.hand_over:
         max_tokens = 1
     # A request without a seed still draws the same tokens wherever it begins: its id is the seed.
-    named = given.seed if given.HasField("seed") else xxhash.xxh3_64_intdigest(submit.request_id.encode())
+    named = given.seed if given.seed is not None else xxhash.xxh3_64_intdigest(submit.request_id.encode())
     return {
-        "repetition_penalty": given.repetition_penalty or 1.0,
+        "repetition_penalty": given.repetition_penalty,
         "presence_penalty": given.presence_penalty,
         "frequency_penalty": given.frequency_penalty,
         "logit_bias": dict(given.logit_bias) or None,
         "temperature": given.temperature,
         "top_k": given.top_k,
-        "top_p": given.top_p or 1.0,
+        "top_p": given.top_p,
         "min_p": given.min_p,
         "seed": (named + num_generated) % _MAX_SEED,
-        "logprobs": given.num_logprobs if given.HasField("num_logprobs") else None,
+        "logprobs": given.num_logprobs,
         "max_tokens": max_tokens,
         "min_tokens": min(max(stop.min_tokens - num_generated, 0), max_tokens),
         "stop_token_ids": list(stop.stop_token_ids),
@@ -132,41 +132,34 @@ def _sampling(submit: session_pb2.Submit, num_generated: int) -> dict[str, Any]:
     }
 
 
-def _grammar(sampling: session_pb2.Sampling, num_generated: int) -> dict[str, str] | None:
-    kind = sampling.WhichOneof("grammar")
-    if kind is None:
+def _grammar(sampling: Sampling, num_generated: int) -> dict[str, str] | None:
+    if sampling.grammar is None:
         return None
     if num_generated:
         raise NodeUnavailable("vLLM cannot go on in the middle of a text under a grammar")
-    return {_GRAMMARS[kind]: getattr(sampling, kind)}
+    kind, text = sampling.grammar
+    return {_GRAMMARS[kind]: text}
 
 
-def outputs_of(request: VllmRequest, output: Any, num_before: int) -> list[RequestOutput]:
-    """The outputs in one of vLLM's (a ``RequestOutput`` of its own), behind ``num_before`` tokens that it has told.
-
-    With logprobs there is one output a token. Raises NodeUnavailable where vLLM gave the request up.
-    """
+def output_of(request: VllmRequest, output: Any) -> Output:
+    """The output in one of vLLM's (a ``RequestOutput`` of its own). Raises NodeUnavailable where vLLM gave up."""
     (one,) = output.outputs
-    tokens = tuple(one.token_ids)
-    finish = None
+    tokens, finish = list(one.token_ids), None
     if one.finish_reason is not None:
         finish = _FINISH.get(one.finish_reason)
-        if finish is None or (finish is EngineFinishReason.STOP and not tokens):
+        if finish is None or (finish is FinishReason.STOP and not tokens):
             raise NodeUnavailable(f"vLLM ended request {request.request_id}: {one.finish_reason}")
-    pieces: list[tuple[tuple[int, ...], Logprobs | None]] = [(tokens, None)]
+    made = Output(request.request_id, tokens, finish)
+    made.cached_tokens = min(output.num_cached_tokens or 0, request.num_prompt_tokens)
+    if finish is FinishReason.STOP:
+        made.stop_token = tokens[-1]
     if one.logprobs:
         top = request.sampling["logprobs"]
-        pieces = [((token,), _logprobs(token, found, top)) for token, found in zip(tokens, one.logprobs, strict=True)]
-    told, count = [], len(request.tokens) - request.num_prompt_tokens + num_before
-    for number, (piece, logprobs) in enumerate(pieces, start=1):
-        count += len(piece)
-        last = finish if number == len(pieces) else None
-        cached = output.num_cached_tokens or 0
-        told.append(RequestOutput(request.request_id, piece, logprobs, last, request.num_prompt_tokens, count, cached))
-    return told
+        made.logprobs += [_logprobs(token, found, top) for token, found in zip(tokens, one.logprobs, strict=True)]
+    return made
 
 
-def _logprobs(token: int, found: Mapping[int, Any], num_top: int) -> Logprobs:
+def _logprobs(token: int, found: Mapping[int, Any], num_top: int) -> TokenLogprobs:
     best: Sequence[tuple[int, Any]] = sorted(found.items(), key=lambda each: each[1].rank)
-    top = tuple(TokenLogprob(each, entry.logprob) for each, entry in best[:num_top])
-    return Logprobs(TokenLogprob(token, found[token].logprob), top)
+    entries = [(token, found[token]), *best[:num_top]]
+    return TokenLogprobs(tuple(each for each, _ in entries), tuple(entry.logprob for _, entry in entries))

@@ -25,21 +25,21 @@ from tanghulu.engines.vllm_worker.requests import VllmRequestFactory
 from tanghulu.engines.vllm_worker.stored_prompts import StoredPrompts
 from tanghulu.errors import NodeUnavailable
 from tanghulu.hashing import VLLM_SHA256_CBOR
-from tanghulu.protos import common_pb2, session_pb2, session_pb2_grpc
 from tanghulu.rpc.authorizer import Authorizer, GrpcAuthorizer
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.greeting import welcome
-from tanghulu.rpc.methods import HELLO
+from tanghulu.rpc.methods import HELLO, EndReply
 from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime.process import Process
 from tanghulu.runtime.tasks import beside
+from tanghulu.session.model_card import ModelCard
+from tanghulu.session.outputs import KvSource
 from tanghulu.types import Address, RequestId
 from tanghulu.workers.engine.thread import StepReport
-from tanghulu.workers.kv.peer_methods import WORKER_GRPC_RULES
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.sessions.beats import EngineBeats
+from tanghulu.workers.sessions.calls import WorkerCalls
 from tanghulu.workers.sessions.server import SessionHub
-from tanghulu.workers.sessions.servicer import WorkerServicer
 from tanghulu.workers.sessions.wire import model_card
 from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets, assets_of_folder
 
@@ -124,7 +124,7 @@ class VllmWorkerServer:
         process, config = self._process, self._config
         tokens = None if config.tokens is None else TokensFile(config.tokens)
         tls = config.server_tls()
-        grpc_authorizer = None if tokens is None else GrpcAuthorizer(tokens, WORKER_GRPC_RULES)
+        grpc_authorizer = None if tokens is None else GrpcAuthorizer(tokens, {})
         service = FastService()
         port = PortMux(service, process.run_dir, "worker", grpc_authorizer, tls)
         self.address = await port.bind(config.host, config.port, config.reachable_host)
@@ -145,6 +145,8 @@ class VllmWorkerServer:
         )
         service.register(HELLO, welcome)
         self._hub.serve(service)
+        probe = functools.partial(self._engine.probe, factory.probe(RequestId("probe")))
+        WorkerCalls(self._card(facts, assets), self._engine.drop_cached, probe, self._end).serve(service)
         if tokens is not None:
             authorizer = Authorizer(tokens)
             authorizer.authorize(service)
@@ -152,33 +154,27 @@ class VllmWorkerServer:
         self._beats = EngineBeats(self._engine, process.alive)
         await stack.enter_async_context(beside(self._beats.run()))
         await stack.enter_async_context(beside(self._engine.watch()))
-        probe = functools.partial(self._engine.probe, factory.probe(RequestId("probe")))
-        card = self._card(facts, assets)
-        session_pb2_grpc.add_WorkerServicer_to_server(
-            WorkerServicer(card, self._engine.drop_cached, probe, self._end), port.grpc_server
-        )
         await port.open()
         stack.push_async_callback(port.close)
         stack.callback(self._hub.close)
 
-    def _card(self, facts: VllmFacts, assets: TokenizerAssets) -> session_pb2.ModelCard:
+    def _card(self, facts: VllmFacts, assets: TokenizerAssets) -> ModelCard:
         return model_card(
             facts,
             assets,
             name=self.model_name,
             fingerprint=facts.fingerprint,
             block_hash=VLLM_SHA256_CBOR,
-            num_blocks=facts.num_blocks,
             context_length=facts.context_length,
             vocab_size=facts.vocab_size,
             secret_check=self._secret.check_value,
         )
 
-    def _handed(self, report: StepReport) -> dict[RequestId, session_pb2.KvSource]:
+    def _handed(self, report: StepReport) -> dict[RequestId, KvSource]:
         """Who computed the prompts that are handed over; all that there is of them is in the store."""
         address = str(self.address)
         return {
-            name: session_pb2.KvSource(instance_id=self.instance_id, address=address, num_tokens=export.num_tokens)
+            name: KvSource(self.instance_id, address, "", 0, export.num_tokens)
             for name, export in report.exports.items()
         }
 
@@ -192,9 +188,9 @@ class VllmWorkerServer:
         self.failure = error
         self._ending.set()
 
-    def _end(self) -> common_pb2.EndReply:
+    def _end(self) -> EndReply:
         self._process.stopping.set()
-        return common_pb2.EndReply(num_requests=self._hub.num_requests, grace_s=self._config.grace_s)
+        return EndReply(num_requests=self._hub.num_requests, grace_s=self._config.grace_s)
 
     async def until(self, stopping: asyncio.Event) -> None:
         """Wait until ``stopping`` is set or vLLM has ended."""

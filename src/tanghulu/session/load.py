@@ -1,0 +1,82 @@
+"""A worker's load and speed, as it reports them: the costs of its steps as pure formulas.
+
+    prefill(n, p) = max(fixed + token * (n - p) + pair * (n^2 - p^2),  load * p)
+
+n prompt tokens of which p are reused; the square is attention, the second arm the time to load the reused KV to the
+GPU. (Mooncake, FAST'25, section 4.1 predicts prefill time from length and prefix in the same way.) Example: token
+1e-4 s, pair 1e-9 s, n = 8000: 0.8 + 0.064 = 0.864 s cold, and with p = 4000 reused 0.4 + 0.048 = 0.448 s.
+"""
+
+from __future__ import annotations
+
+from tanghulu.rpc.wire import U32, U64, FastMessage
+
+
+class PrefillProfile(FastMessage, frozen=True):
+    """Seconds of a prefill. ``load_s`` is the time to load one reused token's KV; all are >= 0."""
+
+    fixed_s: float = 0.0
+    token_s: float = 0.0
+    pair_s: float = 0.0
+    load_s: float = 0.0
+
+    @classmethod
+    def of_speed(cls, tokens_per_s: float) -> PrefillProfile:
+        return cls(token_s=1 / tokens_per_s)
+
+    def seconds(self, num_tokens: int, hit_tokens: int) -> float:
+        """Time to prefill ``num_tokens`` of which ``hit_tokens`` are reused; the last token is always computed."""
+        hit = hit_tokens if hit_tokens < num_tokens else num_tokens - 1
+        pairs = num_tokens * num_tokens - hit * hit
+        compute_s = self.fixed_s + self.token_s * (num_tokens - hit) + self.pair_s * pairs
+        load_s = self.load_s * hit
+        return compute_s if compute_s > load_s else load_s
+
+    def queue_seconds(self, num_prompts: int, num_tokens: int, num_pairs: int) -> float:
+        """Time to compute ``num_tokens`` of several prompts, with ``num_pairs`` the sum of their n^2 - p^2."""
+        return self.fixed_s * num_prompts + self.token_s * num_tokens + self.pair_s * num_pairs
+
+
+class DecodeProfile(FastMessage, frozen=True):
+    """Seconds of a decode step: a fixed part, and the additions of each sequence and each token of context."""
+
+    fixed_s: float = 0.0
+    sequence_s: float = 0.0
+    token_s: float = 0.0
+
+    def seconds(self, batch: float, context_tokens: float) -> float:
+        """One step of ``batch`` sequences with ``context_tokens`` in all; 0 without any."""
+        return self.fixed_s + self.sequence_s * batch + self.token_s * context_tokens if batch else 0.0
+
+
+class PeerRead(FastMessage, frozen=True):
+    """KV read from the worker at ``address``, in total."""
+
+    address: str
+    num_bytes: U64
+    seconds: float
+
+
+class WorkerLoad(FastMessage, frozen=True):
+    """A worker's own report; speeds are 0 until it has measured them.
+
+    ``blocks_free`` are free or evictable. ``reads`` are those since its last report. ``peer_bytes_per_s`` is 0 where it
+    cannot load KV from other workers; ``prefill`` and ``decode`` are fitted to its steps, None until there were enough.
+    ``prefill_pairs_waiting`` is the cost of ``prefill_tokens_waiting`` in attention: the sum of n^2 - p^2 for n tokens
+    of which p are computed. ``max_num_seqs`` is the number of its seats, requests in one step at most; 0 if unknown.
+    """
+
+    num_running: U32 = 0
+    num_waiting: U32 = 0
+    blocks_total: U32 = 0
+    blocks_free: U32 = 0
+    prefill_tokens_waiting: U64 = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    store_bytes_per_s: float = 0.0
+    peer_bytes_per_s: float = 0.0
+    prefill: PrefillProfile | None = None
+    decode: DecodeProfile | None = None
+    reads: tuple[PeerRead, ...] = ()
+    prefill_pairs_waiting: U64 = 0
+    max_num_seqs: U32 = 0

@@ -1,0 +1,133 @@
+"""The results of a worker's steps: tokens and ends of requests, their KV for other workers, changes of its cache."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from msgspec import Struct, field
+
+from tanghulu.errors import InvalidRequest
+from tanghulu.rpc.wire import U32, U64, Failure, FastMessage
+from tanghulu.types import BlockHash, InstanceId, RequestId
+
+
+class FinishReason(Enum):
+    """The reasons why a request ended at a worker; clients see the values of the first three."""
+
+    STOP = "stop"  # end of sequence, a stop token, or a stop string
+    LENGTH = "length"
+    ABORTED = "abort"
+    HANDED_OVER = "handed_over"  # prefilled; its KV is held for another worker
+    ERROR = "error"  # the worker cannot go on with it
+
+
+class KvSource(FastMessage, frozen=True):
+    """The export in which a worker holds a request's KV for another worker."""
+
+    instance_id: InstanceId
+    address: str
+    unix_path: str
+    export_id: U64
+    num_tokens: U32
+    #: Of the host on which ``unix_path`` is a path.
+    host_id: str = ""
+
+
+class PrefixHolder(FastMessage, frozen=True):
+    """A worker that has the first ``num_blocks`` blocks of a prompt in its cache, as far as the conductor knows."""
+
+    address: str
+    unix_path: str
+    num_blocks: U32
+    #: Of the host on which ``unix_path`` is a path.
+    host_id: str = ""
+
+
+class TokenLogprobs(FastMessage, frozen=True):
+    """Log probabilities at one position: of the sampled token, the most likely ones, those of ``logprob_token_ids``.
+
+    Natural logarithms of the model's own probabilities, before penalties and temperature.
+    """
+
+    token_ids: tuple[U32, ...]
+    logprobs: tuple[float, ...]
+
+
+class PhaseTimes(FastMessage, frozen=True):
+    """Seconds that a request has spent at its worker so far, by the worker's clock.
+
+    ``kv_load_s``: from the store or from another worker; ``kv_store_s``: only while the request waited for it.
+    """
+
+    queue_s: float = 0.0
+    kv_load_s: float = 0.0
+    prefill_s: float = 0.0
+    kv_store_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class Output(Struct, array_like=True, gc=False):
+    """New tokens of a request, of one step or of several, and perhaps its end.
+
+    ``request_id`` names one submission of the request to one worker. ``failure`` comes with ERROR, ``source`` with
+    HANDED_OVER, ``stop_token`` with STOP: the token that ended it. ``cached_tokens`` of the prompt were found in the
+    worker's cache or fetched instead of computed. ``phases`` come with the first token and with the last.
+    """
+
+    request_id: RequestId
+    tokens: list[U32] = field(default_factory=list)
+    finish: FinishReason | None = None
+    failure: Failure | None = None
+    source: KvSource | None = None
+    cached_tokens: U32 = 0
+    stop_token: U32 = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    phases: PhaseTimes | None = None
+
+    def add(self, later: Output) -> None:
+        """Append ``later``, an output of the same request by the next step."""
+        self.tokens += later.tokens
+        self.logprobs += later.logprobs
+        self.finish, self.failure, self.source = later.finish, later.failure, later.source
+        self.cached_tokens, self.stop_token = later.cached_tokens, later.stop_token
+        self.phases = later.phases or self.phases
+
+
+class PromptScores(FastMessage, frozen=True):
+    """Log probabilities of n tokens of a prompt, the first at ``position``; they come before the first new token.
+
+    All numbers are little endian: ``logprobs`` float32 [n]; ``ranks`` uint32 [n], 1 where no token was more likely;
+    ``top_ids`` uint32 and ``top_logprobs`` float32 [n, num_top], best first; ``asked_logprobs`` float32
+    [n, len(logprob_token_ids)].
+    """
+
+    request_id: RequestId
+    position: U32
+    logprobs: bytes
+    ranks: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+    asked_logprobs: bytes
+
+    def validate(self) -> None:
+        """Raise InvalidRequest unless all tables have whole rows, one for each token."""
+        size = len(self.logprobs)
+        tables = (self.top_ids, self.top_logprobs, self.asked_logprobs)
+        if not size or size % 4 or len(self.ranks) != size or any(len(table) % size for table in tables):
+            sizes = [len(table) for table in (self.logprobs, self.ranks, *tables)]
+            raise InvalidRequest(f"log probabilities of a prompt in tables of {sizes} bytes: no whole rows")
+
+
+class BegunExport(FastMessage, frozen=True):
+    """The export that grows while the submission ``request_id`` is prefilled, and ends with the prefill."""
+
+    request_id: RequestId
+    source: KvSource
+
+
+class KvChange(FastMessage, frozen=True):
+    """Blocks that a worker can serve from its cache now, or no longer; ``cleared`` (of all) comes before ``stored``."""
+
+    stored: tuple[BlockHash, ...] = ()
+    removed: tuple[BlockHash, ...] = ()
+    cleared: bool = False

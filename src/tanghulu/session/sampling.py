@@ -1,0 +1,118 @@
+"""How the tokens of a request are drawn, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from tanghulu.errors import InvalidRequest
+from tanghulu.rpc.wire import U32, FastMessage
+
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_LOGPROB_TOKEN_IDS = 128
+#: Kinds of grammars, each a field of `Sampling`.
+GRAMMARS = ("json_schema", "regex", "lark")
+
+
+class Sampling(FastMessage, frozen=True):
+    """Parameters of drawing a token. At most one grammar is given.
+
+    ``temperature`` 0 is the exact argmax after penalties and bias. ``top_k`` 0 and ``top_p`` 1 and ``min_p`` 0
+    are off. ``seed`` names the random stream; equal seeds give equal text whatever else is in the batch.
+    ``num_logprobs`` None is off, 0 the chosen token only, n the n most likely too, and then ``logprob_token_ids``.
+    ``json_schema``: the text must be JSON that the schema accepts; ``regex`` must match the whole text, and so must
+    ``lark``, a grammar in llguidance's dialect of Lark.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int | None = None
+    logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
+    num_logprobs: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    lark: str | None = None
+    logprob_token_ids: tuple[U32, ...] = ()
+
+    def validate(self) -> None:
+        """Raise InvalidRequest for parameters that no token can be drawn with."""
+        _require(self.temperature >= 0, f"temperature is {self.temperature}; it must be 0 or more")
+        _require(self.top_k >= 0, f"top_k is {self.top_k}; it must be 0 (off) or more")
+        _require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        _require(0 <= self.min_p <= 1, f"min_p is {self.min_p}; it must be between 0 and 1")
+        _require(self.repetition_penalty > 0, f"repetition_penalty is {self.repetition_penalty}; it must be above 0")
+        _require(len(self.logit_bias) <= MAX_LOGIT_BIAS, f"logit_bias has more than {MAX_LOGIT_BIAS} entries")
+        wanted = self.num_logprobs
+        _require(wanted is None or 0 <= wanted <= MAX_LOGPROBS, f"num_logprobs is {wanted}; at most {MAX_LOGPROBS}")
+        num_ids, most = len(self.logprob_token_ids), MAX_LOGPROB_TOKEN_IDS
+        _require(num_ids <= most, f"logprob_token_ids has {num_ids} tokens; at most {most} are allowed")
+        grammars = [kind for kind in GRAMMARS if getattr(self, kind) is not None]
+        _require(len(grammars) <= 1, f"a text follows one grammar at most, not {' and '.join(grammars)}")
+
+    @property
+    def grammar(self) -> tuple[str, str] | None:
+        """The kind (one of ``GRAMMARS``) and the text of the grammar, if there is one."""
+        return next(((kind, text) for kind in GRAMMARS if (text := getattr(self, kind)) is not None), None)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+class StopRule(FastMessage, frozen=True):
+    """When a worker ends a request; the conductor itself looks for stop *strings*.
+
+    Counts are of tokens generated beyond the original prompt, on whichever worker. End-of-sequence tokens end the text
+    unless ``ignore_eos``; ``stop_token_ids`` always do. Neither is drawn before ``min_tokens`` tokens exist. A text
+    under a grammar ends with the first of either that is drawn, whatever else is set here: nothing may follow the end
+    of a grammar.
+    """
+
+    max_new_tokens: int
+    stop_token_ids: tuple[U32, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+
+    def validate(self) -> None:
+        """Raise InvalidRequest for counts that mean nothing."""
+        _require(self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        _require(self.min_tokens >= 0, f"min_tokens is {self.min_tokens}; it must be 0 or more")
+
+
+class PromptScoring(FastMessage, frozen=True):
+    """The prompt's own log probabilities that are wanted: from position ``start`` on, which is at least 1.
+
+    ``num_top`` of the most likely tokens are given beside each.
+    """
+
+    start: int
+    num_top: int = 0
+
+    def validate(self) -> None:
+        """Raise InvalidRequest for a position or a count out of range."""
+        _require(self.start >= 1, "the first token of a prompt has no log probability: start from position 1")
+        top = self.num_top
+        _require(0 <= top <= MAX_LOGPROBS, f"{top} most likely tokens beside each of a prompt; at most {MAX_LOGPROBS}")
+
+
+class SamplingDefaults(FastMessage, frozen=True):
+    """What a model's makers want tokens to be drawn with, where a request sets nothing; these change nothing."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidRequest(message)

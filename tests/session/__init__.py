@@ -1,0 +1,1 @@
+"""Tests of the words and messages that conductors and workers share."""
