@@ -24,13 +24,39 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btanghulu/protos/store.proto\x12\x0btanghulu.v1\".\n\tChecksums\x12\x12\n\npart_bytes\x18\x01 \x01(\x04\x12\r\n\x05parts\x18\x02 \x03(\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btanghulu/protos/store.proto\x12\x11tanghulu.store.v1\"\x92\x01\n\nPutRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\x10\n\x08replicas\x18\x03 \x01(\r\x12#\n\x03pin\x18\x04 \x01(\x0e\x32\x16.tanghulu.store.v1.Pin\x12\x12\n\x05ttl_s\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0bprefer_node\x18\x06 \x01(\tB\x08\n\x06_ttl_s\"1\n\x08PutReply\x12\x0f\n\x07\x65xisted\x18\x01 \x01(\x08\x12\x14\n\x0cnum_replicas\x18\x02 \x01(\r\"I\n\nGetRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x13\n\x06length\x18\x03 \x01(\x04H\x00\x88\x01\x01\x42\t\n\x07_length\"*\n\x08GetReply\x12\r\n\x05value\x18\x01 \x01(\x0c\x12\x0f\n\x07version\x18\x02 \x01(\x04\"\x14\n\x04Keys\x12\x0c\n\x04keys\x18\x01 \x03(\t\"\x1c\n\x0b\x45xistsReply\x12\r\n\x05\x66ound\x18\x01 \x03(\x08\"\x1e\n\x0bRemoveReply\x12\x0f\n\x07removed\x18\x01 \x03(\x08\"\x1a\n\x0bStatRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\"\xe0\x01\n\x05\x43hunk\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\r\n\x05nodes\x18\x04 \x03(\t\x12#\n\x03pin\x18\x05 \x01(\x0e\x32\x16.tanghulu.store.v1.Pin\x12\x12\n\x05ttl_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08replicas\x18\x07 \x01(\r\x12\r\n\x05\x61ge_s\x18\x08 \x01(\x01\x12\x10\n\x08num_hits\x18\t \x01(\x04\x12\x12\n\nnum_leases\x18\n \x01(\r\x12\x0c\n\x04tier\x18\x0b \x01(\tB\x08\n\x06_ttl_s\";\n\x0bListRequest\x12\x0e\n\x06prefix\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\t\x12\r\n\x05limit\x18\x03 \x01(\r\"N\n\x0bListedChunk\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\r\n\x05nodes\x18\x04 \x03(\t\"I\n\tListReply\x12.\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x1e.tanghulu.store.v1.ListedChunk\x12\x0c\n\x04next\x18\x02 \x01(\t*#\n\x03Pin\x12\x08\n\x04NONE\x10\x00\x12\x08\n\x04SOFT\x10\x01\x12\x08\n\x04HARD\x10\x02\x32\x9b\x03\n\x05Store\x12\x41\n\x03Put\x12\x1d.tanghulu.store.v1.PutRequest\x1a\x1b.tanghulu.store.v1.PutReply\x12\x41\n\x03Get\x12\x1d.tanghulu.store.v1.GetRequest\x1a\x1b.tanghulu.store.v1.GetReply\x12\x41\n\x06\x45xists\x12\x17.tanghulu.store.v1.Keys\x1a\x1e.tanghulu.store.v1.ExistsReply\x12\x41\n\x06Remove\x12\x17.tanghulu.store.v1.Keys\x1a\x1e.tanghulu.store.v1.RemoveReply\x12@\n\x04Stat\x12\x1e.tanghulu.store.v1.StatRequest\x1a\x18.tanghulu.store.v1.Chunk\x12\x44\n\x04List\x12\x1e.tanghulu.store.v1.ListRequest\x1a\x1c.tanghulu.store.v1.ListReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tanghulu.protos.store_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CHECKSUMS']._serialized_start=44
-  _globals['_CHECKSUMS']._serialized_end=90
+  _globals['_PIN']._serialized_start=924
+  _globals['_PIN']._serialized_end=959
+  _globals['_PUTREQUEST']._serialized_start=51
+  _globals['_PUTREQUEST']._serialized_end=197
+  _globals['_PUTREPLY']._serialized_start=199
+  _globals['_PUTREPLY']._serialized_end=248
+  _globals['_GETREQUEST']._serialized_start=250
+  _globals['_GETREQUEST']._serialized_end=323
+  _globals['_GETREPLY']._serialized_start=325
+  _globals['_GETREPLY']._serialized_end=367
+  _globals['_KEYS']._serialized_start=369
+  _globals['_KEYS']._serialized_end=389
+  _globals['_EXISTSREPLY']._serialized_start=391
+  _globals['_EXISTSREPLY']._serialized_end=419
+  _globals['_REMOVEREPLY']._serialized_start=421
+  _globals['_REMOVEREPLY']._serialized_end=451
+  _globals['_STATREQUEST']._serialized_start=453
+  _globals['_STATREQUEST']._serialized_end=479
+  _globals['_CHUNK']._serialized_start=482
+  _globals['_CHUNK']._serialized_end=706
+  _globals['_LISTREQUEST']._serialized_start=708
+  _globals['_LISTREQUEST']._serialized_end=767
+  _globals['_LISTEDCHUNK']._serialized_start=769
+  _globals['_LISTEDCHUNK']._serialized_end=847
+  _globals['_LISTREPLY']._serialized_start=849
+  _globals['_LISTREPLY']._serialized_end=922
+  _globals['_STORE']._serialized_start=962
+  _globals['_STORE']._serialized_end=1373
 # @@protoc_insertion_point(module_scope)

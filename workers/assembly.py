@@ -19,10 +19,10 @@ import structlog
 
 from tanghulu.auth.certificate_roles import WORKER
 from tanghulu.auth.tokens import TokensFile
-from tanghulu.rpc.authorizer import Authorizer, GrpcAuthorizer
+from tanghulu.rpc.authorizer import Authorizer
+from tanghulu.rpc.fast_port import FastPort
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.methods import EndReply
-from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.process import Process, host_id
 from tanghulu.runtime.tasks import beside
@@ -95,9 +95,8 @@ class WorkerServer:
         process, config = self._process, self._config
         service = FastService(max_connections=config.max_connections)
         tokens = None if config.tokens is None else TokensFile(config.tokens)
-        grpc_authorizer = None if tokens is None else GrpcAuthorizer(tokens, {})
         self._tls = config.server_tls()
-        port = PortMux(service, process.run_dir, "worker", grpc_authorizer, self._tls)
+        port = FastPort(service, process.run_dir, "worker", self._tls)
         self.address = await port.bind(config.host, config.port, config.reachable_host)
         if tokens is not None:
             tokens.answer_at(self.address, Address(config.host, self.address.port), unix_path=port.unix_path)

@@ -13,8 +13,7 @@ from tanghulu.conductor.grpc_api.servicer import RIGHTS, InferenceServicer
 from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.protos import inference_pb2_grpc
-from tanghulu.rpc.authorizer import GrpcKeyAuthorizer
-from tanghulu.rpc.grpc_edge import KEYS, MOST_CONNECTIONS, guarded_server, listen
+from tanghulu.rpc.grpc_edge import KEYS, MOST_CONNECTIONS, GrpcKeyAuthorizer, guarded_server, listen
 from tanghulu.runtime.master_options import HttpOptions
 from tanghulu.types import Address
 

@@ -24,9 +24,9 @@ from tanghulu.conductor.peers.outbox import MAX_PEERS, OwnRequests
 from tanghulu.discovery.base import Discovery, EventKind, Instance, InstanceEvent
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.rpc.authorizer import Authorizer
+from tanghulu.rpc.fast_port import FastPort
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.methods import EndReply
-from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, InstanceId, Role
 
@@ -66,7 +66,7 @@ class PeerGroup:
         self._authorizer = None if self._tokens is None else Authorizer(self._tokens)
         if self._authorizer is not None:
             self._authorizer.authorize(self._service)
-        self._port: PortMux | None = None
+        self._port: FastPort | None = None
         self._peers: dict[InstanceId, _Peer] = {}
         self.address = Address("", 0)
 
@@ -90,7 +90,7 @@ class PeerGroup:
             _log.warning("peers.not_told", why="--tls-ca is given without --tls-cert, and peers speak TLS")
             return
         server_tls = ServerTls(tls, mutual=bool(tls.ca)) if tls else None
-        opened = PortMux(self._service, run_dir, "conductor", tls=server_tls)
+        opened = FastPort(self._service, run_dir, "conductor", server_tls)
         self.address = await opened.bind(host, port, reachable_host, flag="--peer-port")
         if self._tokens is not None:
             self._tokens.answer_at(self.address, Address(host, self.address.port))

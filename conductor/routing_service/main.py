@@ -26,8 +26,7 @@ from tanghulu.conductor.routing_service.worker_networks import PRIVATE, WorkerNe
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.hashing import DEFAULT_BLOCK_TOKENS, HASH_FUNCTIONS, root_hash
 from tanghulu.protos import router_pb2_grpc
-from tanghulu.rpc.authorizer import GrpcKeyAuthorizer
-from tanghulu.rpc.grpc_edge import KEYS, MOST_CONNECTIONS, guarded_server
+from tanghulu.rpc.grpc_edge import KEYS, MOST_CONNECTIONS, GrpcKeyAuthorizer, guarded_server
 from tanghulu.rpc.grpc_edge import listen as listen_grpc
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option

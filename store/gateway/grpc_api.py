@@ -1,4 +1,4 @@
-"""The same service over gRPC (protos/store_api.proto), for languages without a client of ours.
+"""The same service over gRPC (protos/store.proto), for languages without a client of ours.
 
 Values travel inside messages, so they are bounded by a message's size; longer ones go over HTTP. Protobuf stays here.
 """
@@ -14,8 +14,8 @@ import grpc.aio
 import structlog
 
 from tanghulu.errors import InvalidRequest, TanghuluError
-from tanghulu.protos import store_api_pb2 as pb
-from tanghulu.protos import store_api_pb2_grpc
+from tanghulu.protos import store_pb2 as pb
+from tanghulu.protos import store_pb2_grpc
 from tanghulu.rpc import grpc_edge
 from tanghulu.store.gateway.clients import KEYS_PER_PAGE, GatewayClient
 from tanghulu.store.gateway.gateway import Gateway
@@ -33,7 +33,7 @@ _PINS: Final[dict[int, str]] = {pb.NONE: "none", pb.SOFT: "soft", pb.HARD: "hard
 _PIN_NUMBERS: Final[dict[str, Any]] = {name: number for number, name in _PINS.items()}
 
 
-class StoreServicer(store_api_pb2_grpc.StoreServicer):
+class StoreServicer(store_pb2_grpc.StoreServicer):
     """The methods of ``Store`` on ``gateway``, within its bounds."""
 
     def __init__(self, gateway: Gateway) -> None:
@@ -179,7 +179,7 @@ class StorePort:
         config = self._gateway.config
         options = {grpc_edge.MOST_CONNECTIONS: config.max_connections}
         server = grpc_edge.guarded_server(config.max_requests, None, options)
-        store_api_pb2_grpc.add_StoreServicer_to_server(StoreServicer(self._gateway), server)
+        store_pb2_grpc.add_StoreServicer_to_server(StoreServicer(self._gateway), server)
         tls = config.tls if config.tls.cert else None
         where = Address(config.host, config.grpc_port)
         address = grpc_edge.listen(server, where, tls, mutual=config.tls_mutual, flag="--grpc-port")

@@ -12,9 +12,9 @@ from tanghulu.discovery.base import Instance
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.masters import Masters
 from tanghulu.rpc.authorizer import Authorizer
+from tanghulu.rpc.fast_port import DESCRIPTORS_PER_CONNECTION, FastPort
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.latency import LatencyCollector
-from tanghulu.rpc.port_mux import DESCRIPTORS_PER_CONNECTION, PortMux
 from tanghulu.runtime import process as processes
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
@@ -74,8 +74,8 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
     service = FastService(max_connections=config.max_connections)
     process.registry.register(LatencyCollector(service.latencies))
     tokens = None if config.tokens is None else TokensFile(config.tokens)
-    port_mux = PortMux(service, process.run_dir, "master", None, config.server_tls())
-    address = await port_mux.bind(config.host, config.port, config.reachable_host)
+    fast_port = FastPort(service, process.run_dir, "master", config.server_tls())
+    address = await fast_port.bind(config.host, config.port, config.reachable_host)
     if tokens is not None:
         tokens.answer_at(address, Address(config.host, address.port))
     running: list[Coroutine[None, None, None]] = [server.run()]
@@ -93,7 +93,7 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
         authorizer = Authorizer(tokens)
         authorizer.authorize(service)
         tasks.append(asyncio.create_task(authorizer.watch(service)))
-    await port_mux.open()
+    await fast_port.open()
     tasks += map(asyncio.create_task, running)
     process.ready(process.instance_id(address.port), address)
     try:
@@ -102,7 +102,7 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
         for task in tasks:  # resigning first: the others elect while this one says good-bye
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await port_mux.close(grace_s=0.2)
+        await fast_port.close(grace_s=0.2)
 
 
 def _ownership(process: Process, config: MasterConfig, address: Address, server: MasterServer) -> EtcdOwnership:

@@ -23,9 +23,9 @@ from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import ConfigError, TanghuluError
 from tanghulu.eviction import POLICIES
 from tanghulu.rpc.authorizer import Authorizer
+from tanghulu.rpc.fast_port import DESCRIPTORS_PER_CONNECTION, FastPort
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.latency import LatencyCollector
-from tanghulu.rpc.port_mux import DESCRIPTORS_PER_CONNECTION, PortMux
 from tanghulu.runtime import process as processes
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
@@ -168,7 +168,7 @@ class Node:
         self._tokens = None if config.tokens is None else TokensFile(config.tokens)
         if self._tokens is not None:
             refuse_open_carriers(self._tokens.table, config.transports)
-        self._port = PortMux(self._service, process.run_dir, "node", tls=tls)
+        self._port = FastPort(self._service, process.run_dir, "node", tls)
         tenants = None if self._tokens is None else TenantUsage(self._tenants, config.memory)
         self._policies = Policies() if tenants is None else Policies.fair(tenants)
         refuse_too_much(config.memory, "--memory")

@@ -234,7 +234,7 @@ class SimWorker(Process):
 
 
 class _Port(FastServerProtocol):
-    """The fast lane behind its preamble, which the port mux reads in the product."""
+    """The fast lane behind its preamble, which the fast port reads in the product."""
 
     def __init__(self, service: FastService) -> None:
         super().__init__(service, Peer(None, False, "simulated"))

@@ -1,4 +1,4 @@
-"""A worker that is real on the wire (fast lane behind a PortMux, real sockets) and a script behind it.
+"""A worker that is real on the wire (fast lane behind a FastPort, real sockets) and a script behind it.
 
 It says ``script`` token by token, one token of every request a step. A request that already has generated tokens
 goes on at the right place, so a moved request must give the same text as an unmoved one.
@@ -20,8 +20,8 @@ from tanghulu.discovery.base import Instance
 from tanghulu.discovery.memory import MemoryDiscovery
 from tanghulu.errors import NodeUnavailable
 from tanghulu.hashing import TokenSequence, root_hash
+from tanghulu.rpc.fast_port import FastPort
 from tanghulu.rpc.fast_server import NO_ANSWER, AnswerStream, FastService, Later, Peer
-from tanghulu.rpc.port_mux import PortMux
 from tanghulu.rpc.wire import Failure
 from tanghulu.session import messages as m
 from tanghulu.session.load import WorkerLoad
@@ -118,7 +118,7 @@ class FakeWorker:
         self._exports = 100
         self._service = FastService()
         self._by_peer: dict[Peer, Session] = {}
-        self._port_mux = PortMux(self._service, run_dir, name)
+        self._fast_port = FastPort(self._service, run_dir, name)
         self._engine: asyncio.Task[None] | None = None
         self._registration: Any = None
         self._dead = False
@@ -128,14 +128,14 @@ class FakeWorker:
         self._service.register(m.DESCRIBE, self._describe)
         self._service.register(m.PROBE, self._probe)
         self._service.register(m.DROP_CACHE, self._drop_cache)
-        await self._port_mux.start("127.0.0.1", 0)
+        await self._fast_port.start("127.0.0.1", 0)
         self._engine = asyncio.create_task(self._run())
         if discovery is not None:
             self._registration = await discovery.register(self.instance)
 
     @property
     def instance(self) -> Instance:
-        return Instance(self.id, self.role, self._port_mux.address, attributes=self.attributes)
+        return Instance(self.id, self.role, self._fast_port.address, attributes=self.attributes)
 
     async def stop(self) -> None:
         if self._registration is not None:
@@ -143,7 +143,7 @@ class FakeWorker:
         self.die()
         assert self._engine is not None
         await asyncio.gather(self._engine, return_exceptions=True)
-        await self._port_mux.close(grace_s=0)
+        await self._fast_port.close(grace_s=0)
 
     async def unregister(self) -> None:
         await self._registration.close()
@@ -373,7 +373,7 @@ class FakeWorker:
         elif running.submit.hand_over:
             self._exports += 1
             output.finish = FinishReason.HANDED_OVER
-            address = str(self._port_mux.address)
+            address = str(self._fast_port.address)
             output.source = KvSource(self.id, address, "", self._exports, len(running.tokens) - 1)
         if output.finish is not None:
             del self._running[running.submit.request_id]

@@ -21,7 +21,7 @@ from tanghulu.discovery.instance_wire import InstanceEntry
 from tanghulu.protos import (
     inference_pb2,
     router_pb2,
-    store_api_pb2,
+    store_pb2,
 )
 from tanghulu.rpc import methods as rpc_methods
 from tanghulu.rpc.versions import PROTOCOL_VERSION
@@ -161,12 +161,12 @@ def _instance(node: str) -> InstanceEntry:
 
 #: gRPC's methods by their full names: what they need, the kind of their target, and the request.
 _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
-    "Store/Put": (Needs.KNOWN, "key", lambda w, t: store_api_pb2.PutRequest(key=t, value=b"xyz")),
-    "Store/Get": (Needs.OWN, "key", lambda w, t: store_api_pb2.GetRequest(key=t)),
-    "Store/Exists": (Needs.OWN, "key", lambda w, t: store_api_pb2.Keys(keys=[t])),
-    "Store/Remove": (Needs.OWN, "key", lambda w, t: store_api_pb2.Keys(keys=[t])),
-    "Store/Stat": (Needs.OWN, "key", lambda w, t: store_api_pb2.StatRequest(key=t)),
-    "Store/List": (Needs.OWN, "key", lambda w, t: store_api_pb2.ListRequest(prefix=t)),
+    "Store/Put": (Needs.KNOWN, "key", lambda w, t: store_pb2.PutRequest(key=t, value=b"xyz")),
+    "Store/Get": (Needs.OWN, "key", lambda w, t: store_pb2.GetRequest(key=t)),
+    "Store/Exists": (Needs.OWN, "key", lambda w, t: store_pb2.Keys(keys=[t])),
+    "Store/Remove": (Needs.OWN, "key", lambda w, t: store_pb2.Keys(keys=[t])),
+    "Store/Stat": (Needs.OWN, "key", lambda w, t: store_pb2.StatRequest(key=t)),
+    "Store/List": (Needs.OWN, "key", lambda w, t: store_pb2.ListRequest(prefix=t)),
     "Inference/Generate": (
         Needs.KNOWN,
         "request",
@@ -197,7 +197,7 @@ _GRPC: dict[str, tuple[Needs, str, Callable[[World, str], Message]]] = {
     "Router/DumpEvents": (Needs.OPERATOR, "", lambda w, t: router_pb2.RouterDumpRequest()),
 }
 ABSENT |= {"routed": "no-such-thing-routed", "routed before": "no-such-thing-before", "tokens": "07000000" * 256}
-_GRPC_MODULES = (inference_pb2, router_pb2, store_api_pb2)
+_GRPC_MODULES = (inference_pb2, router_pb2, store_pb2)
 
 
 def grpc_methods() -> set[str]:

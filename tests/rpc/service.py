@@ -1,4 +1,4 @@
-"""A port mux with a small service behind it, for the tests of both carriers."""
+"""A fast port with a small service behind it, for the tests of both carriers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from typing import Any
 from tanghulu.auth.tenants import Right
 from tanghulu.auth.tls import ServerTls
 from tanghulu.errors import ChunkNotFound
-from tanghulu.protos import router_pb2, router_pb2_grpc
+from tanghulu.rpc.fast_port import FastPort
 from tanghulu.rpc.fast_server import FastService, Later, Peer
 from tanghulu.rpc.frames import HEAD
-from tanghulu.rpc.grpc_edge import abort
 from tanghulu.rpc.methods import Method, Rule
-from tanghulu.rpc.port_mux import PortMux
 from tanghulu.rpc.wire import FastMessage
 
 #: Of every method here, where tokens are asked for.
@@ -44,7 +42,7 @@ class Answer(FastMessage, frozen=True):
 
 @dataclass
 class Served:
-    port_mux: PortMux
+    fast_port: FastPort
     service: FastService
     gate: asyncio.Event
     most_waiting: int = 0
@@ -96,34 +94,18 @@ def make_service(served: Served) -> None:
         served.service.register(Method(method, handler.__name__, Ask, Answer, READABLE), handler)
 
 
-class Router(router_pb2_grpc.RouterServicer):
-    """Answers a question by its ids, and a dump by 200 pieces of 100 kB."""
-
-    async def BestWorker(self, request: router_pb2.RouterQuestion, context: Any) -> router_pb2.RouterBest:
-        if request.request_id == "missing":
-            await abort(context, ChunkNotFound("no missing: ключ\nнет"))
-        return router_pb2.RouterBest(prefill_worker=request.request_id)
-
-    async def DumpEvents(
-        self, request: router_pb2.RouterDumpRequest, context: Any
-    ) -> AsyncIterator[router_pb2.RouterEvents]:
-        for number in range(200):
-            yield router_pb2.RouterEvents(worker=str(number), stored=[b"k" * 1000] * 100)
-
-
 @asynccontextmanager
 async def serving(tls: ServerTls | None = None) -> AsyncIterator[Served]:
     with tempfile.TemporaryDirectory(prefix="th-rpc-") as run_dir:
         service = FastService()
-        port_mux = PortMux(service, Path(run_dir), "test", tls=tls)
-        made = Served(port_mux, service, asyncio.Event())
+        fast_port = FastPort(service, Path(run_dir), "test", tls)
+        made = Served(fast_port, service, asyncio.Event())
         make_service(made)
-        router_pb2_grpc.add_RouterServicer_to_server(Router(), port_mux.grpc_server)
-        await port_mux.start("127.0.0.1", 0)
+        await fast_port.start("127.0.0.1", 0)
         try:
             yield made
         finally:
-            await port_mux.close(0.1)
+            await fast_port.close(0.1)
             assert not service.peers
             assert not os.listdir(run_dir)
 

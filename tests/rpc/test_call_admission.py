@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 
 from tanghulu.auth.places import Caller, RequestRoom
-from tanghulu.protos import inference_pb2, inference_pb2_grpc, store_api_pb2, store_api_pb2_grpc
+from tanghulu.protos import inference_pb2, inference_pb2_grpc, store_pb2, store_pb2_grpc
 from tanghulu.rpc.grpc_edge import MESSAGE_BYTES, SERVER_OPTIONS, CallAdmission, Shares, from_rpc_error, guarded_server
 from tests.rpc.service import until
 
@@ -73,15 +73,15 @@ def test_a_tenant_has_half_of_the_room_and_callers_take_turns() -> None:
     room.check()
 
 
-class Store(store_api_pb2_grpc.StoreServicer):
-    async def Put(self, request: store_api_pb2.PutRequest, context: Any) -> store_api_pb2.PutReply:
-        return store_api_pb2.PutReply(existed=True)
+class Store(store_pb2_grpc.StoreServicer):
+    async def Put(self, request: store_pb2.PutRequest, context: Any) -> store_pb2.PutReply:
+        return store_pb2.PutReply(existed=True)
 
 
 @asynccontextmanager
 async def served(requests: CallAdmission) -> AsyncIterator[grpc.aio.Channel]:
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[requests])
-    store_api_pb2_grpc.add_StoreServicer_to_server(Store(), server)
+    store_pb2_grpc.add_StoreServicer_to_server(Store(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -101,8 +101,8 @@ async def test_a_request_is_not_received_before_there_is_room() -> None:
     async with served(requests) as link:
         silent = silent_put(link)
         await until(lambda: requests.num_held == 1)
-        request = store_api_pb2.PutRequest(value=bytes(8 << 20))
-        call = store_api_pb2_grpc.StoreStub(link).Put(request)
+        request = store_pb2.PutRequest(value=bytes(8 << 20))
+        call = store_pb2_grpc.StoreStub(link).Put(request)
         await until(lambda: requests.num_waiting == 1)
         assert not call.done()
         silent.cancel()
@@ -121,15 +121,15 @@ async def test_requests_that_do_not_come_make_way() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await ended
         assert from_rpc_error(error.value, "node").code == "INVALID_REQUEST"
-        reply = await store_api_pb2_grpc.StoreStub(link).Put(store_api_pb2.PutRequest())
+        reply = await store_pb2_grpc.StoreStub(link).Put(store_pb2.PutRequest())
         assert reply.existed
 
 
 async def test_many_calls_at_once_are_all_served() -> None:
     requests = CallAdmission(100, most_bytes=MESSAGE_BYTES)
     async with served(requests) as link:
-        request = store_api_pb2.PutRequest(value=bytes(1 << 20))
-        replies = await asyncio.gather(*(store_api_pb2_grpc.StoreStub(link).Put(request) for _ in range(40)))
+        request = store_pb2.PutRequest(value=bytes(1 << 20))
+        replies = await asyncio.gather(*(store_pb2_grpc.StoreStub(link).Put(request) for _ in range(40)))
         assert all(reply.existed for reply in replies)
         await until(lambda: requests.num_held == requests.num_waiting == 0)
 

@@ -1,4 +1,4 @@
-"""Both clients against the server behind the port mux, over Unix and TCP, and gRPC on the same port."""
+"""Both clients against the server behind the fast port, over Unix and TCP, and gRPC on the same port."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def poller() -> BusyPoller:
 @pytest.fixture(params=["blocking-unix", "blocking-tcp", "spinning-unix", "spinning-tcp", "aio-unix", "aio-tcp"])
 async def client(request: pytest.FixtureRequest, served: Served):
     kind, _, carrier = request.param.partition("-")
-    path = served.port_mux.unix_path if carrier == "unix" else None
+    path = served.fast_port.unix_path if carrier == "unix" else None
     if kind != "aio":
         waits = poller() if kind == "spinning" else None
-        connect = partial(FastConnection, served.port_mux.address, path, poller=waits)
+        connect = partial(FastConnection, served.fast_port.address, path, poller=waits)
         made: Any = BlockingClient(await asyncio.to_thread(connect))
     else:
-        made = await AsyncFastConnection.connect(served.port_mux.address, path)
+        made = await AsyncFastConnection.connect(served.fast_port.address, path)
     yield made
     await made.close()
 
@@ -143,7 +143,7 @@ async def test_a_reply_that_is_too_large_is_a_typed_error(client) -> None:
 
 
 async def test_bytes_that_are_no_message(served: Served) -> None:
-    reader, writer = await asyncio.open_connection(str(served.port_mux.address.host), served.port_mux.address.port)
+    reader, writer = await asyncio.open_connection(str(served.fast_port.address.host), served.fast_port.address.port)
     writer.write(PREAMBLE + encode_head(ECHO, 7, 4, 0) + b"\xff\xff\xff\xff")
     body, _, method, call_id = head_of(await reader.readexactly(HEAD.size))
     assert (method, call_id) == (ERROR, 7)
@@ -158,7 +158,7 @@ async def test_deadline(client) -> None:
 
 
 async def test_the_asyncio_connection_outlives_a_missed_deadline(served: Served) -> None:
-    connection = await AsyncFastConnection.connect(served.port_mux.address)
+    connection = await AsyncFastConnection.connect(served.fast_port.address)
     with pytest.raises(DeadlineExceeded):
         await connection.call(SLOW, ask(), REPLY, deadline_s=0.05)
     served.gate.set()
@@ -167,7 +167,7 @@ async def test_the_asyncio_connection_outlives_a_missed_deadline(served: Served)
 
 
 async def test_a_missed_deadline_spends_the_blocking_connection(served: Served) -> None:
-    connection = await asyncio.to_thread(FastConnection, served.port_mux.address)
+    connection = await asyncio.to_thread(FastConnection, served.fast_port.address)
     with pytest.raises(DeadlineExceeded):
         await asyncio.to_thread(connection.call, HANG, ask(), REPLY, deadline_s=0.05)
     assert connection.closed
@@ -176,7 +176,7 @@ async def test_a_missed_deadline_spends_the_blocking_connection(served: Served) 
 
 
 async def test_waiting_for_another_thread_counts_against_the_deadline(served: Served) -> None:
-    connection = await asyncio.to_thread(FastConnection, served.port_mux.address)
+    connection = await asyncio.to_thread(FastConnection, served.fast_port.address)
     first = asyncio.create_task(asyncio.to_thread(connection.call, SLOW, ask(), REPLY))
     await until(lambda: served.waiting == 1)
     with pytest.raises(DeadlineExceeded, match="other calls"):
@@ -187,7 +187,7 @@ async def test_waiting_for_another_thread_counts_against_the_deadline(served: Se
 
 
 async def test_replies_come_in_any_order(served: Served) -> None:
-    connection = await AsyncFastConnection.connect(served.port_mux.address)
+    connection = await AsyncFastConnection.connect(served.fast_port.address)
     slow = asyncio.create_task(connection.call(SLOW, ask("slow"), REPLY))
     assert (await connection.call(ECHO, ask("quick"), REPLY)).message.node_ids == ["quick"]
     served.gate.set()
@@ -196,7 +196,7 @@ async def test_replies_come_in_any_order(served: Served) -> None:
 
 
 async def test_pipelined_calls_keep_their_places_and_errors(served: Served) -> None:
-    connection = await asyncio.to_thread(FastConnection, None, served.port_mux.unix_path)
+    connection = await asyncio.to_thread(FastConnection, None, served.fast_port.unix_path)
     calls = [Call(FAIL if n % 3 == 0 else ECHO, ask(str(n)), REPLY) for n in range(100)]
     outcomes = await asyncio.to_thread(connection.call_many, calls)
     for number, outcome in enumerate(outcomes):
@@ -209,11 +209,11 @@ async def test_pipelined_calls_keep_their_places_and_errors(served: Served) -> N
 
 
 async def test_answers_may_come_later_in_any_order_and_number(served: Served) -> None:
-    connection = await AsyncFastConnection.connect(served.port_mux.address)
+    connection = await AsyncFastConnection.connect(served.fast_port.address)
     assert (await connection.call(LATER, ask("now"), REPLY)).message.node_ids == ["now"]
     calls = [asyncio.create_task(connection.call(LATER, ask(str(n)), REPLY)) for n in range(2 * MAX_CALLS_IN_FLIGHT)]
     await until(lambda: len(served.later) >= MAX_CALLS_IN_FLIGHT)
-    other = await AsyncFastConnection.connect(served.port_mux.address)
+    other = await AsyncFastConnection.connect(served.fast_port.address)
     await other.call(ECHO, ask(), REPLY)  # another connection is served all the same
     while not all(call.done() for call in calls):
         while served.later:
@@ -225,7 +225,7 @@ async def test_answers_may_come_later_in_any_order_and_number(served: Served) ->
 
 
 async def test_nobody_waits_for_the_replies_of_what_is_posted(served: Served) -> None:
-    connection = await asyncio.to_thread(FastConnection, None, served.port_mux.unix_path)
+    connection = await asyncio.to_thread(FastConnection, None, served.fast_port.unix_path)
 
     def work() -> None:
         for n in range(300):
@@ -243,8 +243,8 @@ async def test_nobody_waits_for_the_replies_of_what_is_posted(served: Served) ->
 
 @pytest.mark.parametrize("over_unix", [True, False])
 async def test_pipelining_more_than_the_sockets_hold_does_not_lock_up(served: Served, over_unix: bool) -> None:
-    path = served.port_mux.unix_path if over_unix else None
-    connection = await asyncio.to_thread(FastConnection, served.port_mux.address, path)
+    path = served.fast_port.unix_path if over_unix else None
+    connection = await asyncio.to_thread(FastConnection, served.fast_port.address, path)
     value = bytes(300_000)
     outcomes = await asyncio.to_thread(
         connection.call_many, [Call(ECHO, ask(), REPLY, [value]) for _ in range(60)], deadline_s=10
@@ -254,7 +254,7 @@ async def test_pipelining_more_than_the_sockets_hold_does_not_lock_up(served: Se
 
 
 async def test_threads_share_a_blocking_connection(served: Served) -> None:
-    connection = await asyncio.to_thread(FastConnection, served.port_mux.address)
+    connection = await asyncio.to_thread(FastConnection, served.fast_port.address)
     wrong: list[str] = []
 
     def work(name: str) -> None:
@@ -271,7 +271,7 @@ async def test_threads_share_a_blocking_connection(served: Served) -> None:
 
 
 async def test_calls_in_flight_are_bounded(served: Served) -> None:
-    connection = await AsyncFastConnection.connect(served.port_mux.address)
+    connection = await AsyncFastConnection.connect(served.fast_port.address)
     filler = bytes(4096)  # so that the calls do not all stand in one read of the server
     calls = [asyncio.create_task(connection.call(SLOW, ask(), REPLY, [filler])) for _ in range(1000)]
     await until(lambda: served.waiting >= fast_server.MAX_CALLS_IN_FLIGHT)
@@ -283,12 +283,12 @@ async def test_calls_in_flight_are_bounded(served: Served) -> None:
 
 async def test_too_many_connections_are_refused_with_a_reason(served: Served) -> None:
     served.service.max_connections = 1
-    first = await AsyncFastConnection.connect(served.port_mux.address)
+    first = await AsyncFastConnection.connect(served.fast_port.address)
     await first.call(ECHO, ask(), REPLY)
-    second = await asyncio.to_thread(FastConnection, served.port_mux.address)
+    second = await asyncio.to_thread(FastConnection, served.fast_port.address)
     with pytest.raises(Overloaded, match="takes no more"):
         await asyncio.to_thread(second.call, ECHO, ask(), REPLY)
-    third = await AsyncFastConnection.connect(served.port_mux.address)
+    third = await AsyncFastConnection.connect(served.fast_port.address)
     with pytest.raises(NodeUnavailable, match="takes no more"):
         await third.call(ECHO, ask(), REPLY)
     await first.close()
@@ -296,14 +296,14 @@ async def test_too_many_connections_are_refused_with_a_reason(served: Served) ->
 
 
 async def test_a_server_that_goes_away_fails_calls_in_flight(served: Served) -> None:
-    aio = await AsyncFastConnection.connect(served.port_mux.address)
-    blocking = await asyncio.to_thread(FastConnection, None, served.port_mux.unix_path)
+    aio = await AsyncFastConnection.connect(served.fast_port.address)
+    blocking = await asyncio.to_thread(FastConnection, None, served.fast_port.unix_path)
     calls = [
         asyncio.create_task(aio.call(HANG, ask(), REPLY)),
         asyncio.create_task(asyncio.to_thread(blocking.call, HANG, ask(), REPLY)),
     ]
     await until(lambda: len(served.service.peers) == 2)
-    await served.port_mux.close(0.0)
+    await served.fast_port.close(0.0)
     for call in calls:
         with pytest.raises(NodeUnavailable):
             await call
@@ -326,7 +326,7 @@ async def test_nobody_listens(tmp_path) -> None:
 
 
 async def test_on_close_is_called_and_peers_are_named(served: Served) -> None:
-    connection = await AsyncFastConnection.connect(None, served.port_mux.unix_path)
+    connection = await AsyncFastConnection.connect(None, served.fast_port.unix_path)
     await connection.call(ECHO, ask(), REPLY)
     (peer,) = served.service.peers
     assert peer.is_unix

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import grpc
 import grpc.aio
 import pytest
 
-from tanghulu.errors import ModelNotFound
+from tanghulu.errors import DeadlineExceeded, MasterUnavailable, ModelNotFound
 from tanghulu.rpc.grpc_edge import MOST_DETAILS_BYTES, abort, channel, shortened, typed_errors
 from tanghulu.types import Address
 
@@ -38,3 +40,17 @@ async def test_a_long_error_arrives_with_its_code_and_both_its_ends(name: str) -
 def test_a_message_that_is_short_enough_stays_as_it_is() -> None:
     assert shortened("ü" * 1024) == "ü" * 1024
     assert len(shortened("ü" * 1025).encode()) <= MOST_DETAILS_BYTES
+
+
+async def test_a_dead_peer_is_unavailable_or_late() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = Address("127.0.0.1", free.getsockname()[1])
+    async with channel(address) as link:
+        call = link.unary_unary("/test.Nobody/Answers")
+        with pytest.raises(MasterUnavailable):
+            async with typed_errors("peer", MasterUnavailable):
+                await call(b"", timeout=30)
+        with pytest.raises(DeadlineExceeded):
+            async with typed_errors("peer"):
+                await call(b"", timeout=0.05, wait_for_ready=True)

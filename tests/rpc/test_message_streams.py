@@ -40,7 +40,7 @@ class Counting:
     """A process that counts, up to ``until`` or an error in its place."""
 
     def __init__(self, served: Served) -> None:
-        self.address = served.port_mux.address
+        self.address = served.fast_port.address
         self.sent = 0
         self.is_closed = False
         self.error: Exception | None = None

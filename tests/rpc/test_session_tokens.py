@@ -18,9 +18,9 @@ from tanghulu.rpc import authorizer, greeting
 from tanghulu.rpc.authorizer import Authorizer
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
+from tanghulu.rpc.fast_port import FastPort
 from tanghulu.rpc.fast_server import AnswerStream, FastService, Later, Peer
 from tanghulu.rpc.methods import HELLO
-from tanghulu.rpc.port_mux import PortMux
 from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.runtime.tasks import beside
 from tanghulu.session.load import WorkerLoad
@@ -46,7 +46,7 @@ def welcome(peer: Peer, request: ToWorker, attachment: memoryview) -> AnswerStre
 
 
 @pytest.fixture
-async def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PortMux]:
+async def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FastPort]:
     monkeypatch.setattr(authorizer, "REFRESH_S", 0.01)
     service = FastService()
     service.register(HELLO, greeting.welcome)
@@ -54,7 +54,7 @@ async def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     authorized = Authorizer(TokensFile(write(tmp_path / "tokens.toml", cluster="join", reader="read")))
     authorized.authorize(service)
     with tempfile.TemporaryDirectory(prefix="th-rpc-") as run_dir:
-        mux = PortMux(service, Path(run_dir), "test")
+        mux = FastPort(service, Path(run_dir), "test")
         await mux.start("127.0.0.1", 0)
         try:
             async with beside(authorized.watch(service)):
@@ -63,7 +63,7 @@ async def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
             await mux.close(0.1)
 
 
-async def said(port: PortMux, token: str) -> tuple[AsyncFastConnection, list[Reply[FromWorker] | TanghuluError]]:
+async def said(port: FastPort, token: str) -> tuple[AsyncFastConnection, list[Reply[FromWorker] | TanghuluError]]:
     """A session that shows ``token``, and what its worker says, at least once."""
     heard: list[Reply[FromWorker] | TanghuluError] = []
     connection = await AsyncFastConnection.connect(port.address)
@@ -77,7 +77,7 @@ async def said(port: PortMux, token: str) -> tuple[AsyncFastConnection, list[Rep
     return connection, heard
 
 
-async def test_a_session_needs_a_token_of_the_cluster(port: PortMux) -> None:
+async def test_a_session_needs_a_token_of_the_cluster(port: FastPort) -> None:
     with pytest.raises(Unauthorized):
         await said(port, "wrong")
     for token, refusal in ((TOKENS["reader"], Forbidden), ("", Unauthorized)):
@@ -86,7 +86,7 @@ async def test_a_session_needs_a_token_of_the_cluster(port: PortMux) -> None:
         await connection.close()
 
 
-async def test_a_session_ends_with_its_token(port: PortMux, tmp_path: Path) -> None:
+async def test_a_session_ends_with_its_token(port: FastPort, tmp_path: Path) -> None:
     connection, heard = await said(port, TOKENS["cluster"])
     assert isinstance(heard[0], Reply)
     write(tmp_path / "tokens.toml", other="join")

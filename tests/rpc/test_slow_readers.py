@@ -46,7 +46,7 @@ class Glutton:
         served.service.register(Method(LARGE, "large", Ask, REPLY, READABLE), large)
 
     async def ask(self) -> None:
-        address = self.served.port_mux.address
+        address = self.served.fast_port.address
         self.reader, self.writer = await asyncio.open_connection(address.host, address.port, limit=4096)
         self.writer.write(PREAMBLE + b"".join(request_of(LARGE, call_id) for call_id in range(1, NUM_CALLS + 1)))
         await until(lambda: self.served.service.unsent.num_bytes > 0)
@@ -66,7 +66,7 @@ async def glutton(served: Served):
 
 
 async def test_who_does_not_read_is_not_answered(served: Served, glutton: Glutton) -> None:
-    other = await AsyncFastConnection.connect(served.port_mux.address)
+    other = await AsyncFastConnection.connect(served.fast_port.address)
     for _ in range(50):
         assert (await other.call(ECHO, ASK, REPLY)).message.node_ids == ["k"]
     await other.close()
@@ -87,7 +87,7 @@ async def test_who_reads_again_gets_every_answer_in_order(served: Served, glutto
 
 async def test_calls_that_wait_hold_up_those_behind(served: Served) -> None:
     """However many stand in one read, no more are under way than may be; all are answered in the end."""
-    address = served.port_mux.address
+    address = served.fast_port.address
     num_calls = 3 * fast_server.MAX_CALLS_IN_FLIGHT
     reader, writer = await asyncio.open_connection(address.host, address.port)
     writer.write(PREAMBLE + b"".join(request_of(LATER, call_id) for call_id in range(1, num_calls + 1)))
@@ -119,7 +119,7 @@ async def test_who_takes_nothing_while_the_process_is_full_is_hung_up_on(
 
 async def begun_request(served: Served) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A connection on which the first bytes of a large request have come."""
-    address = served.port_mux.address
+    address = served.fast_port.address
     reader, writer = await asyncio.open_connection(address.host, address.port)
     writer.write(PREAMBLE + HEAD.pack(1 << 20, 0, ECHO, 0, 1) + b"the first")
     await until(lambda: served.service.coming.num_bytes > 0)

@@ -9,14 +9,12 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
-import grpc.aio
 import pytest
 
-from tanghulu.auth.credentials import Credentials, from_metadata
+from tanghulu.auth.credentials import Credentials
 from tanghulu.auth.derived_tokens import derive, is_token
-from tanghulu.auth.places import ANYBODY, Caller
 from tanghulu.cli import drain
 from tanghulu.conductor.dispatch.worker_session import WorkerSession
 from tanghulu.conductor.peers import wire
@@ -25,9 +23,9 @@ from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import MasterUnavailable, TanghuluError, Unauthorized
 from tanghulu.masters import Masters
+from tanghulu.rpc.fast_port import FastPort
 from tanghulu.rpc.fast_server import FastService, Peer
 from tanghulu.rpc.methods import HELLO, HelloReply, HelloRequest
-from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.store.client.drivers.connections import NodeSessions, Target
 from tanghulu.store.client.logic.context import Context
@@ -48,24 +46,9 @@ class Stranger:
     def __init__(self) -> None:
         self.shown: list[str] = []
 
-    def intercept(self, metadata: tuple[tuple[str, str], ...]) -> None:
-        self.shown.append(from_metadata(metadata).token)
-
     def hello(self, peer: Peer, request: HelloRequest, attachment: memoryview) -> HelloReply:
         self.shown.append(request.token)
         raise Unauthorized("go away")
-
-
-class _Ear(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's own types are not strict
-    def __init__(self, stranger: Stranger) -> None:
-        self._stranger = stranger
-
-    def caller(self, metadata: object) -> Caller:
-        return ANYBODY
-
-    async def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
-        self._stranger.intercept(tuple(details.invocation_metadata))
-        return await continuation(details)
 
 
 @pytest.fixture
@@ -78,7 +61,7 @@ async def address(stranger: Stranger) -> AsyncIterator[Address]:
     service = FastService()
     service.register(HELLO, stranger.hello)
     with tempfile.TemporaryDirectory(prefix="th-rpc-") as run_dir:
-        mux = PortMux(service, Path(run_dir), "test", _Ear(stranger))
+        mux = FastPort(service, Path(run_dir), "test")
         await mux.start("127.0.0.1", 0)
         try:
             yield mux.address

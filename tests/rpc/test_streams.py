@@ -45,7 +45,7 @@ class Talk:
         return self.stream if first else NO_ANSWER
 
     async def begin(self) -> None:
-        self.connection = await AsyncFastConnection.connect(self.served.port_mux.address)
+        self.connection = await AsyncFastConnection.connect(self.served.fast_port.address)
         first = Ask(keys=["first"])
         self.call_id = self.connection.stream(TALK.number, first, Answer, self.heard.append)
         await until(lambda: bool(self.asked))
@@ -135,7 +135,7 @@ async def test_messages_that_no_frame_holds_are_refused_to_who_sends_them(talk: 
 
 async def test_the_kernel_looks_whether_a_silent_peer_is_there(talk: Talk) -> None:
     """At both ends: neither waits for an answer with a deadline. Who called goes elsewhere, so it asks more often."""
-    ends = [talk.connection._transport, *talk.served.port_mux._transports]
+    ends = [talk.connection._transport, *talk.served.fast_port._transports]
     assert len(ends) == 2
     for transport, dead_s in zip(ends, (pacing.SILENT_HOST_S, pacing.DEAD_PEER_S), strict=True):
         assert transport is not None

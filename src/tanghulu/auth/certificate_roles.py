@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import secrets
 import ssl
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -38,8 +37,6 @@ _CERTIFICATE: Final = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIF
 
 #: What stands for the role of a certificate without one, where one is required.
 NONE: Final = "none"
-#: What begins the name of a connection that is relayed to a gRPC server; see ``relay_name``.
-_RELAY: Final = "tanghulu-relay-"
 
 
 def name_for(host: str, role: str) -> str:
@@ -79,12 +76,6 @@ def require_role(roles: Collection[str], expected: str, what: str) -> None:
     if roles and expected not in roles:
         shown = ", ".join(sorted(roles))
         raise Forbidden(f"{what} needs the certificate of a {expected}; the role of the one shown is {shown}")
-
-
-def relay_name(roles: Iterable[str]) -> bytes:
-    """The abstract Unix address from which a peer of ``roles`` is relayed to a gRPC server, which has no other way to
-    learn of its certificate."""
-    return f"\0{_RELAY}{secrets.token_hex(8)}-{'+'.join(sorted(roles))}".encode()
 
 
 class RoleContext(ssl.SSLContext):

@@ -209,7 +209,7 @@ class FastService:
 
 
 class FastServerProtocol(asyncio.Protocol):
-    """One connection of the fast lane; ``PortMux`` hands it the transport once the preamble has come."""
+    """One connection of the fast lane; ``FastPort`` hands it the transport once the preamble has come."""
 
     def __init__(self, service: FastService, peer: Peer) -> None:
         self._service = service

@@ -1,21 +1,17 @@
-"""Bodies of fast-lane frames: messages to bytes and back, and errors to Status and back.
+"""Bodies of fast-lane frames: messages to bytes and back, in MessagePack.
 
-A body is a ``FastMessage`` (MessagePack), or a protobuf message where gRPC carries the same one. What is wrong with
-bytes from a peer is always InvalidRequest.
+What is wrong with bytes from a peer is always InvalidRequest.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import Annotated, Any, SupportsIndex, TypeAlias, TypeVar
 
 import msgspec
-from google.protobuf.message import DecodeError, Message
 
 from tanghulu.errors import InvalidRequest, TanghuluError, error_from_code
-from tanghulu.protos import common_pb2
 
 U32: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 #: MessagePack has no larger integers.
@@ -55,9 +51,8 @@ class Failure(FastMessage, frozen=True, tag=1):
         return error_from_code(self.code, self.message)
 
 
-Body: TypeAlias = Message | FastMessage | bytes
+Body: TypeAlias = FastMessage | bytes
 B = TypeVar("B", bound=Body)
-M = TypeVar("M", bound=Message)
 
 
 def _as_plain(value: Any) -> Any:
@@ -78,9 +73,7 @@ _to_bytes = msgspec.msgpack.Encoder(enc_hook=_as_plain).encode
 
 def encode(message: Body) -> bytes:
     """The bytes of ``message``."""
-    if isinstance(message, FastMessage):
-        return _to_bytes(message)
-    return message if isinstance(message, bytes) else message.SerializeToString()
+    return message if isinstance(message, bytes) else _to_bytes(message)
 
 
 def _as_it_is(body: bytes) -> bytes:
@@ -98,16 +91,12 @@ def parser_of(kind: type[B]) -> Callable[[bytes], B]:
     return parser
 
 
-def _new_parser(kind: Any) -> Callable[[bytes], Any]:
-    return _parser_of_fast(kind) if issubclass(kind, FastMessage) else partial(decode, kind)
-
-
-def _parser_of_fast(kind: type[FastMessage]) -> Callable[[bytes], FastMessage]:
+def _new_parser(kind: type[Any]) -> Callable[[bytes], Any]:
     from_bytes = msgspec.msgpack.Decoder(kind).decode
     must_validate = kind.validate is not FastMessage.validate
     shorter = kind.__bases__[0]
 
-    def parse(body: bytes) -> FastMessage:
+    def parse(body: bytes) -> Any:
         try:
             message = from_bytes(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -119,27 +108,3 @@ def _parser_of_fast(kind: type[FastMessage]) -> Callable[[bytes], FastMessage]:
         return message
 
     return parse
-
-
-def decode(message_type: type[M], body: bytes) -> M:
-    """Parse a protobuf message; raises InvalidRequest instead of protobuf's own error."""
-    try:
-        return message_type.FromString(body)
-    except DecodeError as error:
-        raise InvalidRequest(f"bytes are not a {message_type.__name__}: {error}") from None
-
-
-def status_of(error: TanghuluError) -> common_pb2.Status:
-    """The Status that carries ``error`` to a peer."""
-    return common_pb2.Status(code=error.code, message=error.message)
-
-
-def error_of(status: common_pb2.Status) -> TanghuluError | None:
-    """The typed error in ``status``; None if it says success."""
-    return error_from_code(status.code, status.message) if status.code else None
-
-
-def raise_for(status: common_pb2.Status) -> None:
-    """Raise the typed error in ``status``, if there is one."""
-    if status.code:
-        raise error_from_code(status.code, status.message)

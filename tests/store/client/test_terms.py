@@ -57,7 +57,7 @@ ETCD, LEASE = 77, 5
 
 
 class Door:
-    """A fast lane's TCP port, as the port mux opens it."""
+    """A fast lane's TCP port, as the fast port opens it."""
 
     def __init__(self, service: FastService) -> None:
         self.service = service
@@ -78,7 +78,7 @@ class Door:
 
 
 class _Connection(asyncio.Protocol):
-    """What the port mux does for the fast lane."""
+    """What the fast port does for the fast lane."""
 
     def __init__(self, door: Door) -> None:
         self._door = door

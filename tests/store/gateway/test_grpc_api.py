@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from tanghulu.protos import store_api_pb2 as pb
-from tanghulu.protos.store_api_pb2_grpc import StoreStub
+from tanghulu.protos import store_pb2 as pb
+from tanghulu.protos.store_pb2_grpc import StoreStub
 from tests.free_ports import free_port
 from tests.store.gateway.running_gateway import serving
 from tests.store.guarded_cluster import TOKENS, Secured, write_tokens

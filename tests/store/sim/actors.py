@@ -67,7 +67,7 @@ REGISTER_TTL_S = 3.0
 
 
 class Server(asyncio.Protocol):
-    """What the port mux does for the fast lane: takes the preamble off, then hands the connection over."""
+    """What the fast port does for the fast lane: takes the preamble off, then hands the connection over."""
 
     def __init__(self, service: FastService) -> None:
         self._peer = Peer(pid=None, is_unix=False, name="simulated")

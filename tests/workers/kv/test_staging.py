@@ -21,8 +21,8 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from tanghulu.errors import ChunkNotFound, ConfigError, NodeUnavailable, Overloaded
+from tanghulu.rpc.fast_port import FastPort
 from tanghulu.rpc.fast_server import FastService
-from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.session.outputs import KvSource
 from tanghulu.transfer_engine.core.access import AccessTable
@@ -253,16 +253,16 @@ class Holder:
         offered = SegmentServer(
             self._segment, access, generation=1, host_id="here", listen=listen, on_freed=self.server.on_freed
         )
-        port_mux = PortMux(service, self._run_dir, "worker")
-        self.address = await port_mux.bind("127.0.0.1", 0)
+        fast_port = FastPort(service, self._run_dir, "worker")
+        self.address = await fast_port.bind("127.0.0.1", 0)
         await offered.start()
         self.server.serve(service, offered)
-        await port_mux.open()
-        self.instance = f"{self.address}|{port_mux.unix_path}"
+        await fast_port.open()
+        self.instance = f"{self.address}|{fast_port.unix_path}"
         try:
             yield
         finally:
-            await port_mux.close()
+            await fast_port.close()
             await offered.close()
             await self.server.close()
             self._segment.close()

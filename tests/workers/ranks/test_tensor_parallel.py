@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 
 from tanghulu.errors import ChecksumMismatch, ChunkNotFound, ConfigError, InvalidRequest
 from tanghulu.masters import Masters
+from tanghulu.rpc.fast_port import FastPort
 from tanghulu.rpc.fast_server import FastService
-from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.session.outputs import KvSource
 from tanghulu.transfer_engine.core.access import AccessTable
@@ -250,15 +250,15 @@ async def _peer(layout: KvLayout, name: Fingerprint, run_dir: Path) -> AsyncIter
     listen = ListenOptions(transports=("shm", "tcp"), host="127.0.0.1", unix_path=str(run_dir / "kv.sock"))
     offered = SegmentServer(segment, access, generation=1, host_id="here", listen=listen)
     service = FastService()
-    port_mux = PortMux(service, run_dir, "worker")
-    address = await port_mux.bind("127.0.0.1", 0)
+    fast_port = FastPort(service, run_dir, "worker")
+    address = await fast_port.bind("127.0.0.1", 0)
     await offered.start()
     server.serve(service, offered)
-    await port_mux.open()
+    await fast_port.open()
     try:
         yield export_at(f"{address}|", 1, 8)
     finally:
-        await port_mux.close()
+        await fast_port.close()
         await offered.close()
 
 

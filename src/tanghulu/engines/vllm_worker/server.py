@@ -25,11 +25,11 @@ from tanghulu.engines.vllm_worker.requests import VllmRequestFactory
 from tanghulu.engines.vllm_worker.stored_prompts import StoredPrompts
 from tanghulu.errors import NodeUnavailable
 from tanghulu.hashing import VLLM_SHA256_CBOR
-from tanghulu.rpc.authorizer import Authorizer, GrpcAuthorizer
+from tanghulu.rpc.authorizer import Authorizer
+from tanghulu.rpc.fast_port import FastPort
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.greeting import welcome
 from tanghulu.rpc.methods import HELLO, EndReply
-from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime.process import Process
 from tanghulu.runtime.tasks import beside
 from tanghulu.session.model_card import ModelCard
@@ -124,9 +124,8 @@ class VllmWorkerServer:
         process, config = self._process, self._config
         tokens = None if config.tokens is None else TokensFile(config.tokens)
         tls = config.server_tls()
-        grpc_authorizer = None if tokens is None else GrpcAuthorizer(tokens, {})
         service = FastService()
-        port = PortMux(service, process.run_dir, "worker", grpc_authorizer, tls)
+        port = FastPort(service, process.run_dir, "worker", tls)
         self.address = await port.bind(config.host, config.port, config.reachable_host)
         if tokens is not None:
             tokens.answer_at(self.address, Address(config.host, self.address.port), unix_path=port.unix_path)

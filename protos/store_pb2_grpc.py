@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from tanghulu.protos import store_api_pb2 as tanghulu_dot_protos_dot_store__api__pb2
+from tanghulu.protos import store_pb2 as tanghulu_dot_protos_dot_store__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in tanghulu/protos/store_api_pb2_grpc.py depends on'
+        + ' but the generated code in tanghulu/protos/store_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -38,33 +38,33 @@ class StoreStub:
         """
         self.Put = channel.unary_unary(
                 '/tanghulu.store.v1.Store/Put',
-                request_serializer=tanghulu_dot_protos_dot_store__api__pb2.PutRequest.SerializeToString,
-                response_deserializer=tanghulu_dot_protos_dot_store__api__pb2.PutReply.FromString,
+                request_serializer=tanghulu_dot_protos_dot_store__pb2.PutRequest.SerializeToString,
+                response_deserializer=tanghulu_dot_protos_dot_store__pb2.PutReply.FromString,
                 _registered_method=True)
         self.Get = channel.unary_unary(
                 '/tanghulu.store.v1.Store/Get',
-                request_serializer=tanghulu_dot_protos_dot_store__api__pb2.GetRequest.SerializeToString,
-                response_deserializer=tanghulu_dot_protos_dot_store__api__pb2.GetReply.FromString,
+                request_serializer=tanghulu_dot_protos_dot_store__pb2.GetRequest.SerializeToString,
+                response_deserializer=tanghulu_dot_protos_dot_store__pb2.GetReply.FromString,
                 _registered_method=True)
         self.Exists = channel.unary_unary(
                 '/tanghulu.store.v1.Store/Exists',
-                request_serializer=tanghulu_dot_protos_dot_store__api__pb2.Keys.SerializeToString,
-                response_deserializer=tanghulu_dot_protos_dot_store__api__pb2.ExistsReply.FromString,
+                request_serializer=tanghulu_dot_protos_dot_store__pb2.Keys.SerializeToString,
+                response_deserializer=tanghulu_dot_protos_dot_store__pb2.ExistsReply.FromString,
                 _registered_method=True)
         self.Remove = channel.unary_unary(
                 '/tanghulu.store.v1.Store/Remove',
-                request_serializer=tanghulu_dot_protos_dot_store__api__pb2.Keys.SerializeToString,
-                response_deserializer=tanghulu_dot_protos_dot_store__api__pb2.RemoveReply.FromString,
+                request_serializer=tanghulu_dot_protos_dot_store__pb2.Keys.SerializeToString,
+                response_deserializer=tanghulu_dot_protos_dot_store__pb2.RemoveReply.FromString,
                 _registered_method=True)
         self.Stat = channel.unary_unary(
                 '/tanghulu.store.v1.Store/Stat',
-                request_serializer=tanghulu_dot_protos_dot_store__api__pb2.StatRequest.SerializeToString,
-                response_deserializer=tanghulu_dot_protos_dot_store__api__pb2.Chunk.FromString,
+                request_serializer=tanghulu_dot_protos_dot_store__pb2.StatRequest.SerializeToString,
+                response_deserializer=tanghulu_dot_protos_dot_store__pb2.Chunk.FromString,
                 _registered_method=True)
         self.List = channel.unary_unary(
                 '/tanghulu.store.v1.Store/List',
-                request_serializer=tanghulu_dot_protos_dot_store__api__pb2.ListRequest.SerializeToString,
-                response_deserializer=tanghulu_dot_protos_dot_store__api__pb2.ListReply.FromString,
+                request_serializer=tanghulu_dot_protos_dot_store__pb2.ListRequest.SerializeToString,
+                response_deserializer=tanghulu_dot_protos_dot_store__pb2.ListReply.FromString,
                 _registered_method=True)
 
 
@@ -119,33 +119,33 @@ def add_StoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Put': grpc.unary_unary_rpc_method_handler(
                     servicer.Put,
-                    request_deserializer=tanghulu_dot_protos_dot_store__api__pb2.PutRequest.FromString,
-                    response_serializer=tanghulu_dot_protos_dot_store__api__pb2.PutReply.SerializeToString,
+                    request_deserializer=tanghulu_dot_protos_dot_store__pb2.PutRequest.FromString,
+                    response_serializer=tanghulu_dot_protos_dot_store__pb2.PutReply.SerializeToString,
             ),
             'Get': grpc.unary_unary_rpc_method_handler(
                     servicer.Get,
-                    request_deserializer=tanghulu_dot_protos_dot_store__api__pb2.GetRequest.FromString,
-                    response_serializer=tanghulu_dot_protos_dot_store__api__pb2.GetReply.SerializeToString,
+                    request_deserializer=tanghulu_dot_protos_dot_store__pb2.GetRequest.FromString,
+                    response_serializer=tanghulu_dot_protos_dot_store__pb2.GetReply.SerializeToString,
             ),
             'Exists': grpc.unary_unary_rpc_method_handler(
                     servicer.Exists,
-                    request_deserializer=tanghulu_dot_protos_dot_store__api__pb2.Keys.FromString,
-                    response_serializer=tanghulu_dot_protos_dot_store__api__pb2.ExistsReply.SerializeToString,
+                    request_deserializer=tanghulu_dot_protos_dot_store__pb2.Keys.FromString,
+                    response_serializer=tanghulu_dot_protos_dot_store__pb2.ExistsReply.SerializeToString,
             ),
             'Remove': grpc.unary_unary_rpc_method_handler(
                     servicer.Remove,
-                    request_deserializer=tanghulu_dot_protos_dot_store__api__pb2.Keys.FromString,
-                    response_serializer=tanghulu_dot_protos_dot_store__api__pb2.RemoveReply.SerializeToString,
+                    request_deserializer=tanghulu_dot_protos_dot_store__pb2.Keys.FromString,
+                    response_serializer=tanghulu_dot_protos_dot_store__pb2.RemoveReply.SerializeToString,
             ),
             'Stat': grpc.unary_unary_rpc_method_handler(
                     servicer.Stat,
-                    request_deserializer=tanghulu_dot_protos_dot_store__api__pb2.StatRequest.FromString,
-                    response_serializer=tanghulu_dot_protos_dot_store__api__pb2.Chunk.SerializeToString,
+                    request_deserializer=tanghulu_dot_protos_dot_store__pb2.StatRequest.FromString,
+                    response_serializer=tanghulu_dot_protos_dot_store__pb2.Chunk.SerializeToString,
             ),
             'List': grpc.unary_unary_rpc_method_handler(
                     servicer.List,
-                    request_deserializer=tanghulu_dot_protos_dot_store__api__pb2.ListRequest.FromString,
-                    response_serializer=tanghulu_dot_protos_dot_store__api__pb2.ListReply.SerializeToString,
+                    request_deserializer=tanghulu_dot_protos_dot_store__pb2.ListRequest.FromString,
+                    response_serializer=tanghulu_dot_protos_dot_store__pb2.ListReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,8 +175,8 @@ class Store:
             request,
             target,
             '/tanghulu.store.v1.Store/Put',
-            tanghulu_dot_protos_dot_store__api__pb2.PutRequest.SerializeToString,
-            tanghulu_dot_protos_dot_store__api__pb2.PutReply.FromString,
+            tanghulu_dot_protos_dot_store__pb2.PutRequest.SerializeToString,
+            tanghulu_dot_protos_dot_store__pb2.PutReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -202,8 +202,8 @@ class Store:
             request,
             target,
             '/tanghulu.store.v1.Store/Get',
-            tanghulu_dot_protos_dot_store__api__pb2.GetRequest.SerializeToString,
-            tanghulu_dot_protos_dot_store__api__pb2.GetReply.FromString,
+            tanghulu_dot_protos_dot_store__pb2.GetRequest.SerializeToString,
+            tanghulu_dot_protos_dot_store__pb2.GetReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -229,8 +229,8 @@ class Store:
             request,
             target,
             '/tanghulu.store.v1.Store/Exists',
-            tanghulu_dot_protos_dot_store__api__pb2.Keys.SerializeToString,
-            tanghulu_dot_protos_dot_store__api__pb2.ExistsReply.FromString,
+            tanghulu_dot_protos_dot_store__pb2.Keys.SerializeToString,
+            tanghulu_dot_protos_dot_store__pb2.ExistsReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -256,8 +256,8 @@ class Store:
             request,
             target,
             '/tanghulu.store.v1.Store/Remove',
-            tanghulu_dot_protos_dot_store__api__pb2.Keys.SerializeToString,
-            tanghulu_dot_protos_dot_store__api__pb2.RemoveReply.FromString,
+            tanghulu_dot_protos_dot_store__pb2.Keys.SerializeToString,
+            tanghulu_dot_protos_dot_store__pb2.RemoveReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -283,8 +283,8 @@ class Store:
             request,
             target,
             '/tanghulu.store.v1.Store/Stat',
-            tanghulu_dot_protos_dot_store__api__pb2.StatRequest.SerializeToString,
-            tanghulu_dot_protos_dot_store__api__pb2.Chunk.FromString,
+            tanghulu_dot_protos_dot_store__pb2.StatRequest.SerializeToString,
+            tanghulu_dot_protos_dot_store__pb2.Chunk.FromString,
             options,
             channel_credentials,
             insecure,
@@ -310,8 +310,8 @@ class Store:
             request,
             target,
             '/tanghulu.store.v1.Store/List',
-            tanghulu_dot_protos_dot_store__api__pb2.ListRequest.SerializeToString,
-            tanghulu_dot_protos_dot_store__api__pb2.ListReply.FromString,
+            tanghulu_dot_protos_dot_store__pb2.ListRequest.SerializeToString,
+            tanghulu_dot_protos_dot_store__pb2.ListReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,4 +1,4 @@
-"""What the port mux bounds: connections that say nothing, those of gRPC, and what unknown peers may send."""
+"""What the fast port bounds: connections that say nothing, those of gRPC, and what unknown peers may send."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import socket
 import ssl
 from pathlib import Path
 
-import grpc
 import pytest
 
 from tanghulu.auth import handshakes
@@ -17,14 +16,13 @@ from tanghulu.auth.credentials import TlsFiles
 from tanghulu.auth.tls import ServerTls, client_context
 from tanghulu.auth.tokens import TokensFile
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, Unauthorized
-from tanghulu.protos import router_pb2, router_pb2_grpc
-from tanghulu.rpc import fast_server, port_mux
+from tanghulu.protos import router_pb2
+from tanghulu.rpc import fast_port, fast_server
 from tanghulu.rpc.authorizer import Authorizer
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import HEAD, PREAMBLE, encode_head
 from tanghulu.rpc.greeting import welcome
-from tanghulu.rpc.grpc_edge import channel
 from tanghulu.rpc.methods import HELLO, HelloRequest
 from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.rpc.wire import encode, parser_of
@@ -37,8 +35,8 @@ ASK, REPLY = Ask(keys=["k"]), Answer
 
 async def test_those_who_say_nothing_make_way(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many open a connection and wait, whoever says what he wants gets in."""
-    monkeypatch.setattr(port_mux, "MAX_UNDECIDED", 3)
-    address = served.port_mux.address
+    monkeypatch.setattr(fast_port, "MAX_UNDECIDED", 3)
+    address = served.fast_port.address
     silent = [await asyncio.open_connection(address.host, address.port) for _ in range(8)]
     connection = await AsyncFastConnection.connect(address)
     assert (await connection.call(ECHO, ASK, REPLY)).message.node_ids == ["k"]
@@ -57,23 +55,23 @@ async def test_those_who_begin_a_handshake_and_do_not_end_it_make_way(
     authority = Authority(tmp_path)
     cert, key = authority.sign("host")
     async with serving(ServerTls(TlsFiles(cert=cert, key=key), mutual=False)) as served:
-        address = served.port_mux.address
+        address = served.fast_port.address
         silent = []
         for number in range(8):
             reader, writer = await asyncio.open_connection(address.host, address.port)
             writer.write(b"\x16\x03\x01"[: number % 4])  # the beginning of a ClientHello
             silent.append((reader, writer))
-            await until(lambda: served.port_mux.num_handshakes > 0)
+            await until(lambda: served.fast_port.num_handshakes > 0)
         for reader, _ in silent[:5]:
             with contextlib.suppress(ConnectionError):
                 assert await asyncio.wait_for(reader.read(1), 30) == b""
-        assert served.port_mux.num_handshakes == 3
+        assert served.fast_port.num_handshakes == 3
         connection = await AsyncFastConnection.connect(address, tls=TlsFiles(ca=authority.ca))
         assert (await connection.call(ECHO, ASK, REPLY)).message.node_ids == ["k"]
         await connection.close()
         for _, writer in silent[5:7]:
             writer.close()
-        await until(lambda: served.port_mux.num_handshakes <= 1)
+        await until(lambda: served.fast_port.num_handshakes <= 1)
     for _, writer in silent:
         writer.close()
 
@@ -82,7 +80,7 @@ async def test_what_comes_with_the_end_of_a_handshake_is_not_lost(tmp_path: Path
     authority = Authority(tmp_path)
     cert, key = authority.sign("host")
     async with serving(ServerTls(TlsFiles(cert=cert, key=key), mutual=False)) as served:
-        address = served.port_mux.address
+        address = served.fast_port.address
 
         def ask() -> list[str]:
             incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -110,43 +108,6 @@ async def test_what_comes_with_the_end_of_a_handshake_is_not_lost(tmp_path: Path
             assert await asyncio.to_thread(ask) == ["k"]
 
 
-async def test_grpc_connections_are_bounded(served: Served) -> None:
-    served.service.max_connections = 1
-    async with channel(served.port_mux.address) as first:
-        await router_pb2_grpc.RouterStub(first).BestWorker(QUESTION, timeout=30)
-        async with channel(served.port_mux.address) as second:
-            with pytest.raises(grpc.aio.AioRpcError):
-                await router_pb2_grpc.RouterStub(second).BestWorker(QUESTION, timeout=0.5)
-        await router_pb2_grpc.RouterStub(first).BestWorker(QUESTION, timeout=30)
-    async with channel(served.port_mux.address) as third:
-        await router_pb2_grpc.RouterStub(third).BestWorker(QUESTION, timeout=30, wait_for_ready=True)
-
-
-async def test_silent_grpc_connections_take_nobodys_place(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever says that he speaks HTTP/2, and then makes no call, makes way for those who do."""
-    monkeypatch.setattr(port_mux, "MAX_UNKNOWN_RELAYS", 3)
-    served.service.max_connections = 2
-    address = served.port_mux.address
-    async with channel(address) as first:
-        await router_pb2_grpc.RouterStub(first).BestWorker(QUESTION, timeout=30)
-        silent = [await asyncio.open_connection(address.host, address.port) for _ in range(8)]
-        for _, writer in silent:
-            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
-        for reader, _ in silent[:5]:
-            with contextlib.suppress(ConnectionError):
-                await asyncio.wait_for(reader.read(), 30)  # to its end
-        async with channel(address) as second:
-            await router_pb2_grpc.RouterStub(second).BestWorker(QUESTION, timeout=30)
-        await router_pb2_grpc.RouterStub(first).BestWorker(QUESTION, timeout=30)
-        monkeypatch.setattr(port_mux, "UNKNOWN_RELAY_S", 0.05)
-        reader, writer = await asyncio.open_connection(address.host, address.port)
-        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
-        await asyncio.wait_for(reader.read(), 30)
-        writer.close()
-    for _, writer in silent:
-        writer.close()
-
-
 @pytest.fixture
 async def guarded(served: Served, tmp_path: Path) -> Served:
     """The same service behind a gate that knows one token."""
@@ -162,7 +123,7 @@ async def guarded(served: Served, tmp_path: Path) -> Served:
 
 async def test_an_unknown_peer_may_send_little(guarded: Served) -> None:
     """It cannot have the process keep megabytes of a frame that it never finishes."""
-    address = guarded.port_mux.address
+    address = guarded.fast_port.address
     reader, writer = await asyncio.open_connection(address.host, address.port)
     writer.write(PREAMBLE + HEAD.pack(0, 60 << 20, ECHO, 0, 1) + bytes(fast_server.MAX_UNKNOWN_BYTES + 1))
     answer = await asyncio.wait_for(reader.read(), 30)
@@ -171,7 +132,7 @@ async def test_an_unknown_peer_may_send_little(guarded: Served) -> None:
 
 
 async def test_a_known_peer_may_send_as_much_as_ever(guarded: Served) -> None:
-    connection = await asyncio.to_thread(FastConnection, guarded.port_mux.address)
+    connection = await asyncio.to_thread(FastConnection, guarded.fast_port.address)
     with pytest.raises(Unauthorized, match="HELLO"):
         await asyncio.to_thread(connection.call, ECHO, ASK, REPLY)
     request = HelloRequest(PROTOCOL_VERSION, token="secret")
@@ -193,7 +154,7 @@ async def test_the_unknown_make_way_for_each_other_and_not_for_the_known(
     """Connections that say that they speak the fast lane, and then nothing, take nobody's place."""
     monkeypatch.setattr(fast_server, "MAX_UNKNOWN_PEERS", 3)
     guarded.service.max_connections = 2
-    address = guarded.port_mux.address
+    address = guarded.fast_port.address
     first = await asyncio.to_thread(FastConnection, address)
     await asyncio.to_thread(greet, first)
     silent = [await asyncio.open_connection(address.host, address.port) for _ in range(8)]
@@ -218,7 +179,7 @@ async def test_the_unknown_make_way_for_each_other_and_not_for_the_known(
 
 
 async def test_a_hello_is_not_waited_for_for_ever(guarded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    address = guarded.port_mux.address
+    address = guarded.fast_port.address
     known = await asyncio.to_thread(FastConnection, address)
     await asyncio.to_thread(greet, known)
     monkeypatch.setattr(fast_server, "HELLO_S", 0.05)
