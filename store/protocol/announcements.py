@@ -1,7 +1,7 @@
 """The messages of ANNOUNCE: what a node holds now or no longer, and what the master says to it.
 
-They are the values that the directory decides by, too; the rules are ``store.master.directory``'s. Keys are counted in
-characters here, as they are looked up and never stored by the master alone.
+They are the values that the directory decides by, too; the rules are ``store.master.directory``'s. How many keys one
+message may name ``validate`` checks, and everything else the fields' types.
 """
 
 from __future__ import annotations
