@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 from urllib.parse import quote
 
 import httpx
