@@ -76,6 +76,8 @@ class VllmRequestFactory:
         another worker could take."""
         if not self._hands_over and (submit.hand_over or submit.source is not None):
             raise InvalidRequest("a vLLM worker without a store computes prompt and answer; it hands nothing over")
+        submit.sampling.validate()
+        submit.stop.validate()
         root = root_hash(Fingerprint(b""), submit.salt, VLLM_SHA256_CBOR, self._naming_key)
         sequence = TokenSequence(root, self._block_tokens, as_tokens(submit.tokens), VLLM_SHA256_CBOR)
         num_prompt = submit.num_prompt_tokens
