@@ -94,7 +94,7 @@ class AsyncFastConnection(asyncio.Protocol):
             raise Unauthorized(f"{address} is not what its certificate should say: {error.verify_message}") from error
         except OSError as error:  # TimeoutError is one
             kind = PeerSilent if is_silence(error) else NodeUnavailable
-            raise kind(f"cannot connect to {connection.peer}: {error or 'no answer'}") from error
+            raise kind(f"cannot connect to {connection.peer}: {_why(error)}") from error
         return connection
 
     @property
@@ -320,6 +320,11 @@ class AsyncFastConnection(asyncio.Protocol):
             self._transport.close()
             await asyncio.wait({self._lost}, timeout=_CLOSE_TIMEOUT_S)
             self._transport.abort()  # a peer that does not read would hold what is unsent for ever
+
+
+def _why(error: OSError) -> str:
+    """The reason of ``error`` as the system names it; asyncio has words of its own for a refused connection."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error) or "no answer"
 
 
 def _outcome(reply_type: type[R], frame: Frame) -> Reply[R] | TanghuluError:
