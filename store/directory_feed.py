@@ -19,8 +19,8 @@ from tanghulu.auth.certificate_roles import MASTER
 from tanghulu.discovery.masters import ATTEMPT_S, MasterFinder
 from tanghulu.errors import MasterUnavailable, TanghuluError, Unauthorized
 from tanghulu.masters import Masters
+from tanghulu.rpc import greeting
 from tanghulu.rpc.fast_aio import AsyncFastConnection
-from tanghulu.rpc.greeting import greet
 from tanghulu.rpc.streams import receive_all
 from tanghulu.store.followed_ranges import MOST_KEYS, FollowedRanges, OwnerStream
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind, EventBatch, EventsRequest
@@ -37,7 +37,7 @@ _RETRY_S = 0.2
 _REFUSED_S = 5.0
 #: Batches of all streams that wait for the follower's user; then the streams wait.
 _MAX_BATCHES = 16
-#: Without a sign of life for this time a master is lost: one of several, and an only one, which has no substitute.
+#: Seconds without a beat after which a master counts as lost: one of several, and an only one, which nobody replaces.
 _SILENCE_S, _SILENCE_OF_ONE_S = 2.5, 20.0
 
 
@@ -217,16 +217,4 @@ class _Feed:
             await connection.close()
 
     async def _connect(self, address: Address) -> AsyncFastConnection:
-        """A connection to the master there, which knows who is at this end."""
-        credentials = self._masters.credentials_for(address)
-        try:
-            async with asyncio.timeout(ATTEMPT_S):
-                connection = await AsyncFastConnection.connect(address, tls=credentials.tls.to(MASTER))
-                try:
-                    await greet(connection, credentials, ATTEMPT_S)
-                except BaseException:
-                    await connection.close()
-                    raise
-                return connection
-        except TimeoutError:
-            raise MasterUnavailable(f"master at {address} did not answer within {ATTEMPT_S:g} s") from None
+        return await greeting.connect(address, self._masters.credentials_for(address), MASTER, ATTEMPT_S)

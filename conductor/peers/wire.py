@@ -25,7 +25,7 @@ from tanghulu.types import Address
 
 #: News wait so long for more to come, in seconds: one message instead of many.
 GATHER_S = 0.002
-#: A peer that sends nothing for so long, not even a beat, is lost; and one that does not answer a connection.
+#: Seconds without a beat after which a peer counts as lost, and for which a new connection waits.
 SILENCE_S = 4.0
 #: The time that a peer has to end a request, in seconds.
 ABORT_DEADLINE_S = 2.0

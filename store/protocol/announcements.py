@@ -26,7 +26,7 @@ _Slots: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=RANGE_SLOTS)]
 class ChunkEntry(NamedTuple):
     """One announced chunk; ``cold``: on the node's SSD, and not in its memory.
 
-    ``unconfirmed``: no master has accepted this put yet, so nobody was told that it succeeded. Equal versions are
+    ``unconfirmed``: no master has accepted this put yet, so its success is not acknowledged. Equal versions are
     replicas of one put.
     """
 
@@ -40,7 +40,7 @@ class ChunkEntry(NamedTuple):
 class ReportPiece(FastMessage, frozen=True):
     """A piece of a node's report of all that it holds, slot by slot (see ``key_slots``).
 
-    The pieces of one report are numbered from 0; with this piece all slots below ``next_slot`` have been told.
+    The pieces of one report are numbered from 0; with this piece all slots below ``next_slot`` are reported.
     The same piece may come again. ``entries`` are (key, version, size in bytes, is it cold) of confirmed chunks.
     """
 
@@ -60,7 +60,7 @@ class NodeAnnouncement(FastMessage, frozen=True):
     """The chunks that a node holds now or no longer; ``deleted`` is ``removed``, and the version must not come back.
 
     ``retracted`` are puts that failed before their values were whole, because their clients died or gave up: a client's
-    commit of them is void. They are taken back before all else, and not told again when the message is lost.
+    commit of them is void. They are taken back before all else, and not repeated when the message is lost.
 
     ``report_id`` is of the report that is under way, 0 if none is, ``ranges`` are those that it is of, None: all that
     the master owns, and ``piece`` is a piece of it. ``capacity_bytes`` 0 says nothing of capacity and use.
@@ -103,8 +103,8 @@ class NodeAnnouncement(FastMessage, frozen=True):
         check_count(0 if self.piece is None else len(self.piece.entries))
 
     @property
-    def told(self) -> int:
-        """The ranges whose keys the node tells this master, a bit for each; a sign of life is silent about all."""
+    def reported_ranges(self) -> int:
+        """The ranges whose keys the node reports to this master, a bit for each."""
         return self.owned if self.map_version else ALL_BITS
 
     def keys(self) -> Iterator[str]:
@@ -140,8 +140,8 @@ class Orders(FastMessage, frozen=True):
 
 
 class KnownRange(NamedTuple):
-    """How many slots of a range are known, from its first on. ``wanted``: the node has not told it, and is not about to
-    do so.
+    """How many slots of a range are known, from its first on. ``wanted``: the node has not reported it, and is not
+    about to.
     """
 
     number: _Range
@@ -157,7 +157,7 @@ class AnnounceReply(FastMessage, frozen=True):
 
     ``report_wanted``: the master does not know this node's chunks. ``report_keys``: the number of keys that the next
     piece may have; 0: not yet, ask again. ``known_slots``: the slots below this one are known, so what was undecided
-    there can be told again. To a node that goes by a map: ``ranges``, those that this master owns and that are not
+    there can be announced again. To a node that goes by a map: ``ranges``, those that this master owns and that are not
     known whole, or that this node has yet to report; and ``map_version``, if ``owned`` was not what this master owns:
     the version up to which it knows the map.
 

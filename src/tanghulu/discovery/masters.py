@@ -21,8 +21,8 @@ from tanghulu.types import Address
 SEEK_PAUSE_S, SEEK_MOST_S = 0.05, 0.25
 #: How long one of several masters is waited for before the next is asked: a stopped one does not refuse.
 ATTEMPT_S = 1.5
-#: A master that sends nothing on a stream for so long, not even a beat, stands still, or the path to it swallows
-#: everything. A single one is waited for longer: nobody else could be asked.
+#: Seconds without a beat on a stream after which a master counts as lost: it stands still, or the path to it swallows
+#: everything. A single one gets longer, as nobody replaces it.
 SILENCE_S, SILENCE_OF_ONE_S = 2.5, 4.5
 _ETCD_DEADLINE_S = 1.0
 

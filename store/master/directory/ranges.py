@@ -198,7 +198,7 @@ class RangeDirectories:
             return  # there may be more
         node_id = announcement.node_id
         for directory in self._overdue:
-            if announcement.told >> directory.number & 1:
+            if announcement.reported_ranges >> directory.number & 1:
                 for key in directory.heard(node_id):
                     self._log(DirectoryEventKind.REMOVED, node_id, (key,))
 
