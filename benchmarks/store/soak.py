@@ -493,6 +493,7 @@ def main() -> None:
         keep("soak", rows, seed=options.seed, summary=summary)
     if options.folder is None:
         shutil.rmtree(folder)
+    print(*summary["findings"], sep="\n", file=sys.stderr)
     passed_over = sum(" stood still: " in each for each in summary["findings"]) if options.lenient else 0
     sys.exit(1 if len(summary["findings"]) > passed_over else 0)
 
