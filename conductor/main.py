@@ -25,7 +25,6 @@ from tanghulu.conductor.grpc_api.port import InferencePort
 from tanghulu.conductor.http import admin_api, openai_api, openapi_document, sglang_api, unserved
 from tanghulu.conductor.http.envelope import Envelope
 from tanghulu.conductor.http.responses import routes as responses_api
-from tanghulu.conductor.index.shards import DEFAULT_SHARDS
 from tanghulu.conductor.inference.service import DEFAULT_BODY_BYTES, ROOM_BYTES, Service, UnknownFields
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.peers import group
@@ -80,24 +79,12 @@ class ConductorConfig(SecretOptions, MasterOptions, HttpOptions, ProcessConfig):
     profiles: Path | None = option(
         None, "file (JSON or TOML) with costs of prefill and decode, used until workers report measured ones"
     )
-    event_shards: int = option(
-        DEFAULT_SHARDS,
-        "number of queues for workers' KV events, so that none waits for another's snapshot",
-        least=1,
-        most=1024,
-    )
-    snapshot_every: float = option(
-        0.0,
-        "seconds between snapshots of each worker's cache, which repair lost events; 0 disables them",
-        least=0,
-    )
     max_in_flight: int = option(1024, "limit on sequences running at workers", least=1)
     max_queued: int = option(1024, "limit on waiting sequences; further requests are rejected with 429", least=1)
     queue_timeout_s: float = option(30.0, "longest wait for a place or a worker, in seconds", least=0)
     queue_order: str = option(
         "fcfs", "order of waiting requests: first come first served, or shortest prefill with ageing", choices=ORDERS
     )
-    queue_ageing: float = option(0.1, "sjf: seconds by which each second of waiting shortens a prefill's rank", least=0)
     hot_prefix_rate: float = option(
         10.0,
         "fetches per second and store node above which a prefix is copied to more nodes; 0 disables it",
@@ -109,10 +96,12 @@ class ConductorConfig(SecretOptions, MasterOptions, HttpOptions, ProcessConfig):
     tbt_slo_s: float = option(
         0.0, "reject requests with 429 whose tokens would take longer, in seconds; 0 disables it", least=0
     )
-    request_timeout: float = option(0.0, "timeout of a whole request, in seconds; 0 disables it", least=0)
-    first_token_timeout: float = option(600.0, "timeout of a request's first token, in seconds; 0 disables it", least=0)
-    token_timeout: float = option(300.0, "timeout of each further token, in seconds; 0 disables it", least=0)
-    worker_timeout: float = option(
+    request_timeout_s: float = option(0.0, "timeout of a whole request, in seconds; 0 disables it", least=0)
+    first_token_timeout_s: float = option(
+        120.0, "timeout of a request's first token, in seconds; 0 disables it", least=0
+    )
+    token_timeout_s: float = option(60.0, "timeout of each further token, in seconds; 0 disables it", least=0)
+    worker_timeout_s: float = option(
         10.0,
         "seconds without a step after which a worker counts as lost until a probe succeeds; 0 disables it",
         least=0,
@@ -151,6 +140,9 @@ class ConductorConfig(SecretOptions, MasterOptions, HttpOptions, ProcessConfig):
     )
     grace_s: float = option(10.0, "seconds for which running requests may then continue", least=0)
     reuse_port: bool = option(False, "share the port with a successor that has the option, too (SO_REUSEPORT)")
+    snapshot_every_s: float = option(
+        0.0, "seconds between snapshots of each worker's cache; 0 disables them", debug=True
+    )
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -176,12 +168,11 @@ class Conductor:
             config.queue_timeout_s,
             MoveLimits(config.max_redispatches, config.migration_max_seq_len),
             Admission(config.ttft_slo_s, config.tbt_slo_s),
-            QueueOrder(config.queue_order, config.queue_ageing),
+            QueueOrder(config.queue_order),
             read_profiles(config.profiles),
-            config.event_shards,
             config.hot_prefix_rate,
-            Timeouts(config.request_timeout, config.first_token_timeout, config.token_timeout),
-            config.worker_timeout,
+            Timeouts(config.request_timeout_s, config.first_token_timeout_s, config.token_timeout_s),
+            config.worker_timeout_s,
         )
         self.config = config
         self.metrics = ConductorMetrics(registry)
@@ -301,7 +292,7 @@ class Conductor:
         self.dispatcher.fail_all(NodeUnavailable("the conductor is stopping"))
 
     async def _request_snapshots(self) -> None:
-        every_s = self.config.snapshot_every
+        every_s = self.config.snapshot_every_s
         while every_s > 0:
             await asyncio.sleep(every_s)
             self.dispatcher.registry.request_snapshots()

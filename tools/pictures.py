@@ -99,7 +99,8 @@ def dashboard(folder: Path) -> None:
     """Of a conductor with mock workers."""
     port, master = free_port(), free_port()
     url = f"http://127.0.0.1:{port}"
-    words = ("up", "--engine", "mock", "--model", "mock", "--mock-speedup", "2", "--prefill", "2", "--decode", "2")
+    words = ("up", "--engine", "mock", "--model", "mock", "--debug", "mock_speedup=2")
+    words += ("--prefill", "2", "--decode", "2")
     ports = ("--port", str(port), "--master-port", str(master), "--state-dir", str(folder / "state"))
 
     def ask(http: httpx.Client, chosen: random.Random) -> None:

@@ -165,11 +165,7 @@ class WorkerServer:
             )
             stack.callback(store.close)
         self._speed = SpeedMeter(config.max_num_batched_tokens, config.peer_fetch)
-        bounds = ConnectorConfig(
-            store_policy=config.store_policy,
-            max_pending_bytes=config.store_pending,
-            max_deferred_bytes=config.store_deferred,
-        )
+        bounds = ConnectorConfig(store_policy=config.store_policy)
         connector = KvConnector(store, reader, self._metrics, self._speed, bounds)
         stack.callback(connector.close)
         if loaded.ranks is not None:

@@ -63,36 +63,34 @@ class WorkerConfig(TransferOptions, SecretOptions, MasterOptions, PortOptions, P
         "blocks written to the store: all, those used twice, the rest as well when idle (defer), none",
         choices=tuple(STORE_POLICIES),
     )
-    store_pending: int = option(
-        512 << 20, "limit on bytes in flight to the store; further blocks are not stored", size=True
-    )
-    store_deferred: int = option(
-        512 << 20, "with defer: limit on bytes of blocks waiting for an idle moment", size=True
-    )
     preemption: str = option(
         "recompute",
         "treatment of a preempted request's full blocks: recompute lost ones, or move them to the store",
         choices=("recompute", "store"),
     )
     peer_fetch: bool = option(True, "read prefixes from other workers' caches when the conductor asks for it")
-    profile: str = option("", "write a torch profiler trace of the first 64 steps to this file", metavar="FILE")
     grace_s: float = option(
-        5.0, "seconds for which running requests may continue at shutdown before they move to other workers", least=0
+        10.0, "seconds for which running requests may continue at shutdown before they move to other workers", least=0
     )
-    checks: bool = option(False, "assert all invariants after every step (slow)")
-    mock_speedup: float = option(1.0, "speedup of the mock engine's timing", above=0)
-    mock_timing: str = option("cpu-135m", "the mock engine's model of time", choices=("cpu-135m", "gpu-8b", "gpu-70b"))
-    mock_kv_token_bytes: int = option(16, "bytes of KV per token of the mock engine; a multiple of 8")
+    profile: str = option("", "write a torch profiler trace of the first 64 steps to this file", debug=True)
+    checks: bool = option(False, "assert all invariants after every step (slow)", debug=True)
+    mock_speedup: float = option(1.0, "speedup of the mock engine's timing", above=0, debug=True)
+    mock_timing: str = option(
+        "cpu-135m", "the mock engine's model of time", choices=("cpu-135m", "gpu-8b", "gpu-70b"), debug=True
+    )
+    mock_kv_token_bytes: int = option(16, "bytes of KV per token of the mock engine; a multiple of 8", debug=True)
     mock_hold: Path | None = option(
-        None, "directory of files that pause the mock engine before steps, for tests (docs/workers.md)", metavar="DIR"
+        None, "directory of files that pause the mock engine before steps (docs/workers.md)", debug=True
     )
-    deterministic: bool = option(False, "make the mock engine's text depend on prompt and position alone, not on seeds")
+    deterministic: bool = option(
+        False, "make the mock engine's text depend on prompt and position alone, not on seeds", debug=True
+    )
 
     def __post_init__(self) -> None:
         PortOptions.__post_init__(self)
         check_bounds(self)
         if self.mock_kv_token_bytes < 8 or self.mock_kv_token_bytes % 8:
-            raise ConfigError(f"--mock-kv-token-bytes is {self.mock_kv_token_bytes}; it must be a multiple of 8")
+            raise ConfigError(f"--debug mock_kv_token_bytes={self.mock_kv_token_bytes}: it must be a multiple of 8")
         if self.tp < 1 or (self.tp > 1 and self.engine != "torch"):
             raise ConfigError(f"--tp is {self.tp}; the torch engine takes 1 or more, the mock engine 1")
         if self.batch_invariant and (self.engine != "torch" or self.tp > 1 or self.attention == "varlen"):
@@ -108,10 +106,10 @@ class WorkerConfig(TransferOptions, SecretOptions, MasterOptions, PortOptions, P
     def _require_torch(self) -> None:
         """Raise ConfigError for what only a model that computes can be given."""
         if self.kv_dtype != "auto" and self.engine != "torch":
-            raise ConfigError("--kv-dtype takes --engine torch: the mock engine's KV is --mock-kv-token-bytes")
+            raise ConfigError("--kv-dtype takes --engine torch: --debug mock_kv_token_bytes sizes the mock engine's KV")
         if self.lora and self.engine != "torch":
             raise ConfigError("--lora takes --engine torch: the mock engine has no weights to merge it into")
         if NgramProposer.of(self.speculative) is not None and self.engine != "torch":
             raise ConfigError("--speculative takes --engine torch: the mock engine's tokens cannot be guessed")
         if self.profile and self.engine != "torch":
-            raise ConfigError("--profile traces the torch engine; the mock engine computes nothing")
+            raise ConfigError("--debug profile=FILE traces the torch engine; the mock engine computes nothing")

@@ -184,7 +184,18 @@ async def measure(url_port: int, echo_port: int, conductor: psutil.Process) -> l
 def main_run() -> None:
     with tempfile.TemporaryDirectory(prefix="tanghulu-") as folder:
         state = Path(folder) / "state"
-        up = [sys.executable, "-m", "tanghulu", "up", "--engine", "mock", "--model", "mock", "--mock-speedup", "5"]
+        up = [
+            sys.executable,
+            "-m",
+            "tanghulu",
+            "up",
+            "--engine",
+            "mock",
+            "--model",
+            "mock",
+            "--debug",
+            "mock_speedup=5",
+        ]
         up += ["--prefill", "0", "--decode", "0", "--port", "0", "--master-port", "0", "--state-dir", str(state)]
         process = subprocess.Popen(up, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         control = subprocess.Popen([*PROGRAM, "--echo"], stdout=subprocess.PIPE)

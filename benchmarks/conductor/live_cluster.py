@@ -75,8 +75,8 @@ async def tanghulu_cluster(
 
         master = (await start("master", "master")).info["address"]
         memory = str(num_blocks * BLOCK_TOKENS * KV_TOKEN_BYTES)
-        engine = ["--engine", "mock", "--model", "mock", "--mock-timing", "gpu-8b", "--kv-memory", memory]
-        engine += ["--mock-kv-token-bytes", str(KV_TOKEN_BYTES), "--no-store", "--max-num-batched-tokens", "8192"]
+        engine = ["--engine", "mock", "--model", "mock", "--debug", "mock_timing=gpu-8b", "--kv-memory", memory]
+        engine += ["--debug", f"mock_kv_token_bytes={KV_TOKEN_BYTES}", "--no-store", "--max-num-batched-tokens", "8192"]
         for number in range(2):
             await start("worker", f"worker-{number}", "--master", master, *engine, *flags)
         for number in range(num_conductors):

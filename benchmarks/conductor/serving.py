@@ -157,7 +157,7 @@ def _ours(name: str, source: Path, folder: Path, *, system: bool = False) -> Ite
     """`tanghulu up` from the tree ``source``."""
     state = folder / name
     write_model(state / MODEL, marks_ends=system)
-    up = [sys.executable, "-m", "tanghulu", "up", "--engine", "mock", "--mock-speedup", "1000000"]
+    up = [sys.executable, "-m", "tanghulu", "up", "--engine", "mock", "--debug", "mock_speedup=1000000"]
     up += ["--model", str(state / MODEL)]
     up += ["--port", str(_free_port()), "--master-port", "0", "--state-dir", str(state / "state")]
     environment = {**os.environ, "PYTHONPATH": str(source)}

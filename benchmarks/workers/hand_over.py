@@ -88,8 +88,8 @@ class Sides:
         self.until(lambda: self._listens(MASTER))
         self._run(self._wires.client, HERE, "conductor", "--port", str(CONDUCTOR), "--master", f"{HERE}:{MASTER}")
         shape = case.shape
-        engine = ["--engine", "mock", "--model", "mock", "--mock-timing", shape.timing, "--no-store"]
-        engine += ["--mock-speedup", str(shape.speedup), "--mock-kv-token-bytes", str(shape.kv_token_bytes)]
+        engine = ["--engine", "mock", "--model", "mock", "--debug", f"mock_timing={shape.timing}", "--no-store"]
+        engine += ["--debug", f"mock_speedup={shape.speedup}", "--debug", f"mock_kv_token_bytes={shape.kv_token_bytes}"]
         engine += ["--max-num-batched-tokens", str(case.chunk_tokens)]
         engine += ["--kv-memory", str(5 * case.kv_bytes // 4), "--transports", "tcp"]
         engine += ["--master", f"{HERE}:{MASTER}"]

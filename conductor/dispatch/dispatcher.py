@@ -44,7 +44,6 @@ from tanghulu.conductor.dispatch.router import RoutedRequest, Router
 from tanghulu.conductor.dispatch.token_stream import Arrivals, TokenStream
 from tanghulu.conductor.index.events import CacheMirror
 from tanghulu.conductor.index.hot_prefixes import HotPrefixes
-from tanghulu.conductor.index.shards import DEFAULT_SHARDS
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.peers.inbox import PeerRequests
 from tanghulu.conductor.peers.outbox import NOBODY, Begun, OwnRequests
@@ -71,7 +70,7 @@ class Limits:
     """The bounds on the conductor's load; ``profiles`` are the assumed costs until workers report theirs.
 
     ``timeouts`` are the longest that a request may have. A worker whose engine is silent for ``worker_timeout_s`` is
-    lost; 0: none is.
+    lost; 0 disables that.
     """
 
     max_in_flight: int = 1024
@@ -81,7 +80,6 @@ class Limits:
     admission: Admission = field(default_factory=Admission)
     order: QueueOrder = field(default_factory=QueueOrder)
     profiles: ProfileFile = field(default_factory=ProfileFile)
-    event_shards: int = DEFAULT_SHARDS
     hot_prefix_rate: float = 0.0
     timeouts: Timeouts = NO_TIMEOUTS
     worker_timeout_s: float = 0.0
@@ -129,7 +127,7 @@ class Dispatcher:
         secret: ClusterSecret = NO_SECRET,
     ) -> None:
         self.registry = Registry(conductor_id, self, limits.profiles, limits.worker_timeout_s, credentials, secret)
-        self.mirror = CacheMirror(limits.event_shards)
+        self.mirror = CacheMirror()
         self.router = Router(self.registry, self.mirror, policies, place, HotPrefixes(limits.hot_prefix_rate))
         self.own = OwnRequests()
         self.peers = PeerRequests(self.router.in_flight, self._load_of)

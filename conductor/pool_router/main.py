@@ -45,7 +45,7 @@ class GlobalRouterConfig(MasterOptions, HttpOptions, ProcessConfig):
     pools: Path | None = option(None, "TOML or JSON file with the pools and the grid")
     discovery: str = option("master", DISCOVERY_HELP + ", or none: only the urls in the file")
     max_body_size: int = option(DEFAULT_BODY_BYTES, "largest request body", size=True, least=1)
-    silence_timeout: float = option(
+    silence_timeout_s: float = option(
         SILENCE_S, "seconds of silence after which a server with a request counts as lost", least=0.1
     )
     grace_s: float = option(10.0, "seconds for which running requests may continue at shutdown", least=0)
@@ -75,7 +75,7 @@ class GlobalRouter:
         for pool in pools.pools.values():
             refuse_plain(config.tls, *pool.urls)
         self._port = HttpPort(config, config.host)
-        client = RelayClient(config.silence_timeout, config.tls.to(CONDUCTOR, ROUTER))
+        client = RelayClient(config.silence_timeout_s, config.tls.to(CONDUCTOR, ROUTER))
         self.forwarder = Forwarder(pools, SystemClock(), PoolMetrics(registry), client)
         self.address = Address("", 0)
         self._registry = registry

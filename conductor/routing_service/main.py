@@ -106,7 +106,7 @@ class RouterServer:
         config, followers = self.config, [self._follower(source) for source in parse_sources(self.config.vllm_events)]
         listener = listen(config.host, config.port)
         self.address = Address(config.reachable_host, address_of(listener).port)
-        client = RelayClient(config.silence_timeout, config.tls)
+        client = RelayClient(config.silence_timeout_s, config.tls)
         generator = Generator(self.service, self._hasher, self._clock, client)
         app = make_app(self.service, self._hasher, self._clock, self._registry, config.max_body_size, generator)
         server = self._port.server(self._port.authorized(app, route_rights.ROUTING_SERVICE), config.grace_s)

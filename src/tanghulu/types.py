@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
@@ -60,6 +61,11 @@ class Place:
     zone: str = "local"
     rack: str = "local"
     host: str = "local"
+
+    @classmethod
+    def here(cls) -> Place:
+        """The place of a process that was given none: this machine, in an unnamed zone and rack."""
+        return cls(host=socket.gethostname().replace("/", "-") or "local")
 
     @classmethod
     def parse(cls, text: str) -> Place:

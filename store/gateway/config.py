@@ -38,7 +38,7 @@ class GatewayConfig(MasterOptions, ProcessConfig):
     max_connections: int = option(1024, "limit on connections", least=1)
     max_clients: int = option(64, "limit on tokens kept connected", least=2)
     idle_s: float = option(300.0, "seconds after which an unused token is forgotten", above=0)
-    grace_s: float = option(5.0, "seconds for which open requests may continue at shutdown", above=0)
+    grace_s: float = option(10.0, "seconds for which open requests may continue at shutdown", above=0)
 
     def __post_init__(self) -> None:
         check_bounds(self)

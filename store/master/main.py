@@ -37,9 +37,6 @@ class MasterConfig(PortOptions, ProcessConfig):
     """The options of ``tanghulu master``."""
 
     port: int = option(7400, "port to listen on; 0 picks one")
-    rebuild_s: float = option(
-        REBUILD_S, "seconds after which a node that has not reached a new master has left; the lease of a node"
-    )
     copy_rate: int = option(256 << 20, "limit on bytes per second copied through one node", size=True)
     etcd: str = option(
         "",
@@ -49,12 +46,16 @@ class MasterConfig(PortOptions, ProcessConfig):
     election_ttl_s: float = option(
         2.0, "seconds after which a lost master is replaced; etcd rounds up to whole seconds"
     )
-    seed: int = option(0, "seed of random placement; 0 picks one at each start")
+    rebuild_s: float = option(
+        REBUILD_S,
+        "seconds after which a node that has not reached a new master has left; the lease of a node",
+        most=600,
+        debug=True,
+    )
+    seed: int = option(0, "seed of random placement; 0 picks one at each start", debug=True)
 
     def __post_init__(self) -> None:
         PortOptions.__post_init__(self)
-        if not 0 <= self.rebuild_s <= 600:
-            raise ConfigError(f"--rebuild-s {self.rebuild_s:g} is not within 0..600 seconds")
         if self.copy_rate < 1:
             raise ConfigError(f"--copy-rate {self.copy_rate} leaves no room for any copy")
         if not 1 <= self.election_ttl_s <= 60:

@@ -91,21 +91,13 @@ class NodeConfig(TransferOptions, MasterOptions, PortOptions, ProcessConfig):
     memory: int = option(1 << 30, "size of the memory segment", size=True)
     max_value: int = option(0, "largest accepted value; 0 accepts what fits into memory", size=True)
     eviction: str = option("reuse", "eviction policy of chunks", choices=tuple(POLICIES))
-    high_watermark: float = option(
-        0.0,
-        "fraction of memory above which chunks are evicted early; 0 means 0.95 with an SSD tier and "
-        "disables it without",
-    )
-    low_watermark: float = option(
-        0.0, "fraction of memory at which early eviction stops; 0 means 0.05 below the high watermark"
-    )
     ssd_path: Path | None = option(None, "file of the SSD tier, or a directory for it; default: no SSD tier")
     ssd_size: int = option(0, "size of the SSD tier's file", size=True)
     ssd_admission: str = option("all", "evicted chunks that go to the SSD", choices=MODES)
     ssd_write_rate: int = option(0, "limit on bytes per second written to the SSD; 0 disables it", size=True)
-    lease_ms: int = option(10_000, "duration of a reservation or a pin, in milliseconds")
     prefault: bool = option(False, "touch the whole segment at startup")
-    debug_checks: bool = option(False, "assert all invariants of the node twenty times a second")
+    lease_ms: int = option(10_000, "duration of a reservation or a pin, in milliseconds", least=10, debug=True)
+    checks: bool = option(False, "assert all invariants of the node twenty times a second", debug=True)
 
     def __post_init__(self) -> None:
         PortOptions.__post_init__(self)
@@ -113,21 +105,16 @@ class NodeConfig(TransferOptions, MasterOptions, PortOptions, ProcessConfig):
             raise ConfigError(f"--max-value {self.max_value} is less than {format_size(MAX_INLINE_BYTES)}")
         if self.memory < 4096:
             raise ConfigError(f"--memory {self.memory} is less than one page")
-        if self.lease_ms < 10:
-            raise ConfigError(f"--lease-ms {self.lease_ms} is too short for anybody to use a lease")
         if (self.ssd_path is None) != (self.ssd_size == 0):
             raise ConfigError("--ssd-path and --ssd-size come together: where, and how much")
         if self.ssd_path is not None and self.ssd_size < MIN_SSD_BYTES:
             raise ConfigError(f"--ssd-size {format_size(self.ssd_size)} is less than {format_size(MIN_SSD_BYTES)}")
-        low, high = self.watermarks
-        if not 0 < low <= high <= 1:
-            raise ConfigError(f"--low-watermark {low} and --high-watermark {high}: 0 < low <= high <= 1")
 
     @property
     def watermarks(self) -> tuple[float, float]:
         """(low, high), as fractions of the memory."""
-        high = self.high_watermark or (1.0 if self.ssd_path is None else 0.95)
-        return self.low_watermark or high - 0.05, high
+        high = 1.0 if self.ssd_path is None else 0.95
+        return high - 0.05, high
 
 
 class NodeMemory:
@@ -394,7 +381,7 @@ class Node:
             self._evict_ahead()
             self._room_changed()
             self._reporter.tick()
-            if self._config.debug_checks:
+            if self._config.checks:
                 self.state.check()
                 self._watermarks.check()
                 if self._tier is not None:

@@ -19,7 +19,7 @@ from tests.store.cluster import Cluster
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    flags = ("--engine", "mock", "--model", "mock", "--mock-speedup", "1000", "--prefill", "1", "--decode", "1")
+    flags = ("--engine", "mock", "--model", "mock", "--debug", "mock_speedup=1000", "--prefill", "1", "--decode", "1")
     with running_cluster(tmp_path_factory.mktemp("bench"), *flags) as live:
         yield live
 

@@ -23,7 +23,7 @@ from tests.free_ports import free_port
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana/tanghulu.json").read_text())
 DEADLINE_S = 120.0
-FLAGS = ("--engine", "mock", "--model", "mock", "--mock-speedup", "50", "--nodes", "2", "--prefill", "2")
+FLAGS = ("--engine", "mock", "--model", "mock", "--debug", "mock_speedup=50", "--nodes", "2", "--prefill", "2")
 
 
 def _tool(name: str) -> str:

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, expect
 from tests.browser import PATIENCE_MS, all_is_reachable, launched, opened
 from tests.e2e.cluster import LiveCluster, running_cluster
 
-FLAGS = ("--engine", "mock", "--model", "mock", "--mock-speedup", "20", "--prefill", "1", "--decode", "2")
+FLAGS = ("--engine", "mock", "--model", "mock", "--debug", "mock_speedup=20", "--prefill", "1", "--decode", "2")
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ def port() -> int:
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory, port: int) -> Iterator[LiveCluster]:
     ports = ("--conductors", "2", "--port", str(free_port()), "--grpc-port", str(port))
-    flags = ("--engine", "mock", "--model", "mock", "--mock-speedup", "4", *ports, *WORKERS)
+    flags = ("--engine", "mock", "--model", "mock", "--debug", "mock_speedup=4", *ports, *WORKERS)
     with running_cluster(tmp_path_factory.mktemp("cluster"), *flags) as cluster:
         yield cluster
 

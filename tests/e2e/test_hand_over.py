@@ -22,7 +22,7 @@ from tests.e2e.cluster import LiveCluster, eventually, running_cluster
 pytestmark = pytest.mark.slow
 
 BLOCK = 64
-FLAGS = ("--engine", "mock", "--model", "mock", "--mock-speedup", "8", "--decode", "1")
+FLAGS = ("--engine", "mock", "--model", "mock", "--debug", "mock_speedup=8", "--decode", "1")
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def test_a_prefill_worker_that_dies_before_the_pull_costs_a_block_at_most(tmp_pa
     """The decode worker stands still meanwhile; what it then finds gone it takes from the store."""
     model = ("--engine", "mock", "--model", "mock") if engine == "mock" else ("--model", "smollm2")
     length = 2000 if engine == "mock" else 600
-    flags = ("--prefill", "1", "--decode", "1", "--worker-timeout", "300")
+    flags = ("--prefill", "1", "--decode", "1", "--worker-timeout-s", "300")
     with running_cluster(tmp_path / "c", *model, *flags) as live:
         prompt = [1 + n % 90 for n in random.Random(5).choices(range(90), k=length)]
         name = live.http.get(f"{live.url}/v1/models").json()["data"][0]["id"]
@@ -133,7 +133,7 @@ def test_a_prefill_worker_that_dies_before_the_pull_costs_a_block_at_most(tmp_pa
 
 def test_a_peer_has_what_died_before_the_pull(tmp_path) -> None:
     """As above without a store: the other prefill worker computed the same prompt before."""
-    with storeless(tmp_path / "c", "--prefill", "2", "--worker-timeout", "300") as live:
+    with storeless(tmp_path / "c", "--prefill", "2", "--worker-timeout-s", "300") as live:
         dying, other = prefill_workers(live)
         prompt = words(7, 2000)
         wanted = ask(live, prompt, routing={"prefill_worker": other})

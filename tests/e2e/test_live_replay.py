@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from tanghulu.conductor.replay.main import COMMAND
 from tests.e2e.cluster import LiveCluster, running_cluster
 
-FLAGS = ("--engine", "mock", "--model", "mock", "--mock-speedup", "20", "--prefill", "1", "--decode", "1")
+FLAGS = ("--engine", "mock", "--model", "mock", "--debug", "mock_speedup=20", "--prefill", "1", "--decode", "1")
 IN_TURNS = ("--connections", "1")  # each waits for the one before it: what is cached does not depend on the machine
 
 

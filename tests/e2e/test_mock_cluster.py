@@ -19,7 +19,7 @@ import pytest
 from tests.e2e.cluster import LiveCluster, eventually, running_cluster
 from tests.free_ports import free_port
 
-FLAGS = ("--engine", "mock", "--model", "mock", "--mock-speedup", "5", "--prefill", "2", "--decode", "2")
+FLAGS = ("--engine", "mock", "--model", "mock", "--debug", "mock_speedup=5", "--prefill", "2", "--decode", "2")
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +245,7 @@ os.waitpid(thread, 0x40000000)  # that it is killed: before its tracer knows, it
 
 @pytest.mark.slow
 def test_a_hung_engine_loses_its_requests_to_others_and_is_restarted(tmp_path: Path) -> None:
-    with running_cluster(tmp_path / "c", *FLAGS, "--worker-timeout", "3") as live:
+    with running_cluster(tmp_path / "c", *FLAGS, "--worker-timeout-s", "3") as live:
         wanted = [ask(live, live.url, words(500 + n, 640), 150)["choices"][0]["text"] for n in range(8)]
         with ThreadPoolExecutor(8) as pool:
             asked = [pool.submit(ask, live, live.url, words(500 + n, 640), 150) for n in range(8)]
@@ -260,7 +260,7 @@ def test_a_hung_engine_loses_its_requests_to_others_and_is_restarted(tmp_path: P
 
 @pytest.mark.slow
 def test_a_worker_that_hung_while_idle_swallows_nobody(tmp_path: Path) -> None:
-    with running_cluster(tmp_path / "c", *FLAGS, "--worker-timeout", "3") as live:
+    with running_cluster(tmp_path / "c", *FLAGS, "--worker-timeout-s", "3") as live:
         with hung_engine(live.entry("decode")["pid"]):
             eventually(lambda: live.metric("conductor", "tanghulu_conductor_workers") == 3, 30, "it is lost")
             with ThreadPoolExecutor(8) as pool:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.cluster import LiveCluster, eventually, running_cluster
 
-FLAGS = ("--engine", "mock", "--model", "mock", "--mock-speedup", "5", "--prefill", "2", "--decode", "1")
+FLAGS = ("--engine", "mock", "--model", "mock", "--debug", "mock_speedup=5", "--prefill", "2", "--decode", "1")
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ class Secure:
 
 @pytest.fixture(scope="module")
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
-    flags = ("--secure", "--engine", "mock", "--mock-speedup", "1000", "--node-memory", "64MiB")
+    flags = ("--secure", "--engine", "mock", "--debug", "mock_speedup=1000", "--node-memory", "64MiB")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TANGHULU_TRANSPORTS", "tcp")  # KV is read through TLS, and not out of shared memory
         with running_cluster(tmp_path_factory.mktemp("secure"), *flags) as cluster:

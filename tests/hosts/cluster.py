@@ -84,7 +84,7 @@ class SpreadCluster:
         self.master = self._part(head, "master", *elected, port=MASTER_PORT)
         memory = ("--memory", "64MiB")
         self.nodes = [self._part(host, "node", *self._at, *memory, port=NODE_PORT) for host in (left, right)]
-        engine = (*self._at, *MOCK, "--mock-speedup", "20", "--grace-s", "2")
+        engine = (*self._at, *MOCK, "--debug", "mock_speedup=20", "--grace-s", "2")
         self.prefill = self._part(left, "prefill", *engine, port=WORKER_PORT)
         self.decode = self._part(right, "decode", *engine, port=WORKER_PORT)
         self.conductor = self._part(head, "conductor", *self._at, "--notice-s", "0", port=HTTP_PORT)

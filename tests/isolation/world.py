@@ -292,8 +292,8 @@ def running_world(folder: Path, *, tls: bool, env: dict[str, str] | None = None)
     flags = [
         "--engine",
         "mock",
-        "--mock-speedup",
-        "1000",
+        "--debug",
+        "mock_speedup=1000",
         "--node-memory",
         "64MiB",
         "--nodes",

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 HOST, GATEWAY_PORT = "10.77.0.2", 7480
-MOCK = ("--engine", "mock", "--model", "mock", "--mock-speedup", "1000", "--node-memory", "64MiB")
+MOCK = ("--engine", "mock", "--model", "mock", "--debug", "mock_speedup=1000", "--node-memory", "64MiB")
 TENANTS = ("acme", "initech")
 
 

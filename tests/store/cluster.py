@@ -89,7 +89,7 @@ class Cluster:
     """A master and nodes; a context manager. ``checked`` nodes assert their invariants all the time: O(chunks)."""
 
     def __init__(self, num_nodes: int = 1, memory: str = "256MiB", *node_flags: str, checked: bool = True) -> None:
-        self.node_flags = (*node_flags, "--debug-checks") if checked else node_flags
+        self.node_flags = (*node_flags, "--debug", "checks=true") if checked else node_flags
         self.nodes: list[Process] = []
         self.masters = [Process("tanghulu.store.master.main", "--port", str(free_port()))]
         for _ in range(num_nodes):

@@ -67,7 +67,7 @@ class ElectedCluster(Cluster):
         self.ports = [free_port() for _ in range(num_masters)]
         self.masters = [self._start_master(port) for port in self.ports]
         self.finder_spec = f"etcd://{self.etcd.address}"
-        self.node_flags = ("--debug-checks", *flags)
+        self.node_flags = ("--debug", "checks=true", *flags)
         self.nodes = []
         self.leader()
         for index in range(num_nodes):

@@ -48,7 +48,7 @@ class Secured(Cluster):
     def __init__(self, file: Path, num_nodes: int = 1) -> None:
         self.file = file
         os.environ["TANGHULU_TOKEN"] = "secret-node"
-        self.node_flags = ("--debug-checks", "--tokens", str(file))
+        self.node_flags = ("--debug", "checks=true", "--tokens", str(file))
         self.nodes = []
         self.masters = [Process("tanghulu.store.master.main", "--port", "0", "--tokens", str(file))]
         try:
@@ -69,7 +69,7 @@ class Encrypted(Cluster):
         self.ca = self.authority.ca
         self.cert, self.key = self.authority.sign("host")
         self.flags = ("--tls-cert", self.cert, "--tls-key", self.key, "--tls-ca", self.ca, "--tls-mutual")
-        self.node_flags = ("--debug-checks", *self.flags)
+        self.node_flags = ("--debug", "checks=true", *self.flags)
         self.nodes = []
         self.masters = [Process("tanghulu.store.master.main", "--port", "0", *self.flags)]
         self.add_node("64MiB")

@@ -75,7 +75,7 @@ def wall_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int
 @pytest.mark.slow
 def test_jumps_of_the_wall_clock_end_no_lease_and_no_chunk(wall_clock: Callable[[int], None], tmp_path: Path) -> None:
     with Cluster(0) as cluster:
-        ssd = ("--ssd-path", str(tmp_path / "node.tier"), "--ssd-size", "64MiB", "--lease-ms", "2000")
+        ssd = ("--ssd-path", str(tmp_path / "node.tier"), "--ssd-size", "64MiB", "--debug", "lease_ms=2000")
         node = cluster.add_node("16MiB", *ssd)
         moved = subprocess.run([sys.executable, "-c", "import time; print(time.time())"], capture_output=True)
         assert abs(float(moved.stdout) - time.time()) < 60

@@ -144,7 +144,7 @@ def test_a_stopped_writer_cannot_write_into_what_others_put(cluster_short_leases
 
 @pytest.fixture
 def cluster_short_leases() -> Iterator[Cluster]:
-    with Cluster(1, "32MiB", "--lease-ms", "200") as cluster:
+    with Cluster(1, "32MiB", "--debug", "lease_ms=200") as cluster:
         yield cluster
 
 

@@ -49,7 +49,7 @@ _MASTER_TO_WORKERS = 30  # 7400 -> 7430
 _MOST_OF_A_ROLE = 1000
 _TO_METRICS = 100  # 7400 -> 7500, 7410 -> 7510; the conductor's metrics stand on its HTTP port, too
 #: What `up` alone decides for its parts; in their tables these keys would contradict it.
-_DECIDED_HERE = frozenset({"host", "port", "metrics_port", "master", "run_dir", "status_fd"})
+_DECIDED_HERE = frozenset({"host", "port", "metrics_port", "master", "run_dir"})
 #: Who names blocks and moves KV, and so has the cluster secret.
 _KNOW_SECRET = frozenset({"conductor", "prefill", "decode", "worker", "vllm-worker"})
 _PARTS = ("master", "node", "prefill", "decode", "worker", "vllm-worker", "conductor")
@@ -65,7 +65,6 @@ class UpConfig(SecretOptions):
         "torch, vllm if installed, or mock, which imitates a model's timing",
         choices=("torch", "vllm", "mock"),
     )
-    mock_speedup: float = option(1.0, "speedup of the mock engine's timing", above=0)
     dtype: str = option("auto", "type of the weights", choices=("auto", "float32", "bfloat16", "float16"))
     kv_dtype: str = option(
         "auto",
@@ -105,7 +104,7 @@ class UpConfig(SecretOptions):
     store_http_port: int = option(0, "port of the store over HTTP; 0 disables it")
     store_grpc_port: int = option(-1, "port of the store over gRPC, with --store-http-port; -1 disables it", least=-1)
     grace_s: float = option(10.0, "seconds for which running answers may continue at shutdown", least=0)
-    worker_timeout: float = option(
+    worker_timeout_s: float = option(
         10.0,
         "seconds of a silent engine after which a worker loses its requests; it restarts after twice "
         "that; 0 disables it",
@@ -114,6 +113,7 @@ class UpConfig(SecretOptions):
     secure: bool = option(
         False, "use certificates, tokens and API keys everywhere, created in --state-dir at the first start"
     )
+    mock_speedup: float = option(1.0, "speedup of the mock engine's timing", above=0, debug=True)
     state_dir: Path = option(Path(".tanghulu"), "directory of cluster.json and logs")
     log_level: str = option("info", "lowest level to log", choices=("debug", "info", "warning", "error"))
 
@@ -175,7 +175,7 @@ class Cluster:
         self._file = file
         self._tables = _tables_of_parts(file)
         self._board = board
-        self._plan = Supervision(hung_s=_HUNG_TIMEOUTS * config.worker_timeout)
+        self._plan = Supervision(hung_s=_HUNG_TIMEOUTS * config.worker_timeout_s)
         self._children: dict[str, ChildProcess] = {}
         self._run_dir = run_dir
         self._wake = asyncio.Event()
@@ -252,13 +252,13 @@ class Cluster:
                 model += ["--device", config.device, *["--batch-invariant"] * config.batch_invariant]
                 model += ["--speculative", config.speculative] if config.speculative else []
             if config.engine == "mock":
-                model += ["--mock-speedup", str(config.mock_speedup)]
+                model += ["--debug", f"mock_speedup={config.mock_speedup}"]
             self._add(role, name, base and base + _MASTER_TO_WORKERS + i, *at, *model)
         if config.store_http_port:
             grpc = ("--grpc-port", str(config.store_grpc_port)) if config.store_grpc_port >= 0 else ()
             self._add("gateway", "store-http", config.store_http_port, *at, *grpc)
         ends = ("--grace-s", str(config.grace_s), "--notice-s", "0")
-        timeout = ("--worker-timeout", str(config.worker_timeout))
+        timeout = ("--worker-timeout-s", str(config.worker_timeout_s))
         ports = ("--grpc-port", str(config.grpc_port)) if config.grpc_port >= 0 else ()
         given = (*at, "--policy", config.policy, *timeout, *ends, *ports, *self._parsers())
         shared = ("--reuse-port",) if config.conductors > 1 else ()

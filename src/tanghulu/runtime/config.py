@@ -3,6 +3,7 @@
 A field ``node_memory`` of a config class is the flag ``--node-memory``, the variable ``TANGHULU_NODE_MEMORY`` and the
 TOML key ``node_memory`` (in the table of the command, or at the top for all commands), in this order of
 precedence. Unknown TOML keys and TANGHULU_* variables refuse to start and name themselves; so do bad values.
+Fields for developers have no flag each: ``--debug KEY=VALUE`` (repeatable; a list in TOML) sets them.
 What Kubernetes sets for a Service that is called like this program is no option, and is passed over.
 """
 
@@ -34,6 +35,17 @@ _MOST_FILE_BYTES = 16 << 20
 #: What Kubernetes sets in every container for a Service that is called ``tanghulu`` or ``tanghulu-...``.
 _SERVICE_VARIABLE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _SERVICE_VALUE = re.compile(r"(tcp|udp|sctp)://")
+#: Settings that are gone, and what to do instead.
+_REMOVED = {
+    **dict.fromkeys(("checks", "debug_checks"), "use --debug checks=true"),
+    **dict.fromkeys(("mock_speedup", "mock_timing", "mock_kv_token_bytes", "mock_hold"), "use --debug KEY=VALUE"),
+    **dict.fromkeys(("deterministic", "profile", "lease_ms", "rebuild_s", "seed"), "use --debug KEY=VALUE"),
+    "snapshot_every": "use --debug snapshot_every_s=VALUE",
+    **dict.fromkeys(("request_timeout", "first_token_timeout", "token_timeout"), "its name ends in _s now"),
+    **dict.fromkeys(("worker_timeout", "silence_timeout"), "its name ends in _s now"),
+    **dict.fromkeys(("high_watermark", "low_watermark", "event_shards"), "the default always applies"),
+    **dict.fromkeys(("queue_ageing", "store_pending", "store_deferred"), "the default always applies"),
+}
 
 
 def option(
@@ -46,15 +58,22 @@ def option(
     least: float = 0,
     above: float | None = None,
     most: float = MOST,
+    debug: bool = False,
+    hidden: bool = False,
+    shown: str = "",
 ) -> Any:
     """A dataclass field with its help text. ``size`` reads ``64MiB``; ``choices`` bounds a string.
+
+    A ``debug`` field is set by ``--debug KEY=VALUE``; ``hidden`` ones are in no help.
+    ``shown`` describes a default that depends on the machine.
 
     A number must be from ``least`` to ``most`` and more than ``above``: see ``check_bounds``. A size is at most
     ``MOST_BYTES``, a port at most ``MOST_PORT``; fields called ``host`` or ``..._host`` are names or addresses.
     """
     bounds = {"least": least, "above": above, "most": MOST_BYTES if size and most == MOST else most}
-    shown = {"help": help, "size": size, "choices": choices, "metavar": metavar}
-    return dataclasses.field(default=default, metadata={_OPTION: {**shown, **bounds}})
+    shape = {"help": help, "size": size, "choices": choices, "metavar": metavar, "shown": shown}
+    kind = {"debug": debug, "hidden": hidden}
+    return dataclasses.field(default=default, metadata={_OPTION: {**shape, **kind, **bounds}})
 
 
 def check_bounds(config: Any) -> None:
@@ -148,11 +167,12 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> click.Option:
         type=None if hint is bool else kind,
         is_flag=True if hint is bool else None,
         default=field.default,
-        show_default=_shown_default(field.default, meta["size"]),
+        show_default=meta["shown"] or _shown_default(field.default, meta["size"]),
         envvar=PREFIX + field.name.upper(),
         show_envvar=True,
         help=meta["help"],
         metavar=meta["metavar"] or None,
+        hidden=meta["hidden"],
     )
 
 
@@ -163,20 +183,61 @@ def _shown_default(default: Any, is_size: bool) -> bool | str:
 
 
 def options_of(config_class: type[Any]) -> list[click.Parameter]:
-    """One click option for each field of ``config_class`` that was made by ``option``."""
+    """One click option for each field of ``config_class`` made by ``option``, and --debug for those of developers."""
+    parameters = _parameters(config_class, debug=False)
+    switches = _parameters(config_class, debug=True)
+    if switches:
+        keys = "; ".join(f"{each.name}: {each.help}" for each in switches)
+        parameters.append(
+            click.Option(["--debug"], multiple=True, metavar="KEY=VALUE", help=f"switches for developers. {keys}")
+        )
+    return [*parameters]
+
+
+def _parameters(config_class: type[Any], *, debug: bool) -> list[click.Option]:
     hints = get_type_hints(config_class)
-    return [_parameter(f, hints[f.name]) for f in dataclasses.fields(config_class) if _OPTION in f.metadata]
+    fields = [each for each in dataclasses.fields(config_class) if _OPTION in each.metadata]
+    return [_parameter(each, hints[each.name]) for each in fields if each.metadata[_OPTION]["debug"] is debug]
+
+
+def _debug_values(config_class: type[Any], given: Iterable[str]) -> dict[str, Any]:
+    """The fields that ``--debug KEY=VALUE`` sets. Raises ConfigError for an unknown key or a bad value."""
+    switches = {each.name or "": each for each in _parameters(config_class, debug=True)}
+    values = {}
+    for text in given:
+        key, _, value = text.partition("=")
+        if key not in switches:
+            raise ConfigError(f"--debug {text}: {key!r} is none of {', '.join(sorted(switches))}")
+        try:
+            values[key] = switches[key].type.convert(value, None, None)
+        except click.BadParameter as error:
+            raise ConfigError(f"--debug {text}: {error.message}") from None
+    return values
+
+
+class _Command(click.Command):
+    """A command whose removed options name what replaces them."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            hint = _REMOVED.get(error.option_name.lstrip("-").replace("-", "_"))
+            if hint is None:
+                raise
+            raise ConfigError(f"{error.option_name} was removed: {hint}") from None
 
 
 def command(name: str, config_class: type[C], run: Callable[[C], None], help: str) -> click.Command:
     """The CLI command that fills ``config_class`` and calls ``run`` with it."""
 
     def callback(**values: Any) -> None:
+        values |= _debug_values(config_class, values.pop("debug", ()))
         _check_values(config_class, values)
         run(config_class(**values))
 
     epilog = f"Each option is also a key, with underscores, in the table [{name}] of the file that --config names."
-    return click.Command(name, params=options_of(config_class), callback=callback, help=help, epilog=epilog)
+    return _Command(name, params=options_of(config_class), callback=callback, help=help, epilog=epilog)
 
 
 def configuration_file() -> Path | None:
@@ -313,6 +374,9 @@ def _take_table(
 
 
 def _hint(name: str, known: set[str]) -> str:
+    removed = _REMOVED.get(name.removeprefix(PREFIX).lower())
+    if removed is not None:
+        return f"; it was removed: {removed}"
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 

@@ -37,7 +37,7 @@ from tanghulu.auth.tls import HTTP1, ServerTls
 from tanghulu.auth.tokens import TokensFile
 from tanghulu.errors import ConfigError, TanghuluError
 from tanghulu.runtime import garbage
-from tanghulu.runtime.config import describe, option
+from tanghulu.runtime.config import MOST_PORT, describe, option
 from tanghulu.runtime.descriptors import watch_descriptors
 from tanghulu.runtime.master_options import HttpOptions, MasterOptions, TlsOptions
 from tanghulu.runtime.metrics_server import MetricsAuthorizer, MetricsServer
@@ -50,6 +50,8 @@ _log = structlog.get_logger(__name__)
 T = TypeVar("T")
 #: Directories of processes for their sockets, and the file in each that its process holds locked.
 _RUN_DIR, _LOCK = "tanghulu-", ".tanghulu.lock"
+#: From a process's port to that of its metrics.
+METRICS_OFFSET = 100
 #: An address that is nobody's (RFC 5737).
 _ELSEWHERE = "192.0.2.1"
 
@@ -60,13 +62,13 @@ class ProcessConfig:
 
     host: str = option("127.0.0.1", "address to listen on")
     advertise_host: str = option("", "address at which others reach this process; default: --host")
-    metrics_port: int = option(0, "port of GET /metrics; 0 picks one")
+    metrics_port: int = option(-1, "port of GET /metrics; 0 picks one", least=-1, shown="--port + 100")
     tokens: Path | None = option(None, "require one of the tokens in this file")
-    place: Place = option(Place(), "location of this process: zone/rack/host")
+    place: Place = option(Place.here(), "location of this process: zone/rack/host", shown="local/local/HOSTNAME")
     namespace: str = option("default", "instances see each other within one namespace")
     run_dir: Path | None = option(None, "directory of Unix sockets; default: a private temporary one")
     log_level: str = option("info", "lowest level to log", choices=LOG_LEVELS)
-    status_fd: int = option(-1, "file descriptor of the supervisor's status stream", least=-1)
+    status_fd: int = option(-1, "file descriptor of the supervisor's status stream", least=-1, hidden=True)
 
     @property
     def reachable_host(self) -> str:
@@ -289,6 +291,20 @@ def _with_credentials(config: P) -> P:
     return cast(P, shown)
 
 
+def _metrics_server(
+    registry: CollectorRegistry, config: ProcessConfig, authorizer: MetricsAuthorizer | None, tls: ServerTls | None
+) -> MetricsServer:
+    """Serve metrics at ``--metrics-port``; by default 100 above ``--port``, or anywhere if that is taken."""
+    if config.metrics_port >= 0:
+        return MetricsServer(registry, config.host, config.metrics_port, authorizer, tls)
+    port: int = getattr(config, "port", 0)
+    if port and port + METRICS_OFFSET <= MOST_PORT:
+        with contextlib.suppress(ConfigError):
+            return MetricsServer(registry, config.host, port + METRICS_OFFSET, authorizer, tls)
+        _log.warning("process.metrics_port_taken", port=port + METRICS_OFFSET, hint="set --metrics-port")
+    return MetricsServer(registry, config.host, 0, authorizer, tls)
+
+
 async def _run(role: Role, config: P, serve: Serve[P]) -> None:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
@@ -304,7 +320,7 @@ async def _run(role: Role, config: P, serve: Serve[P]) -> None:
     try:
         tls = _metrics_tls(config)
         authorizer = _metrics_authorizer(config)
-        metrics = MetricsServer(registry, config.host, config.metrics_port, authorizer, tls)
+        metrics = _metrics_server(registry, config, authorizer, tls)
         generation = secrets.randbits(48)
         metrics_address = Address(config.reachable_host, metrics.port)
         if authorizer is not None:

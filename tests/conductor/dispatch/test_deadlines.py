@@ -81,7 +81,7 @@ class TestLiveness:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_a_client_sees_of_a_deadline(tmp_path, path, stream):
     """Some tokens come, then none; and before the first token it is an HTTP error in any case."""
-    async with running_cluster(tmp_path, token_timeout=0.3) as cluster:
+    async with running_cluster(tmp_path, token_timeout_s=0.3) as cluster:
         worker = await cluster.add()
         worker.hold()
         body = {**ASK, "stream": stream}
@@ -113,7 +113,7 @@ async def test_what_a_client_sees_of_a_deadline(tmp_path, path, stream):
 
 
 async def test_the_whole_request_has_a_deadline_wherever_it_is(tmp_path):
-    async with running_cluster(tmp_path, request_timeout=600.0, max_in_flight=1) as cluster:
+    async with running_cluster(tmp_path, request_timeout_s=600.0, max_in_flight=1) as cluster:
         worker = await cluster.add()
         worker.hold()
         short = {**ASK, "request_timeout": 0.3}
@@ -127,7 +127,7 @@ async def test_the_whole_request_has_a_deadline_wherever_it_is(tmp_path):
 
 
 async def test_requests_leave_a_worker_whose_engine_hangs_and_it_gets_none_until_it_computes(tmp_path):
-    async with running_cluster(tmp_path, worker_timeout=0.4) as cluster:
+    async with running_cluster(tmp_path, worker_timeout_s=0.4) as cluster:
         hung, other = await cluster.add(), await cluster.add()
         hung.hold()
         hung_here = {"routing": {"worker": hung.id}}
@@ -150,7 +150,7 @@ async def test_requests_leave_a_worker_whose_engine_hangs_and_it_gets_none_until
 
 async def test_a_worker_that_hung_while_idle_swallows_nobody(tmp_path):
     """It has promised beats and sends none: it is lost before anybody comes."""
-    async with running_cluster(tmp_path, worker_timeout=0.3) as cluster:
+    async with running_cluster(tmp_path, worker_timeout_s=0.3) as cluster:
         hung = await cluster.add()
         await cluster.add()
         hung.hold()

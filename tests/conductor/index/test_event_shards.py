@@ -86,7 +86,7 @@ async def test_a_snapshot_does_not_hold_others_up():
 
 async def test_a_snapshot_puts_right_what_events_left_wrong(tmp_path: Path):
     """The worker's cache changes without an event; the conductor asks, and decides by what is there."""
-    async with running_cluster(tmp_path, snapshot_every=0.05) as cluster:
+    async with running_cluster(tmp_path, snapshot_every_s=0.05) as cluster:
         worker = await cluster.add()
         index = cluster.dispatcher.mirror.workers
         gone, kept, new = blocks(3, 3)

@@ -92,7 +92,7 @@ async def pool_of(*servers: Server) -> AsyncIterator[tuple[GlobalRouter, httpx.A
             "decode": {"tbt_s": [1.0], "context_tokens": [99], "pools": [["only"]]},
         }
     )
-    config = GlobalRouterConfig(port=0, grace_s=0.0, silence_timeout=SILENCE_S)
+    config = GlobalRouterConfig(port=0, grace_s=0.0, silence_timeout_s=SILENCE_S)
     router = GlobalRouter(config, pools, CollectorRegistry())
     async with router.running(None):
         async with httpx.AsyncClient(base_url=f"http://{router.address}", timeout=60, trust_env=False) as http:
@@ -174,7 +174,7 @@ async def test_who_is_asked_by_several_at_once_hears_one_question() -> None:
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_service_gives_up_a_silent_worker(begun: bool) -> None:
     still, good = Server(begin=HEAD + chunk(b"one ") if begun else b""), Server(begin=WHOLE)
-    config = RouterConfig(port=0, grpc_port=0, block_tokens=4, grace_s=0.0, silence_timeout=SILENCE_S)
+    config = RouterConfig(port=0, grpc_port=0, block_tokens=4, grace_s=0.0, silence_timeout_s=SILENCE_S)
     async with serving(still, good), RouterServer(config, CollectorRegistry()).running() as server:
         async with httpx.AsyncClient(base_url=f"http://{server.address}", timeout=60, trust_env=False) as http:
             for name, each in (("a", still), ("b", good)):

@@ -173,7 +173,7 @@ class Worker(Part):
         self.holds = folder / f"{name}.hold"
         self.holds.mkdir()
         away = ("--host", OWN_HOST, "--advertise-host", KNOWN_HOST)
-        held = ("--mock-hold", str(self.holds)) if "mock" in flags else ()
+        held = ("--debug", f"mock_hold={self.holds}") if "mock" in flags else ()
         super().__init__(folder, name, role, *away, *held, *flags)
         self.role = role
         self.path = BreakablePath((KNOWN_HOST, self.port), (OWN_HOST, self.port))

@@ -30,7 +30,7 @@ class Pool:
         """``engine``: flags of the workers instead of those of the mock engine at ``speedup``."""
         self.folder = folder
         self._etcd = EtcdServer()
-        mock = (*MOCK, "--mock-speedup", str(speedup))
+        mock = (*MOCK, "--debug", f"mock_speedup={speedup}")
         mock += ("--max-num-batched-tokens", str(round(_STEP_TOKENS * speedup)))
         self._engine, self._grace_s, self._timeout_s = engine or mock, grace_s, timeout_s
         self._ends = contextlib.ExitStack()
@@ -63,7 +63,7 @@ class Pool:
 
     def conductor(self, name: str, port: int = 0) -> Part:
         """A conductor that is not started yet, which shares ``port`` with others."""
-        flags = ("--master", self.finder, "--reuse-port", "--worker-timeout", str(self._timeout_s))
+        flags = ("--master", self.finder, "--reuse-port", "--worker-timeout-s", str(self._timeout_s))
         patient = ("--queue-timeout-s", "120", "--notice-s", "1", "--grace-s", str(self._grace_s))
         return Part(self.folder, name, "conductor", *flags, *patient, port=port)
 

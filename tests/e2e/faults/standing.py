@@ -16,9 +16,9 @@ from tests.e2e.faults.parts import Part, Together, Worker
 
 #: A gate stands closed while requests gather; that must not be taken for a hang. Three beats of a second are the least.
 WORKER_TIMEOUT_S = 8
-MOCK = ("--engine", "mock", "--model", "mock", "--checks", "--kv-memory", "4MiB", "--block-tokens", "16")
+MOCK = ("--engine", "mock", "--model", "mock", "--debug", "checks=true", "--kv-memory", "4MiB", "--block-tokens", "16")
 #: So fast that all requests of a cell are computed in one step of a prefill, and an answer takes a second.
-FAST = (*MOCK, "--mock-speedup", "40", "--max-num-batched-tokens", "8192")
+FAST = (*MOCK, "--debug", "mock_speedup=40", "--max-num-batched-tokens", "8192")
 MOVES = 3
 
 
@@ -54,7 +54,7 @@ class Standing:
         self.workers = [*self.prefill, *self.decode]
         self.conductors = {
             limit: Part(folder, f"conductor-{limit}", "conductor", *at, "--max-redispatches", str(limit),
-                        "--worker-timeout", str(timeout_s), "--notice-s", "0", "--grace-s", "2")
+                        "--worker-timeout-s", str(timeout_s), "--notice-s", "0", "--grace-s", "2")
             for limit in limits
         }  # fmt: skip
         self.running = Together(self.master, self.node, *self.workers, *self.conductors.values())

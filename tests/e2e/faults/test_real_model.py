@@ -16,7 +16,8 @@ from tests.e2e.faults.asking import KINDS, Answer, Ask, objection_to_error, obje
 from tests.e2e.faults.parts import FAULTS, Worker
 from tests.e2e.faults.standing import Client, Standing, connected, undisturbed, until
 
-ENGINE = ("--model", "smollm2", "--dtype", "float32", "--kv-memory", "512MiB", "--checks")  # room for all at once
+#: Room for all at once.
+ENGINE = ("--model", "smollm2", "--dtype", "float32", "--kv-memory", "512MiB", "--debug", "checks=true")
 REAL = tuple(replace(kind, model="smollm2", max_tokens=96) for kind in KINDS)
 #: While an engine is held, 24 prompts are computed elsewhere, which takes long on a busy machine; that is no hang.
 WORKER_TIMEOUT_S = 60

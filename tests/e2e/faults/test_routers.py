@@ -41,7 +41,7 @@ class Routed:
         here = (*at, "--namespace", "only")
         self.worker = Worker(folder, "worker", "worker", *here, *FAST)
         self.conductors = [Part(folder, f"conductor-{i}", "conductor", *here, "--notice-s", "0") for i in range(2)]
-        self.router = Part(folder, "router", "router", *at, "--pools", str(pools), "--silence-timeout", "4")
+        self.router = Part(folder, "router", "router", *at, "--pools", str(pools), "--silence-timeout-s", "4")
         self.running = Together(self.master, self.worker, *self.conductors, self.router)
         self.wanted: dict[Ask, Answer] = {}
 

@@ -107,7 +107,7 @@ class Served:
         self.start_conductor()
 
     def start_conductor(self) -> None:
-        flags = ["--port", "0", "--master", self.store.address, "--worker-timeout", "300", "--grace-s", "0"]
+        flags = ["--port", "0", "--master", self.store.address, "--worker-timeout-s", "300", "--grace-s", "0"]
         flags += ["--notice-s", "0", "--log-requests"]
         self.conductor = Process("tanghulu.conductor.main", *flags)
         self.http = httpx.Client(base_url=f"http://{self.conductor.address}", timeout=ANSWER_S, trust_env=False)

@@ -33,9 +33,9 @@ TOKEN_BYTES, MOCK_TOKEN_BYTES = 30 * 2 * 3 * 64 * 2, 16
 STORE_TOKENS = 80_000
 VLLM = ("--block-tokens", str(BLOCK_TOKENS), "--kv-memory", str(KV_TOKENS * TOKEN_BYTES), "--dtype", "bfloat16")
 VLLM = (*VLLM, "--vllm", json.dumps(FURTHER))
-OWN = (sys.executable, "-m", "tanghulu", "worker", "--engine", "mock", "--model", "mock", "--mock-speedup", "4")
+OWN = (sys.executable, "-m", "tanghulu", "worker", "--engine", "mock", "--model", "mock", "--debug", "mock_speedup=4")
 OWN = (*OWN, "--block-tokens", str(BLOCK_TOKENS), "--kv-memory", str(KV_TOKENS * MOCK_TOKEN_BYTES))
-OWN = (*OWN, "--mock-kv-token-bytes", str(MOCK_TOKEN_BYTES))
+OWN = (*OWN, "--debug", f"mock_kv_token_bytes={MOCK_TOKEN_BYTES}")
 #: Points by which the shares of cached tokens may differ.
 WITHIN = 0.05
 REPLAY_S, EVENT_S = 3600.0, 1800.0

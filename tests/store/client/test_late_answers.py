@@ -27,7 +27,7 @@ SOON_S = 0.3
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
     """Two nodes of this host; no lease ends by itself."""
-    with Cluster(2, "64MiB", "--lease-ms", "600000") as running:
+    with Cluster(2, "64MiB", "--debug", "lease_ms=600000") as running:
         yield running
 
 

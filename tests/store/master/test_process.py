@@ -23,7 +23,7 @@ from tests.store.master.running_master import FakeNode, K, MasterProcess, asking
 @pytest.fixture
 async def master() -> AsyncIterator[MasterProcess]:
     with tempfile.TemporaryDirectory(prefix="th-mp-") as scratch:
-        process = MasterProcess(Path(scratch) / "run", "--rebuild-s", "1.5")
+        process = MasterProcess(Path(scratch) / "run", "--debug", "rebuild_s=1.5")
         await process.start()
         yield process
         await process.close()

@@ -30,7 +30,7 @@ DEADLINE_S = 30.0
 async def node_here(masters: SeveralMasters) -> AsyncIterator[Node]:
     """A node in this event loop. The masters that do not lead are told of it, as etcd tells them of admitted nodes."""
     with tempfile.TemporaryDirectory(prefix="th-node-") as run_dir:
-        config = NodeConfig(port=0, master=Masters.of(masters.addresses[0]), memory=16 << 20, debug_checks=True)
+        config = NodeConfig(port=0, master=Masters.of(masters.addresses[0]), memory=16 << 20, checks=True)
         line = SupervisorLine(-1, lambda: None)
         process = InProcess(
             Role.NODE, config, Path(run_dir), line, CollectorRegistry(), "127.0.0.1:1", secrets.randbits(48)

@@ -321,7 +321,7 @@ def canary(key: str) -> bytes:
 def attacked(seconds: float, seed: int, least: int) -> Iterator[Fuzzer]:
     """A cluster that was attacked, and serves right bytes afterwards."""
     keys = [f"canary{i}" for i in range(40)]
-    with Cluster(1, "64MiB", "--lease-ms", "1000") as cluster, tanghulu.connect(cluster.address) as client:
+    with Cluster(1, "64MiB", "--debug", "lease_ms=1000") as cluster, tanghulu.connect(cluster.address) as client:
         for key in keys:
             client.put(key, canary(key), pin="hard")
         fuzzer = fuzz(cluster, seconds, seed, MOST_BYTES, least)

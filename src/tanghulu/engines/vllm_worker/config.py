@@ -56,7 +56,7 @@ class VllmWorkerConfig(SecretOptions, MasterOptions, PortOptions, ProcessConfig)
     )
     store: bool = option(True, "load prefixes from the store and keep new blocks there")
     grace_s: float = option(
-        5.0, "seconds for which running requests may continue at shutdown before they move to other workers", least=0
+        10.0, "seconds for which running requests may continue at shutdown before they move to other workers", least=0
     )
     vllm: str = option("{}", "further engine arguments of vLLM as JSON, such as '{\"enforce_eager\": true}'")
 
