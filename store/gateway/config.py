@@ -52,6 +52,11 @@ class GatewayConfig(MasterOptions, ProcessConfig):
         if not self.insecure:
             self._refuse_open_port()
 
+    @property
+    def lets_everybody_in(self) -> bool:
+        """Whether callers need neither a token of their own nor a certificate."""
+        return not (self.require_token or self.tls_mutual)
+
     def _refuse_open_port(self) -> None:
         """Raise ConfigError unless values are encrypted and every caller is known: other hosts can connect."""
         if not self.tls_cert:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
@@ -20,6 +21,7 @@ from tanghulu.runtime import descriptors, process
 from tanghulu.runtime.process import ProcessConfig, own_address
 from tanghulu.runtime.tasks import beside
 from tanghulu.runtime.telemetry import RareLog
+from tests.free_ports import free_port
 
 
 def _machine(monkeypatch: pytest.MonkeyPatch, named: str, elsewhere: str) -> None:
@@ -98,6 +100,25 @@ def test_a_process_ends_in_order_and_ignores_signals_that_ask_for_nothing(ending
             running.send_signal(number)
         assert "process.stopped" in running.stderr.read()
     assert running.returncode == 0
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_an_open_process_says_so_and_serves_metrics_100_above_its_port(is_taken: bool) -> None:
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        if is_taken:
+            stack.enter_context(socket.create_server(("0.0.0.0", port + 100)))
+        command = [sys.executable, "-m", "tanghulu", "master", "--host", "0.0.0.0", "--port", str(port)]
+        running = stack.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        stack.callback(running.terminate)
+        assert running.stderr is not None
+        lines = [running.stderr.readline()]
+        while "process.ready" not in lines[-1]:
+            assert running.poll() is None, lines
+            lines.append(running.stderr.readline())
+        assert any("process.open_to_everybody" in line for line in lines)
+        assert any("process.metrics_port_taken" in line for line in lines) is is_taken
+        assert (f":{port + 100}" in lines[-1]) is not is_taken
 
 
 def test_a_process_under_nohup_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

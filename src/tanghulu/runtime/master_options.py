@@ -69,6 +69,11 @@ class HttpOptions(TlsOptions):
     )
 
     @property
+    def lets_everybody_in(self) -> bool:
+        """Whether callers need neither an API key nor a certificate."""
+        return self.api_keys is None and not self.tls_mutual
+
+    @property
     def scheme(self) -> str:
         """Of the port's URLs."""
         return "https" if self.tls_cert else "http"

@@ -71,6 +71,11 @@ class ProcessConfig:
     status_fd: int = option(-1, "file descriptor of the supervisor's status stream", least=-1, hidden=True)
 
     @property
+    def lets_everybody_in(self) -> bool:
+        """Whether callers need neither a token nor a certificate."""
+        return self.tokens is None and not getattr(self, "tls_mutual", False)
+
+    @property
     def reachable_host(self) -> str:
         """The host to publish; where the process listens on a wildcard, this machine's own address."""
         if self.advertise_host:
@@ -272,6 +277,8 @@ def run(role: Role, config: P, serve: Serve[P]) -> None:
     """Run ``serve`` until SIGTERM, SIGINT or the supervisor's end; exits 1 with the message of a typed error."""
     configure_log(role.value, config.log_level)
     _log.info("process.starting", **describe(config))
+    if config.lets_everybody_in and not is_loopback(config.host):
+        _log.warning("process.open_to_everybody", host=config.host, hint="without keys whoever reaches it may use it")
     import uvloop
 
     gc.collect()  # what imports have left; from here on nothing looks at it

@@ -94,7 +94,8 @@ class VllmWorker(WorkerProcess):
     """One ``tanghulu vllm-worker``; ``more_flags`` have the last word."""
 
     def __init__(self, master: str, *more_flags: str) -> None:
-        flags = ["--model", str(MODEL), "--dtype", "float32", "--kv-memory", "600MiB", "--vllm", json.dumps(FURTHER)]
+        flags = ["--model", str(MODEL), "--dtype", "float32", "--kv-memory", "600MiB"]
+        flags += ["--block-tokens", "64", "--max-num-batched-tokens", "512", "--vllm", json.dumps(FURTHER)]
         super().__init__([PYTHON, "-m", "tanghulu", "vllm-worker", *flags, *more_flags], master)
 
 

@@ -29,13 +29,20 @@ def test_the_store_and_further_arguments(model):
     made = arguments(
         model=model, master=Masters.parse("h:1,h:2"), tenant="t", token="secret", vllm='{"max_model_len": 99}'
     )
-    assert (made["max_model_len"], made["block_size"], made["model"]) == (99, 64, model)
+    assert (made["max_model_len"], made["model"]) == (99, model)
     assert made["kv_events_config"]["replay_endpoint"] == "ipc:///run/replay"
     transfer = made["kv_transfer_config"]
     assert transfer["kv_load_failure_policy"] == "recompute"
     options = ConnectorOptions.parse(transfer["kv_connector_extra_config"])
     assert (options.master, options.tenant, options.token) == ("h:1,h:2", "t", "secret")
     assert "kv_transfer_config" not in arguments(model=model, store=False)
+
+
+def test_sizes_are_vllm_s_own_unless_given(model):
+    sizes = {"block_size", "kv_cache_memory_bytes", "max_num_batched_tokens"}
+    assert not sizes & arguments(model=model).keys()
+    made = arguments(model=model, block_tokens=32, kv_memory=1 << 28, max_num_batched_tokens=256)
+    assert [made[each] for each in sorted(sizes)] == [32, 1 << 28, 256]
 
 
 @pytest.mark.parametrize(

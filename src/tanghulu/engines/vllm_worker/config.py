@@ -49,10 +49,10 @@ class VllmWorkerConfig(SecretOptions, MasterOptions, PortOptions, ProcessConfig)
     discovery: str = option("master", DISCOVERY_HELP)
     model: str = option("", "a directory with safetensors, config.json and tokenizer.json", metavar="DIR")
     dtype: str = option("auto", "arithmetic and KV type", choices=("auto", "float32", "bfloat16", "float16"))
-    kv_memory: int = option(1 << 30, "memory of vLLM's KV cache", size=True)
-    block_tokens: int = option(64, "tokens per block; equal for all workers that share KV", least=1)
+    kv_memory: int = option(0, "memory of vLLM's KV cache; 0 leaves it to vLLM", size=True)
+    block_tokens: int = option(0, "tokens per block, equal for all workers that share KV; 0 leaves it to vLLM")
     max_num_batched_tokens: int = option(
-        512, "limit on tokens per step; bounds how long a prefill delays decodes and vLLM's signs of life", least=1
+        0, "limit on tokens per step, which bounds how long a prefill delays decodes; 0 leaves it to vLLM"
     )
     store: bool = option(True, "load prefixes from the store and keep new blocks there")
     grace_s: float = option(
@@ -95,9 +95,6 @@ class VllmWorkerConfig(SecretOptions, MasterOptions, PortOptions, ProcessConfig)
         arguments: dict[str, Any] = {
             "model": str(self.folder),
             "dtype": self.dtype,
-            "block_size": self.block_tokens,
-            "kv_cache_memory_bytes": self.kv_memory,
-            "max_num_batched_tokens": self.max_num_batched_tokens,
             "prefix_caching_hash_algo": "sha256_cbor",
             "enable_prefix_caching": True,
             "worker_extension_cls": EXTENSION,
@@ -113,6 +110,12 @@ class VllmWorkerConfig(SecretOptions, MasterOptions, PortOptions, ProcessConfig)
             # The grammars of requests are in the dialect of the library that ours uses, too.
             "structured_outputs_config": {"backend": "guidance"},
         }
+        sizes = {
+            "block_size": self.block_tokens,
+            "kv_cache_memory_bytes": self.kv_memory,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+        }
+        arguments |= {name: size for name, size in sizes.items() if size}
         if self.store:
             arguments["kv_transfer_config"] = self._transfer()
         return arguments | self.further_arguments()
