@@ -236,16 +236,6 @@ class FastConnection:
         if reply_type in self._on_late:
             self._closed = True
 
-    def call_then(
-        self, call: Call[Any], ahead: Callable[[], None], last: Callable[[], Call[R]], *, deadline_s: float = 5.0
-    ) -> Reply[R] | TanghuluError:
-        """Send ``call``, which has no answer but perhaps an error; when all of it is on its way, make ``last()``.
-
-        Returns the answer to ``last()``. The head of ``call`` leaves alone, so that the peer wakes and prepares; then
-        ``ahead()`` is called, and only then the payload leaves. What either raises ends the connection.
-        """
-        return self._alone(self._exchange_then, (call, ahead, last), deadline_s)
-
     def post(self, call: Call[R], *, deadline_s: float = 5.0) -> None:
         """Send a request whose reply nobody needs; it is dropped when it comes. Raises as ``call_many``."""
         self._alone(self._post, call, deadline_s)
@@ -282,30 +272,6 @@ class FastConnection:
         if frame.call_id != call_id:
             raise _stray(self.peer, frame)
         return outcome_of(call.reply_type, frame)
-
-    def _exchange_then(
-        self, wanted: tuple[Call[Any], Callable[[], None], Callable[[], Call[R]]], until: float
-    ) -> Reply[R] | TanghuluError:
-        call, ahead, make_last = wanted
-        call_id, body = call_id_of(next(self._numbers)), call.body
-        parts = [memoryview(part).cast("B") for part in call.attachment]
-        try:
-            head = encode_head(call.method, call_id, len(body), sum(map(len, parts)))
-            self._send_all(memoryview(head + body), until)
-            ahead()
-            for part in parts:
-                self._send_all(part, until)
-            last, last_id = make_last(), call_id_of(next(self._numbers))
-            self._unwanted[call_id] = call.reply_type
-            self._send(last, last_id, until)
-            frame = self._receive(until)
-            self._unwanted.pop(call_id, None)
-        except BaseException:
-            self._unwanted.clear()  # no late answer is waited for: the end of the connection ends what was begun
-            raise
-        if frame.call_id != last_id:
-            raise _stray(self.peer, frame)
-        return outcome_of(last.reply_type, frame)
 
     def _post(self, call: Call[R], until: float) -> None:
         while len(self._unwanted) >= _MAX_UNWANTED:

@@ -54,7 +54,6 @@ from tanghulu.store.client.logic.effects import (
     OpenSegment,
     PeerId,
     Sleep,
-    Stream,
     Transfer,
     is_owner,
     owner_address,
@@ -201,8 +200,6 @@ class AsyncioDriver:
                     return [await self._call_meanwhile(*calls[0], left_s, meanwhile)]
                 call_s = left_s if within_s is None else min(within_s, left_s)
                 return await self._call_peers(calls, call_s, waits)
-            case Stream():
-                return await self._stream(effect, deadline.remaining_s())
             case Notify(calls):
                 return await self._notify(calls, deadline.remaining_s())
             case Transfer():
@@ -249,31 +246,6 @@ class AsyncioDriver:
         if isinstance(outcome, Reply) and isinstance(outcome.message, messages.GRANTING):
             self.context.granted_late(peer, outcome.message)
             self.flush()
-
-    async def _stream(self, wanted: Stream, deadline_s: float) -> Outcome:
-        until_s = self._loop.time() + deadline_s
-
-        asking: asyncio.Task[Outcome] | None = None
-
-        async def end() -> AnyCall:
-            wanted.meanwhile()
-            return wanted.end_call(None if asking is None else await asking)
-
-        try:
-            connection = await self._connected(wanted.node, deadline_s)
-            welcome = self._sessions.welcome(wanted.node)
-            commit = wanted.commit_call(0 if welcome is None else welcome.generation)
-            if commit is not None:
-                asking = self._loop.create_task(self._exchange(*commit, wanted.within_s, waits=False))
-            left_s = max(until_s - self._loop.time(), 0.0)
-            return await connection.call_then(wanted.call, end, wanted.drop_call, deadline_s=left_s)
-        except TanghuluError as error:
-            if isinstance(error, DeadlineExceeded):
-                self.context.nodes.suspect(wanted.node, self.context.clock.now_s())
-            return error
-        finally:
-            if asking is not None:
-                asking.cancel()
 
     async def _transfer(self, wanted: Transfer, deadline_s: float) -> tuple[list[TanghuluError | None], list[Outcome]]:
         within_s = wanted.within_s

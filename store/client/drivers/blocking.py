@@ -62,7 +62,6 @@ from tanghulu.store.client.logic.effects import (
     OpenSegment,
     PeerId,
     Sleep,
-    Stream,
     Transfer,
     is_owner,
     owner_address,
@@ -233,8 +232,6 @@ class BlockingDriver:
                 return [self._call_meanwhile(*effect.calls[0], left_s, effect.meanwhile)]
             return self._call_peers(effect.calls, left_s if within_s is None else min(within_s, left_s), effect.waits)
         match effect:
-            case Stream():
-                return self._stream(effect, left_s)
             case Notify(calls):
                 return self._notify(calls, left_s)
             case Transfer():
@@ -298,32 +295,6 @@ class BlockingDriver:
             meanwhile()
             return asked.asking.end()
         finally:
-            self._end(asked)
-
-    def _stream(self, wanted: Stream, deadline_s: float) -> Outcome:
-        until_s = time.monotonic() + deadline_s
-        try:
-            connection, _ = self._take(wanted.node, until_s, fresh=False)
-        except TanghuluError as error:
-            return error
-        welcome = self._sessions.welcome(wanted.node)
-        asked: _Asked | None = None
-
-        def ahead() -> None:
-            nonlocal asked
-            commit = wanted.commit_call(0 if welcome is None else welcome.generation)
-            asked = None if commit is None else self._begin(*commit, wanted.within_s)
-            wanted.meanwhile()
-
-        def end() -> AnyCall:
-            return wanted.end_call(None if asked is None else self._answer_of_master(asked))
-
-        try:
-            return connection.call_then(wanted.call, ahead, end, deadline_s=_left_s(until_s))
-        except TanghuluError as error:
-            return error
-        finally:
-            self._put_back(wanted.node, connection)
             self._end(asked)
 
     def _begin(self, peer: PeerId, call: AnyCall, deadline_s: float) -> _Asked:

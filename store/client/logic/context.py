@@ -35,7 +35,7 @@ from tanghulu.store.client.model import NodeView
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.messages import MastersReply, MastersRequest, Welcome
 from tanghulu.store.protocol.terms import LeaseProofs, TermFence
-from tanghulu.store.protocol.types import MAX_INLINE_BYTES, MAX_STREAMED_BYTES
+from tanghulu.store.protocol.types import MAX_INLINE_BYTES, MAX_MESSAGE_BYTES
 
 #: A new master is given so long to hear of a first node.
 _NODELESS_TRIES = 12
@@ -185,7 +185,7 @@ class Context:
     def inline_bytes(self, node: PeerId) -> int:
         """The largest value that ``node`` should send inside its answers."""
         maps = self.maps_memory and node in self.nodes.local_ids()
-        return MAX_STREAMED_BYTES if self.streams and not maps else MAX_INLINE_BYTES
+        return MAX_MESSAGE_BYTES if self.streams and not maps else MAX_INLINE_BYTES
 
     def is_known(self, peer: PeerId) -> bool:
         """Whether connections to this node or owner are worth keeping."""

@@ -65,9 +65,9 @@ def buffer_place(reply: AnyReply) -> BufferPlace | None:
     return message.place
 
 
-def reserve(items: Iterable[NewChunk], deadline_ms: int, fill: int = 0, pieces: Sequence[memoryview] = ()) -> AnyCall:
-    """Ranges for large values; with ``fill`` for one, in ``pieces``, whose reservation has that number."""
-    return methods.RESERVE.call(m.ReserveRequest(list(items), deadline_ms, fill), pieces)
+def reserve(items: Iterable[NewChunk], deadline_ms: int) -> AnyCall:
+    """Ranges for large values."""
+    return methods.RESERVE.call(m.ReserveRequest(list(items), deadline_ms))
 
 
 def reservations(reply: AnyReply) -> list[Reservation | TanghuluError | None]:
@@ -90,18 +90,11 @@ def commit(
     visible: bool,
     deadline_ms: int,
     accepted: Accepted = Accepted(),  # noqa: B008 - it cannot change
-    *,
-    filled: bool = False,
 ) -> AnyCall:
-    """(lease, checksums) that were written, those first that the master has accepted; and leases that were not.
-
-    ``filled``: not leases, but numbers that RESERVE has named.
-    """
+    """(lease, checksums) that were written, those first that the master has accepted; and leases that were not."""
     written = [m.CommitItem(*item) for item in items]
     num_items, generation, term = accepted
-    return methods.COMMIT.call(
-        m.CommitRequest(written, aborted, visible, deadline_ms, num_items, generation, filled, *term)
-    )
+    return methods.COMMIT.call(m.CommitRequest(written, aborted, visible, deadline_ms, num_items, generation, *term))
 
 
 def get(keys: Sequence[str], max_inline_bytes: int = MAX_INLINE_BYTES, deadline_ms: int = 0) -> AnyCall:

@@ -25,7 +25,6 @@ from tanghulu.store.client.logic.carriers import (
     Filling,
     begin_ahead,
     end_reservations,
-    put_by_stream,
     put_in_buffer,
     take_reservations,
     transfer_all,
@@ -54,7 +53,7 @@ _ELSEWHERE = (NodeUnavailable, StoreFull, LeaseExpired, TransferFailed, Overload
 def put_one(context: Context, deadline: Deadline, op: PutOp, options: PutOptions) -> Logic[None]:
     """Put one item, the commonest call by far: alone at its first candidate, and if that fails in rounds.
 
-    What a write buffer or a stream does not take goes to the node by another way, which tells what is wrong.
+    What a write buffer does not take goes to the node by another way, which tells what is wrong.
     """
     nodes, new = context.nodes, op.new
     if not nodes.is_fresh(context.clock.now_s()):
@@ -66,12 +65,10 @@ def put_one(context: Context, deadline: Deadline, op: PutOp, options: PutOptions
     while op.candidates and options.replicas == 1 and not op.done:
         node = op.candidates[0]
         access = context.access(node, context.clock.now_s())
-        carrier, committer = plan(new, options, access, in_round=tried, in_pieces=bool(op.pieces))
+        carrier = plan(new, options, access, in_round=tried, in_pieces=bool(op.pieces)).carrier
         tried = True
         if carrier is Carrier.BUFFER:
             yield from put_in_buffer(context, deadline, node, (op,))
-        elif carrier is Carrier.STREAM:
-            yield from put_by_stream(context, deadline, node, op, options, committer)
         elif carrier is Carrier.INLINE:
             del op.candidates[0]
             room_ms = deadline.patience_ms(len(op.candidates))
