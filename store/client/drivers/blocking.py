@@ -30,7 +30,6 @@ from tanghulu.errors import (
 )
 from tanghulu.rpc.fast_client import Asking, FastConnection
 from tanghulu.rpc.greeting import greet_blocking
-from tanghulu.runtime.busy_polling import Waiters
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.fork import tell_in_children
 from tanghulu.store.client.drivers.connections import (
@@ -107,14 +106,13 @@ class BlockingDriver:
             transports=settings.engine_transports,
             host_id=settings.host_id,
             clock=clock,
-            config=EngineConfig(tls=settings.master.credentials.tls.to(NODE), spin_s=settings.spin_s),
+            config=EngineConfig(tls=settings.master.credentials.tls.to(NODE)),
         )
         self._masters = MasterFinder(settings.master)
         self._several = settings.master.several
         self._has_met_master = False
         self._idle: dict[PeerId, deque[FastConnection]] = {}
         self._owing: deque[tuple[PeerId, FastConnection]] = deque()  # that late replies are to come from
-        self._waiters = Waiters()
         self._sessions = NodeSessions(settings, self.context)
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
@@ -507,14 +505,12 @@ class BlockingDriver:
         try:
             timeout_s = max(_left_s(until_s), MIN_CONNECT_S)
             tls = self.settings.master.credentials.tls.to(certificate_roles.MASTER if to_master else NODE)
-            poller = self.settings.poller_for(peer, self._waiters)
             connection = FastConnection(
                 target.address,
                 target.unix_path,
                 timeout_s,
                 shortcut=target.shortcut,
                 tls=tls,
-                poller=poller,
                 on_late=late_replies(self.context, peer, lambda: None),
             )
             if to_master:
