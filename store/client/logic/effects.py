@@ -39,6 +39,11 @@ def is_owner(peer: PeerId) -> bool:
     return peer[:1] == OWNER
 
 
+def is_master(peer: PeerId) -> bool:
+    """Whether ``peer`` is MASTER or an ``owner_peer``, and no node."""
+    return not peer or peer[0] == OWNER
+
+
 @dataclass(slots=True)
 class CallPeers:
     """Send every call, to one peer after the other or to several at once, and wait for all answers.
