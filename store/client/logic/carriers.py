@@ -28,8 +28,9 @@ from tanghulu.store.client.logic.plan import Access, Committer, Route, joint_com
 from tanghulu.store.client.logic.write_buffers import MappedNode
 from tanghulu.store.client.model import PutOptions
 from tanghulu.store.protocol import checksums as sums
-from tanghulu.store.protocol.messages import Reservation
-from tanghulu.store.protocol.terms import NO_TERM
+from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.messages import CommitItem, CommitRequest, OpenBufferRequest, Reservation
+from tanghulu.store.protocol.terms import NO_TERM, Term
 from tanghulu.store.protocol.types import CommitResult, NewChunk
 from tanghulu.store.protocol.write_buffer import BufferWriter, Record
 from tanghulu.transfer_engine.engine import Opcode, TransferRequest
@@ -113,8 +114,8 @@ def _open_buffer(
     buffers, now_s = context.write_buffers, context.clock.now_s()
     if not buffers.may_ask(node, size_bytes, now_s, often=often):
         return None
-    (answer,) = yield CallPeers(((node, messages.open_buffer(size_bytes)),))
-    given = None if isinstance(answer, TanghuluError) else messages.buffer_place(answer)
+    (answer,) = yield CallPeers(((node, methods.OPEN_BUFFER.call(OpenBufferRequest(size_bytes))),))
+    given = None if isinstance(answer, TanghuluError) else answer.message.place
     if given is None:
         buffers.refused(node, size_bytes, now_s)
         return None
@@ -235,7 +236,7 @@ def transfer_all(context: Context, deadline: Deadline, fillings: list[Filling], 
         for each, request, error in zip(moving[start : start + len(part)], part, errors, strict=True):
             each.moved(request, error)
     term = NO_TERM if commit is None else commit.term
-    yield from _commit_at_nodes(context, deadline, fillings, options, messages.Accepted(0, generation, term))
+    yield from _commit_at_nodes(context, deadline, fillings, options, generation, term)
     if commit is not None and commit.moved:
         yield from learn_owners(context, MASTER)
 
@@ -262,9 +263,14 @@ def _commit_ahead(context: Context, fillings: Sequence[Filling]) -> tuple[Commit
 
 
 def _commit_at_nodes(
-    context: Context, deadline: Deadline, fillings: list[Filling], options: PutOptions, master: messages.Accepted
+    context: Context,
+    deadline: Deadline,
+    fillings: list[Filling],
+    options: PutOptions,
+    generation: int,
+    term: Term,
 ) -> Logic[None]:
-    """COMMIT at every node; ``master``: for which generation of the only node, and in which term, it has accepted."""
+    """COMMIT at every node; the master of ``term`` has accepted for that ``generation`` of the only node."""
     calls: list[tuple[PeerId, messages.AnyCall]] = []
     committed: list[list[Filling]] = []
     for node in dict.fromkeys(each.node for each in fillings):
@@ -273,10 +279,12 @@ def _commit_at_nodes(
             (each for each in own if each.is_filled), key=lambda each: each.result is not CommitResult.ACCEPTED
         )
         aborted = [each.reservation.lease_id for each in own if not each.is_filled]
-        items = [(each.reservation.lease_id, each.checksums(options.part_bytes)) for each in filled]
-        accepted = master._replace(num_items=sum(each.result is CommitResult.ACCEPTED for each in filled))
-        call = messages.commit(items, aborted, options.visible, deadline.remaining_ms(), accepted)
-        calls.append((node, call))
+        items = [CommitItem(each.reservation.lease_id, each.checksums(options.part_bytes)) for each in filled]
+        num_accepted = sum(each.result is CommitResult.ACCEPTED for each in filled)
+        request = CommitRequest(
+            items, aborted, options.visible, deadline.remaining_ms(), num_accepted, generation, *term
+        )
+        calls.append((node, methods.COMMIT.call(request)))
         committed.append(filled)
     answers = yield CallPeers(calls)
     for (node, _), filled, answer in zip(calls, committed, answers, strict=True):

@@ -33,8 +33,9 @@ from tanghulu.store.client.logic.commit import PutOp, take_results
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, PeerId, Sleep
 from tanghulu.store.client.logic.plan import Carrier, Route, plan
-from tanghulu.store.client.model import PutOptions
+from tanghulu.store.client.model import NodeView, PutOptions
 from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.directory_messages import PlaceRequest
 from tanghulu.store.protocol.messages import PutRequest
 from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import format_size
@@ -203,7 +204,7 @@ def _require_known(context: Context, node: PeerId) -> Logic[None]:
         return
     reply = yield from common.ask_master(messages.nodes())
     known = common.take_nodes(context, reply)
-    if not messages.is_rebuilding(reply) and not context.nodes.has_seen(node):
+    if not reply.message.rebuilding and not context.nodes.has_seen(node):
         names = ", ".join(view.id for view in known) or "none"
         raise InvalidRequest(f"prefer_node={node!r}: no node is called that; there are: {names}")
 
@@ -219,11 +220,11 @@ def _advice(context: Context, size_bytes: int, options: PutOptions) -> Logic[tup
     advice = context.nodes.advice(size_bytes, now_s)
     if advice is not None and len(advice) >= options.replicas:
         return advice
-    call = messages.place(size_bytes, options.replicas, options.prefer_node or "", context.place)
-    (answer,) = yield CallPeers([(MASTER, call)], waits=False)
+    request = PlaceRequest(size_bytes, options.replicas, options.prefer_node or "", context.place)
+    (answer,) = yield CallPeers([(MASTER, methods.PLACE.call(request))], waits=False)
     if isinstance(answer, TanghuluError):  # choose by ourselves among those that we know
         return tuple(context.nodes.ids())
-    nodes = messages.node_views(answer)
+    nodes: list[NodeView] = answer.message.nodes
     context.nodes.learn(nodes)
     ids = tuple(PeerId(node.id) for node in nodes)
     context.nodes.advise(size_bytes, ids, now_s)
