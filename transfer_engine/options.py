@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tanghulu.errors import ConfigError
-from tanghulu.runtime.busy_polling import MAX_SPIN_S, SPIN_S
 from tanghulu.runtime.config import option
 from tanghulu.transfer_engine.core.config import MAX_CONNECTIONS, EngineConfig, ListenOptions, ServerLimits
 from tanghulu.transfer_engine.core.paths import NOTICE_TRANSPORT
@@ -16,7 +15,6 @@ from tanghulu.transfer_engine.topology.devices import Topology
 from tanghulu.transfer_engine.topology.discovery import load
 from tanghulu.transfer_engine.transports.registry import TRANSPORTS
 
-MAX_SPIN_US = round(MAX_SPIN_S * 1e6)
 _WILDCARDS = ("", "0.0.0.0", "::")
 
 
@@ -30,9 +28,6 @@ class TransferOptions:
     )
     tcp_devices: str = option("", "network devices for tcp: eth1,eth2; default: all of --topology")
     rdma_devices: str = option("", "verbs devices for rdma, in the order of their rails; default: all working ones")
-    spin_us: int = option(
-        round(SPIN_S * 1e6), "microseconds of busy polling for small transfers over tcp; 0 disables it"
-    )
     max_data_connections: int = option(
         MAX_CONNECTIONS, "limit on connections to this process's memory, for each transport"
     )
@@ -65,13 +60,8 @@ def transfer_settings(options: TransferOptions, host: str) -> TransferSettings:
     rdma = _names(options.rdma_devices)
     if rdma and "rdma" not in transports:
         raise ConfigError(f"--rdma-devices {options.rdma_devices}: rdma is not among --transports {options.transports}")
-    if not 0 <= options.spin_us <= MAX_SPIN_US:
-        raise ConfigError(
-            f"--spin-us {options.spin_us}: from 0 to {MAX_SPIN_US}; it is for waits that are over at once"
-        )
     if options.max_data_connections < 1:
         raise ConfigError(f"--max-data-connections {options.max_data_connections} lets nobody in")
-    spin_s = options.spin_us / 1e6
     topology = _topology(options)
     location = _location(options, topology)
     if topology is not None and host not in _WILDCARDS:
@@ -84,8 +74,8 @@ def transfer_settings(options: TransferOptions, host: str) -> TransferSettings:
         tcp_devices=tuple(near),
         tcp_distances={name: topology.distance(location, name) for name, _ in near} if topology is not None else {},
     )
-    engine = EngineConfig(topology=topology, location=location, rdma_devices=rdma, spin_s=spin_s)
-    limits = ServerLimits(max_connections=options.max_data_connections, spin_s=spin_s)
+    engine = EngineConfig(topology=topology, location=location, rdma_devices=rdma)
+    limits = ServerLimits(max_connections=options.max_data_connections)
     return TransferSettings(transports, engine, listen, limits)
 
 

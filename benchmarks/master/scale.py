@@ -348,7 +348,7 @@ def real_operations(count: int, seed: int) -> list[dict[str, Any]]:
     with cluster() as (master, node):
         meters = {"master_cpu_us": ProcessMeter(master.pid), "node_cpu_us": ProcessMeter(node.pid)}
         for way in (None, "tcp"):
-            with tanghulu.connect(master.address, transport=way, spin_s=0.0) as client:
+            with tanghulu.connect(master.address, transport=way) as client:
                 for size, part in ((4 << 10, 1), (1 << 20, 10)):
                     keys, value = [_key(rng) for _ in range(count // part)], rng.randbytes(size)
                     steps: dict[str, Callable[[str], object]] = {

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials, TlsFiles
 from tanghulu.errors import TanghuluError
 from tanghulu.masters import Masters
-from tanghulu.runtime.busy_polling import SPIN_S
 from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.drivers.blocking import BlockingDriver
 from tanghulu.store.client.logic.operations import Operations
@@ -37,7 +36,6 @@ def connect(
     transport: str | None = None,
     deadline_s: float = DEFAULT_DEADLINE_S,
     place: str = "",
-    spin_s: float = SPIN_S,
 ) -> Client:
     """Open the store whose master listens at ``host:port``; close the result, or use it in a ``with``.
 
@@ -46,10 +44,9 @@ def connect(
     masters and nodes with ``--tokens`` ask for; ``tenant`` is needed with an operator's token only. ``tls_ca`` (a PEM
     file) encrypts connections to other hosts; ``tls_cert`` and ``tls_key`` are this client's own, where they are asked
     for. ``transport`` pins how payloads move (``"shm"``, ``"tcp"``, or ``"ucx"`` where client and nodes have NIXL);
-    None chooses the faster of shm and tcp that works. ``deadline_s`` bounds every call that does not say otherwise. A
-    thread that waits for the master's answer asks for it for up to three times ``spin_s`` seconds before it sleeps,
-    where that is seen to pay; 0: never. Raises MasterUnavailable if nobody answers, Unauthorized for a bad token or
-    certificate, InvalidRequest for bad arguments.
+    None chooses the faster of shm and tcp that works. ``deadline_s`` bounds every call that does not say otherwise.
+    Raises MasterUnavailable if nobody answers, Unauthorized for a bad token or certificate, InvalidRequest for bad
+    arguments.
 
     A client may be used by any thread of its process, and by no child: after ``os.fork()`` (``multiprocessing`` and
     torch's DataLoader fork by default) each of its methods raises InvalidRequest in the child, which calls ``connect``
@@ -63,7 +60,6 @@ def connect(
         transport=transport,
         deadline_s=deadline_s,
         place=place,
-        spin_s=spin_s,
     )
     client = Client(settings)
     try:

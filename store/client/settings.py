@@ -10,10 +10,7 @@ from tanghulu.arguments import above_zero, text
 from tanghulu.discovery.masters import ATTEMPT_S
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.masters import Masters
-from tanghulu.runtime.busy_polling import MAX_SPIN_S, SPIN_S, BusyPoller, LonePoller, Waiters, paying_spin_s
-from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.process import host_id
-from tanghulu.store.client.logic.effects import MASTER, PeerId, is_owner
 from tanghulu.types import Place
 
 DEFAULT_DEADLINE_S = 5.0
@@ -21,9 +18,6 @@ WAIT_S = 10.0
 #: ``master_answer_s`` of an engine or a worker, which computes what it cannot look up.
 ENGINE_ANSWER_S = 1.0
 TRANSPORTS = ("shm", "ucx", "tcp")
-#: A call is several hundred microseconds where to wake is dear, of which polling spares the end.
-_SPIN_GAIN = 0.1
-
 
 #: Longer deadlines, and infinite ones, are taken for this; nodes refuse longer ones.
 MAX_DEADLINE_S = 24 * 3600.0
@@ -38,7 +32,7 @@ def deadline_seconds(seconds: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """See ``tanghulu.connect``; ``spin_s`` concerns blocking clients.
+    """See ``tanghulu.connect``.
 
     ``master_answer_s``: what one answer of the master may take, for callers that would rather do without the store than
     wait: engines and workers. They do not wait either for a master that is away, or is learning what its nodes hold.
@@ -51,7 +45,6 @@ class Settings:
     deadline_s: float = DEFAULT_DEADLINE_S
     place: str = ""
     master_answer_s: float = math.inf
-    spin_s: float = SPIN_S
     client_id: str = field(default_factory=lambda: secrets.token_hex(16))
     host_id: str = field(default_factory=host_id)
 
@@ -62,24 +55,12 @@ class Settings:
         above_zero("master_answer_s", self.master_answer_s)
         if self.place:
             Place.parse(text("place", self.place))
-        if not 0 <= self.spin_s <= MAX_SPIN_S:
-            raise InvalidRequest(
-                f"spin_s={self.spin_s}: from 0 (never) to {MAX_SPIN_S}; it is for waits of microseconds"
-            )
 
     def deadline_of(self, seconds: float | None) -> float:
         """The time of a call whose caller said ``seconds``; 0 does not wait. Raises InvalidRequest."""
         if seconds is None:
             return self.deadline_s
         return AT_ONCE_S if seconds == 0 else deadline_seconds(seconds)
-
-    def poller_for(self, peer: PeerId, waiters: Waiters) -> BusyPoller | None:
-        """How the answers of one connection are waited for; None: asleep. ``waiters``: that of the client's threads.
-
-        Only the master's are so short that to wake is most of it.
-        """
-        spin_s = paying_spin_s(self.spin_s) if peer == MASTER or is_owner(peer) else 0.0
-        return LonePoller(spin_s, SystemClock(), _SPIN_GAIN, waiters) if spin_s else None
 
     @property
     def waits_for_master(self) -> bool:

@@ -88,19 +88,14 @@ class PutReply(FastMessage, frozen=True):
         return [each.error if isinstance(each, Failure) else each for each in self.outcomes]
 
 
-# --- puts in three steps: RESERVE, a WRITE of the transfer engine, COMMIT; or the value follows RESERVE on its socket
+# --- puts in three steps: RESERVE, a WRITE of the transfer engine, COMMIT
 
 
 class ReserveRequest(FastMessage, frozen=True):
-    """Values that want ranges. ``deadline_ms`` bounds the wait for leases that stand in the way.
-
-    ``fill`` other than 0: the value of the only item is the attachment. The client names its reservation by that number
-    on this connection; the node does not wait for room, and answers only where the request itself is refused.
-    """
+    """Values that want ranges. ``deadline_ms`` bounds the wait for leases that stand in the way."""
 
     items: list[NewChunk]
     deadline_ms: U32
-    fill: U64 = 0
 
     def validate(self) -> None:
         """Refuse an item that is none."""
@@ -134,7 +129,6 @@ class CommitRequest(FastMessage, frozen=True):
 
     The first ``num_committed`` items the master has accepted already, in the name of the node's ``generation``, and
     in its ``term`` of ``term_of``: not to be relied upon by a node that has reported to its successor.
-    ``filled``: in the place of leases stand numbers of reservations whose values came with RESERVE.
     """
 
     items: list[CommitItem]
@@ -143,7 +137,6 @@ class CommitRequest(FastMessage, frozen=True):
     deadline_ms: U32
     num_committed: U32 = 0
     generation: U64 = 0
-    filled: bool = False
     term: U64 = 0
     term_of: U64 = 0
 

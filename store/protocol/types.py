@@ -19,7 +19,7 @@ from tanghulu.types import MAX_KEY_BYTES, ChunkKey
 MAX_INLINE_BYTES = 64 << 10
 #: The same for answers of a node whose memory is not mapped: one stream then brings a value sooner than a pin, a
 #: transfer and an unpin do (measured at 1 MiB: 660 us instead of 1,030, a plain stream in the same run 500).
-MAX_STREAMED_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 1 << 20
 
 
 #: What the directory can keep of a size.

@@ -6,7 +6,6 @@ import asyncio
 import os
 import socket
 import threading
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Call, FastConnection
 from tanghulu.rpc.fast_server import MAX_CALLS_IN_FLIGHT
 from tanghulu.rpc.frames import ERROR, HEAD, MAX_ATTACHMENT_BYTES, PREAMBLE, encode_head
-from tanghulu.runtime.busy_polling import BusyPoller, PollTrial
-from tanghulu.runtime.clock import SystemClock
 from tanghulu.types import Address
 from tests.rpc.service import (
     BLOAT,
@@ -60,31 +57,12 @@ class BlockingClient:
         self.connection.close()
 
 
-class AlwaysSpins(PollTrial):
-    """A trial that knows already."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spins = True
-
-    def took(self, seconds: float) -> None:
-        assert seconds > 0
-
-
-def poller() -> BusyPoller:
-    made = BusyPoller(300e-6, SystemClock())
-    made.trial = AlwaysSpins()
-    return made
-
-
-@pytest.fixture(params=["blocking-unix", "blocking-tcp", "spinning-unix", "spinning-tcp", "aio-unix", "aio-tcp"])
+@pytest.fixture(params=["blocking-unix", "blocking-tcp", "aio-unix", "aio-tcp"])
 async def client(request: pytest.FixtureRequest, served: Served):
     kind, _, carrier = request.param.partition("-")
     path = served.fast_port.unix_path if carrier == "unix" else None
     if kind != "aio":
-        waits = poller() if kind == "spinning" else None
-        connect = partial(FastConnection, served.fast_port.address, path, poller=waits)
-        made: Any = BlockingClient(await asyncio.to_thread(connect))
+        made: Any = BlockingClient(await asyncio.to_thread(FastConnection, served.fast_port.address, path))
     else:
         made = await AsyncFastConnection.connect(served.fast_port.address, path)
     yield made

@@ -41,8 +41,10 @@ from tanghulu.store.client.client import Client
 from tanghulu.store.client.logic import messages
 from tanghulu.store.directory_feed import DirectoryEventKind, follow_directory
 from tanghulu.store.protocol.announcements import NodeAnnouncement
+from tanghulu.store.protocol.checksums import NO_CHECKSUMS
 from tanghulu.store.protocol.directory_messages import ListKeysRequest, NodesRequest, PlaceRequest
-from tanghulu.store.protocol.methods import ANNOUNCE, LIST_KEYS, NODES, PLACE
+from tanghulu.store.protocol.messages import CommitItem, CommitRequest
+from tanghulu.store.protocol.methods import ANNOUNCE, COMMIT, LIST_KEYS, NODES, PLACE
 from tanghulu.types import Address
 from tests.store.cluster import Process
 from tests.store.guarded_cluster import TOKENS, Secured, write_tokens
@@ -324,7 +326,7 @@ def test_only_trusted_tenants_map_memory(cluster: Secured) -> None:
         (reservation,) = messages.reservations(connection.call(call.method, call.request, call.reply_type))
     assert not isinstance(reservation, TanghuluError)
     assert reservation is not None
-    call = messages.commit([(reservation.lease_id, messages.Checksums())], [], True, 1000)
+    call = COMMIT.call(CommitRequest([CommitItem(reservation.lease_id, NO_CHECKSUMS)], [], True, 1000))
     connection.call(call.method, call.request, call.reply_type)
     connection.close()
     with cluster.connect("initech") as initech:

@@ -22,7 +22,7 @@ import xxhash
 from tanghulu.auth.tls import ServerTls
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.transfer_engine.core.access import AccessTable
-from tanghulu.transfer_engine.core.config import ListenOptions, ServerLimits
+from tanghulu.transfer_engine.core.config import ListenOptions
 from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.segment import MemorySegment, SegmentDescriptor, SessionKey
 from tanghulu.transfer_engine.core.slices import Opcode
@@ -59,14 +59,13 @@ class Owner:
         on_notice = self._on_notice if options.pop("notices", True) else None
         if "tls" in options:
             options["tls"] = ServerTls(options["tls"], mutual=True).context
-        generation, spin_s = options.pop("generation"), options.pop("spin_s", ServerLimits().spin_s)
+        generation = options.pop("generation")
         self.server = SegmentServer(
             self.segment,
             access,
             generation=generation,
             host_id=HOST_ID,
             listen=ListenOptions(**({"host": "127.0.0.1"} | options)),
-            limits=ServerLimits(spin_s=spin_s),
             on_freed=self._on_freed,
             on_notice=on_notice,
         )

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tanghulu.errors import ConfigError
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.transfer_engine.client.remote import RemoteSegment
-from tanghulu.transfer_engine.core.config import SPIN_S, EngineConfig, ListenOptions, ServerLimits
+from tanghulu.transfer_engine.core.config import EngineConfig, ListenOptions, ServerLimits
 from tanghulu.transfer_engine.core.segment import NO_SESSION, Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.core.transport import ConnectContext
 from tanghulu.transfer_engine.engine import Opcode, TransferEngine, TransferRequest
@@ -43,14 +43,7 @@ def test_the_defaults_offer_what_works_everywhere():
     assert settings.transports == ("shm", "tcp")
     assert settings.engine == EngineConfig()
     assert settings.listen == ListenOptions(transports=("shm", "tcp"), host="127.0.0.1")
-    assert settings.limits == ServerLimits(spin_s=SPIN_S)
-
-
-def test_both_ends_spin_as_long_as_they_are_told():
-    settings = transfer_settings(TransferOptions(spin_us=0), "127.0.0.1")
-    assert settings.engine.spin_s == settings.limits.spin_s == 0
-    settings = transfer_settings(TransferOptions(spin_us=250), "127.0.0.1")
-    assert settings.engine.spin_s == settings.limits.spin_s == 250e-6
+    assert settings.limits == ServerLimits()
 
 
 def test_devices_near_the_memory_come_first(topology_file: str):
@@ -84,8 +77,6 @@ def test_some_of_the_devices(topology_file: str):
         ({"near": "gpu:7"}, "0.0.0.0", "--near gpu:7: the matrix has the rows cpu:0, cpu:1"),
         ({"near": "cpu:0", "topology": ""}, "0.0.0.0", "--near cpu:0 orders the devices of --topology"),
         ({"topology": "/nowhere.json"}, "0.0.0.0", "nowhere"),
-        ({"spin_us": -1}, "0.0.0.0", "--spin-us -1: from 0 to 10000"),
-        ({"spin_us": 10_001}, "0.0.0.0", "--spin-us 10001"),
     ],
 )
 def test_what_cannot_be_meant_names_its_flag(wrong: dict[str, Any], host: str, named: str, topology_file: str):

@@ -21,6 +21,8 @@ from typing import Any
 
 #: How long bytes wait for a cut link before the connection is given up.
 RESET_S = 2.0
+#: A payload of this many bytes arrives behind its head, as over a socket; a shorter one together with it.
+APART_BYTES = 32 << 10
 #: Quantiles of the lognormal distribution that latencies are drawn from: a draw from them costs a fifth.
 _SPREAD = [math.exp(NormalDist(0.0, 0.5).inv_cdf((number + 0.5) / 4096)) for number in range(4096)]
 HOST: contextvars.ContextVar[str] = contextvars.ContextVar("host", default="outside")
@@ -134,7 +136,12 @@ class Pipe(asyncio.Transport):
             self._network.send(self, bytes(data))
 
     def writelines(self, parts: Iterable[Any]) -> None:
-        self.write(b"".join(bytes(part) for part in parts))
+        head, *payload = [bytes(part) for part in parts]
+        if sum(map(len, payload)) < APART_BYTES:
+            self.write(b"".join((head, *payload)))
+        else:
+            self.write(head)
+            self.write(b"".join(payload))
 
     def write_eof(self) -> None:
         return

@@ -10,11 +10,9 @@ import threading
 from collections.abc import Sequence
 
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable
-from tanghulu.runtime.busy_polling import BusyPoller
 from tanghulu.runtime.clock import Clock
 from tanghulu.transfer_engine.client.handle import EngineResources
 from tanghulu.transfer_engine.client.link_pool import LinkPool
-from tanghulu.transfer_engine.client.remote import RemoteSegment
 from tanghulu.transfer_engine.client.requests import TransferRequest, admit_buffer, refuse_overlaps
 from tanghulu.transfer_engine.core.buffers import Buffer
 from tanghulu.transfer_engine.core.paths import Path, PathTable
@@ -124,15 +122,15 @@ def send_fast(
     """Move one slice over one stream, once, in this thread; False if that did not work within ``patience_s``.
 
     On False nothing of it will land any more, and the path's health knows. Raises InvalidRequest, DeadlineExceeded, and
-    what the peer refuses with. ``now_s`` is the time of the call. Who is alone on this way may spin: several would take
-    the interpreter away from one another.
+    what the peer refuses with. ``now_s`` is the time of the call.
     """
     buffer = admit_buffer(request)
     target, length, at = request.target, request.length, request.source_offset
     if target.closed:
         return False
     paths, clock, lock = target.paths, resources.clock, resources.lock
-    path, poller = _set_out(target, now_s, length, resources)
+    with lock:
+        path = paths.begin_alone(now_s, length)
     pool = target.pools[path]
     link: Link | None = None
     ended: Completion | None = None
@@ -141,7 +139,7 @@ def send_fast(
         link = pool.borrow(None)
         # Half the time, because two calls of the kernel may wait so long.
         if type(link) is TcpLink and link.exchange(
-            path, request.opcode, memory, request.lease_id, request.target_offset, timeout_s / 2, poller
+            path, request.opcode, memory, request.lease_id, request.target_offset, timeout_s / 2
         ):
             ended = _STRAIGHT
         elif link is not None:
@@ -151,7 +149,6 @@ def send_fast(
     finally:
         _let_go(link, pool, path, ended)
         with lock:
-            resources.callers.num -= 1
             if isinstance(ended, Arrived):
                 paths.end_alone(path, length, clock.now_s() - now_s)
             else:
@@ -159,16 +156,6 @@ def send_fast(
     if ended is _STRAIGHT or isinstance(ended, Arrived):
         return True
     return link is not None and _failed(ended, paths, path, now_s + deadline_s, clock, lock)
-
-
-def _set_out(
-    target: RemoteSegment, now_s: float, length: int, resources: EngineResources
-) -> tuple[Path, BusyPoller | None]:
-    """The path to take, and what to wait with if this caller is alone and it pays."""
-    callers, poller = resources.callers, target.poller
-    with resources.lock:
-        callers.num += 1
-        return target.paths.begin_alone(now_s, length), poller if callers.num == 1 else None
 
 
 def _go_on(

@@ -16,7 +16,7 @@ import select
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.runtime.clock import Clock
@@ -38,24 +38,13 @@ from tanghulu.transfer_engine.core.wire import digest_of
 LONGEST_WAIT_S = 86_400.0
 
 
-@dataclass(slots=True)
-class Callers:
-    """How many threads wait inside the engine at this moment."""
-
-    num: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class EngineResources:
-    """What all handles of an engine share. ``lock`` guards the health of paths, and is held for decisions only.
-
-    ``callers`` are the threads that are on the fast path (see ``fast_path``); under the lock, too.
-    """
+    """What all handles of an engine share. ``lock`` guards the health of paths, and is held for decisions only."""
 
     clock: Clock
     lock: threading.Lock
     executor: Callable[[], Executor]
-    callers: Callers = field(default_factory=Callers)
 
 
 class TransferHandle:

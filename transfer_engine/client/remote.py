@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tanghulu.errors import NodeUnavailable, TanghuluError
-from tanghulu.runtime.busy_polling import BusyPoller, paying_spin_s
 from tanghulu.runtime.clock import Clock
 from tanghulu.transfer_engine.client.link_pool import LinkPool
 from tanghulu.transfer_engine.core.paths import NOTICE_TRANSPORT, Path, PathState, PathStats, PathTable, PauseRule
@@ -46,9 +45,6 @@ class RemoteSegment:
         self.paths = PathTable(_all_paths(context, peers), rule)
         #: The links that serve each path.
         self.pools = {path: self._pools[path.transport] for path in self.paths.paths}
-        spin_s = paying_spin_s(config.spin_s)
-        #: For one caller at a time that waits for this peer; None: nobody spins.
-        self.poller = BusyPoller(spin_s, clock) if spin_s > 0 else None
         #: Whether ``close()`` has been called.
         self.closed = False
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable, TanghuluError, Unauthorized
-from tanghulu.runtime.busy_polling import LoopPoller
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.segment import MemorySegment
@@ -54,8 +53,7 @@ class PeerAdmission:
 
     ``soon`` runs a callback behind the current event (the loop's ``call_soon``); ``on_freed`` is told which ranges
     became free because a transfer ended, ``on_emptied`` that the last connection has gone while it was not ``open``.
-    While it is not, nobody new is let in. Without ``on_notice`` notices are refused. Connections tell
-    ``poller`` when something of a slice has come, and when more is waited for.
+    While it is not, nobody new is let in. Without ``on_notice`` notices are refused.
     """
 
     def __init__(
@@ -69,12 +67,10 @@ class PeerAdmission:
         on_freed: Callable[[Sequence[Freed]], None] | None = None,
         on_emptied: Callable[[], None] | None = None,
         on_notice: OnNotice | None = None,
-        poller: LoopPoller | None = None,
     ) -> None:
         self.view = segment.view
         self.piece_bytes = _PIECE_BYTES
         self.soon = soon
-        self.poller = poller
         self.bytes_read = 0
         self.bytes_written = 0
         self.num_refused = 0

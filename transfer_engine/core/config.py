@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields
 
 from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.errors import ConfigError
-from tanghulu.runtime.busy_polling import SPIN_S
 from tanghulu.transfer_engine.topology.devices import Topology
 
 MIB = 1 << 20
@@ -29,7 +28,7 @@ class TransportLimits:
     window_slices: int
 
 
-_MAY_BE_ZERO = ("retries_max", "fast_copy_bytes", "fast_copy_async_bytes", "spin_s")
+_MAY_BE_ZERO = ("retries_max", "fast_copy_bytes", "fast_copy_async_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +56,6 @@ class EngineConfig:
     #: A path with slices in flight and none finished for this long counts as failed.
     slice_deadline_s: float = 5.0
     connect_timeout_s: float = 3.0
-    #: Before it sleeps, a thread that waits for a small transfer over tcp asks again for up to three times this long,
-    #: where that pays (see ``busy_polling``). 0: never.
-    spin_s: float = SPIN_S
     #: Errors in a row that pause a path, and for how long (doubled by each failed probe up to the maximum).
     pause_after_errors: int = 3
     pause_s: float = 0.25
@@ -141,6 +137,3 @@ class ServerLimits:
     max_connections: int = MAX_CONNECTIONS
     stall_timeout_s: float = STALL_TIMEOUT_S
     hello_s: float = HELLO_S
-    #: For how long the event loop may ask again for a peer's next slice before it sleeps (see ``busy_polling``). 0:
-    #: never.
-    spin_s: float = SPIN_S

@@ -3,7 +3,7 @@
 A tcp connection carries, from the client, heads of HEAD_BYTES, a WRITE's followed by its payload; and from the server,
 in the order of the heads, replies of REPLY_BYTES, each followed by a READ's payload or by a refusal's text.
 
-    head   magic u32 | version u8 | op u8 | flags u16 (1 verified, 2 awake) | slice id u64 | session id u64
+    head   magic u32 | version u8 | op u8 | flags u16 (1 verified) | slice id u64 | session id u64
            | lease id u64 | generation u64 | offset u64 | length u64 | digest u64
     reply  magic u32 | version u8 | refused u8 | zero u16 | slice id u64 | num_bytes u64 (payload or refusal text)
            | digest u64
@@ -14,9 +14,8 @@ segment's (``lease_id`` carries its hash) is refused. FENCE names in ``offset`` 
 client has given up: the server cuts it, and refuses its hello if that comes later still, before it answers. NOTICE is
 followed by ``length`` bytes for the owner's program; ``offset`` is the notice's number (random, never 0), by which the
 owner knows one that comes a second time. A *verified* WRITE's head carries the xxh3_64 of its payload, with which the
-owner compares what has landed; a verified READ's reply carries that of the payload behind it. The client of an *awake*
-head polls until the answer is there (see ``busy_polling``); it is faster if the owner does, too. A head that is
-malformed closes the connection; one that is well-formed but not allowed is answered with a refusal.
+owner compares what has landed; a verified READ's reply carries that of the payload behind it. A head that is malformed
+closes the connection; one that is well-formed but not allowed is answered with a refusal.
 
 Every message of every version, here and on the control connections of rdma and ucx, begins with its magic and its
 version, and a refusal has its flag where it is now. An owner that is greeted in another version answers with a refusal
@@ -40,7 +39,7 @@ VERSION = 3
 _HEAD_MAGIC = 0x7A6E6701
 _REPLY_MAGIC = 0x7A6E6702
 _SHM_MAGIC = 0x7A6E6703
-_VERIFIED, _AWAKE = 1, 2
+_VERIFIED = 1
 _PREFIX = struct.Struct("<IB")
 _HEAD = struct.Struct("<IBBHQQQQQQQ")
 _REPLY = struct.Struct("<IBBHQQQ")
@@ -124,11 +123,10 @@ class Head(NamedTuple):
     length: int
     verified: bool = False
     digest: int = 0
-    awake: bool = False
 
     def pack(self) -> bytes:
         """HEAD_BYTES on the wire."""
-        return pack_head(*self[:7], verified=self.verified, digest=self.digest, awake=self.awake)
+        return pack_head(*self[:7], verified=self.verified, digest=self.digest)
 
 
 def pack_head(
@@ -142,10 +140,9 @@ def pack_head(
     *,
     verified: bool = False,
     digest: int = 0,
-    awake: bool = False,
 ) -> bytes:
     """HEAD_BYTES on the wire, without making a ``Head`` first."""
-    flags = (_VERIFIED if verified else 0) | (_AWAKE if awake else 0)
+    flags = _VERIFIED if verified else 0
     return _HEAD.pack(
         _HEAD_MAGIC, VERSION, op, flags, slice_id, session_id, lease_id, generation, offset, length, digest
     )
@@ -157,14 +154,13 @@ def parse_head(data: memoryview | bytes | bytearray) -> Head:
         _HEAD.unpack_from(data)
     )
     op = _OPS.get(number)
-    if magic != _HEAD_MAGIC or version != VERSION or flags > 3 or op is None:
+    if magic != _HEAD_MAGIC or version != VERSION or flags > _VERIFIED or op is None:
         check_head_version(data)
         raise MalformedMessage(f"head with magic {magic:#x}, version {version}, op {number}")
     longest = _LONGEST.get(number)
     if longest is not None and not 0 < length <= longest:
         raise MalformedMessage(f"head names {length} bytes")
-    verified, awake = bool(flags & _VERIFIED), bool(flags & _AWAKE)
-    return Head(op, slice_id, session_id, lease_id, generation, offset, length, verified, digest, awake)
+    return Head(op, slice_id, session_id, lease_id, generation, offset, length, bool(flags), digest)
 
 
 def check_head_version(data: memoryview | bytes | bytearray) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from tanghulu.runtime.busy_polling import LoopPoller, PollBudget, paying_spin_s
-from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.least_rate import LEAST_BYTES_S
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.admission import OnNotice, PeerAdmission
@@ -59,7 +57,6 @@ class SegmentServer:
         self._looking: asyncio.TimerHandle | None = None
         self._emptied = asyncio.Event()
         self._open = False
-        spin_s = paying_spin_s(limits.spin_s)
         self._admission = PeerAdmission(
             segment,
             access,
@@ -69,7 +66,6 @@ class SegmentServer:
             on_freed=self._tell,
             on_emptied=self._emptied.set,
             on_notice=on_notice,
-            poller=LoopPoller(PollBudget(spin_s), SystemClock(), _soon) if spin_s > 0 else None,
         )
         context = ServeContext(
             segment=segment,

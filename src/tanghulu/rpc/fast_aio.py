@@ -7,7 +7,7 @@ import itertools
 import os
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -24,7 +24,7 @@ from tanghulu.errors import (
 )
 from tanghulu.rpc import nearby
 from tanghulu.rpc.dialling import is_silence
-from tanghulu.rpc.fast_client import Call, LateReplies, Reply, error_in, outcome_of, tell_late
+from tanghulu.rpc.fast_client import LateReplies, Reply, error_in, outcome_of, tell_late
 from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, call_id_of, encode_head
 from tanghulu.rpc.pacing import SILENT_HOST_S, notice_dead_peer, unpace_within_machine
 from tanghulu.rpc.wire import Body, encode
@@ -283,31 +283,6 @@ class AsyncFastConnection(asyncio.Protocol):
         body = encode(request)
         size = sum([memoryview(part).nbytes for part in attachment])
         return call_id, encode_head(method, call_id, len(body), size) + body
-
-    async def call_then(
-        self, call: Call[Any], last: Callable[[], Awaitable[Call[R]]], otherwise: Call[Any], *, deadline_s: float = 5.0
-    ) -> Reply[R]:
-        """Send ``call``, which has no answer but perhaps an error; while it is on its way, wait for ``last()``.
-
-        Returns the answer to ``last()``; raises as ``call``, and what ``last`` raises: then ``otherwise`` is sent in
-        its place. The head of ``call`` leaves ahead of its payload, so the peer can prepare for it.
-        """
-        try:
-            async with asyncio.timeout(deadline_s):
-                if not self._writable.is_set():
-                    await self._writable.wait()
-                transport = self._open_transport()
-                transport.write(self._encode(call.method, call.request, call.attachment)[1])
-                transport.writelines(list(call.attachment))
-                try:
-                    made = await last()
-                except BaseException:  # a cancel, too
-                    if not transport.is_closing():
-                        transport.write(self._encode(otherwise.method, otherwise.request)[1])
-                    raise
-                return await self._exchange(made.method, made.request, made.reply_type, made.attachment)
-        except TimeoutError:
-            raise DeadlineExceeded(f"{self.peer} did not answer within {deadline_s:g} s") from None
 
     def abort(self) -> None:
         """Cut the connection: every call in flight ends with NodeUnavailable, soon."""

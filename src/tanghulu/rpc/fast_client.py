@@ -15,22 +15,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, PeerSilent, TanghuluError
 from tanghulu.rpc.dialling import CONNECT_TIMEOUT_S, dial, is_silence
 from tanghulu.rpc.frames import ERROR, HEAD, PREAMBLE, Frame, call_id_of, decode_head, encode_head
-from tanghulu.rpc.tls_socket import TlsSocket
 from tanghulu.rpc.wire import Body, Failure, encode, parser_of
-from tanghulu.runtime.busy_polling import BusyPoller
 from tanghulu.types import Address
 
 R = TypeVar("R", bound=Body)
 Q = TypeVar("Q")
 A = TypeVar("A")
-Wait: TypeAlias = Callable[[], bytes]
 #: Told the message of a reply, by its type, that came when nobody waited for it any more.
 LateReplies: TypeAlias = Mapping[type[Any], Callable[[Any], None]]
 
@@ -80,7 +76,6 @@ class FastConnection:
     connection that was broken before it came stays open for it alone, see ``take_late``.
 
     ``dead_s``: calls fail with PeerSilent when the peer's host has answered nothing for so long, and `failure` tells.
-    With a ``poller``, its own, it asks for the answer to a single call for a moment before it sleeps, where that pays.
     """
 
     def __init__(
@@ -91,13 +86,11 @@ class FastConnection:
         *,
         shortcut: bool = False,
         tls: TlsFiles = NO_TLS,
-        poller: BusyPoller | None = None,
         on_late: LateReplies | None = None,
         dead_s: int = 0,
     ) -> None:
         self.peer = unix_path or str(address)
         self._socket = dial(address, unix_path, timeout_s, shortcut=shortcut, tls=tls, dead_s=dead_s)
-        self._sleep, self._spin = _waits(self._socket, poller)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._closed = False
@@ -236,16 +229,6 @@ class FastConnection:
         if reply_type in self._on_late:
             self._closed = True
 
-    def call_then(
-        self, call: Call[Any], ahead: Callable[[], None], last: Callable[[], Call[R]], *, deadline_s: float = 5.0
-    ) -> Reply[R] | TanghuluError:
-        """Send ``call``, which has no answer but perhaps an error; when all of it is on its way, make ``last()``.
-
-        Returns the answer to ``last()``. The head of ``call`` leaves alone, so that the peer wakes and prepares; then
-        ``ahead()`` is called, and only then the payload leaves. What either raises ends the connection.
-        """
-        return self._alone(self._exchange_then, (call, ahead, last), deadline_s)
-
     def post(self, call: Call[R], *, deadline_s: float = 5.0) -> None:
         """Send a request whose reply nobody needs; it is dropped when it comes. Raises as ``call_many``."""
         self._alone(self._post, call, deadline_s)
@@ -275,37 +258,13 @@ class FastConnection:
         call_id = call_id_of(next(self._numbers))
         try:
             self._send(call, call_id, until)
-            frame = self._receive(until, self._spin)
+            frame = self._receive(until)
         except BaseException:  # an interrupt, too, which may come when all has been sent; all is raised on
             self._unwanted[call_id] = call.reply_type
             raise
         if frame.call_id != call_id:
             raise _stray(self.peer, frame)
         return outcome_of(call.reply_type, frame)
-
-    def _exchange_then(
-        self, wanted: tuple[Call[Any], Callable[[], None], Callable[[], Call[R]]], until: float
-    ) -> Reply[R] | TanghuluError:
-        call, ahead, make_last = wanted
-        call_id, body = call_id_of(next(self._numbers)), call.body
-        parts = [memoryview(part).cast("B") for part in call.attachment]
-        try:
-            head = encode_head(call.method, call_id, len(body), sum(map(len, parts)))
-            self._send_all(memoryview(head + body), until)
-            ahead()
-            for part in parts:
-                self._send_all(part, until)
-            last, last_id = make_last(), call_id_of(next(self._numbers))
-            self._unwanted[call_id] = call.reply_type
-            self._send(last, last_id, until)
-            frame = self._receive(until)
-            self._unwanted.pop(call_id, None)
-        except BaseException:
-            self._unwanted.clear()  # no late answer is waited for: the end of the connection ends what was begun
-            raise
-        if frame.call_id != last_id:
-            raise _stray(self.peer, frame)
-        return outcome_of(last.reply_type, frame)
 
     def _post(self, call: Call[R], until: float) -> None:
         while len(self._unwanted) >= _MAX_UNWANTED:
@@ -373,17 +332,17 @@ class FastConnection:
             except BlockingIOError:
                 self._check_deadline(until)
 
-    def _receive(self, until: float, wait: Wait | None = None) -> Frame:
+    def _receive(self, until: float) -> Frame:
         """The next frame that somebody waits for."""
-        frame = self._receive_next(until, wait)
+        frame = self._receive_next(until)
         while frame.call_id in self._unwanted:
             self._take_unwanted(frame)
             frame = self._receive_next(until)
         return frame
 
-    def _receive_next(self, until: float, wait: Wait | None = None) -> Frame:
+    def _receive_next(self, until: float) -> Frame:
         """The next frame; one system call if it is small and there already."""
-        data: bytes | bytearray = self._rest or self._receive_some(until, wait or self._sleep)
+        data: bytes | bytearray = self._rest or self._receive_some(until)
         if not self._rest and len(data) >= HEAD.size:
             body_bytes, attachment_bytes, method, call_id = decode_head(data)
             start = HEAD.size + body_bytes
@@ -391,7 +350,7 @@ class FastConnection:
                 return Frame(method, call_id, bytes(data[HEAD.size : start]), memoryview(data)[start:])
         try:
             while len(data) < HEAD.size:
-                data += self._receive_some(until, self._sleep)
+                data += self._receive_some(until)
         except BaseException:  # as below
             self._rest = bytes(data)
             raise
@@ -403,10 +362,10 @@ class FastConnection:
             data = self._receive_rest(data, end, until)
         return Frame(method, call_id, bytes(data[HEAD.size : start]), memoryview(data)[start:end])
 
-    def _receive_some(self, until: float, wait: Wait) -> bytes:
+    def _receive_some(self, until: float) -> bytes:
         while True:
             try:
-                data = wait()
+                data = self._socket.recv(_RECEIVE_BYTES)
             except BlockingIOError:
                 self._check_deadline(until)
                 continue
@@ -513,14 +472,6 @@ def _stray(peer: str, frame: Frame) -> TanghuluError:
     if frame.call_id == 0 and frame.method == ERROR:
         return error_in(frame)
     return InvalidRequest(f"{peer} answered call {frame.call_id}, which nobody made")
-
-
-def _waits(sock: socket.socket | TlsSocket, poller: BusyPoller | None) -> tuple[Wait, Wait]:
-    """Two ways to the next bytes of ``sock``: asleep, and polling first; what is encrypted can only be slept for."""
-    sleep = partial(sock.recv, _RECEIVE_BYTES)
-    if poller is None or isinstance(sock, TlsSocket):
-        return sleep, sleep
-    return sleep, partial(poller.receive, lambda _into, _num_bytes, flags: sock.recv(_RECEIVE_BYTES, flags), None)
 
 
 def error_in(frame: Frame) -> TanghuluError:

@@ -1,1 +1,1 @@
-"""The runtime of every process: configuration, log, metrics, clock, event loop, adaptive busy polling."""
+"""The runtime of every process: configuration, log, metrics, clock, event loop."""

@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 
 from tanghulu.auth import certificate_roles
 from tanghulu.auth.certificate_roles import NODE
-from tanghulu.discovery.masters import ATTEMPT_S, MasterFinder, Seeking
+from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import (
     DeadlineExceeded,
     InvalidRequest,
-    MasterUnavailable,
     NodeUnavailable,
     PeerSilent,
     TanghuluError,
@@ -29,15 +28,10 @@ from tanghulu.store.client.drivers.connections import (
     NodeSessions,
     OtherNode,
     Target,
-    is_proven,
     late_replies,
     make_context,
-    master_failure,
-    obeyed,
     refuse_closed,
     silent,
-    take_proof,
-    unproven,
     warn_unclosed,
 )
 from tanghulu.store.client.drivers.late_leases import LateLeases
@@ -54,15 +48,15 @@ from tanghulu.store.client.logic.effects import (
     OpenSegment,
     PeerId,
     Sleep,
-    Stream,
     Transfer,
+    is_master,
     is_owner,
-    owner_address,
 )
+from tanghulu.store.client.logic.master_calls import MasterCalls
 from tanghulu.store.client.logic.messages import AnyCall, AnyReply
 from tanghulu.store.client.settings import Settings
 from tanghulu.store.protocol import methods
-from tanghulu.store.protocol.messages import KeysRequest, ProveRequest, Welcome
+from tanghulu.store.protocol.messages import KeysRequest, Welcome
 from tanghulu.transfer_engine.core.config import EngineConfig
 from tanghulu.transfer_engine.engine import Buffer, TransferEngine
 
@@ -84,8 +78,8 @@ class AsyncioDriver:
             clock=clock,
             config=EngineConfig(tls=settings.master.credentials.tls.to(NODE)),
         )
-        self._masters = MasterFinder(settings.master)
-        self._has_met_master = False
+        finder = MasterFinder(settings.master)
+        self._masters = MasterCalls(self.context, finder, settings.master_answer_s, waits=settings.waits_for_master)
         self._connections: dict[PeerId, AsyncFastConnection] = {}
         self._opening: dict[PeerId, asyncio.Lock] = {}
         self._sessions = NodeSessions(settings, self.context)
@@ -194,32 +188,50 @@ class AsyncioDriver:
     # --- effects
 
     async def _perform(self, effect: Effect, deadline: Deadline) -> Any:
+        left_s = deadline.remaining_s()
         match effect:
             case CallPeers(calls, within_s, meanwhile, waits):
-                left_s = deadline.remaining_s()
                 if meanwhile is not None:
                     return [await self._call_meanwhile(*calls[0], left_s, meanwhile)]
                 call_s = left_s if within_s is None else min(within_s, left_s)
-                return await self._call_peers(calls, call_s, waits)
-            case Stream():
-                return await self._stream(effect, deadline.remaining_s())
+                if calls and is_master(calls[0][0]):
+                    return await self._drive(self._masters.call(calls, call_s, waits=waits))
+                return await self._call(calls, call_s)
             case Notify(calls):
-                return await self._notify(calls, deadline.remaining_s())
+                return await self._notify(calls, left_s)
             case Transfer():
-                return await self._transfer(effect, deadline.remaining_s())
+                return await self._transfer(effect, left_s)
             case OpenSegment(node, copies):
                 return await self._open_segment(node, copies)
             case Sleep(seconds):
-                if self._closed:  # by another task: what this call would try again fails for ever
-                    refuse_closed(self._pid, "tanghulu.aio.connect")
-                return await asyncio.sleep(seconds)
+                return await self._sleep(seconds)
 
-    async def _call_peers(
-        self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float, waits: bool = True
-    ) -> list[Outcome]:
+    async def _drive(self, logic: Logic[T]) -> T:
+        """Run what only makes calls to masters, and pauses between them."""
+        try:
+            effect = next(logic)
+            while True:
+                outcomes: list[Outcome] | None = None
+                if isinstance(effect, CallPeers):
+                    outcomes = await self._call(effect.calls, effect.within_s or 0.0)
+                else:
+                    assert isinstance(effect, Sleep)
+                    await self._sleep(effect.seconds)
+                effect = logic.send(outcomes)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    async def _sleep(self, seconds: float) -> None:
+        if self._closed:  # by another task: what this call would try again fails for ever
+            refuse_closed(self._pid, "tanghulu.aio.connect")
+        await asyncio.sleep(seconds)
+
+    async def _call(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
+        """The answer to each of ``calls``; a peer's error, and the failure of its connection, in its place."""
         if len(calls) == 1:
-            return [await self._exchange(*calls[0], deadline_s, waits)]
-        asked = [self._loop.create_task(self._exchange(peer, call, deadline_s, waits)) for peer, call in calls]
+            return [await self._exchange(*calls[0], deadline_s)]
+        asked = [self._loop.create_task(self._exchange(peer, call, deadline_s)) for peer, call in calls]
         try:
             return await asyncio.gather(*asked)
         except BaseException:  # the task was cancelled; raised on
@@ -230,7 +242,7 @@ class AsyncioDriver:
     async def _call_meanwhile(
         self, node: PeerId, call: AnyCall, deadline_s: float, meanwhile: Callable[[], None]
     ) -> Outcome:
-        asking = self._loop.create_task(self._exchange(node, call, deadline_s, waits=False))
+        asking = self._loop.create_task(self._exchange(node, call, deadline_s))
         try:
             await asyncio.sleep(0)  # where there is a connection, the call has left then
             meanwhile()
@@ -250,40 +262,20 @@ class AsyncioDriver:
             self.context.granted_late(peer, outcome.message)
             self.flush()
 
-    async def _stream(self, wanted: Stream, deadline_s: float) -> Outcome:
-        until_s = self._loop.time() + deadline_s
-
-        asking: asyncio.Task[Outcome] | None = None
-
-        async def end() -> AnyCall:
-            wanted.meanwhile()
-            return wanted.end_call(None if asking is None else await asking)
-
-        try:
-            connection = await self._connected(wanted.node, deadline_s)
-            welcome = self._sessions.welcome(wanted.node)
-            commit = wanted.commit_call(0 if welcome is None else welcome.generation)
-            if commit is not None:
-                asking = self._loop.create_task(self._exchange(*commit, wanted.within_s, waits=False))
-            left_s = max(until_s - self._loop.time(), 0.0)
-            return await connection.call_then(wanted.call, end, wanted.drop_call, deadline_s=left_s)
-        except TanghuluError as error:
-            if isinstance(error, DeadlineExceeded):
-                self.context.nodes.suspect(wanted.node, self.context.clock.now_s())
-            return error
-        finally:
-            if asking is not None:
-                asking.cancel()
-
     async def _transfer(self, wanted: Transfer, deadline_s: float) -> tuple[list[TanghuluError | None], list[Outcome]]:
-        within_s = wanted.within_s
-        asked = [self._loop.create_task(self._exchange(*each, within_s, waits=False)) for each in wanted.calls]
+        sent_s, limit_s = self._loop.time(), self._masters.limit_s
+        asked = [
+            self._loop.create_task(self._exchange(peer, call, limit_s(peer, wanted.within_s)))
+            for peer, call in wanted.calls
+        ]
         try:
             errors = await move_async(self._engine, wanted.requests, deadline_s)
-            return errors, [await asking for asking in asked]
+            answers = [await asking for asking in asked]
         finally:
             for asking in asked:
                 asking.cancel()
+        believed = self._masters.believed(wanted.calls, answers, sent_s, sent_s + wanted.within_s)
+        return errors, await self._drive(believed)
 
     async def _notify(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
         for position, (peer, call) in enumerate(calls):
@@ -301,74 +293,23 @@ class AsyncioDriver:
                 self.context.untold(calls[position:])
                 raise
 
-    async def _exchange(self, peer: PeerId, call: AnyCall, deadline_s: float, waits: bool) -> Outcome:
-        if peer == MASTER:
-            return await self._ask_master(call, min(deadline_s, self.settings.master_answer_s), waits)
-        try:
-            if is_owner(peer):  # one that stands still is not waited for longer than one of several masters
-                deadline_s = min(deadline_s, self.settings.master_answer_s, ATTEMPT_S)
-            return await self._call(peer, call, deadline_s)
-        except TanghuluError as error:
-            return master_failure(owner_address(peer), error) if is_owner(peer) else error
-
-    async def _ask_master(self, call: AnyCall, deadline_s: float, waits: bool) -> Outcome:
-        """The leader's answer; while no master answers, and if that may be waited for, until the deadline."""
-        masters, now_s = self._masters, self._loop.time
-        waits = waits and self._has_met_master and self.settings.waits_for_master
-        seeking = Seeking(masters, now_s(), deadline_s, waits=waits)
-        connection = self._connections.get(MASTER)
-        at_once = waits and connection is not None and not connection.closed and not masters.several
-        while True:
-            asked = masters.current
-            try:
-                return await self._call(MASTER, call, seeking.attempt_s(now_s()))
-            except TanghuluError as error:
-                failure = master_failure(self.settings.master, error, seeking.waited_s(now_s()))
-                if at_once and isinstance(error, NodeUnavailable):  # a master that restarted has closed it
-                    at_once = False
-                    continue
-            if not isinstance(failure, MasterUnavailable):
-                return failure
-            pause_s = seeking.pause_s(asked, failure, now_s())
-            if pause_s is None:
-                return failure
-            await asyncio.sleep(pause_s)
-            connection = self._connections.get(MASTER)
-            if connection is not None and connection.peer != str(self._masters.current):
-                del self._connections[MASTER]
-                await connection.close()
-
-    async def _call(self, peer: PeerId, call: AnyCall, deadline_s: float) -> AnyReply:
+    async def _exchange(self, peer: PeerId, call: AnyCall, deadline_s: float) -> Outcome:
         until_s = self._loop.time() + deadline_s
-        connection = await self._connected(peer, deadline_s)
-        sent_s = self._loop.time()
-        deadline_s = max(until_s - sent_s, 0.0)
         try:
-            reply = await connection.call(
-                call.method, call.request, call.reply_type, call.attachment, deadline_s=deadline_s
-            )
-        except DeadlineExceeded:
-            if _is_node(peer):
+            connection = await self._connected(peer, deadline_s)
+            left_s = max(until_s - self._loop.time(), 0.0)
+            return await connection.call(call.method, call.request, call.reply_type, call.attachment, deadline_s=left_s)
+        except TanghuluError as error:
+            if isinstance(error, DeadlineExceeded) and not is_master(peer):
                 self.context.nodes.suspect(peer, self.context.clock.now_s())
-            raise
-        if _is_node(peer):
-            return reply
-        outcome = obeyed(self.context, reply, sent_s, peer)
-        if not is_proven(self.context, outcome, peer):
-            await self._prove(connection, max(until_s - self._loop.time(), 0.0), peer)
-            outcome = outcome if is_proven(self.context, outcome, peer) else unproven()
-        if isinstance(outcome, TanghuluError):
-            raise outcome
-        return outcome
-
-    async def _prove(self, connection: AsyncFastConnection, deadline_s: float, peer: PeerId) -> None:
-        """Have the master at the other end prove that its lease lives; raises its typed error."""
-        sent_s, call = self._loop.time(), methods.PROVE.call(ProveRequest())
-        proof = await connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s)
-        take_proof(self.context, proof.message, sent_s, peer)
+            return error
 
     async def _connected(self, peer: PeerId, deadline_s: float) -> AsyncFastConnection:
         connection = self._connections.get(peer)
+        if connection is not None and peer == MASTER and not self._masters.is_current(connection.peer):
+            del self._connections[peer]
+            await connection.close()
+            connection = None
         if connection is not None and not connection.closed:
             if self.context.nodes.is_suspect(peer):
                 await self._probe(peer, connection, deadline_s)
@@ -377,7 +318,7 @@ class AsyncioDriver:
             async with asyncio.timeout(deadline_s):
                 return await self._open(peer, deadline_s)
         except TimeoutError:
-            if _is_node(peer):
+            if not is_master(peer):
                 self.context.nodes.suspect(peer, self.context.clock.now_s())
             raise NodeUnavailable(f"no connection to {peer} within {deadline_s:.3g} s") from None
 
@@ -399,7 +340,7 @@ class AsyncioDriver:
             if connection is not None and not connection.closed:
                 return connection
             if peer == MASTER:
-                target = Target(await self._masters.find(), None, self.settings.uses_unix)
+                target = Target(await self._masters.finder.find(), None, self.settings.uses_unix)
             else:
                 target = self._sessions.target(peer)
             try:
@@ -415,24 +356,24 @@ class AsyncioDriver:
                 target.address,
                 target.unix_path,
                 shortcut=target.shortcut,
-                tls=self.settings.master.credentials.tls.to(NODE if _is_node(peer) else certificate_roles.MASTER),
+                tls=self.settings.master.credentials.tls.to(NODE if not is_master(peer) else certificate_roles.MASTER),
                 on_late=late_replies(self.context, peer, self.flush),
             )
         except NodeUnavailable as error:
             if not is_owner(peer):
                 self.context.nodes.expire()
-            if isinstance(error, PeerSilent) and _is_node(peer):
+            if isinstance(error, PeerSilent) and not is_master(peer):
                 self.context.nodes.note_silent(peer, self.context.clock.now_s())
             raise
         try:
-            if _is_node(peer):
+            if not is_master(peer):
                 await self._greet(peer, target, connection, self._sessions.patience_s(peer, deadline_s))
             else:
                 await greet(connection, self.settings.master.credentials_for(target.address), deadline_s)
-                self._has_met_master = self._has_met_master or peer == MASTER
+                self._masters.has_met_master |= peer == MASTER
         except (TanghuluError, asyncio.CancelledError) as error:
             await connection.close()
-            if _is_node(peer) and isinstance(error, DeadlineExceeded):
+            if not is_master(peer) and isinstance(error, DeadlineExceeded):
                 raise self._sessions.unanswered(peer, error) from None
             raise
         return connection
@@ -473,7 +414,3 @@ class AsyncioDriver:
 
     def __repr__(self) -> str:
         return f"AsyncioDriver({self.settings.master}{', closed' if self._closed else ''})"
-
-
-def _is_node(peer: PeerId) -> bool:
-    return peer != MASTER and not is_owner(peer)

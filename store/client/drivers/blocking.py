@@ -18,33 +18,25 @@ from typing import Any, TypeVar
 
 from tanghulu.auth import certificate_roles
 from tanghulu.auth.certificate_roles import NODE
-from tanghulu.discovery.masters import ATTEMPT_S, MasterFinder, Seeking
+from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import (
     DeadlineExceeded,
     InvalidRequest,
-    KeysMoved,
-    MasterUnavailable,
     NodeUnavailable,
     PeerSilent,
     TanghuluError,
 )
 from tanghulu.rpc.fast_client import Asking, FastConnection
 from tanghulu.rpc.greeting import greet_blocking
-from tanghulu.runtime.busy_polling import Waiters
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.fork import tell_in_children
 from tanghulu.store.client.drivers.connections import (
     NodeSessions,
     OtherNode,
     Target,
-    is_proven,
     late_replies,
     make_context,
-    master_failure,
-    obeyed,
     refuse_closed,
-    take_proof,
-    unproven,
     warn_unclosed,
 )
 from tanghulu.store.client.drivers.late_leases import LateLeases
@@ -52,7 +44,6 @@ from tanghulu.store.client.drivers.transfers import move
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.effects import (
     MASTER,
-    OWNER,
     CallPeers,
     Deadline,
     Effect,
@@ -62,15 +53,13 @@ from tanghulu.store.client.logic.effects import (
     OpenSegment,
     PeerId,
     Sleep,
-    Stream,
     Transfer,
-    is_owner,
-    owner_address,
+    is_master,
 )
+from tanghulu.store.client.logic.master_calls import MasterCalls
 from tanghulu.store.client.logic.messages import AnyCall, AnyReply
 from tanghulu.store.client.settings import Settings
-from tanghulu.store.protocol import methods
-from tanghulu.store.protocol.messages import ProveRequest, Welcome
+from tanghulu.store.protocol.messages import Welcome
 from tanghulu.transfer_engine.core.config import EngineConfig
 from tanghulu.transfer_engine.engine import Buffer, TransferEngine
 
@@ -89,12 +78,10 @@ MIN_CONNECT_S = 0.001
 
 @dataclass(slots=True)
 class _Asked:
-    """A call to a master that was sent at ``sent_s``, or why it was not, and until when its answer is waited for."""
+    """A call that was sent, or why it was not."""
 
     peer: PeerId
     asking: Asking[Any] | TanghuluError
-    sent_s: float
-    until_s: float
 
 
 class BlockingDriver:
@@ -108,14 +95,12 @@ class BlockingDriver:
             transports=settings.engine_transports,
             host_id=settings.host_id,
             clock=clock,
-            config=EngineConfig(tls=settings.master.credentials.tls.to(NODE), spin_s=settings.spin_s),
+            config=EngineConfig(tls=settings.master.credentials.tls.to(NODE)),
         )
-        self._masters = MasterFinder(settings.master)
-        self._several = settings.master.several
-        self._has_met_master = False
+        finder = MasterFinder(settings.master)
+        self._masters = MasterCalls(self.context, finder, settings.master_answer_s, waits=settings.waits_for_master)
         self._idle: dict[PeerId, deque[FastConnection]] = {}
         self._owing: deque[tuple[PeerId, FastConnection]] = deque()  # that late replies are to come from
-        self._waiters = Waiters()
         self._sessions = NodeSessions(settings, self.context)
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
@@ -228,13 +213,15 @@ class BlockingDriver:
     def _perform(self, effect: Effect, deadline: Deadline) -> Any:
         left_s = deadline.remaining_s()
         if type(effect) is CallPeers:  # by far the commonest
-            within_s = effect.within_s
+            calls = effect.calls
             if effect.meanwhile is not None:
-                return [self._call_meanwhile(*effect.calls[0], left_s, effect.meanwhile)]
-            return self._call_peers(effect.calls, left_s if within_s is None else min(within_s, left_s), effect.waits)
+                return [self._call_meanwhile(*calls[0], left_s, effect.meanwhile)]
+            if effect.within_s is not None and effect.within_s < left_s:
+                left_s = effect.within_s
+            if calls and is_master(calls[0][0]):
+                return self._drive(self._masters.call(calls, left_s, waits=effect.waits))
+            return self._call(calls, left_s)
         match effect:
-            case Stream():
-                return self._stream(effect, left_s)
             case Notify(calls):
                 return self._notify(calls, left_s)
             case Transfer():
@@ -244,29 +231,37 @@ class BlockingDriver:
             case Sleep(seconds):
                 return time.sleep(seconds)
 
-    def _call_peers(
-        self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float, waits: bool = True
-    ) -> list[Outcome]:
+    def _drive(self, logic: Logic[T]) -> T:
+        """Run what only makes calls to masters, and pauses between them."""
+        try:
+            effect = next(logic)
+            while True:
+                outcomes: list[Outcome] | None = None
+                if isinstance(effect, CallPeers):
+                    outcomes = self._call(effect.calls, effect.within_s or 0.0)
+                else:
+                    assert isinstance(effect, Sleep)
+                    time.sleep(effect.seconds)
+                effect = logic.send(outcomes)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def _call(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
+        """The answer to each of ``calls``; a peer's error, and the failure of its connection, in its place."""
         if len(calls) == 1:
-            peer, call = calls[0]
-            pool = self._idle.get(peer)
-            is_direct = peer[0] != OWNER and not self.context.nodes.is_suspect(peer) if peer else not self._several
-            if pool and is_direct:  # the commonest: a connection is open
-                until_s = time.monotonic() + deadline_s
-                outcome = self._exchange_one(peer, pool, call, deadline_s, waits)
-                if outcome is not None:
-                    return [outcome]
-                deadline_s = _left_s(until_s)
-            return self._exchange(peer, [call], deadline_s, waits)
+            return self._exchange(calls[0][0], [calls[0][1]], deadline_s)
+        if not calls:
+            return []
         by_peer: dict[PeerId, list[AnyCall]] = {}
         for peer, call in calls:
             by_peer.setdefault(peer, []).append(call)
         if len(by_peer) == 1:
-            return self._exchange(*by_peer.popitem(), deadline_s, waits)
-        if calls and is_owner(calls[0][0]):
-            return self._ask_owners(calls, deadline_s)
+            return self._exchange(*by_peer.popitem(), deadline_s)
+        if is_master(calls[0][0]):
+            return self._call_side_by_side(calls, deadline_s)
         executor = self._executor()
-        asked = {peer: executor.submit(self._exchange, peer, own, deadline_s, waits) for peer, own in by_peer.items()}
+        asked = {peer: executor.submit(self._exchange, peer, own, deadline_s) for peer, own in by_peer.items()}
         try:
             outcomes = {peer: iter(future.result()) for peer, future in asked.items()}
         except BaseException:  # an interrupt: what these peers granted, or will grant, goes back; it is raised on
@@ -293,113 +288,69 @@ class BlockingDriver:
     def _call_meanwhile(self, node: PeerId, call: AnyCall, deadline_s: float, meanwhile: Callable[[], None]) -> Outcome:
         asked = self._begin(node, call, deadline_s)
         try:
-            if not isinstance(asked.asking, Asking):
-                return asked.asking
-            meanwhile()
-            return asked.asking.end()
+            if isinstance(asked.asking, Asking):
+                meanwhile()
+            return self._answer(asked)
         finally:
             self._end(asked)
 
-    def _stream(self, wanted: Stream, deadline_s: float) -> Outcome:
-        until_s = time.monotonic() + deadline_s
-        try:
-            connection, _ = self._take(wanted.node, until_s, fresh=False)
-        except TanghuluError as error:
-            return error
-        welcome = self._sessions.welcome(wanted.node)
-        asked: _Asked | None = None
-
-        def ahead() -> None:
-            nonlocal asked
-            commit = wanted.commit_call(0 if welcome is None else welcome.generation)
-            asked = None if commit is None else self._begin(*commit, wanted.within_s)
-            wanted.meanwhile()
-
-        def end() -> AnyCall:
-            return wanted.end_call(None if asked is None else self._answer_of_master(asked))
-
-        try:
-            return connection.call_then(wanted.call, ahead, end, deadline_s=_left_s(until_s))
-        except TanghuluError as error:
-            return error
-        finally:
-            self._put_back(wanted.node, connection)
-            self._end(asked)
-
-    def _begin(self, peer: PeerId, call: AnyCall, deadline_s: float) -> _Asked:
-        """Send ``call`` without waiting for its answer; end with ``_end``."""
-        if not peer:
-            deadline_s = min(deadline_s, self.settings.master_answer_s)
-        elif is_owner(peer):  # one that stands still is not waited for longer than one of several masters
-            deadline_s = min(deadline_s, self.settings.master_answer_s, ATTEMPT_S)
-        until_s = time.monotonic() + deadline_s
-        try:
-            connection, _ = self._take(peer, until_s, fresh=False)
-        except TanghuluError as error:
-            return _Asked(peer, error, until_s, until_s)
-        sent_s = time.monotonic()
-        try:
-            return _Asked(peer, connection.begin(call, deadline_s=deadline_s), sent_s, until_s)
-        except TanghuluError as error:
-            self._put_back(peer, connection)
-            return _Asked(peer, error, sent_s, until_s)
-        except BaseException:  # an interrupt: raised on
-            self._put_back(peer, connection)
-            raise
-
-    def _answer_of_master(self, asked: _Asked) -> Outcome:
-        """What the leader or an owner answered, if it can prove that it still is that."""
-        asking = asked.asking
-        if not isinstance(asking, Asking):
-            return asking
-        outcome = obeyed(self.context, asking.end(), asked.sent_s, asked.peer)
-        if is_proven(self.context, outcome, asked.peer):
-            return outcome
-        try:
-            self._prove(asking.connection, asked.until_s, asked.peer)
-        except TanghuluError as error:
-            return error
-        return outcome if is_proven(self.context, outcome, asked.peer) else unproven()
-
-    def _end(self, asked: _Asked | None) -> None:
-        """What was begun is over."""
-        if asked is not None and isinstance(asked.asking, Asking):
-            asked.asking.close()
-            self._put_back(asked.peer, asked.asking.connection)
-
-    def _ask_owners(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
+    def _call_side_by_side(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
         """Send every call before the first answer is waited for."""
         begun: list[_Asked] = []
         try:
             for peer, call in calls:
                 begun.append(self._begin(peer, call, deadline_s))
-            return [self._of_owner(asked.peer, self._answer_of_master(asked)) for asked in begun]
+            return [self._answer(asked) for asked in begun]
         finally:
             for asked in begun:
                 self._end(asked)
-
-    def _of_owner(self, peer: PeerId, outcome: Outcome) -> Outcome:
-        if isinstance(outcome, NodeUnavailable):  # it is gone, or was restarted: other connections to it are dead, too
-            for connection in self._idle.pop(peer, ()):
-                connection.close()
-        return master_failure(owner_address(peer), outcome) if isinstance(outcome, TanghuluError) else outcome
 
     def _transfer(self, wanted: Transfer, deadline_s: float) -> tuple[list[TanghuluError | None], list[Outcome]]:
         begun: list[_Asked] = []
+        sent_s = time.monotonic()
         try:
             for peer, call in wanted.calls:
-                begun.append(self._begin(peer, call, wanted.within_s))
+                begun.append(self._begin(peer, call, self._masters.limit_s(peer, wanted.within_s)))
             errors = move(self._engine, wanted.requests, deadline_s)
-            return errors, [self._answer_of_master(asked) for asked in begun]
+            answers = [self._answer(asked) for asked in begun]
         finally:
             for asked in begun:
                 self._end(asked)
+        return errors, self._drive(self._masters.believed(wanted.calls, answers, sent_s, sent_s + wanted.within_s))
+
+    def _begin(self, peer: PeerId, call: AnyCall, deadline_s: float) -> _Asked:
+        """Send ``call`` without waiting for its answer; end with ``_end``."""
+        until_s = time.monotonic() + deadline_s
+        try:
+            connection = self._take(peer, until_s)
+        except TanghuluError as error:
+            return _Asked(peer, error)
+        try:
+            return _Asked(peer, connection.begin(call, deadline_s=_left_s(until_s)))
+        except TanghuluError as error:
+            self._put_back(peer, connection)
+            return _Asked(peer, error)
+        except BaseException:  # an interrupt: raised on
+            self._put_back(peer, connection)
+            raise
+
+    def _answer(self, asked: _Asked) -> Outcome:
+        outcome = asked.asking.end() if isinstance(asked.asking, Asking) else asked.asking
+        if isinstance(outcome, NodeUnavailable):
+            self._forget_idle(asked.peer)
+        return outcome
+
+    def _end(self, asked: _Asked) -> None:
+        """What was begun is over."""
+        if isinstance(asked.asking, Asking):
+            asked.asking.close()
+            self._put_back(asked.peer, asked.asking.connection)
 
     def _notify(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
         until_s = time.monotonic() + deadline_s
         for position, (peer, call) in enumerate(calls):
             try:
-                connection, _ = self._take(peer, until_s, fresh=False, probes=False)
+                connection = self._take(peer, until_s, probes=False)
                 try:
                     connection.post(call, deadline_s=_left_s(until_s))
                 finally:
@@ -412,89 +363,23 @@ class BlockingDriver:
                 self.context.untold(calls[position:])
                 raise
 
-    def _exchange_one(
-        self, peer: PeerId, pool: deque[FastConnection], call: AnyCall, deadline_s: float, waits: bool
-    ) -> Outcome | None:
-        """The answer on a connection that is open; None if it is to be asked for once more."""
+    def _exchange(self, peer: PeerId, calls: list[AnyCall], deadline_s: float) -> list[Outcome]:
+        """Send all of ``calls`` on one connection, then take their answers."""
+        until_s = time.monotonic() + deadline_s
         try:
-            connection = pool.pop()
-        except IndexError:  # another thread was faster
-            return None
-        if connection.closed:
-            return None
-        try:
-            deadline_s = deadline_s if peer else min(deadline_s, self.settings.master_answer_s)
-            outcome = connection.call_one(call, deadline_s=deadline_s)
-            if peer or not waits or not isinstance(outcome, MasterUnavailable) or isinstance(outcome, KeysMoved):
-                return outcome
-            return None
+            connection = self._take(peer, until_s)
         except TanghuluError as error:
-            if peer:
-                return error
-            if waits and isinstance(error, NodeUnavailable):  # a master that restarted has closed its old connections
-                return None
-            return master_failure(self.settings.master, error)
+            return [error] * len(calls)
+        try:
+            if len(calls) == 1:
+                return [connection.call_one(calls[0], deadline_s=_left_s(until_s))]
+            return connection.call_many(calls, deadline_s=_left_s(until_s))
+        except TanghuluError as error:
+            if isinstance(error, NodeUnavailable):
+                self._forget_idle(peer)
+            return [error] * len(calls)
         finally:
             self._put_back(peer, connection)
-
-    def _exchange(self, peer: PeerId, calls: list[AnyCall], deadline_s: float, waits: bool = True) -> list[Outcome]:
-        if peer == MASTER:
-            return self._ask_master(calls, min(deadline_s, self.settings.master_answer_s), waits)
-        if is_owner(peer):
-            return self._ask_owners([(peer, call) for call in calls], deadline_s)
-        answers, _ = self._try_exchange(peer, calls, time.monotonic() + deadline_s, fresh=False)
-        return [answers] * len(calls) if isinstance(answers, TanghuluError) else answers
-
-    def _ask_master(self, calls: list[AnyCall], deadline_s: float, waits: bool) -> list[Outcome]:
-        """The leader's answers; while no master answers, and if that may be waited for, until the deadline."""
-        waits = waits and self._has_met_master and self.settings.waits_for_master
-        seeking, fresh = Seeking(self._masters, time.monotonic(), deadline_s, waits=waits), False
-        while True:
-            asked, now_s = self._masters.current, time.monotonic()
-            answers, reused = self._try_exchange(MASTER, calls, now_s + seeking.attempt_s(now_s), fresh=fresh)
-            now_s, failed = time.monotonic(), answers if isinstance(answers, TanghuluError) else answers[0]
-            if waits and reused and not self._several and isinstance(answers, NodeUnavailable):
-                fresh = True  # a master that restarted: its old connections are dead, its new ones are not
-                continue
-            if isinstance(answers, TanghuluError):
-                failed = master_failure(self.settings.master, answers, seeking.waited_s(now_s))
-                answers = [failed] * len(calls)
-            pause_s = seeking.pause_s(asked, failed, now_s) if isinstance(failed, MasterUnavailable) else None
-            if pause_s is None:
-                return answers
-            for connection in self._idle.pop(MASTER, ()):
-                connection.close()
-            time.sleep(pause_s)
-
-    def _try_exchange(
-        self, peer: PeerId, calls: list[AnyCall], until_s: float, *, fresh: bool
-    ) -> tuple[list[Outcome] | TanghuluError, bool]:
-        """The answers, or how the connection failed; and whether that was open before."""
-        try:
-            connection, reused = self._take(peer, until_s, fresh=fresh)
-        except TanghuluError as error:
-            return error, False
-        try:
-            sent_s = time.monotonic()
-            outcomes = connection.call_many(calls, deadline_s=_left_s(until_s))
-            if peer == MASTER:
-                outcomes = [obeyed(self.context, each, sent_s) for each in outcomes]
-                if not all(is_proven(self.context, each) for each in outcomes):
-                    self._prove(connection, until_s)
-                    outcomes = [each if is_proven(self.context, each) else unproven() for each in outcomes]
-            return outcomes, reused
-        except TanghuluError as error:
-            return error, reused
-        finally:
-            self._put_back(peer, connection)
-
-    def _prove(self, connection: FastConnection, until_s: float, peer: PeerId = MASTER) -> None:
-        """Have the master at the other end prove that its lease lives; raises its typed error."""
-        sent_s = time.monotonic()
-        proof = connection.call_one(methods.PROVE.call(ProveRequest()), deadline_s=_left_s(until_s))
-        if isinstance(proof, TanghuluError):
-            raise proof
-        take_proof(self.context, proof.message, sent_s, peer)
 
     def _open_segment(self, node: PeerId, copies: bool) -> NodeLink | TanghuluError:
         known = self._sessions.link(node, copies)
@@ -508,8 +393,8 @@ class BlockingDriver:
 
     # --- connections
 
-    def _take(self, peer: PeerId, until_s: float, *, fresh: bool, probes: bool = True) -> tuple[FastConnection, bool]:
-        """A connection for this thread alone, and whether it was open before. Raises typed errors.
+    def _take(self, peer: PeerId, until_s: float, *, probes: bool = True) -> FastConnection:
+        """A connection for this thread alone; raises typed errors.
 
         ``probes``: that of a suspect node is a new one, which the node has to greet before anything waits for it.
         """
@@ -517,38 +402,42 @@ class BlockingDriver:
         while pool:
             try:
                 connection = pool.pop()
-            except IndexError:
+            except IndexError:  # another thread was faster
                 break
-            if not connection.closed and not fresh:
-                return connection, True
+            if not connection.closed and (peer or self._masters.is_current(connection.peer)):
+                return connection
             self._hang_up(peer, connection)
         if peer == MASTER:
-            target = Target(self._masters.find_blocking(), None, self.settings.uses_unix)
+            target = Target(self._masters.finder.find_blocking(), None, self.settings.uses_unix)
         else:
             target = self._sessions.target(peer)
         try:
-            return self._connect(peer, target, until_s), False
+            return self._connect(peer, target, until_s)
         except OtherNode:
-            return self._connect(peer, self._sessions.target(peer), until_s), False
+            return self._connect(peer, self._sessions.target(peer), until_s)
+
+    def _forget_idle(self, peer: PeerId) -> None:
+        """Close the other connections to a master that is gone, or was restarted: they are dead, too."""
+        if is_master(peer):
+            for connection in self._idle.pop(peer, ()):
+                connection.close()
 
     def _connect(self, peer: PeerId, target: Target, until_s: float) -> FastConnection:
-        to_master = peer == MASTER or is_owner(peer)
+        to_master = is_master(peer)
         try:
             timeout_s = max(_left_s(until_s), MIN_CONNECT_S)
             tls = self.settings.master.credentials.tls.to(certificate_roles.MASTER if to_master else NODE)
-            poller = self.settings.poller_for(peer, self._waiters)
             connection = FastConnection(
                 target.address,
                 target.unix_path,
                 timeout_s,
                 shortcut=target.shortcut,
                 tls=tls,
-                poller=poller,
                 on_late=late_replies(self.context, peer, lambda: None),
             )
             if to_master:
                 greet_blocking(connection, self.settings.master.credentials_for(target.address), timeout_s)
-                self._has_met_master = self._has_met_master or peer == MASTER
+                self._masters.has_met_master |= peer == MASTER
         except TanghuluError as error:
             if not to_master:
                 self.context.nodes.expire()
@@ -579,7 +468,7 @@ class BlockingDriver:
 
     def _put_back(self, peer: PeerId, connection: FastConnection) -> None:
         if connection.closed:
-            if connection.timed_out and peer != MASTER and not is_owner(peer):
+            if connection.timed_out and not is_master(peer):
                 self.context.nodes.suspect(peer, self.context.clock.now_s())
             self.context.untold([(peer, call) for call in connection.unanswered])
             if connection.owes_replies:

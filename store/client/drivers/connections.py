@@ -9,22 +9,18 @@ from dataclasses import dataclass, replace
 from tanghulu.errors import (
     DeadlineExceeded,
     InvalidRequest,
-    MasterUnavailable,
     NodeUnavailable,
-    NotLeader,
     TanghuluError,
 )
-from tanghulu.masters import Masters
 from tanghulu.rpc.fast_client import LateReplies
 from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.fork import refuse_inherited
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
-from tanghulu.store.client.logic.effects import MASTER, NodeLink, PeerId, is_owner, owner_address
+from tanghulu.store.client.logic.effects import NodeLink, PeerId, is_owner, owner_address
 from tanghulu.store.client.logic.placement import PROBE_S, NodeTable
 from tanghulu.store.client.settings import Settings
-from tanghulu.store.protocol.messages import ProveReply, Welcome
-from tanghulu.store.protocol.terms import Renewals, Term
+from tanghulu.store.protocol.messages import Welcome
 from tanghulu.transfer_engine.core.segment import SessionKey
 from tanghulu.transfer_engine.engine import RemoteSegment
 from tanghulu.types import Address
@@ -180,65 +176,6 @@ def refuse_closed(opened_by: int, connect: str) -> None:
     """Raise what a client says that cannot be used: it was closed, or another process, ``opened_by``, opened it."""
     refuse_inherited("this client", opened_by, f"call {connect}() in the child")
     raise InvalidRequest("the client is closed")
-
-
-def master_failure(master: Masters | Address, error: TanghuluError, waited_s: float = 0.0) -> TanghuluError:
-    """What a failed connection to ``master``, or its silence, means to the caller; its own errors stay."""
-    if isinstance(error, NodeUnavailable | DeadlineExceeded):
-        how_long = f" for {waited_s:.1f} s" if waited_s >= _WORTH_TELLING_S else ""
-        return MasterUnavailable(f"no master answered at {master}{how_long}: {error.message}")
-    return error
-
-
-def obeyed(
-    context: Context,
-    outcome: messages.AnyReply | TanghuluError,
-    sent_s: float = float("-inf"),
-    peer: PeerId = MASTER,
-) -> messages.AnyReply | TanghuluError:
-    """What a master answered; NotLeader in its place if a leader of a later term is known, here or to a mapped node.
-
-    ``sent_s``: when the call was sent, for ``is_proven``. Whether an owner still owns what it answered for, only who
-    knows the call can tell (see ``KeyOwners.believes``).
-    """
-    if peer != MASTER:
-        if not isinstance(outcome, TanghuluError):
-            told = outcome.message
-            context.proofs_of(peer).answered(told.term, told.term_of, told.renewals, sent_s)
-        return outcome
-    fence = context.fence
-    for mapped in tuple(context.mapped.values()):
-        fence.admits(*mapped.index.term)
-    if isinstance(outcome, TanghuluError):
-        return outcome
-    message = outcome.message
-    if fence.admits(message.term, message.term_of):
-        context.proofs.answered(message.term, message.term_of, message.renewals, sent_s)
-        return outcome
-    term = message.term
-    return NotLeader(f"a master of term {term} answered, and one of term {fence.newest.number} has led since")
-
-
-def is_proven(context: Context, outcome: messages.AnyReply | TanghuluError, peer: PeerId = MASTER) -> bool:
-    """Whether what a master answered may be believed; False: it has to prove first that its lease lives.
-
-    One that was not elected, or does not count its renewals, needs no proof.
-    """
-    if isinstance(outcome, TanghuluError) or not outcome.message.renewals:
-        return True
-    term = Term(outcome.message.term, outcome.message.term_of)
-    return context.proofs_of(peer).is_proven(term, context.clock.now_s())
-
-
-def take_proof(context: Context, proof: ProveReply, sent_s: float, peer: PeerId = MASTER) -> None:
-    """The answer of ``peer`` to PROVE, which was sent at ``sent_s``."""
-    renewals = Renewals(proof.asked_before, Renewals.of(proof.renewals).confirmed)
-    context.proofs_of(peer).told(Term(proof.term, proof.term_of), sent_s, renewals, proof.ttl_ms / 1000)
-
-
-def unproven() -> NotLeader:
-    """What a master's answer means that is not proven."""
-    return NotLeader("a master answered that could not prove that it still leads")
 
 
 def make_context(settings: Settings, clock: Clock) -> Context:

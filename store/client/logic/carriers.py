@@ -1,4 +1,4 @@
-"""The carriers of a put: write buffer, stream and transfer, each reserve, fill and commit. Pure logic for the drivers.
+"""The carriers of a put: write buffer and transfer, each reserve, fill and commit. Pure logic for the drivers.
 
 Which of them a put takes, ``store.client.logic.plan`` says. In none of them a chunk is committed by the client that the
 master did not accept: the node is told, or finds the record, only afterwards.
@@ -6,7 +6,6 @@ master did not accept: the node is told, or finds the record, only afterwards.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +21,6 @@ from tanghulu.store.client.logic.effects import (
     NodeLink,
     OpenSegment,
     PeerId,
-    Stream,
     Transfer,
     portions,
 )
@@ -30,17 +28,15 @@ from tanghulu.store.client.logic.plan import Access, Committer, Route, joint_com
 from tanghulu.store.client.logic.write_buffers import MappedNode
 from tanghulu.store.client.model import PutOptions
 from tanghulu.store.protocol import checksums as sums
-from tanghulu.store.protocol.messages import PutReply, Reservation
-from tanghulu.store.protocol.terms import NO_TERM
+from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.messages import CommitItem, CommitRequest, OpenBufferRequest, Reservation
+from tanghulu.store.protocol.terms import NO_TERM, Term
 from tanghulu.store.protocol.types import CommitResult, NewChunk
 from tanghulu.store.protocol.write_buffer import BufferWriter, Record
 from tanghulu.transfer_engine.engine import Opcode, TransferRequest
 
 #: Of a value, what its checksum has seen before the node has made room: as much as fits into that time.
 AHEAD_BYTES = 4 << 20
-
-#: Of reservations that their values follow on the same connection.
-_fill_numbers = itertools.count(1)
 
 
 # --- write buffer
@@ -118,101 +114,13 @@ def _open_buffer(
     buffers, now_s = context.write_buffers, context.clock.now_s()
     if not buffers.may_ask(node, size_bytes, now_s, often=often):
         return None
-    (answer,) = yield CallPeers(((node, messages.open_buffer(size_bytes)),))
-    given = None if isinstance(answer, TanghuluError) else messages.buffer_place(answer)
+    (answer,) = yield CallPeers(((node, methods.OPEN_BUFFER.call(OpenBufferRequest(size_bytes))),))
+    given = None if isinstance(answer, TanghuluError) else answer.message.place
     if given is None:
         buffers.refused(node, size_bytes, now_s)
         return None
     buffers.opened(node, link, given)
     return buffers.reserve(node, size_bytes)
-
-
-# --- stream
-#
-#     RESERVE to the node: the head          (the node wakes, and makes room where the value will lie)
-#     commit at the master                   (whose answer is not waited for yet)
-#     checksum
-#     the value, which the node receives in place
-#     the master's answer
-#     COMMIT to the node, on the same connection: checksum and answer
-#
-# Neither checksum nor commit is waited for after the last byte, and the node copies nothing: that the head comes ahead
-# of everything saves it 0.1 ms, and a copy of what else it would find behind the head. If the client dies in between,
-# the node's connection ends and with it the reservation, and the master takes back its pending commit.
-
-
-class _StreamedPut:
-    """What the driver asks for while it streams one value."""
-
-    def __init__(
-        self, context: Context, node: PeerId, op: PutOp, options: PutOptions, committer: Committer, deadline: Deadline
-    ) -> None:
-        self.number = next(_fill_numbers)
-        self._context, self._node, self._op, self._options, self._committer = context, node, op, options, committer
-        self._deadline = deadline
-        self._checksums = op.new.checksums
-        self._generation = 0
-        self._commit: CommitCall | None = None
-
-    def commit_call(self, generation: int) -> tuple[PeerId, messages.AnyCall] | None:
-        """The call, and to which master; None where the node commits."""
-        self._generation = generation
-        if self._committer is Committer.NODE:
-            return None
-        self._commit = CommitCall(self._context, self._node, generation, (self._op.new,))
-        return self._commit.calls[0] if self._commit.calls else None
-
-    @property
-    def moved(self) -> bool:
-        """Whether the master that was asked does not own the key any more, or is away."""
-        return self._commit is not None and self._commit.moved
-
-    def meanwhile(self) -> None:
-        """The node makes room: compute the checksum, which also brings the value near."""
-        self._checksums = self._op.checksums(self._options.part_bytes)
-
-    def end_call(self, answer: messages.AnyReply | TanghuluError | None) -> messages.AnyCall:
-        """COMMIT, after what the master answered."""
-        commit, answers = self._commit, (answer,)
-        (result,) = commit.results(answers) if commit is not None and commit.calls else (CommitResult.ASK_NODE,)
-        if result is CommitResult.EXISTS:
-            return self.abort_call()
-        items, accepted = [(self.number, self._checksums)], messages.Accepted()
-        if self._commit is not None and result is CommitResult.ACCEPTED:
-            accepted = messages.Accepted(1, self._generation, self._commit.term)
-        visible, left_ms = self._options.visible, self._deadline.remaining_ms()
-        return messages.commit(items, [], visible, left_ms, accepted, filled=True)
-
-    def abort_call(self) -> messages.AnyCall:
-        """COMMIT of nothing: the value is not wanted."""
-        return messages.commit([], [self.number], False, 0, filled=True)
-
-
-def put_by_stream(
-    context: Context, deadline: Deadline, node: PeerId, op: PutOp, options: PutOptions, committer: Committer
-) -> Logic[None]:
-    """Put ``op`` at ``node`` by a stream; it stays open where that fails, and another way tells what is wrong."""
-    streamed = _StreamedPut(context, node, op, options, committer, deadline)
-    new, pieces = op.new.with_checksums(sums.NO_CHECKSUMS), op.pieces or (op.value,)
-    answer = yield Stream(
-        node,
-        messages.reserve((new,), deadline.remaining_ms(), streamed.number, pieces),
-        streamed.commit_call,
-        streamed.meanwhile,
-        streamed.end_call,
-        streamed.abort_call(),
-        deadline.remaining_s() / 2,
-    )
-    if streamed.moved:
-        yield from learn_owners(context, MASTER)
-    if isinstance(answer, TanghuluError):
-        return
-    message: PutReply = answer.message
-    context.fence.admits(message.term, message.term_of)
-    (result,) = message.results or (True,)  # nothing was committed, because the key existed
-    if not isinstance(result, TanghuluError):
-        op.take_result(node, result)
-        op.done = True
 
 
 # --- transfer
@@ -328,7 +236,7 @@ def transfer_all(context: Context, deadline: Deadline, fillings: list[Filling], 
         for each, request, error in zip(moving[start : start + len(part)], part, errors, strict=True):
             each.moved(request, error)
     term = NO_TERM if commit is None else commit.term
-    yield from _commit_at_nodes(context, deadline, fillings, options, messages.Accepted(0, generation, term))
+    yield from _commit_at_nodes(context, deadline, fillings, options, generation, term)
     if commit is not None and commit.moved:
         yield from learn_owners(context, MASTER)
 
@@ -355,9 +263,14 @@ def _commit_ahead(context: Context, fillings: Sequence[Filling]) -> tuple[Commit
 
 
 def _commit_at_nodes(
-    context: Context, deadline: Deadline, fillings: list[Filling], options: PutOptions, master: messages.Accepted
+    context: Context,
+    deadline: Deadline,
+    fillings: list[Filling],
+    options: PutOptions,
+    generation: int,
+    term: Term,
 ) -> Logic[None]:
-    """COMMIT at every node; ``master``: for which generation of the only node, and in which term, it has accepted."""
+    """COMMIT at every node; the master of ``term`` has accepted for that ``generation`` of the only node."""
     calls: list[tuple[PeerId, messages.AnyCall]] = []
     committed: list[list[Filling]] = []
     for node in dict.fromkeys(each.node for each in fillings):
@@ -366,10 +279,12 @@ def _commit_at_nodes(
             (each for each in own if each.is_filled), key=lambda each: each.result is not CommitResult.ACCEPTED
         )
         aborted = [each.reservation.lease_id for each in own if not each.is_filled]
-        items = [(each.reservation.lease_id, each.checksums(options.part_bytes)) for each in filled]
-        accepted = master._replace(num_items=sum(each.result is CommitResult.ACCEPTED for each in filled))
-        call = messages.commit(items, aborted, options.visible, deadline.remaining_ms(), accepted)
-        calls.append((node, call))
+        items = [CommitItem(each.reservation.lease_id, each.checksums(options.part_bytes)) for each in filled]
+        num_accepted = sum(each.result is CommitResult.ACCEPTED for each in filled)
+        request = CommitRequest(
+            items, aborted, options.visible, deadline.remaining_ms(), num_accepted, generation, *term
+        )
+        calls.append((node, methods.COMMIT.call(request)))
         committed.append(filled)
     answers = yield CallPeers(calls)
     for (node, _), filled, answer in zip(calls, committed, answers, strict=True):

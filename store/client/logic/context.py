@@ -27,15 +27,16 @@ from tanghulu.store.client.logic.effects import (
 )
 from tanghulu.store.client.logic.key_owners import KeyOwners, SplitCall
 from tanghulu.store.client.logic.leases import Leases
-from tanghulu.store.client.logic.placement import NodeTable
+from tanghulu.store.client.logic.placement import ListVersion, NodeTable
 from tanghulu.store.client.logic.plan import Access
 from tanghulu.store.client.logic.receive_memory import ReceiveMemory
 from tanghulu.store.client.logic.write_buffers import MappedNode, OpenWriteBuffers
 from tanghulu.store.client.model import NodeView
 from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.directory_messages import NodesReply, NodesRequest
 from tanghulu.store.protocol.messages import MastersReply, MastersRequest, Welcome
 from tanghulu.store.protocol.terms import LeaseProofs, TermFence
-from tanghulu.store.protocol.types import MAX_INLINE_BYTES, MAX_STREAMED_BYTES
+from tanghulu.store.protocol.types import MAX_INLINE_BYTES, MAX_MESSAGE_BYTES
 
 #: A new master is given so long to hear of a first node.
 _NODELESS_TRIES = 12
@@ -185,7 +186,7 @@ class Context:
     def inline_bytes(self, node: PeerId) -> int:
         """The largest value that ``node`` should send inside its answers."""
         maps = self.maps_memory and node in self.nodes.local_ids()
-        return MAX_STREAMED_BYTES if self.streams and not maps else MAX_INLINE_BYTES
+        return MAX_MESSAGE_BYTES if self.streams and not maps else MAX_INLINE_BYTES
 
     def is_known(self, peer: PeerId) -> bool:
         """Whether connections to this node or owner are worth keeping."""
@@ -338,13 +339,14 @@ def refresh_nodes(context: Context, deadline: Deadline | None = None, *, force: 
     backoff = Backoff(_NODELESS_PAUSE_S, _NODELESS_MOST_S, context.rng)
     for _ in tries:
         waits = force or not context.nodes.ids()
-        (outcome,) = yield CallPeers([(MASTER, messages.nodes_since(context.nodes.version))], waits=waits)
+        request = NodesRequest(*context.nodes.version, versioned=True)
+        (outcome,) = yield CallPeers([(MASTER, methods.NODES.call(request))], waits=waits)
         if isinstance(outcome, TanghuluError):
             if context.nodes.ids():
                 return
             raise outcome
         take_nodes(context, outcome)
-        if context.nodes.ids() or not messages.is_rebuilding(outcome):
+        if context.nodes.ids() or not outcome.message.rebuilding:
             return
         pause_s = backoff.pause_s()
         if deadline is not None and deadline.remaining_s() <= pause_s:
@@ -354,15 +356,16 @@ def refresh_nodes(context: Context, deadline: Deadline | None = None, *, force: 
 
 def take_nodes(context: Context, reply: messages.AnyReply) -> list[NodeView]:
     """The nodes in the answer to NODES. A master that is rebuilding does not know all: those known before stay."""
-    if messages.is_unchanged(reply):
+    message: NodesReply = reply.message
+    if message.unchanged:
         context.nodes.confirm(context.clock.now_s())
         return context.nodes.all()
-    views = messages.node_views(reply)
-    known = {view.id for view in views}
-    before = [view for view in context.nodes.all() if view.id not in known] if messages.is_rebuilding(reply) else []
-    context.nodes.update([*views, *before], context.clock.now_s(), messages.list_version(reply))
+    known = {view.id for view in message.nodes}
+    before = [view for view in context.nodes.all() if view.id not in known] if message.rebuilding else []
+    version = ListVersion(message.version, message.master_generation)
+    context.nodes.update([*message.nodes, *before], context.clock.now_s(), version)
     context.departed |= context.greeted.difference(context.nodes.ids())
-    return views
+    return message.nodes
 
 
 def locate(

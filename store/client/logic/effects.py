@@ -39,6 +39,11 @@ def is_owner(peer: PeerId) -> bool:
     return peer[:1] == OWNER
 
 
+def is_master(peer: PeerId) -> bool:
+    """Whether ``peer`` is MASTER or an ``owner_peer``, and no node."""
+    return not peer or peer[0] == OWNER
+
+
 @dataclass(slots=True)
 class CallPeers:
     """Send every call, to one peer after the other or to several at once, and wait for all answers.
@@ -53,26 +58,6 @@ class CallPeers:
     within_s: float | None = None
     meanwhile: Callable[[], None] | None = None
     waits: bool = True
-
-
-@dataclass(slots=True)
-class Stream:
-    """Send ``call`` with its payload to ``node`` and call a master meanwhile; then make the call that ends the put.
-
-    ``commit_call`` makes the call and says to which master (None: to none); its argument is the node's generation.
-    ``meanwhile`` is work that has to be done before the end: the head of ``call`` has left, the payload perhaps not.
-    ``end_call`` makes the last call of the master's answer (None: it was not called); ``drop_call`` is sent where that
-    was not made. Result: Reply | TanghuluError, the answer to the last call; ``call`` has none. ``within_s``: what the
-    master's call may take; a single master that is away is not waited for here or in Transfer: the node commits then.
-    """
-
-    node: PeerId
-    call: Call[Any]
-    commit_call: Callable[[int], tuple[PeerId, Call[Any]] | None]
-    meanwhile: Callable[[], None]
-    end_call: Callable[[Any], Call[Any]]
-    drop_call: Call[Any]
-    within_s: float
 
 
 @dataclass(slots=True)
@@ -113,7 +98,7 @@ class Sleep:
     seconds: float
 
 
-Effect: TypeAlias = CallPeers | Stream | Notify | OpenSegment | Transfer | Sleep
+Effect: TypeAlias = CallPeers | Notify | OpenSegment | Transfer | Sleep
 T = TypeVar("T")
 #: A piece of the client's logic that ends with a T.
 Logic: TypeAlias = Generator[Effect, Any, T]

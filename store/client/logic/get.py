@@ -7,7 +7,7 @@ holder; a key that has run out of cached holders is looked up at the master, onc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from tanghulu.errors import (
     NodeUnavailable,
     TanghuluError,
 )
+from tanghulu.rpc.wire import Failure
 from tanghulu.runtime.backoff import Backoff
 from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.logic import context as common
@@ -42,7 +43,7 @@ from tanghulu.store.client.logic.effects import (
 from tanghulu.store.client.logic.leases import LeasedMemory
 from tanghulu.store.client.logic.ranges import GetOp, Proof, too_small
 from tanghulu.store.protocol import checksums as sums
-from tanghulu.store.protocol.messages import Found
+from tanghulu.store.protocol.messages import Found, GetReply
 from tanghulu.store.protocol.shared_index import Entry, IndexReader
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, RELIED_S
 from tanghulu.transfer_engine.core.buffers import Buffer
@@ -326,7 +327,7 @@ def _take_answer(
         _node_failed(context, deadline, node, ops, outcome)
         return
     context.fence.admits(outcome.message.term, outcome.message.term_of)
-    answers = messages.found(outcome)
+    answers = list(_found(outcome.message, outcome.attachment))
     if not answers:
         _node_failed(context, deadline, node, ops, NodeUnavailable(f"{node} answered nothing"))
     for op, answer in zip(ops, answers, strict=False):  # what it left out is asked for in the next round
@@ -340,6 +341,19 @@ def _take_answer(
         else:
             context.leases.hold(node, found.lease_id)
             pinned.append(_Pinned(op, node, found))
+
+
+def _found(reply: GetReply, data: memoryview) -> Iterator[tuple[Found, memoryview | None] | TanghuluError]:
+    """The answer to GET, one per key; with the value where it came inline."""
+    position = 0
+    for item in reply.items:
+        if isinstance(item, Failure):
+            yield item.error
+        elif item.lease_id:
+            yield item, None
+        else:
+            yield item, data[position : position + item.size_bytes]
+            position += item.size_bytes
 
 
 def _node_failed(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
-
-import msgspec
+from typing import Any, TypeAlias, cast
 
 from tanghulu.auth.credentials import Credentials
 from tanghulu.errors import TanghuluError
@@ -15,19 +13,14 @@ from tanghulu.rpc.wire import Failure
 from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.protocol import messages as m
 from tanghulu.store.protocol import methods
-from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.directory_messages import (
     KeyInfo,
     ListKeysReply,
     ListKeysRequest,
     NodesRequest,
-    NodeView,
-    PlaceRequest,
 )
 from tanghulu.store.protocol.messages import Found, Reservation, Welcome
-from tanghulu.store.protocol.terms import NO_TERM, Term
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, NewChunk
-from tanghulu.store.protocol.write_buffer import BufferPlace
 
 AnyCall = Call[Any]
 AnyReply = Reply[Any]
@@ -54,20 +47,9 @@ def welcome(reply: AnyReply) -> Welcome:
     return message
 
 
-def open_buffer(value_bytes: int) -> AnyCall:
-    """Ask for a write buffer for values of about that size."""
-    return methods.OPEN_BUFFER.call(m.OpenBufferRequest(value_bytes))
-
-
-def buffer_place(reply: AnyReply) -> BufferPlace | None:
-    """The answer to ``open_buffer``."""
-    message: m.OpenBufferReply = reply.message
-    return message.place
-
-
-def reserve(items: Iterable[NewChunk], deadline_ms: int, fill: int = 0, pieces: Sequence[memoryview] = ()) -> AnyCall:
-    """Ranges for large values; with ``fill`` for one, in ``pieces``, whose reservation has that number."""
-    return methods.RESERVE.call(m.ReserveRequest(list(items), deadline_ms, fill), pieces)
+def reserve(items: Iterable[NewChunk], deadline_ms: int) -> AnyCall:
+    """Ranges for large values."""
+    return methods.RESERVE.call(m.ReserveRequest(list(items), deadline_ms))
 
 
 def reservations(reply: AnyReply) -> list[Reservation | TanghuluError | None]:
@@ -76,53 +58,9 @@ def reservations(reply: AnyReply) -> list[Reservation | TanghuluError | None]:
     return [each.error if isinstance(each, Failure) else each for each in message.reservations]
 
 
-class Accepted(NamedTuple):
-    """What a master of ``term`` has accepted: the first ``num_items`` of a COMMIT, for a ``generation`` of the node."""
-
-    num_items: int = 0
-    generation: int = 0
-    term: Term = NO_TERM
-
-
-def commit(
-    items: list[tuple[int, Checksums]],
-    aborted: list[int],
-    visible: bool,
-    deadline_ms: int,
-    accepted: Accepted = Accepted(),  # noqa: B008 - it cannot change
-    *,
-    filled: bool = False,
-) -> AnyCall:
-    """(lease, checksums) that were written, those first that the master has accepted; and leases that were not.
-
-    ``filled``: not leases, but numbers that RESERVE has named.
-    """
-    written = [m.CommitItem(*item) for item in items]
-    num_items, generation, term = accepted
-    return methods.COMMIT.call(
-        m.CommitRequest(written, aborted, visible, deadline_ms, num_items, generation, filled, *term)
-    )
-
-
 def get(keys: Sequence[str], max_inline_bytes: int = MAX_INLINE_BYTES, deadline_ms: int = 0) -> AnyCall:
     """Values, small ones inside the answer; ``deadline_ms``: how long to wait for those on an SSD, 0: some seconds."""
     return methods.GET.call(m.GetRequest(keys, max_inline_bytes, False, deadline_ms))
-
-
-def found(reply: AnyReply) -> list[tuple[Found, memoryview | None] | TanghuluError]:
-    """The answer to ``get``, one per key; with the value where it came inline."""
-    results: list[tuple[Found, memoryview | None] | TanghuluError] = []
-    message: m.GetReply = reply.message
-    data, position = reply.attachment, 0
-    for item in message.items:
-        if isinstance(item, Failure):
-            results.append(item.error)
-        elif item.lease_id:
-            results.append((item, None))
-        else:
-            results.append((item, data[position : position + item.size_bytes]))
-            position += item.size_bytes
-    return results
 
 
 def leases_in(reply: GrantingReply) -> list[int]:
@@ -143,20 +81,9 @@ def given_back(call: AnyCall) -> Sequence[int]:
     return call.request.lease_ids if isinstance(call.request, m.UnpinRequest) else ()
 
 
-def remove(keys: Sequence[str], deadline_ms: int) -> AnyCall:
-    """Drop chunks; the node answers when the master knows."""
-    return methods.REMOVE.call(m.RemoveRequest(keys, deadline_ms))
-
-
 def node_stat(key: str) -> AnyCall:
     """What the node knows of a chunk."""
     return methods.CHUNK_STAT.call(m.KeysRequest([key]))
-
-
-def chunk_info(key: str, nodes: tuple[str, ...], reply: AnyReply) -> m.ChunkInfo | None:
-    """The answer to ``node_stat``; None: not there."""
-    (chunk,) = reply.message.chunks
-    return None if chunk is None else msgspec.structs.replace(chunk, key=key, nodes=nodes)
 
 
 # --- master
@@ -174,53 +101,9 @@ def locations(reply: AnyReply) -> tuple[list[tuple[_PeerIds, int]], bool]:
     return cast("list[tuple[_PeerIds, int]]", located), message.incomplete
 
 
-def existence(reply: AnyReply) -> tuple[list[bool], bool]:
-    """As ``locations``, where it only matters whether somebody holds the key."""
-    message: m.LocateReply = reply.message
-    return message.existence, message.incomplete
-
-
-class ListVersion(NamedTuple):
-    """The version of a list of nodes, as the master of that generation counts."""
-
-    number: int = 0  # 0: there is no list
-    generation: int = 0
-
-
 def nodes() -> AnyCall:
     """Ask for all nodes, with their present figures."""
     return methods.NODES.call(NodesRequest())
-
-
-def nodes_since(known: ListVersion) -> AnyCall:
-    """Ask for all nodes, unless the list is still the known one."""
-    return methods.NODES.call(NodesRequest(known.number, known.generation, versioned=True))
-
-
-def list_version(reply: AnyReply) -> ListVersion:
-    """The version of the list in the answer to ``nodes`` or ``nodes_since``."""
-    return ListVersion(reply.message.version, reply.message.master_generation)
-
-
-def is_unchanged(reply: AnyReply) -> bool:
-    """Whether the list is the known one, and was not sent."""
-    return bool(reply.message.unchanged)
-
-
-def place(size_bytes: int, replicas: int, prefer_node: str, client_place: str) -> AnyCall:
-    """Where to put a value."""
-    return methods.PLACE.call(PlaceRequest(size_bytes, replicas, prefer_node, client_place))
-
-
-def node_views(reply: AnyReply) -> list[NodeView]:
-    """The nodes in the answer to ``nodes`` or ``place``."""
-    views: list[NodeView] = reply.message.nodes
-    return views
-
-
-def is_rebuilding(reply: AnyReply) -> bool:
-    """Whether the master that answered ``nodes`` may not know all of them yet."""
-    return bool(reply.message.rebuilding)
 
 
 def list_keys(prefix: str, after: str, limit: int) -> AnyCall:

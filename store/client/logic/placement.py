@@ -11,11 +11,11 @@ import secrets
 import threading
 from collections.abc import Iterable, Sequence
 from random import Random
+from typing import NamedTuple
 
 import xxhash
 
 from tanghulu.store.client.logic.effects import PeerId
-from tanghulu.store.client.logic.messages import ListVersion
 from tanghulu.store.client.model import NodeView
 
 #: A list of nodes, and the master's advice, is believed for so long, and up to so much longer: many clients that began
@@ -29,6 +29,15 @@ PROBE_S = 0.5
 AVOID_S = 5.0
 #: Names of nodes that are remembered, those that left included.
 MAX_SEEN = 1 << 14
+
+
+class ListVersion(NamedTuple):
+    """The version of a list of nodes, as the master of that generation counts."""
+
+    number: int = 0  # 0: there is no list
+    generation: int = 0
+
+
 _NO_VERSION = ListVersion()
 
 

@@ -4,19 +4,18 @@ Every put is the same three steps: reserve memory at a node, fill it, commit the
 the *carrier* that brings the bytes, and in the *committer* that tells the master:
 
     BUFFER    reserved in advance: the client copies the value into its write buffer in the node's memory
-    INLINE    all three steps in one message: the value travels inside the request, up to the size of a message
-    STREAM    the value follows its request over the same socket, and the node receives it in place
+    INLINE    all three steps in one message: the value travels behind the request, and the node receives it in place
     TRANSFER  the node reserves a range, the transfer engine fills it, another message commits it
 
     CLIENT    the client calls the master, while the bytes are on their way where it can
     NODE      the node tells the master when it has the bytes, and answers then
 
-The CLIENT commits what goes by BUFFER or STREAM, and the transfers marked with a star; the NODE all else.
+The CLIENT commits what goes by BUFFER, and the transfers marked with a star; the NODE all else.
 
                                   up to 64 KiB    up to 1 MiB    larger
     1 replica   memory mapped     BUFFER          BUFFER         TRANSFER*
                 to be mapped      INLINE          TRANSFER*      TRANSFER*
-                over tcp          INLINE          STREAM         TRANSFER
+                over tcp          INLINE          INLINE         TRANSFER
                 over UCX, verbs   INLINE          TRANSFER       TRANSFER
     2 and more  over tcp          INLINE          INLINE         TRANSFER
                 all others        INLINE          TRANSFER       TRANSFER
@@ -33,7 +32,7 @@ from typing import NamedTuple
 
 from tanghulu.store.client.model import PutOptions
 from tanghulu.store.protocol import write_buffer
-from tanghulu.store.protocol.types import MAX_INLINE_BYTES, MAX_STREAMED_BYTES, NewChunk, Pin
+from tanghulu.store.protocol.types import MAX_INLINE_BYTES, MAX_MESSAGE_BYTES, NewChunk, Pin
 
 #: Larger values do not go into write buffers: a range of their own wastes less.
 MAX_BUFFERED_BYTES = 1 << 20
@@ -46,7 +45,6 @@ class Carrier(Enum):
 
     INLINE = "inline"
     BUFFER = "buffer"
-    STREAM = "stream"
     TRANSFER = "transfer"
 
     __hash__ = object.__hash__  # members are single objects; Enum's own hash is a Python call for every look-up
@@ -81,7 +79,6 @@ class Route(NamedTuple):
 
 BUFFER = Route(Carrier.BUFFER, Committer.CLIENT)
 INLINE = Route(Carrier.INLINE, Committer.NODE)
-STREAM, UNSEEN_STREAM = Route(Carrier.STREAM, Committer.CLIENT), Route(Carrier.STREAM, Committer.NODE)
 TRANSFER, PLAIN_TRANSFER = Route(Carrier.TRANSFER, Committer.CLIENT), Route(Carrier.TRANSFER, Committer.NODE)
 
 
@@ -113,15 +110,11 @@ def plan(
         and fits_record(new, options.part_bytes)
     ):
         return BUFFER
-    # A small value goes inside the request: one round trip, and the node copies little.
-    if size <= MAX_INLINE_BYTES:
+    # A small value goes inside the request: one round trip, and the node copies little. Over a socket that brings even
+    # 1 MiB sooner than a reservation, a transfer and a commit do. Several such values go together by the transfer
+    # engine, which moves all of them at once and has them committed by one call.
+    if size <= MAX_INLINE_BYTES or (access is Access.MESSAGES and size <= MAX_MESSAGE_BYTES and not several):
         return INLINE
-    # Up to 1 MiB a socket brings the value sooner than a reservation, a transfer and a commit do. Several values go
-    # together by the transfer engine, which moves all of them at once and has them committed by one call.
-    if access is Access.MESSAGES and size <= MAX_STREAMED_BYTES and not several:
-        if in_round or not alone:  # the node's own answer tells what is wrong; a stream goes to one node
-            return INLINE
-        return STREAM if options.visible else UNSEEN_STREAM
     # Through mapped memory the bytes arrive within some milliseconds unless the node has ended, and then its pending
     # commits end, too: the client may commit ahead (see ``joint_committer``). Of replicas each node tells for itself.
     if access in (Access.MAPPED, Access.NEAR) and alone and options.visible:

@@ -25,7 +25,6 @@ from tanghulu.store.client.logic.carriers import (
     Filling,
     begin_ahead,
     end_reservations,
-    put_by_stream,
     put_in_buffer,
     take_reservations,
     transfer_all,
@@ -34,8 +33,9 @@ from tanghulu.store.client.logic.commit import PutOp, take_results
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, PeerId, Sleep
 from tanghulu.store.client.logic.plan import Carrier, Route, plan
-from tanghulu.store.client.model import PutOptions
+from tanghulu.store.client.model import NodeView, PutOptions
 from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.directory_messages import PlaceRequest
 from tanghulu.store.protocol.messages import PutRequest
 from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import format_size
@@ -54,7 +54,7 @@ _ELSEWHERE = (NodeUnavailable, StoreFull, LeaseExpired, TransferFailed, Overload
 def put_one(context: Context, deadline: Deadline, op: PutOp, options: PutOptions) -> Logic[None]:
     """Put one item, the commonest call by far: alone at its first candidate, and if that fails in rounds.
 
-    What a write buffer or a stream does not take goes to the node by another way, which tells what is wrong.
+    What a write buffer does not take goes to the node by another way, which tells what is wrong.
     """
     nodes, new = context.nodes, op.new
     if not nodes.is_fresh(context.clock.now_s()):
@@ -66,12 +66,10 @@ def put_one(context: Context, deadline: Deadline, op: PutOp, options: PutOptions
     while op.candidates and options.replicas == 1 and not op.done:
         node = op.candidates[0]
         access = context.access(node, context.clock.now_s())
-        carrier, committer = plan(new, options, access, in_round=tried, in_pieces=bool(op.pieces))
+        carrier = plan(new, options, access, in_round=tried, in_pieces=bool(op.pieces)).carrier
         tried = True
         if carrier is Carrier.BUFFER:
             yield from put_in_buffer(context, deadline, node, (op,))
-        elif carrier is Carrier.STREAM:
-            yield from put_by_stream(context, deadline, node, op, options, committer)
         elif carrier is Carrier.INLINE:
             del op.candidates[0]
             room_ms = deadline.patience_ms(len(op.candidates))
@@ -206,7 +204,7 @@ def _require_known(context: Context, node: PeerId) -> Logic[None]:
         return
     reply = yield from common.ask_master(messages.nodes())
     known = common.take_nodes(context, reply)
-    if not messages.is_rebuilding(reply) and not context.nodes.has_seen(node):
+    if not reply.message.rebuilding and not context.nodes.has_seen(node):
         names = ", ".join(view.id for view in known) or "none"
         raise InvalidRequest(f"prefer_node={node!r}: no node is called that; there are: {names}")
 
@@ -222,11 +220,11 @@ def _advice(context: Context, size_bytes: int, options: PutOptions) -> Logic[tup
     advice = context.nodes.advice(size_bytes, now_s)
     if advice is not None and len(advice) >= options.replicas:
         return advice
-    call = messages.place(size_bytes, options.replicas, options.prefer_node or "", context.place)
-    (answer,) = yield CallPeers([(MASTER, call)], waits=False)
+    request = PlaceRequest(size_bytes, options.replicas, options.prefer_node or "", context.place)
+    (answer,) = yield CallPeers([(MASTER, methods.PLACE.call(request))], waits=False)
     if isinstance(answer, TanghuluError):  # choose by ourselves among those that we know
         return tuple(context.nodes.ids())
-    nodes = messages.node_views(answer)
+    nodes: list[NodeView] = answer.message.nodes
     context.nodes.learn(nodes)
     ids = tuple(PeerId(node.id) for node in nodes)
     context.nodes.advise(size_bytes, ids, now_s)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+import msgspec
+
 from tanghulu.arguments import text, whole
 from tanghulu.discovery.masters import ATTEMPT_S
 from tanghulu.errors import (
@@ -29,7 +31,7 @@ from tanghulu.store.client.logic.effects import CallPeers, Deadline, Logic, Peer
 from tanghulu.store.client.model import KeyInfo, NodeView
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.directory_messages import WaitRequest
-from tanghulu.store.protocol.messages import ChunkInfo, EvictionPolicy
+from tanghulu.store.protocol.messages import ChunkInfo, EvictionPolicy, RemoveRequest
 from tanghulu.store.protocol.types import validate_key, validate_keys
 
 KEYS_PER_PAGE = 10_000
@@ -65,7 +67,8 @@ def _exist(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[l
     backoff, patience = common.rebuilding_backoff(context), common.patience(context, deadline)
     while True:
         reply = yield from common.ask_owners(context, deadline, messages.locate(keys, count_only=True))
-        found, incomplete = messages.existence(reply)
+        found: list[bool] = reply.message.existence
+        incomplete: bool = reply.message.incomplete
         if not incomplete or all(found):
             return found
         pause_s = backoff.pause_s()
@@ -206,7 +209,9 @@ def _remove_once(
         for node in nodes or (context.nodes.ids() if incomplete else ()):
             by_node.setdefault(node, []).append(index)
     left_ms = deadline.remaining_ms()
-    calls = [(node, messages.remove([keys[i] for i in own], left_ms)) for node, own in by_node.items()]
+    calls = [
+        (node, methods.REMOVE.call(RemoveRequest([keys[i] for i in own], left_ms))) for node, own in by_node.items()
+    ]
     outcomes = yield CallPeers(calls)
     unreached: dict[int, NodeUnavailable] = {}
     for own, outcome in zip(by_node.values(), outcomes, strict=True):
@@ -248,7 +253,7 @@ def _await_directory(context: Context, deadline: Deadline) -> Logic[None]:
     backoff, patience = common.rebuilding_backoff(context), common.patience(context, deadline)
     while True:
         reply = yield from common.ask_owners(context, deadline, messages.nodes())
-        if not messages.is_rebuilding(reply):
+        if not reply.message.rebuilding:
             return
         pause_s = backoff.pause_s()
         if patience.remaining_s() <= pause_s:
@@ -267,9 +272,9 @@ def stat(context: Context, deadline: Deadline, key: str) -> Logic[ChunkInfo]:
         if isinstance(outcome, TanghuluError):
             failure = outcome
             continue
-        info = messages.chunk_info(key, nodes or (node,), outcome)
+        (info,) = outcome.message.chunks
         if info is not None:
-            return info
+            return _located(info, key, nodes or (node,))
     if failure is None and incomplete:
         failure = DirectoryIncomplete(f"the master is rebuilding its directory and no node has {key!r} yet")
     raise failure or ChunkNotFound(f"no live node holds {key!r}")
@@ -280,10 +285,14 @@ def stat_at(key: str, node: str) -> Logic[ChunkInfo]:
     (outcome,) = yield CallPeers([(PeerId(node), messages.node_stat(validate_key(key)))])
     if isinstance(outcome, TanghuluError):
         raise outcome
-    info = messages.chunk_info(key, (node,), outcome)
+    (info,) = outcome.message.chunks
     if info is None:
         raise ChunkNotFound(f"{key!r} is not on {node}")
-    return info
+    return _located(info, key, (node,))
+
+
+def _located(info: ChunkInfo, key: str, nodes: tuple[str, ...]) -> ChunkInfo:
+    return msgspec.structs.replace(info, key=key, nodes=nodes)
 
 
 def eviction_policy(context: Context, node: str, name: str) -> Logic[str]:
@@ -318,5 +327,6 @@ def nodes(context: Context, deadline: Deadline, *, waits: bool = True) -> Logic[
     views = common.take_nodes(context, reply)
     if not reply.message.of_part:
         return views
-    whole = yield from common.ask_each_owner(context, deadline, messages.nodes(), waits=waits)
-    return messages.node_views(whole)
+    reply = yield from common.ask_each_owner(context, deadline, messages.nodes(), waits=waits)
+    counted: list[NodeView] = reply.message.nodes
+    return counted

@@ -32,10 +32,10 @@ _COUNTERS = {
 
 @dataclass
 class TrafficCounters:
-    """Payload bytes by carrier (inline, stream, write buffer, shm, tcp), from the clients' point of view."""
+    """Payload bytes by carrier (inline, write buffer, shm, tcp), from the clients' point of view."""
 
     bytes_read: dict[str, int] = field(default_factory=lambda: {"inline": 0, "shm": 0, "tcp": 0})
-    bytes_written: dict[str, int] = field(default_factory=lambda: {"inline": 0, "stream": 0, "shm": 0, "tcp": 0})
+    bytes_written: dict[str, int] = field(default_factory=lambda: {"inline": 0, "shm": 0, "tcp": 0})
 
 
 class NodeCollector(Collector):

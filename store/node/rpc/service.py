@@ -17,7 +17,7 @@ import structlog
 
 from tanghulu.auth.tenants import Right
 from tanghulu.errors import ChecksumMismatch, ChunkNotFound, InvalidRequest, TanghuluError, Unauthorized
-from tanghulu.rpc.fast_server import NO_ANSWER, Answer, FastService, Handler, Later, PayloadSink, Peer
+from tanghulu.rpc.fast_server import Answer, FastService, Handler, Later, PayloadSink, Peer
 from tanghulu.rpc.methods import Method
 from tanghulu.rpc.unsent import UnsentAnswers
 from tanghulu.rpc.versions import PROTOCOL_VERSION
@@ -31,7 +31,6 @@ from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import CommittedBy, Existed
 from tanghulu.store.node.state.tenant_usage import Policies
-from tanghulu.store.node.writes.fills import Begun, Fill
 from tanghulu.store.node.writes.puts import PutOutcome, PutService, Written, remaining_s
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import Checksums
@@ -60,13 +59,13 @@ from tanghulu.store.protocol.messages import (
 )
 from tanghulu.store.protocol.shared_index import IndexPlace
 from tanghulu.store.protocol.terms import Term
-from tanghulu.store.protocol.types import MAX_STREAMED_BYTES, NewChunk
+from tanghulu.store.protocol.types import MAX_MESSAGE_BYTES, NewChunk
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor
 from tanghulu.types import ChunkKey, LeaseId
 
 _log = structlog.get_logger(__name__)
 
-#: Payload in one answer; what does not fit is pinned instead, and so is each value above MAX_STREAMED_BYTES.
+#: Payload in one answer; what does not fit is pinned instead, and so is each value above MAX_MESSAGE_BYTES.
 MAX_INLINE_ANSWER_BYTES = 4 << 20
 #: Of the memory, what one answer pins that is made key by key; the first of them may be larger.
 MAX_PINNED_FRACTION = 1 / 8
@@ -74,7 +73,7 @@ MAX_PINNED_FRACTION = 1 / 8
 STEP_ITEMS = 256
 DEFAULT_DEADLINE_S = 5.0
 #: What an item of COMMIT names, a reservation that nobody writes any more or why there is none, and its checksums.
-_Ended: TypeAlias = tuple[Chunk | Existed | TanghuluError, Checksums]
+_Ended: TypeAlias = tuple[Chunk | TanghuluError, Checksums]
 #: An answer that waits: for the master, or for room first.
 Pending: TypeAlias = Later | Coroutine[Any, Any, Answer]
 
@@ -130,7 +129,7 @@ class NodeService:
         ]
         for method, handler in handlers:
             service.register(method, after_drain(self._state, handler))
-        service.register_sink(methods.RESERVE, self.receive)
+        service.register_sink(methods.PUT, self.receive)
 
     # --- sessions
 
@@ -180,6 +179,26 @@ class NodeService:
             return self._put_rest(items, written, request.visible, until_s, master_s)
         return self._settle(written, request.visible, master_s)
 
+    def receive(self, peer: Peer, request: PutRequest, num_bytes: int) -> PayloadSink | None:
+        """The range for the value of a PUT that is coming; None where ``put`` is to copy it."""
+        session_of(peer)
+        until_s = self._until(request.master_ms or request.deadline_ms)
+        if [new.size_bytes for new in request.items] != [num_bytes]:
+            return None
+        self._state.drain_buffers()
+        (new,) = request.items
+        chunk = self._puts.arrivals.begin(peer, new)
+        if chunk is None:
+            return None
+        return PayloadSink(self._puts.bytes_of(chunk), lambda: self._arrived(peer, new, request.visible, until_s))
+
+    def _arrived(self, peer: Peer, new: NewChunk, visible: bool, until_s: float) -> Later:
+        self._state.drain_buffers()
+        self._traffic.bytes_written["inline"] += new.size_bytes
+        written = self._puts.commit_arrival(peer, new, visible=visible)
+        self._puts.room_changed()
+        return self._settle((written,), visible, until_s)
+
     async def _put_rest(
         self,
         items: list[tuple[NewChunk, memoryview]],
@@ -201,11 +220,9 @@ class NodeService:
         return PutReply.of(outcomes, self._state.newest_term)
 
     def reserve(self, peer: Peer, request: ReserveRequest, attachment: memoryview) -> Answer | Pending:
-        """Reserve ranges that the client will write, or that the value behind the request goes to."""
+        """Reserve ranges that the client will write."""
         check_count(len(request.items))
         session = session_of(peer)
-        if request.fill:
-            return self._fill(peer, request, attachment)
         items = request.items
         # Who may not see memory must not find in its ranges what was another tenant's.
         wipes = peer.identity is not None and not peer.identity.shared_memory
@@ -233,43 +250,11 @@ class NodeService:
             raise
         return _reserve_reply(reserved)
 
-    def receive(self, peer: Peer, request: ReserveRequest, num_bytes: int) -> PayloadSink | None:
-        """A place for the value that comes behind RESERVE; None if there is none now, or no need of one."""
-        begun = self._begin_fill(peer, request, num_bytes) if request.fill else None
-        if not isinstance(begun, Fill):
-            return None
-        return PayloadSink(self._puts.bytes_of(begun.chunk), lambda: self._filled(begun))
-
-    def _fill(self, peer: Peer, request: ReserveRequest, value: memoryview) -> Later:
-        """A value that came in one piece with its RESERVE, or that there was no place for."""
-        begun = self._begin_fill(peer, request, len(value))
-        if isinstance(begun, Fill):
-            self._puts.bytes_of(begun.chunk)[:] = value
-            return self._filled(begun)
-        self._puts.fills.keep(peer, request.fill, begun)
-        return NO_ANSWER
-
-    def _begin_fill(self, peer: Peer, request: ReserveRequest, num_bytes: int) -> Begun:
-        session_of(peer)
-        if [new.size_bytes for new in request.items] != [num_bytes]:
-            raise InvalidRequest(f"one value of {num_bytes} bytes comes with RESERVE of {len(request.items)}")
-        self._state.drain_buffers()
-        return self._puts.fills.begin(peer, request.fill, request.items[0])
-
-    def _filled(self, fill: Fill) -> Later:
-        self._puts.fills.filled(fill)
-        self._traffic.bytes_written["stream"] += fill.chunk.size_bytes
-        return NO_ANSWER
-
     def commit(self, peer: Peer, request: CommitRequest, attachment: memoryview) -> Pending:
         """Publish what the client has written, give back what it has not."""
         check_count(len(request.items))
         session = session_of(peer)
-        if request.filled:
-            check_count(len(request.aborted))
-            taken = [self._puts.fills.take(peer, number) for number in request.aborted]
-            self._puts.abort([each for each in taken if isinstance(each, Chunk)])
-        elif len(request.aborted) <= STEP_ITEMS:
+        if len(request.aborted) <= STEP_ITEMS:
             self._leases.unpin(request.aborted, session.owned)
         few = len(request.items) <= STEP_ITEMS and len(request.aborted) <= STEP_ITEMS
         if few and all(item.checksums.parts for item in request.items):
@@ -281,10 +266,10 @@ class NodeService:
 
         What is refused is done with in its own step.
         """
-        if len(request.aborted) > STEP_ITEMS and not request.filled:
+        if len(request.aborted) > STEP_ITEMS:
             await self._unpin_all(session_of(peer), request.aborted)
         outcomes: list[bool | Failure] = []
-        ended: dict[int, _Ended] = {}  # by its place, what is not refused
+        ended: dict[int, tuple[Chunk, Checksums]] = {}  # by its place, what is not refused
         try:
             for at in range(0, len(request.items), STEP_ITEMS):
                 some = self._end_writing(peer, request, request.items[at : at + STEP_ITEMS])
@@ -296,7 +281,7 @@ class NodeService:
                         ended[place] = chunk, checksums
                 await asyncio.sleep(0)
             for place, (chunk, checksums) in ended.items():
-                if isinstance(chunk, Chunk) and not checksums.parts:
+                if not checksums.parts:
                     ended[place] = chunk, await self._puts.compute_checksums(chunk)
             places, num_committed = list(ended), sum(place < request.num_committed for place in ended)
             written: list[Written] = []
@@ -308,7 +293,7 @@ class NodeService:
                 num_told += num_more
                 await asyncio.sleep(0)
         except BaseException:  # its connection has ended
-            self._puts.abort([chunk for chunk, _ in ended.values() if isinstance(chunk, Chunk)])
+            self._puts.abort([chunk for chunk, _ in ended.values()])
             raise
         until_s = self._until(request.deadline_ms)
         settled = await self._puts.settled(written, visible=request.visible, until_s=until_s, num_told=num_told)
@@ -322,9 +307,6 @@ class NodeService:
         session_id = session_of(peer).session_id
         for item in items:
             lease_id, checksums = LeaseId(item.lease_id), item.checksums
-            if request.filled:
-                ended.append((self._puts.fills.take(peer, lease_id), checksums))
-                continue
             lease = self._leases.lease(lease_id)
             try:
                 chunk = self._puts.end_writing(lease_id, session_id)
@@ -470,7 +452,7 @@ class NodeService:
         items: list[Found | Failure] = []
         values: list[bytes | memoryview] = []
         left_bytes = budget = min(budget, self._unsent.room_bytes)
-        max_inline_bytes = min(max_inline_bytes, MAX_STREAMED_BYTES)
+        max_inline_bytes = min(max_inline_bytes, MAX_MESSAGE_BYTES)
         touched: list[Chunk] = []
         for key in keys:
             try:

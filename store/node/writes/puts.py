@@ -14,13 +14,14 @@ import numpy as np
 import structlog
 
 from tanghulu.errors import InvalidRequest, LeaseExpired, TanghuluError
+from tanghulu.rpc.fast_server import Peer
 from tanghulu.rpc.latency import Latencies
 from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.state.chunk import Chunk, ChunkState
 from tanghulu.store.node.state.confirmations import ReportOutcome
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import CommittedBy, Existed, Holder, Reserved, Waiter
-from tanghulu.store.node.writes.fills import Fills
+from tanghulu.store.node.writes.arrivals import Arrivals
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.types import NewChunk
@@ -78,7 +79,7 @@ class PutService:
         self._waiting: dict[Waiter, asyncio.Future[Reserved | Existed]] = {}
         self._next_step: asyncio.Handle | None = None
         self.waits = Latencies(WaitEnd)
-        self.fills = Fills(state, self.room_changed)
+        self.arrivals = Arrivals(state, self.room_changed)
         self._steps = ByteSteps()
         self._unwiped: set[Chunk] = set()  # reserved for clients that are not told of them yet
 
@@ -192,10 +193,19 @@ class PutService:
     ) -> Reserved | Existed:
         if isinstance(reserved, Existed):
             return reserved
-        chunk = reserved.chunk
-        self._view[chunk.offset : chunk.offset + chunk.size_bytes] = value
-        checksums = new.checksums if new.checksums.parts else sums.compute(value)
+        self.bytes_of(reserved.chunk)[:] = value
+        return self._commit(reserved.chunk, new, visible)
+
+    def _commit(self, chunk: Chunk, new: NewChunk, visible: bool) -> Reserved | Existed:
+        checksums = new.checksums if new.checksums.parts else sums.compute(self.bytes_of(chunk))
         return self._state.commit(chunk, checksums, CommittedBy.node(visible=visible))
+
+    def commit_arrival(self, peer: Peer, new: NewChunk, *, visible: bool) -> Written:
+        """The value of ``peer`` has arrived in place: commit it."""
+        try:
+            return self._commit(self.arrivals.end(peer), new, visible)
+        except TanghuluError as error:
+            return error.with_traceback(None)
 
     def end_writing(self, lease_id: int, session_id: int) -> Chunk:
         """The client has written under ``lease_id``; ``commit`` what it wrote. Raises LeaseExpired."""

@@ -19,7 +19,7 @@ from tests.store.cluster import Cluster, eventually
 from tests.store.fault_tools import MIB, value
 
 #: By which way a put of that size goes, where memory is mapped and where it is not.
-WAYS = {"buffer": ("shm", 4096), "inline": ("tcp", 4096), "stream": ("tcp", MIB), "transfer": ("shm", 6 * MIB)}
+WAYS = {"buffer": ("shm", 4096), "inline": ("tcp", 4096), "in place": ("tcp", MIB), "transfer": ("shm", 6 * MIB)}
 MOST_STEPS = 20
 
 

@@ -10,11 +10,11 @@ from msgspec import structs
 from tanghulu.errors import InvalidRequest, KeysMoved, MasterUnavailable
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.runtime.clock import ManualClock
-from tanghulu.store.client.drivers.connections import is_proven, obeyed, take_proof
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import MASTER, PeerId, owner_peer
 from tanghulu.store.client.logic.key_owners import KeyOwners, SplitCall
+from tanghulu.store.client.logic.master_calls import is_proven, obeyed, take_proof
 from tanghulu.store.client.logic.placement import NodeTable
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.directory_messages import (

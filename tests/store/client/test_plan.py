@@ -10,9 +10,7 @@ from tanghulu.store.client.logic.plan import (
     BUFFER,
     INLINE,
     PLAIN_TRANSFER,
-    STREAM,
     TRANSFER,
-    UNSEEN_STREAM,
     Access,
     Committer,
     Route,
@@ -31,7 +29,7 @@ SIZES = (4 * KIB, 64 * KIB, 200 * KIB, MIB, MIB + 1)
 TABLE: dict[tuple[int, Access], tuple[Route, ...]] = {
     (1, SHM): (BUFFER, BUFFER, BUFFER, BUFFER, TRANSFER),
     (1, NEAR): (INLINE, INLINE, TRANSFER, TRANSFER, TRANSFER),
-    (1, TCP): (INLINE, INLINE, STREAM, STREAM, PLAIN_TRANSFER),
+    (1, TCP): (INLINE, INLINE, INLINE, INLINE, PLAIN_TRANSFER),
     (1, UCX): (INLINE, INLINE, PLAIN_TRANSFER, PLAIN_TRANSFER, PLAIN_TRANSFER),
     (2, SHM): (INLINE, INLINE, PLAIN_TRANSFER, PLAIN_TRANSFER, PLAIN_TRANSFER),
     (2, NEAR): (INLINE, INLINE, PLAIN_TRANSFER, PLAIN_TRANSFER, PLAIN_TRANSFER),
@@ -52,11 +50,6 @@ def route(size: int, access: Access, key: str = "k", sums: Checksums | None = No
 @pytest.mark.parametrize(("replicas", "access"), TABLE)
 def test_the_route_by_size_replicas_and_access(replicas: int, access: Access) -> None:
     assert tuple(route(size, access, replicas=replicas) for size in SIZES) == TABLE[replicas, access]
-
-
-def test_200_kib_with_two_replicas_over_tcp() -> None:
-    assert route(200 * KIB, TCP, replicas=2) == INLINE
-    assert route(200 * KIB, TCP) == STREAM
 
 
 @pytest.mark.parametrize(
@@ -96,12 +89,17 @@ def test_what_a_write_buffer_takes(harmless: dict[str, Any]) -> None:
     assert route(4 * KIB, SHM, **harmless) == BUFFER
 
 
-def test_what_keeps_a_value_out_of_a_stream() -> None:
+def test_what_keeps_a_value_out_of_a_message() -> None:
     assert route(200 * KIB, TCP, several=True) == PLAIN_TRANSFER
-    assert route(200 * KIB, TCP, in_round=True) == INLINE
-    assert route(200 * KIB, TCP, visible=False) == UNSEEN_STREAM
-    for harmless in ({"pin": Pin.HARD}, {"prefer_node": "n"}, {"part_bytes": 1024}, {"in_pieces": True}):
-        assert route(200 * KIB, TCP, **harmless) == STREAM
+    for harmless in (
+        {"in_round": True},
+        {"visible": False},
+        {"pin": Pin.HARD},
+        {"prefer_node": "n"},
+        {"part_bytes": 1024},
+        {"in_pieces": True},
+    ):
+        assert route(200 * KIB, TCP, **harmless) == INLINE
 
 
 def test_who_commits_what_is_transferred_together() -> None:

@@ -20,8 +20,8 @@ from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
 from tanghulu.runtime.clock import ManualClock
-from tanghulu.store.client.drivers.connections import obeyed
 from tanghulu.store.client.logic.effects import PeerId
+from tanghulu.store.client.logic.master_calls import obeyed
 from tanghulu.store.client.logic.write_buffers import MappedNode
 from tanghulu.store.client.model import PutItem
 from tanghulu.store.master.core import Master

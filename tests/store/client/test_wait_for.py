@@ -135,7 +135,7 @@ def test_what_a_dead_putter_has_promised_is_not_there(cluster: Cluster) -> None:
         store.put("before", bytes(10))
         ((node, mapped),) = store._driver.context.mapped.items()
         commit = CommitCall(store._driver.context, node, mapped.generation, [NewChunk(ChunkKey("promised"), 7, 100)])
-        answers = store._driver._call_peers(commit.calls, 5.0)
+        answers = store._driver._call(commit.calls, 5.0)
         assert commit.results(answers) == [CommitResult.ACCEPTED]
         assert store.exists("promised")
         began = time.monotonic()

@@ -42,7 +42,7 @@ def test_a_replica_in_memory_serves_what_another_node_has_on_its_ssd(tmp_path: P
             assert client.evict(tiered.name, keys).num_chunks == 6
 
             def told() -> bool:
-                (answer,) = client._driver._call_peers([(MASTER, messages.locate(keys))], 5.0)
+                (answer,) = client._driver._call([(MASTER, messages.locate(keys))], 5.0)
                 return [num_warm for _, num_warm in messages.locations(answer)[0]] == [1] * len(keys)
 
             eventually(told)

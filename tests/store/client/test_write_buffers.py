@@ -189,7 +189,7 @@ def fill():
 def commit():
     generation = driver.context.mapped[node].generation
     commit = CommitCall(driver.context, node, generation, [NewChunk(key, 77, len(data))])
-    assert [each.name for each in commit.results(driver._call_peers(commit.calls, 1.0))] == ["ACCEPTED"]
+    assert [each.name for each in commit.results(driver._call(commit.calls, 1.0))] == ["ACCEPTED"]
 
 def half_a_record():
     torn = pack_record(record, writer._written)[:40]

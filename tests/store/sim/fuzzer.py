@@ -30,7 +30,7 @@ from tanghulu.rpc.wire import Failure, encode, parser_of
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, Removal
 from tanghulu.store.protocol.directory_messages import PlaceRequest
-from tanghulu.store.protocol.messages import NodeHello, ReserveRequest
+from tanghulu.store.protocol.messages import NodeHello, PutRequest
 from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import Address, ChunkKey
 from tests.store.cluster import Cluster, Process, eventually
@@ -91,8 +91,8 @@ def record(address: str) -> list[bytes]:
     frames.append(encode_head(methods.ANNOUNCE.number, 1, len(body), 0) + body)
     frames.append(encode_head(methods.PLACE.number, 2, len(place), 0) + place)
     new = NewChunk(ChunkKey("fuzz/stream"), 5, 100_000)
-    stream = encode(ReserveRequest([new], 500, 1))
-    frames.append(encode_head(methods.RESERVE.number, 3, len(stream), new.size_bytes) + stream + bytes(new.size_bytes))
+    request = encode(PutRequest([new], True, 500))
+    frames.append(encode_head(methods.PUT.number, 3, len(request), new.size_bytes) + request + bytes(new.size_bytes))
     return frames
 
 

@@ -519,7 +519,7 @@ class World:
         self.counts["copied"] = sum(node.copier.num_copied for node in self.nodes.values())
         self.counts["copies failed"] = sum(node.copier.num_failed for node in self.nodes.values())
         self.counts["retracted"] = sum(each.core.directory.num_retracted for each in self.masters)
-        self.counts["bytes streamed"] = sum(node.traffic.bytes_written["stream"] for node in self.nodes.values())
+        self.counts["bytes inline"] = sum(node.traffic.bytes_written["inline"] for node in self.nodes.values())
         for host, node in self.nodes.items():
             node.state.drain_buffers()
             node.check_idle()

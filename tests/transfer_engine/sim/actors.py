@@ -61,7 +61,6 @@ CONFIG = EngineConfig(
     pause_max_s=1.0,
     max_links_per_peer=3,
     connect_timeout_s=0.5,
-    spin_s=0.0,  # virtual time stands still while somebody asks
 )
 #: What a transfer may fail with in this weather.
 EXPECTED = (ChecksumMismatch, DeadlineExceeded, LeaseExpired, NodeUnavailable, Overloaded, TransferFailed)

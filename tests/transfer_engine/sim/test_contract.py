@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -58,7 +57,7 @@ class Wires:
         self.network.listen(ADDRESS, self.reception)
         descriptor = SegmentDescriptor("sim", size_bytes, "elsewhere", 1, (Endpoint("tcp", ADDRESS),))
         # Virtual time stands still while somebody asks.
-        config = replace(config or EngineConfig(slice_deadline_s=1.0), spin_s=0.0)
+        config = config or EngineConfig(slice_deadline_s=1.0)
         self.engine = TransferEngine(host_id="client", clock=self.clock, config=config)
         host = self.network.host("client")
         context = ConnectContext(descriptor, NO_SESSION, config)

@@ -22,7 +22,7 @@ from tanghulu.transfer_engine.core.config import ListenOptions, ServerLimits
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.core.segment import NO_SESSION, Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.core.transport import ConnectContext, ServeContext
-from tanghulu.transfer_engine.core.wire import Head, Op, ShmHello
+from tanghulu.transfer_engine.core.wire import Head, MalformedMessage, Op, ShmHello, parse_head
 from tanghulu.transfer_engine.engine import EngineConfig, TransferEngine
 from tanghulu.transfer_engine.owner.server import SegmentServer
 from tanghulu.transfer_engine.transports.onesided.link import Movers, OneSidedLink
@@ -302,3 +302,17 @@ def test_the_first_five_bytes_of_every_message_are_magic_and_version():
             magic, version = struct.unpack_from("<IB", message)
             assert magic & 0xFFFFFF00 == 0x7A6E6700
             assert version == VERSIONS[transport]
+
+
+@pytest.mark.parametrize("verified", [False, True])
+def test_a_head_says_whether_it_is_verified(verified: bool) -> None:
+    head = Head(Op.READ, 1, 2, 3, 4, 5, 6, verified, 7)
+    assert parse_head(head.pack()) == head
+
+
+@pytest.mark.parametrize("flags", [2, 4])
+def test_flags_that_nobody_knows_are_malformed(flags: int) -> None:
+    packed = bytearray(Head(Op.READ, 1, 2, 3, 4, 5, 6).pack())
+    packed[6] = flags
+    with pytest.raises(MalformedMessage):
+        parse_head(packed)

@@ -24,7 +24,6 @@ from typing import Protocol, cast
 from tanghulu.auth.handshakes import Handshakes
 from tanghulu.errors import TanghuluError
 from tanghulu.rpc.pacing import unpace_within_machine
-from tanghulu.runtime.busy_polling import LoopPoller
 from tanghulu.transfer_engine.core.segment import Endpoint
 from tanghulu.transfer_engine.core.transport import ServeContext
 from tanghulu.transfer_engine.core.wire import (
@@ -76,7 +75,6 @@ class TcpAdmission(Protocol):
     #: Runs a callback behind the current event, in order (the loop's ``call_soon``).
     soon: Callable[[Callable[[], None]], object]
     #: Told when something of a slice has come, and when more is waited for.
-    poller: LoopPoller | None
 
     def opened(self, connection: TcpConnection) -> bool:
         """Whether there is room for one more connection."""
@@ -189,8 +187,6 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._fd = -1  # the transport's socket, where that is one, while it is open
         self._admitted = self._paused = False
         self._writable = True
-        self._poller = admission.poller
-        self._peer_awake = False  # as its last head said
 
     # --- asyncio's calls
 
@@ -302,8 +298,6 @@ class TcpConnection(asyncio.BufferedProtocol):
         if self.token and head.session_id != self._session_id:
             self.cut()
             return
-        self._peer_awake = head.awake
-        self._answered()
         try:
             if head.op is _READ and self.token:
                 self._admission.begin(head)
@@ -338,7 +332,6 @@ class TcpConnection(asyncio.BufferedProtocol):
             admission.begin(head)
             self._work, self._done_bytes = head, 0
             self._phase = _PAYLOAD
-            self._wait()
         elif op is _HELLO:
             admission.hello(self, head)
             self._session_id = head.session_id
@@ -370,10 +363,8 @@ class TcpConnection(asyncio.BufferedProtocol):
                 self._admission.compare(head)
             except TanghuluError as error:
                 reply = pack_refusal(head.slice_id, error)
-        self._answered()
         self._finish()
         self._write(reply)
-        self._wait()
 
     def _noticed(self, nbytes: int) -> None:
         self._done_bytes += nbytes
@@ -404,7 +395,6 @@ class TcpConnection(asyncio.BufferedProtocol):
         sent = self._send_now(pieces)
         if sent == REPLY_BYTES + length:
             admission.end(head, length)
-            self._wait()
             return
         self._phase, self._work, self._done_bytes = _SEND, head, end
         self._keep(sent, pieces)
@@ -423,7 +413,6 @@ class TcpConnection(asyncio.BufferedProtocol):
             if done == head.length:
                 self._finish()
                 self._resume_reading()
-                self._wait()
                 return
             end = self._done_bytes = min(done + admission.piece_bytes, head.length)
             self._write(admission.view[head.offset + done : head.offset + end])
@@ -456,15 +445,6 @@ class TcpConnection(asyncio.BufferedProtocol):
             num_sent = max(0, num_sent - len(piece))
         if left and self._transport is not None and not self._transport.is_closing():
             self._transport.writelines(left)
-
-    def _wait(self) -> None:
-        """The client's next head may come at once."""
-        if self._peer_awake and self._poller is not None:
-            self._poller.wait()
-
-    def _answered(self) -> None:
-        if self._poller is not None:
-            self._poller.answered()
 
     def _resume_reading(self) -> None:
         if self._paused and self._transport is not None:

@@ -20,7 +20,6 @@ import select
 import socket
 from collections.abc import Sequence
 
-from tanghulu.runtime.busy_polling import BusyPoller
 from tanghulu.transfer_engine.core.config import MIB, EngineConfig, TransportLimits
 from tanghulu.transfer_engine.core.fences import Fences
 from tanghulu.transfer_engine.core.links import WiredLink
@@ -143,13 +142,12 @@ class TcpLink(WiredLink[TcpStream]):
         lease_id: int,
         remote_offset: int,
         timeout_s: float,
-        poller: BusyPoller | None,
     ) -> bool:
         """Move one plain slice, fast where the path's stream is idle; whether it has arrived. False: ``resume``."""
         stream = self._connections.get(path)
         if stream is None or stream.num_fences < self._fences.num_added:
             return False
-        return stream.exchange(opcode, memory, lease_id, remote_offset, timeout_s, poller)
+        return stream.exchange(opcode, memory, lease_id, remote_offset, timeout_s)
 
     def resume(self, path: Path, piece: Slice) -> None:
         """Go on with the slice that ``exchange`` did not finish, or begin with it; ``poll`` tells what became of it."""

@@ -1,0 +1,162 @@
+"""Calls to masters: which of them leads, when a call is tried again, and whether an answer may be believed. Pure.
+
+The logic names MASTER, the one that leads, or an owner of key ranges. A call to MASTER goes to the master that led
+last, and where that does not lead any more or is away, to the next, until the deadline (see
+``discovery.masters.Seeking``); one to an owner is tried once. An answer counts if no later term is known, and once its
+master has proven that its lease lives (see ``LeaseProofs``): by what it answered before, or by the answer to PROVE,
+which costs a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tanghulu.discovery.masters import ATTEMPT_S, MasterFinder, Seeking
+from tanghulu.errors import DeadlineExceeded, MasterUnavailable, NodeUnavailable, NotLeader, TanghuluError
+from tanghulu.masters import Masters
+from tanghulu.rpc.fast_client import Call, Reply
+from tanghulu.store.client.logic.context import Context
+from tanghulu.store.client.logic.effects import MASTER, CallPeers, Logic, PeerId, Sleep, is_owner, owner_address
+from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.messages import ProveReply, ProveRequest
+from tanghulu.store.protocol.terms import Renewals, Term
+from tanghulu.types import Address
+
+#: A shorter wait for the master is not mentioned.
+_WORTH_MENTIONING_S = 0.1
+
+
+class MasterCalls:
+    """The calls of one client. ``answer_s``: what one answer may take; ``waits``: for a lone master that is away."""
+
+    def __init__(self, context: Context, finder: MasterFinder, answer_s: float, *, waits: bool) -> None:
+        self.finder = finder
+        self.has_met_master = False  # set by the driver: only a master that was there is waited for
+        self._context, self._now_s = context, context.clock.now_s
+        self._answer_s, self._waits = answer_s, waits
+
+    def is_current(self, address: str) -> bool:
+        """Whether MASTER is the master at ``address``, as far as is known."""
+        return not self.finder.several or address == str(self.finder.current)
+
+    def limit_s(self, peer: PeerId, left_s: float) -> float:
+        """Seconds for one answer of ``peer``; an owner that stands still gets no longer than one of several masters."""
+        left_s = min(left_s, self._answer_s)
+        return min(left_s, ATTEMPT_S) if is_owner(peer) else left_s
+
+    def call(self, calls: Sequence[tuple[PeerId, Call[Any]]], left_s: float, *, waits: bool) -> Logic[list[Any]]:
+        """The outcome of each call, to MASTER or to several owners; ``waits``: see CallPeers."""
+        left_s = self.limit_s(calls[0][0], left_s)
+        if calls[0][0] == MASTER:
+            return [(yield from self._call_leader(calls, left_s, waits=waits))]
+        outcomes = yield from self._exchange(calls, left_s)
+        return [
+            master_failure(owner_address(peer), outcome) if isinstance(outcome, TanghuluError) else outcome
+            for (peer, _), outcome in zip(calls, outcomes, strict=True)
+        ]
+
+    def _call_leader(
+        self, calls: Sequence[tuple[PeerId, Call[Any]]], left_s: float, *, waits: bool
+    ) -> Logic[Reply[Any] | TanghuluError]:
+        """The leader's answer; while no master answers, and if that may be waited for, until the deadline."""
+        finder, began_s, seeking = self.finder, self._now_s(), None
+        waits = waits and self.has_met_master and self._waits
+        may_be_stale = waits and not finder.several  # a master that restarted has closed its old connections
+        attempt_s = min(left_s, ATTEMPT_S) if finder.several else left_s
+        while True:
+            asked = finder.current
+            (outcome,) = yield from self._exchange(calls, attempt_s)
+            if not isinstance(outcome, MasterUnavailable | NodeUnavailable | DeadlineExceeded):
+                return outcome
+            now_s = self._now_s()
+            if may_be_stale and isinstance(outcome, NodeUnavailable):
+                may_be_stale, attempt_s = False, max(began_s + left_s - now_s, 0.0)
+                continue
+            failure = master_failure(finder.masters, outcome, now_s - began_s)
+            seeking = seeking or Seeking(finder, began_s, left_s, waits=waits)
+            pause_s = seeking.pause_s(asked, failure, now_s)
+            if pause_s is None:
+                return failure
+            yield Sleep(pause_s)
+            attempt_s = seeking.attempt_s(self._now_s())
+
+    def _exchange(
+        self, calls: Sequence[tuple[PeerId, Call[Any]]], left_s: float
+    ) -> Logic[list[Reply[Any] | TanghuluError]]:
+        sent_s = self._now_s()
+        outcomes = yield CallPeers(calls, left_s)
+        return (yield from self.believed(calls, outcomes, sent_s, sent_s + left_s))
+
+    def believed(
+        self,
+        calls: Sequence[tuple[PeerId, Call[Any]]],
+        outcomes: list[Reply[Any] | TanghuluError],
+        sent_s: float,
+        until_s: float,
+    ) -> Logic[list[Reply[Any] | TanghuluError]]:
+        """What counts of the ``outcomes`` of ``calls`` that were sent at ``sent_s``; NotLeader for what does not."""
+        for place, (peer, _) in enumerate(calls):
+            outcome = obeyed(self._context, outcomes[place], sent_s, peer)
+            if not is_proven(self._context, outcome, peer):
+                failure = yield from self._prove(peer, until_s)
+                outcome = outcome if failure is None else failure
+                if not isinstance(outcome, TanghuluError) and not is_proven(self._context, outcome, peer):
+                    outcome = NotLeader("a master answered that could not prove that it still leads")
+            outcomes[place] = outcome
+        return outcomes
+
+    def _prove(self, peer: PeerId, until_s: float) -> Logic[TanghuluError | None]:
+        """Have ``peer`` prove that its lease lives; why it did not."""
+        sent_s = self._now_s()
+        (proof,) = yield CallPeers([(peer, methods.PROVE.call(ProveRequest()))], max(until_s - sent_s, 0.0))
+        if isinstance(proof, TanghuluError):
+            return proof
+        take_proof(self._context, proof.message, sent_s, peer)
+        return None
+
+
+def master_failure(master: Masters | Address, error: TanghuluError, waited_s: float = 0.0) -> TanghuluError:
+    """What a failed connection to ``master``, or its silence, means to the caller; its own errors stay."""
+    if isinstance(error, NodeUnavailable | DeadlineExceeded):
+        how_long = f" for {waited_s:.1f} s" if waited_s >= _WORTH_MENTIONING_S else ""
+        return MasterUnavailable(f"no master answered at {master}{how_long}: {error.message}")
+    return error
+
+
+def obeyed(
+    context: Context, outcome: Reply[Any] | TanghuluError, sent_s: float = float("-inf"), peer: PeerId = MASTER
+) -> Reply[Any] | TanghuluError:
+    """What a master answered; NotLeader in its place if a leader of a later term is known, here or to a mapped node.
+
+    ``sent_s``: when the call was sent, for ``is_proven``. Whether an owner still owns what it answered for, only who
+    knows the call can tell (see ``KeyOwners.believes``).
+    """
+    if isinstance(outcome, TanghuluError) or not outcome.message.term:
+        return outcome  # one that was not elected: there is no other
+    message, fence = outcome.message, context.fence
+    if peer == MASTER:
+        for mapped in tuple(context.mapped.values()):
+            fence.admits(*mapped.index.term)
+        if not fence.admits(message.term, message.term_of):
+            term, newest = message.term, fence.newest.number
+            return NotLeader(f"a master of term {term} answered, and one of term {newest} has led since")
+    context.proofs_of(peer).answered(message.term, message.term_of, message.renewals, sent_s)
+    return outcome
+
+
+def is_proven(context: Context, outcome: Reply[Any] | TanghuluError, peer: PeerId = MASTER) -> bool:
+    """Whether what a master answered may be believed; False: it has to prove first that its lease lives.
+
+    One that was not elected, or does not count its renewals, needs no proof.
+    """
+    if isinstance(outcome, TanghuluError) or not outcome.message.renewals:
+        return True
+    term = Term(outcome.message.term, outcome.message.term_of)
+    return context.proofs_of(peer).is_proven(term, context.clock.now_s())
+
+
+def take_proof(context: Context, proof: ProveReply, sent_s: float, peer: PeerId = MASTER) -> None:
+    """The answer of ``peer`` to PROVE, which was sent at ``sent_s``."""
+    renewals = Renewals(proof.asked_before, Renewals.of(proof.renewals).confirmed)
+    context.proofs_of(peer).told(Term(proof.term, proof.term_of), sent_s, renewals, proof.ttl_ms / 1000)
