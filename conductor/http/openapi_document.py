@@ -20,7 +20,7 @@ from tanghulu.conductor.inference.schema import (
     TokenizeBody,
 )
 from tanghulu.conductor.route_rights import CONDUCTOR
-from tanghulu.web.authorizer import Need
+from tanghulu.web.access import Need
 
 #: The body of each route that has one.
 BODIES: Final[Mapping[str, type[Body]]] = {

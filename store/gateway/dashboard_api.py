@@ -11,6 +11,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
+from tanghulu.store.dashboard.events import EventLog
+from tanghulu.store.dashboard.nodes import NodesSeen, Recent, see_nodes
 
 from tanghulu.auth.credentials import Credentials
 from tanghulu.errors import TanghuluError, Unauthorized
@@ -18,13 +20,11 @@ from tanghulu.runtime.scraping import summed_by
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.client.model import NodeView
 from tanghulu.store.dashboard import page as shown
-from tanghulu.store.dashboard.events import EventLog
 from tanghulu.store.dashboard.history import StoreCounters, StoreHistory
-from tanghulu.store.dashboard.nodes import NodesSeen, Recent, see_nodes
 from tanghulu.store.gateway.gateway import Gateway
 from tanghulu.store.gateway.metrics import DASHBOARD_EVENTS_ROUTE
 from tanghulu.version import __version__
-from tanghulu.web.login import LOGIN, LoginPage
+from tanghulu.web.access import LOGIN, LoginPage
 
 COOKIE = "tanghulu_token"
 #: Tokens whose figures of the last minutes are kept.

@@ -10,15 +10,14 @@ from typing import Any
 
 import httpx
 import pytest
+from tanghulu.conductor.dashboard.pages import Dashboard
 
 from tanghulu.conductor import route_rights
 from tanghulu.conductor.dashboard import pages
-from tanghulu.conductor.dashboard.pages import Dashboard
 from tanghulu.conductor.main import make_app
 from tanghulu.errors import ConfigError, Unauthorized
 from tanghulu.hashing import joined
-from tanghulu.web.authorizer import COOKIE, Need
-from tanghulu.web.login import LoginPage
+from tanghulu.web.access import COOKIE, LoginPage, Need
 from tests.conductor.cluster import Cluster, running_cluster
 from tests.conductor.key_files import SECRETS, bearer, routes_of, write_keys
 

@@ -17,7 +17,7 @@ from tanghulu.conductor.dashboard import docs_page
 from tanghulu.conductor.http import fields
 from tanghulu.conductor.http.openapi_document import BODIES, STREAMS
 from tanghulu.conductor.route_rights import CONDUCTOR
-from tanghulu.web.authorizer import Need
+from tanghulu.web.access import Need
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.floats(-9, 9) | st.text(max_size=4) | st.just(1 << 70),
