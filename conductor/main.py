@@ -14,15 +14,13 @@ from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 
 from tanghulu.auth.tokens import TokensFile
-from tanghulu.conductor import route_rights
-from tanghulu.conductor.dashboard import docs_page, pages
-from tanghulu.conductor.dashboard.pages import Dashboard
+from tanghulu.conductor import dashboard, route_rights
 from tanghulu.conductor.dispatch.admission import Admission
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.dispatch.lifecycle import MoveLimits
 from tanghulu.conductor.dispatch.queue import ORDERS, QueueOrder
 from tanghulu.conductor.grpc_api.port import InferencePort
-from tanghulu.conductor.http import admin_api, openai_api, openapi_document, sglang_api, unserved
+from tanghulu.conductor.http import admin_api, docs_page, openai_api, openapi_document, sglang_api, unserved
 from tanghulu.conductor.http.envelope import Envelope
 from tanghulu.conductor.http.responses import routes as responses_api
 from tanghulu.conductor.index.shards import DEFAULT_SHARDS
@@ -222,7 +220,7 @@ class Conductor:
         ):
             _log.warning("conductor.tenants_without_secret", hint=_WITHOUT_SECRET)
         self.inference = InferencePort(self.service, self.metrics, config, self._server.keys)
-        self.dashboard = Dashboard(
+        self.dashboard = dashboard.Dashboard(
             self.dispatcher, self.metrics, Masters.of(config.master).showing(config.credentials)
         )
         self.address = Address("", 0)
@@ -236,7 +234,7 @@ class Conductor:
         """
         config = self.config
         routes = make_app(self.service)
-        routes.app.include_router(pages.router(self.dashboard), include_in_schema=False)
+        routes.app.include_router(dashboard.router(self.dashboard), include_in_schema=False)
         authorized = self._server.authorized(routes, route_rights.CONDUCTOR, self.service.accounts)
         app = Envelope(authorized, self.service.metrics, listed(config.cors_origins))
         async with (

@@ -10,10 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-from tanghulu.conductor.dashboard.pages import Dashboard
 
 from tanghulu.conductor import route_rights
-from tanghulu.conductor.dashboard import pages
+from tanghulu.conductor.dashboard import Dashboard, router
 from tanghulu.conductor.main import make_app
 from tanghulu.errors import ConfigError, Unauthorized
 from tanghulu.hashing import joined
@@ -41,7 +40,7 @@ async def keyed_cluster(run_dir: Path, **options: object) -> AsyncIterator[Clust
 def paths_of(cluster: Cluster) -> set[tuple[str, str]]:
     """(method, path) of every route, those of the dashboard included."""
     app = make_app(cluster.conductor.service).app
-    app.include_router(pages.router(cluster.conductor.dashboard))
+    app.include_router(router(cluster.conductor.dashboard))
     return routes_of(app.routes)
 
 

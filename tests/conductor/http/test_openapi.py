@@ -13,8 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tanghulu.conductor.dashboard import docs_page
-from tanghulu.conductor.http import fields
+from tanghulu.conductor.http import docs_page, fields
 from tanghulu.conductor.http.openapi_document import BODIES, STREAMS
 from tanghulu.conductor.route_rights import CONDUCTOR
 from tanghulu.web.access import Need
