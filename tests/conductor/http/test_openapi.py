@@ -13,8 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tanghulu.conductor.http import docs_page, fields
+from tanghulu.conductor.http import docs_page
 from tanghulu.conductor.http.openapi_document import BODIES, STREAMS
+from tanghulu.conductor.inference.body import IGNORED, UNSUPPORTED
 from tanghulu.conductor.route_rights import CONDUCTOR
 from tanghulu.web.access import Need
 
@@ -24,7 +25,7 @@ ANYTHING = st.recursive(
     max_leaves=5,
 )
 NO_PROXY = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-NAMES = [*sorted({row.name for row in fields.ROWS}), "bogus"]
+NAMES = sorted({*UNSUPPORTED, *IGNORED, *(name for body in BODIES.values() for name in body.model_fields), "bogus"})
 LIMITS = {name for name in NAMES if name.endswith("_timeout")}
 """A request that gives itself next to no time gets its 504."""
 DEFINITIONS = {body.__name__: body.model_json_schema(ref_template="{model}") for body in BODIES.values()}
