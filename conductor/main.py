@@ -14,15 +14,13 @@ from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 
 from tanghulu.auth.tokens import TokensFile
-from tanghulu.conductor import route_rights
-from tanghulu.conductor.dashboard import docs_page, pages
-from tanghulu.conductor.dashboard.pages import Dashboard
+from tanghulu.conductor import dashboard, route_rights
 from tanghulu.conductor.dispatch.admission import Admission
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.dispatch.lifecycle import MoveLimits
 from tanghulu.conductor.dispatch.queue import ORDERS, QueueOrder
 from tanghulu.conductor.grpc_api.port import InferencePort
-from tanghulu.conductor.http import admin_api, openai_api, openapi_document, sglang_api, unserved
+from tanghulu.conductor.http import admin_api, docs_page, openai_api, openapi_document, sglang_api, unserved
 from tanghulu.conductor.http.envelope import Envelope
 from tanghulu.conductor.http.responses import routes as responses_api
 from tanghulu.conductor.inference.service import DEFAULT_BODY_BYTES, ROOM_BYTES, Service, UnknownFields
@@ -39,7 +37,7 @@ from tanghulu.discovery.base import Discovery, Instance
 from tanghulu.discovery.entering import enter, meet
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.discovery.open import open_discovery
-from tanghulu.errors import ConfigError, NodeUnavailable
+from tanghulu.errors import NodeUnavailable
 from tanghulu.masters import Masters
 from tanghulu.rpc.methods import EndReply
 from tanghulu.runtime.clock import SystemClock
@@ -50,11 +48,10 @@ from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, Role
 from tanghulu.version import __version__
 from tanghulu.web import errors
+from tanghulu.web.access import listed
 from tanghulu.web.bodies import Bodies
-from tanghulu.web.direct import DirectRoutes
-from tanghulu.web.own_site import listed
-from tanghulu.web.port import HttpPort
-from tanghulu.web.server import HttpServer, address_of, listen
+from tanghulu.web.routes import DirectRoutes
+from tanghulu.web.server import HttpServer, Server
 
 _log = structlog.get_logger(__name__)
 _OBSERVE_S = 1.0
@@ -195,7 +192,7 @@ class Conductor:
         unknown_fields = UnknownFields(config.unknown_fields)
         parsers = ParserNames(config.tool_call_parser, config.reasoning_parser)
         self.service = Service(self.dispatcher, registry, bodies, config.queue_timeout_s, unknown_fields, parsers)
-        self._port = HttpPort(config, config.host, listed(config.cors_origins))
+        self._server = Server(config, config.host, listed(config.cors_origins))
         tokens = None if config.tokens is None else TokensFile(config.tokens)
         self.peers = group.PeerGroup(
             self.dispatcher.own,
@@ -206,15 +203,17 @@ class Conductor:
             tokens,
         )
         self.service.abort_at_peers = self.peers.abort
-        keys = self._port.keys
+        keys = self._server.keys
         if (
             keys is not None
             and not config.shared_secret()
             and len({each.tenant for each in keys.table.keys.values()}) > 1
         ):
             _log.warning("conductor.tenants_without_secret", hint=_WITHOUT_SECRET)
-        self.inference = InferencePort(self.service, self.metrics, config, self._port.keys)
-        self.dashboard = Dashboard(self.dispatcher, self.metrics, Masters.of(config.master).showing(config.credentials))
+        self.inference = InferencePort(self.service, self.metrics, config, self._server.keys)
+        self.dashboard = dashboard.Dashboard(
+            self.dispatcher, self.metrics, Masters.of(config.master).showing(config.credentials)
+        )
         self.address = Address("", 0)
         self._stopping = stopping or asyncio.Event()
 
@@ -224,35 +223,35 @@ class Conductor:
 
         Raises ConfigError if the port is taken.
         """
-        listener = listen(self.config.host, listen_port, reuse_port=self.config.reuse_port)
-        self.address = Address(self.config.reachable_host, address_of(listener).port)
-        try:
-            if self.config.grpc_port >= 0:
-                where = Address(self.config.host, self.config.grpc_port)
-                await self.inference.start(where, reuse_port=self.config.reuse_port)
-            await self.peers.start(self.config.host, self.config.peer_port, self.config.reachable_host, run_dir)
-        except ConfigError:
-            await self.inference.stop(0)
-            listener.close()
-            raise
+        config = self.config
         routes = make_app(self.service)
-        routes.app.include_router(pages.router(self.dashboard), include_in_schema=False)
-        authorized = self._port.authorized(routes, route_rights.CONDUCTOR, self.service.accounts)
-        app = Envelope(authorized, self.service.metrics, listed(self.config.cors_origins))
-        server = self._port.server(app, self.config.grace_s)
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
+        routes.app.include_router(dashboard.router(self.dashboard), include_in_schema=False)
+        authorized = self._server.authorized(routes, route_rights.CONDUCTOR, self.service.accounts)
+        app = Envelope(authorized, self.service.metrics, listed(config.cors_origins))
+        async with (
+            self._server.serving(app, listen_port, config.grace_s, reuse_port=config.reuse_port) as server,
+            self._ended_in_order(server),
+        ):
+            self.address = Address(config.reachable_host, server.address.port)
+            if config.grpc_port >= 0:
+                await self.inference.start(Address(config.host, config.grpc_port), reuse_port=config.reuse_port)
+            await self.peers.start(config.host, config.peer_port, config.reachable_host, run_dir)
             async with beside(
-                self.dispatcher.registry.follow(discovery, self.config.namespace),
+                self.dispatcher.registry.follow(discovery, config.namespace),
                 self.dispatcher.registry.watch_engines(),
-                self.peers.follow(discovery, self.config.namespace),
+                self.peers.follow(discovery, config.namespace),
                 self._observe(),
                 self.dispatcher.mirror.apply_events(),
                 self._request_snapshots(),
-                *self._port.tasks(),
             ):
                 yield self
-                await self._finish(server, serving)
+                await self._finish(server)
+
+    @contextlib.asynccontextmanager
+    async def _ended_in_order(self, server: HttpServer) -> AsyncIterator[None]:
+        """Behind the block, end ``server`` and what its requests need."""
+        try:
+            yield
         finally:
             server.force_exit = True
             server.stop()
@@ -260,8 +259,7 @@ class Conductor:
             self.dispatcher.fail_all(NodeUnavailable("the conductor is stopping"))
             await self.inference.stop(_LINGER_S)
             await self.peers.close()
-            await asyncio.gather(serving, return_exceptions=True)
-            listener.close()
+            await asyncio.gather(server.serving, return_exceptions=True)
             if self._spans is not None:
                 await asyncio.to_thread(self._spans.close)
 
@@ -276,7 +274,7 @@ class Conductor:
         grace_s = self.config.notice_s + self.config.grace_s
         return EndReply(num_requests=self.dispatcher.num_requests, grace_s=grace_s)
 
-    async def _finish(self, server: HttpServer, serving: asyncio.Task[None]) -> None:
+    async def _finish(self, server: HttpServer) -> None:
         """Say that this one ends, accept no more a while later, let requests under way end, then fail the rest."""
         self.service.stopping = True
         server.hang_up_after_answers()
@@ -288,7 +286,7 @@ class Conductor:
         server.stop()
         _log.info("conductor.finishing", requests=self.dispatcher.num_requests, grace_s=self.config.grace_s)
         calls = asyncio.create_task(self.inference.stop(self.config.grace_s + _LINGER_S))
-        await asyncio.wait([serving, calls], timeout=self.config.grace_s)
+        await asyncio.wait([server.serving, calls], timeout=self.config.grace_s)
         self.dispatcher.fail_all(NodeUnavailable("the conductor is stopping"))
 
     async def _request_snapshots(self) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from tanghulu.web.authorizer import Need, RouteRights
-from tanghulu.web.targets import rest
+from tanghulu.web.access import Need, RouteRights
+from tanghulu.web.routes import rest
 
 _PROBES: Final = dict.fromkeys(("/live", "/ready"), Need.NOTHING)
 

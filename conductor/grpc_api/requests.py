@@ -12,13 +12,12 @@ import msgspec
 from google.protobuf.message import Message as Protobuf
 from pydantic import ValidationError
 
+from tanghulu.conductor.inference.body import Body
 from tanghulu.conductor.inference.json_marks import MAX_CHAT_MARKS, MAX_MARKS, marks_of
+from tanghulu.conductor.inference.messages import MAX_MESSAGES, MAX_PARTS
 from tanghulu.conductor.inference.schema import (
-    MAX_MESSAGES,
-    MAX_PARTS,
     MAX_SEQUENCES,
     MAX_TOOLS,
-    Body,
     ChatBody,
     CompletionBody,
     OpenAIBody,

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from tanghulu.auth.api_keys import ApiKey, KeyRight
@@ -23,6 +22,7 @@ from tanghulu.conductor.text.preparing import in_thread, made_ready
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.hashing import Tokens
 from tanghulu.web.errors import BadField, RequestNotFound
+from tanghulu.web.routes import add_metrics
 
 
 def router(service: Service) -> APIRouter:
@@ -30,11 +30,7 @@ def router(service: Service) -> APIRouter:
     api = APIRouter()
     _add_health(api, service)
     _add_stories(api, service)
-
-    @api.get("/metrics")
-    async def metrics() -> Response:
-        """Prometheus' text format; the same as on --metrics-port."""
-        return Response(generate_latest(service.metrics), media_type=CONTENT_TYPE_LATEST)
+    add_metrics(api, service.metrics)
 
     @api.get("/route")
     @api.post("/route")

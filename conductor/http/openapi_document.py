@@ -10,9 +10,9 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from tanghulu.conductor.http.responses.bodies import ResponsesBody
+from tanghulu.conductor.inference.body import Body
 from tanghulu.conductor.inference.schema import (
     AbortBody,
-    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -20,7 +20,7 @@ from tanghulu.conductor.inference.schema import (
     TokenizeBody,
 )
 from tanghulu.conductor.route_rights import CONDUCTOR
-from tanghulu.web.authorizer import Need
+from tanghulu.web.access import Need
 
 #: The body of each route that has one.
 BODIES: Final[Mapping[str, type[Body]]] = {

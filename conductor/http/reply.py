@@ -12,7 +12,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from codecs import BOM_UTF8
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -21,11 +21,11 @@ from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tanghulu.conductor.http import fields
 from tanghulu.conductor.http.envelope import CLIENT_CLOSED_REQUEST
+from tanghulu.conductor.inference.body import Body
 from tanghulu.conductor.inference.generation import GenerationCall, TextDelta
 from tanghulu.conductor.inference.json_marks import MARK_BYTES, check_marks
-from tanghulu.conductor.inference.schema import Api, Body, RoutedBody
+from tanghulu.conductor.inference.schema import RoutedBody
 from tanghulu.conductor.inference.service import Service, UnknownFields
 from tanghulu.conductor.stories.origin import Origin, sender_of
 from tanghulu.conductor.text.preparing import INLINE_BYTES, in_thread, made_ready
@@ -35,8 +35,6 @@ from tanghulu.web.errors import BadField, WrongContentType, body_of, from_valida
 
 #: Names of the prompt in the code that all APIs share.
 _PROMPT_FIELDS = ("prompt", "messages")
-#: Integers up to here are exact as floats.
-_EXACT = 1 << 53
 B = TypeVar("B", bound=Body)
 M = TypeVar("M", bound=BaseModel)
 _SSE_HEADERS = [
@@ -67,8 +65,8 @@ async def reading(request: Request, service: Service, model: type[B]) -> AsyncIt
             body.clear()
             if parsed.unknown:
                 if service.unknown_fields is UnknownFields.REFUSE:
-                    raise fields.refusal(model.api, parsed.unknown)
-                request.scope.setdefault("state", {})["warning"] = fields.warning(parsed.unknown)
+                    raise parsed.refusal()
+                request.scope.setdefault("state", {})["warning"] = parsed.warning()
             if isinstance(parsed, RoutedBody):
                 note_sender(parsed, request)
             with _prompt_named(parsed):
@@ -142,30 +140,19 @@ def _parse(model: type[M], body: bytes) -> M:
 
 
 def parse_fields(model: type[B], body: bytes | memoryview) -> B:
-    """``body`` as ``model``, its names looked up in the table of fields; a null is nothing. Raises BadField."""
+    """``body`` as ``model``, without fields that it does not have. Raises BadField."""
     with _faults_named():
         given = _decoded(body)
         if not isinstance(given, dict):
             raise BadField("the body is no JSON object")
-        given = _normalised(given, keep_null=())
-        unknown = _check_names(model, given)
         parsed = model.model_validate(given)
-    parsed.set_unknown(unknown)
+    parsed.drop_foreign()
     return parsed
 
 
 def _decoded(body: bytes | memoryview) -> Any:
     """The JSON value of ``body``, which may begin with a byte order mark."""
     return msgspec.json.decode(body[len(BOM_UTF8) :] if body[: len(BOM_UTF8)] == BOM_UTF8 else body)
-
-
-def _normalised(given: dict[str, Any], keep_null: Collection[str]) -> dict[str, Any]:
-    """``given`` without nulls, but for those of ``keep_null``, and with 16.0 as the integer that it is in JSON."""
-    return {
-        name: int(value) if type(value) is float and abs(value) < _EXACT and value.is_integer() else value
-        for name, value in given.items()
-        if value is not None or name in keep_null
-    }
 
 
 @contextlib.contextmanager
@@ -177,29 +164,6 @@ def _faults_named() -> Iterator[None]:
         raise BadField(f"the body is not JSON: {error}") from None
     except ValidationError as error:
         raise from_validation(error) from None
-
-
-def _check_names(model: type[Body], given: dict[str, Any]) -> tuple[str, ...]:
-    """The names in a body that mean nothing here; normalises the objects in it. Raises BadField."""
-    if model.api is None:
-        return tuple(given.keys() - model.model_fields.keys())
-    return (*fields.check(model.api, given), *_check_inside(model.api, given, ""))
-
-
-def _check_inside(api: Api, given: dict[str, Any], path: str) -> list[str]:
-    """As ``_check_names``, of the objects in ``given``, which is the body of ``api`` or the object at ``path``."""
-    unknown: list[str] = []
-    for name in given.keys() & fields.INSIDE.keys() & fields.TABLE[api].keys():
-        value = given[name]
-        for number, inner in enumerate(value if isinstance(value, list) else [value]):
-            if isinstance(inner, dict):
-                plain = _normalised(inner, fields.NULL_SAYS)
-                inner.clear()
-                inner.update(plain)
-                below = f"{path}{name}.{number}." if isinstance(value, list) else f"{path}{name}."
-                unknown += fields.check(fields.INSIDE[name], inner, below)
-                unknown += _check_inside(fields.INSIDE[name], inner, below)
-    return unknown
 
 
 def event(payload: str) -> bytes:

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple, TypeVar
 from msgspec import structs
 
 from tanghulu.conductor.inference.generation import TextRules
+from tanghulu.conductor.inference.grammars import MAX_GRAMMAR_CHARS
+from tanghulu.conductor.inference.messages import Message
 from tanghulu.conductor.inference.schema import (
     MAX_CHOICES,
-    MAX_GRAMMAR_CHARS,
     MAX_SEQUENCES,
     ChatBody,
     ChatPrompt,
     CompletionBody,
     GenerateBody,
-    Message,
     OpenAIBody,
     Prompts,
     RoutedBody,

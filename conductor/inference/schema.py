@@ -1,54 +1,50 @@
-"""The bodies that clients send, checked: types strictly, ranges here.
+"""The bodies that clients send: the fields that work, with their types and bounds, and what to know of each.
 
-Owns the types and bounds of the fields that work; `http.fields` has all names, and what becomes of the others.
 Knows nothing of models or tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from enum import Enum
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
-import msgspec
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from tanghulu.auth.api_keys import ApiKey
-from tanghulu.conductor.inference.json_marks import MAX_CHAT_MARKS, MAX_MARKS, marks_of
+from tanghulu.conductor.inference.body import Body, Name
+from tanghulu.conductor.inference.grammars import (
+    ANY_OBJECT,
+    ChoiceTexts,
+    GrammarText,
+    JsonText,
+    ResponseFormat,
+    StructuredOutputs,
+    json_text,
+    one_of,
+)
+from tanghulu.conductor.inference.json_marks import MAX_MARKS
+from tanghulu.conductor.inference.messages import MAX_MESSAGES, Messages, Tool
 from tanghulu.conductor.routing.overrides import WEIGHTS, RoutingOverrides
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.routing.requests import Timeouts
 from tanghulu.conductor.stories.origin import Origin
 from tanghulu.conductor.text.stop_regex import MAX_PATTERN_CHARACTERS
 from tanghulu.conductor.text.stop_strings import MAX_GENERATE_STOP_STRINGS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
-from tanghulu.conductor.tools.schemas import check_depth, grammar_of
 from tanghulu.hashing import joined
 from tanghulu.session.sampling import MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS
 from tanghulu.types import InstanceId
-from tanghulu.web.errors import BadField
 
 MAX_CHOICES = 16
 MAX_SEQUENCES = 128
-MAX_MESSAGES = 4096
 MAX_STOP_TOKENS = 256
-MAX_GRAMMAR_CHARS = 65_536
 MAX_STOP_PATTERNS = 4
-MAX_CHOICE_TEXTS = 256
 MAX_TOOLS = 128
-#: Calls, or parts of the content, of one message.
-MAX_PARTS = 16_384
-#: Who speaks in a message.
-ROLES = ("system", "developer", "user", "assistant", "tool")
 #: Values of bodies that clients send with a request for themselves, as ``metadata``.
 MAX_LABELS = 16
-MAX_NAME_CHARS = 1024
 MAX_CLIENT_CHARS = 65_536
 #: A longer name of a user travels as its hash.
 MAX_USER_CHARS = 64
 _UINT32 = (1 << 32) - 1
-
-_ESCAPES = {ord(character): f"\\{character}" for character in r"\.+*?()|[]{}^$"}
 
 
 def _as_list(value: Any) -> Any:
@@ -66,12 +62,6 @@ def at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _fit_in_a_grammar(texts: list[str]) -> list[str]:
-    if (length := sum(map(len, texts)) + len(texts)) > MAX_GRAMMAR_CHARS:
-        raise ValueError(f"the texts have {length} characters together; at most {MAX_GRAMMAR_CHARS}")
-    return texts
-
-
 def _few_prompts(value: Any) -> Any:
     if isinstance(value, list) and len(value) > MAX_SEQUENCES and not isinstance(value[0], int):
         raise ValueError(f"{len(value)} prompts in one request; at most {MAX_SEQUENCES}")
@@ -83,17 +73,10 @@ _ONE_OR_MORE = BeforeValidator(_as_list, json_schema_input_type=str | list[str])
 
 TokenId = Annotated[int, Field(ge=0, le=_UINT32)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 Stop = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), _ONE_OR_MORE]
 GenerateStop = Annotated[list[StopString], Field(max_length=MAX_GENERATE_STOP_STRINGS, fail_fast=True), _ONE_OR_MORE]
 StopExpression = Annotated[str, Field(min_length=1, max_length=MAX_PATTERN_CHARACTERS)]
 StopExpressions = Annotated[list[StopExpression], Field(max_length=MAX_STOP_PATTERNS, fail_fast=True), _ONE_OR_MORE]
-ChoiceTexts = Annotated[
-    list[GrammarText],
-    Field(min_length=1, max_length=MAX_CHOICE_TEXTS, fail_fast=True),
-    AfterValidator(_fit_in_a_grammar),
-]
-Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 #: A name that no model has is not found, however long it is.
 ModelName = Annotated[str, Field(max_length=MAX_CLIENT_CHARS)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
@@ -107,160 +90,63 @@ TokenIdLists = Annotated[list[TokenIds], Field(max_length=MAX_SEQUENCES, fail_fa
 Prompts = Annotated[str | Texts | TokenIds | TokenIdLists, BeforeValidator(_few_prompts)]
 
 
-class Api(Enum):
-    """What has fields of its own: a body, or an object inside of one."""
-
-    CHAT = "/v1/chat/completions"
-    COMPLETIONS = "/v1/completions"
-    RESPONSES = "/v1/responses"
-    GENERATE = "/generate"
-    SAMPLING_PARAMS = "sampling_params of /generate"
-    STREAM_OPTIONS = "stream_options"
-    STRUCTURED_OUTPUTS = "structured_outputs"
-    RESPONSE_FORMAT = "response_format"
-    JSON_SCHEMA = "json_schema of response_format"
-    TEXT = "text of /v1/responses"
-    TEXT_FORMAT = "format of text"
-    REASONING = "reasoning of /v1/responses"
-
-
-class Body(BaseModel):
-    """The base of all bodies. ``unknown`` are the names of the client's fields that mean nothing here.
-
-    One that ``is_large`` is made ready in a thread, not in the event loop.
-    """
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-    #: The table of `http.fields` that has the names of this body; None: there are no others than those below.
-    api: ClassVar[Api | None] = None
-    #: Values that such a body may be made of; only lists of token ids need many.
-    max_marks: ClassVar[int] = MAX_CHAT_MARKS
-    _unknown: tuple[str, ...] = PrivateAttr(())
-    _is_large: bool = PrivateAttr(False)
-
-    @property
-    def prompt_field(self) -> str | None:
-        """The field that has the prompt, for errors about it; None of a body without one."""
-        return None
-
-    @property
-    def unknown(self) -> tuple[str, ...]:
-        return self._unknown
-
-    def set_unknown(self, names: tuple[str, ...]) -> None:
-        self._unknown = names
-
-    @property
-    def is_large(self) -> bool:
-        return self._is_large
-
-    def set_large(self) -> None:
-        self._is_large = True
-
-
-JsonText = GrammarText | dict[str, Any] | bool
-
-
-class StructuredOutputs(Body):
-    """``structured_outputs``, the name of a grammar in vLLM; one of them is given."""
-
-    api: ClassVar[Api | None] = Api.STRUCTURED_OUTPUTS
-    json_: Annotated[JsonText | None, Field(alias="json")] = None
-    regex: GrammarText | None = None
-    choice: ChoiceTexts | None = None
-    json_object: bool = False
-
-
 class SamplingFields(Body):
     """Sampling and stopping under the names that OpenAI, vLLM and SGLang share."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    """Default: the model's own, else 1."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Default: the model's own, else 1."""
     top_k: Annotated[int, Field(ge=-1, le=_UINT32)] | None = None
+    """Default: the model's own, else off; -1 and 0 are off, too."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Default: the model's own, else 0."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    """Default: the model's own, else 1."""
     seed: int | None = None
+    """Choice i of n draws with seed + i; the same text again only with --batch-invariant."""
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS), at_most(MAX_LOGIT_BIAS)] | None = None
+    """Token id -> -100 to 100; up to 1,024."""
     stop: Stop | None = None
+    """One or up to 4."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0, le=_UINT32)] = 0
+    """No stop rule ends the text before."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """The prompt is shared; alike for all prompts of a batch."""
     include_stop_str_in_output: bool = False
+    """vLLM's name."""
     no_stop_trim: bool = False
+    """SGLang's name for include_stop_str_in_output."""
     skip_special_tokens: bool = True
+    """Whether special tokens are left out of the text."""
     stop_regex: StopExpressions | None = None
+    """One or up to 4, without anchors or looking around."""
     regex: GrammarText | None = None
+    """The whole text matches it."""
     json_schema: GrammarText | None = None
+    """As a text; one grammar a request."""
 
     def grammars(self) -> dict[str, tuple[str, str]]:
         """The grammars that are asked for: the name of the field -> (json_schema or regex, its text)."""
         found = {}
         if self.json_schema is not None:
-            found["json_schema"] = ("json_schema", _json_text("json_schema", self.json_schema))
+            found["json_schema"] = ("json_schema", json_text("json_schema", self.json_schema))
         if self.regex is not None:
             found["regex"] = ("regex", self.regex)
         return found
 
 
-def _json_text(name: str, schema: JsonText, strict: bool = False) -> str:
-    """The text of the grammar of ``schema``, which the field ``name`` has. Raises BadField."""
-    try:
-        given = msgspec.json.decode(schema, type=dict[str, Any] | bool) if isinstance(schema, str) else schema
-        if not isinstance(schema, str) and len(msgspec.json.encode(schema)) > MAX_GRAMMAR_CHARS:
-            raise BadField(f"{name} has more than {MAX_GRAMMAR_CHARS} characters", name.partition(".")[0])
-        return grammar_of(given, strict)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise BadField(f"{name} is no JSON schema: {error}", name.partition(".")[0]) from None
-
-
-def _one_of(texts: list[str]) -> str:
-    """The expression that matches each of ``texts`` and nothing else."""
-    return "|".join(text.translate(_ESCAPES) for text in texts)
-
-
 class StreamOptions(Body):
     """``stream_options``."""
 
-    api: ClassVar[Api | None] = Api.STREAM_OPTIONS
     include_usage: bool = False
+    """A last chunk with the usage."""
     continuous_usage_stats: bool = False
-
-
-#: The JSON schema of any object.
-ANY_OBJECT: Final = grammar_of({"type": "object"}, strict=False)
-
-
-class JsonSchema(Body):
-    """``json_schema`` of a response format."""
-
-    api: ClassVar[Api | None] = Api.JSON_SCHEMA
-    name: Name = ""
-    strict: bool | None = None
-    schema_: dict[str, Any] | bool = Field(default_factory=dict, alias="schema")
-
-
-class ResponseFormat(Body):
-    """The format of the text: free, JSON, or JSON that a schema accepts."""
-
-    api: ClassVar[Api | None] = Api.RESPONSE_FORMAT
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
-        if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("type json_schema needs json_schema, with the schema inside")
-        return self
-
-    @property
-    def schema_text(self) -> str | None:
-        """The JSON schema that the text must keep to; None for free text."""
-        if self.type == "json_schema" and self.json_schema is not None:
-            return _json_text("response_format", self.json_schema.schema_, bool(self.json_schema.strict))
-        return ANY_OBJECT if self.type == "json_object" else None
+    """The usage so far in each chunk."""
 
 
 TimeoutSeconds = Annotated[float, Field(gt=0, le=1e6)]
@@ -307,15 +193,25 @@ class RoutedBody(Body):
     """The fields that say which model serves a request, and how it is queued and routed."""
 
     model: ModelName | None = None
+    """Default: the first model that is served."""
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    """Only requests of the same salt share KV."""
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
+    """Requests of one key go to one worker, with +session-affinity."""
     extra_key: Annotated[str, Field(max_length=256)] | None = None
+    """A further salt."""
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
+    """Higher goes first among a client's own."""
     routing: RoutingFields | None = None
+    """policy, worker, prefill_worker, decode_worker, weights."""
     user: Annotated[str, Field(max_length=MAX_CLIENT_CHARS)] | None = None
+    """Where many wait, users take turns; without it, keys or addresses do."""
     request_timeout: TimeoutSeconds | None = None
+    """Seconds; no longer than the conductor's own, as the next two."""
     first_token_timeout: TimeoutSeconds | None = None
+    """Seconds from the request's arrival."""
     token_timeout: TimeoutSeconds | None = None
+    """Seconds from each token to the next."""
 
     _sender: str = PrivateAttr("")
     _key: ApiKey | None = PrivateAttr(None)
@@ -364,16 +260,26 @@ class OpenAIBody(RoutedBody, SamplingFields):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: NumTokens | None = None
+    """Default: to the end of the context."""
     response_format: ResponseFormat | None = None
     guided_json: JsonText | None = None
+    """A JSON schema, as a text or not."""
     guided_regex: GrammarText | None = None
+    """As regex."""
     guided_choice: ChoiceTexts | None = None
+    """The answer is one of them."""
     structured_outputs: StructuredOutputs | None = None
+    """One of json, regex, choice, json_object."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_UINT32)] | None = None
+    """The last tokens of the prompt that are kept; -1 keeps as many as fit."""
     best_of: int | None = None
+    """Only as many as n."""
     request_id: CallId | None = None
+    """The id of the answer, without its prefix."""
     rid: CallId | None = None
+    """SGLang's name for request_id."""
     prompt_logprobs: NumLogprobs | None = None
+    """Likely tokens beside each token of the prompt; not in a stream."""
 
     @model_validator(mode="after")
     def _no_prompt_in_a_stream(self) -> Self:
@@ -410,15 +316,15 @@ class OpenAIBody(RoutedBody, SamplingFields):
         if format_text is not None:
             found["response_format"] = ("json_schema", format_text)
         if self.guided_json is not None:
-            found["guided_json"] = ("json_schema", _json_text("guided_json", self.guided_json))
+            found["guided_json"] = ("json_schema", json_text("guided_json", self.guided_json))
         for name, choice in (("guided_choice", self.guided_choice), ("structured_outputs.choice", structured.choice)):
             if choice is not None:
-                found[name] = ("regex", _one_of(choice))
+                found[name] = ("regex", one_of(choice))
         for name, regex in (("guided_regex", self.guided_regex), ("structured_outputs.regex", structured.regex)):
             if regex is not None:
                 found[name] = ("regex", regex)
         if structured.json_ is not None:
-            found["structured_outputs.json"] = ("json_schema", _json_text("structured_outputs.json", structured.json_))
+            found["structured_outputs.json"] = ("json_schema", json_text("structured_outputs.json", structured.json_))
         if structured.json_object:
             found["structured_outputs.json_object"] = ("json_schema", ANY_OBJECT)
         return found | super().grammars()
@@ -427,163 +333,21 @@ class OpenAIBody(RoutedBody, SamplingFields):
 class CompletionBody(OpenAIBody):
     """POST /v1/completions."""
 
-    api: ClassVar[Api | None] = Api.COMPLETIONS
     max_marks: ClassVar[int] = MAX_MARKS
     prompt: Prompts
+    """A text, token ids, or a list of either."""
     echo: bool | None = False
+    """The prompt in front of the text, and its log probabilities with logprobs."""
     max_tokens: NumTokensOrNone | None = None
+    """Default: 16; 0 gives no text, with echo and logprobs the prompt's."""
     logprobs: NumLogprobs | None = None
+    """Of the generated tokens; with echo of the prompt's, too."""
     add_special_tokens: bool = True
+    """Whether the tokenizer adds its own (bos) to a text."""
 
     @property
     def prompt_field(self) -> str | None:
         return "prompt"
-
-
-def _only_text(kind: Any) -> Any:
-    if kind not in ("text", "refusal") and isinstance(kind, str):
-        raise ValueError(f"parts of type {kind[:64]!r} are not supported: models here read text alone")
-    return kind
-
-
-class TextPart(Body):
-    """A part of a message's content; only text can be understood."""
-
-    type: Annotated[Literal["text", "refusal"], BeforeValidator(_only_text)]
-    text: str = ""
-    refusal: str = ""
-
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
-        if self.type not in self.model_fields_set:
-            raise ValueError(f"a part of type {self.type} needs {self.type}")
-        return self
-
-
-class CalledFunction(BaseModel):
-    """The function that an assistant called, its arguments as text, or already as the object that the text is."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-    name: str
-    arguments: str | dict[str, Any] | None = None
-
-    @property
-    def num_marks(self) -> int:
-        """The JSON values in the text of the arguments, as a body's are counted."""
-        return marks_of(self.arguments.encode()) if isinstance(self.arguments, str) else 0
-
-    def for_template(self) -> dict[str, Any]:
-        """The function with its arguments as an object, as chat templates expect them.
-
-        Text that is no JSON object, such as that of a call cut at ``max_tokens``, is shown under the name ``raw``.
-        """
-        given = self.arguments
-        arguments = given if isinstance(given, dict) else _object_of(given or "")
-        return {"name": self.name, "arguments": arguments, **(self.model_extra or {})}
-
-
-def _object_of(text: str) -> dict[str, Any]:
-    try:
-        value = msgspec.json.decode(text) if text.strip() else None
-    except (msgspec.DecodeError, RecursionError):
-        return {"raw": text}
-    if value is None:
-        return {}
-    return value if isinstance(value, dict) and check_depth(value) else {"raw": text}
-
-
-class ToolCall(BaseModel):
-    """One call of an assistant's earlier turn."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-    function: CalledFunction
-
-    def for_template(self) -> dict[str, Any]:
-        return {"type": "function", **(self.model_extra or {}), "function": self.function.for_template()}
-
-
-def _known_role(role: Any) -> Any:
-    if role not in ROLES:
-        named = f"{role[:32]!r}" if isinstance(role, str) else "it"
-        hint = "; a result of a call has the role tool, and tool_call_id" if role == "function" else ""
-        raise ValueError(f"{named} is no role; there are {', '.join(ROLES)}{hint}")
-    return role
-
-
-def _no_function_call(value: Any) -> None:
-    if value is not None:
-        raise ValueError("the old name is not supported; use tool_calls")
-
-
-class Message(BaseModel):
-    """One message. Further fields that have a value (name, tool_call_id…) go to the chat template as they are."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-    role: Annotated[str, BeforeValidator(_known_role, json_schema_input_type=Literal[ROLES])]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
-    refusal: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
-    function_call: Annotated[None, BeforeValidator(_no_function_call)] = None
-
-    def for_template(self, knows_developer: bool = False) -> dict[str, Any]:
-        """The message with its parts joined to one text, and the arguments of its calls as objects.
-
-        Content is null only beside calls. Unless the template ``knows_developer``, such a message is a system message.
-        """
-        role = "system" if self.role == "developer" and not knows_developer else self.role
-        more = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        content = self.content
-        if isinstance(content, list):
-            content = "".join(part.text or part.refusal for part in content)
-        elif content is None:
-            content = self.refusal
-        if self.tool_calls:
-            more["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        elif content is None:
-            content = ""
-        return {"role": role, "content": content, **more}
-
-
-def _few_arguments(messages: list[Message]) -> list[Message]:
-    if sum(call.function.num_marks for each in messages for call in each.tool_calls or ()) > MAX_CHAT_MARKS:
-        raise ValueError(f"the arguments of calls have more than {MAX_CHAT_MARKS} values; leave out earlier turns")
-    return messages
-
-
-Messages = Annotated[
-    list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), AfterValidator(_few_arguments)
-]
-
-
-class FunctionDefinition(BaseModel):
-    """A function that the model may call; ``parameters`` is the JSON schema of its arguments."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-    name: Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,128}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(BaseModel):
-    """One of ``tools``. Further fields go to the chat template."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-    type: Literal["function"]
-    function: FunctionDefinition
-    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _keep(cls, value: Any, handler: Callable[[Any], Self]) -> Self:
-        tool = handler(value)
-        if isinstance(value, dict):
-            tool._given = value
-        return tool
-
-    def for_template(self) -> dict[str, Any]:
-        """The tool as it was given, word for word and in its order."""
-        return self._given
 
 
 class ChatPrompt(Body):
@@ -591,12 +355,17 @@ class ChatPrompt(Body):
 
     messages: Messages | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    """Functions that the model may call; docs/tools.md."""
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
+    """Whether the template opens the assistant's turn."""
     documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    """A variable for the template."""
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
+    """A variable for the template."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the template; not messages, tools or self."""
 
     @property
     def prompt_field(self) -> str | None:
@@ -606,12 +375,16 @@ class ChatPrompt(Body):
 class ChatBody(ChatPrompt, OpenAIBody):
     """POST /v1/chat/completions."""
 
-    api: ClassVar[Api | None] = Api.CHAT
     messages: Messages
+    """Content as a text or as text parts."""
     max_completion_tokens: NumTokens | None = None
+    """Goes before max_tokens."""
     logprobs: bool | None = False
+    """Of the generated tokens."""
     top_logprobs: NumLogprobs | None = None
+    """With logprobs."""
     add_special_tokens: bool = False
+    """Whether the tokenizer adds its own (bos) to the text."""
 
     @model_validator(mode="after")
     def _logprobs_for_top(self) -> Self:
@@ -623,11 +396,15 @@ class ChatBody(ChatPrompt, OpenAIBody):
 class SGLangSampling(SamplingFields):
     """``sampling_params`` of /generate."""
 
-    api: ClassVar[Api | None] = Api.SAMPLING_PARAMS
+    nullable: ClassVar[frozenset[str]] = frozenset(("max_new_tokens",))
     stop: GenerateStop | None = None
+    """One or up to 64."""
     max_new_tokens: NumTokensOrNone | None = 128
+    """null: to the end of the context; 0 gives no text."""
     min_new_tokens: Annotated[int, Field(ge=0, le=_UINT32)] = 0
+    """As min_tokens."""
     sampling_seed: int | None = None
+    """Goes before seed."""
 
 
 SamplingParams = SGLangSampling | Annotated[list[SGLangSampling], Field(max_length=MAX_SEQUENCES, fail_fast=True)]
@@ -641,19 +418,27 @@ LogprobTokenIdLists = Annotated[list[LogprobTokenIds], Field(max_length=MAX_SEQU
 class GenerateBody(RoutedBody):
     """POST /generate. A list in place of one value has an item for each prompt."""
 
-    api: ClassVar[Api | None] = Api.GENERATE
     max_marks: ClassVar[int] = MAX_MARKS
     text: Annotated[str | Texts | None, BeforeValidator(_few_prompts)] = None
+    """A text or a list; either this or input_ids."""
     input_ids: Annotated[TokenIds | TokenIdLists | None, BeforeValidator(_few_prompts)] = None
+    """Token ids or a list of them; either this or text."""
     sampling_params: SamplingParams = Field(default_factory=SGLangSampling)
+    """One for all prompts, or one for each."""
     stream: bool = False
     stream_output: bool = False
+    """A stream's texts and ids are what is new; else all so far."""
     rid: CallIds | None = None
+    """One, or one for each prompt; /abort_request takes it."""
     session_id: Annotated[str, Field(max_length=256)] | None = None
+    """As prompt_cache_key."""
     return_logprob: Flags = False
+    """Of the generated tokens; one value, or one for each prompt."""
     logprob_start_len: Counts = -1
+    """The prompt's from this token on, whose own is null; -1 gives none."""
     top_logprobs_num: Counts = 0
     token_ids_logprob: LogprobTokenIds | LogprobTokenIdLists | None = None
+    """Token ids, or such a list for each prompt."""
     return_text_in_logprobs: bool = False
 
     @model_validator(mode="after")

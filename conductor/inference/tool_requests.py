@@ -12,7 +12,9 @@ from typing import Any
 
 import msgspec
 
-from tanghulu.conductor.inference.schema import MAX_GRAMMAR_CHARS, ChatPrompt, FunctionDefinition, Tool
+from tanghulu.conductor.inference.grammars import MAX_GRAMMAR_CHARS
+from tanghulu.conductor.inference.messages import FunctionDefinition, Tool
+from tanghulu.conductor.inference.schema import ChatPrompt
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.conductor.tools import prompting, schemas
 from tanghulu.conductor.tools.call_reader import ARGUMENTS_MARK

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,6 +17,7 @@ from tanghulu.conductor.pool_router.streamed import Streamed
 from tanghulu.errors import InvalidRequest
 from tanghulu.version import __version__
 from tanghulu.web import errors
+from tanghulu.web.routes import add_metrics
 from tanghulu.web.server import request_id_of
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/generate")
@@ -74,7 +75,8 @@ def make_app(forwarder: Forwarder, registry: CollectorRegistry, max_body_bytes: 
     for method, path in _ANY:
         app.add_api_route(path, anywhere, methods=[method], response_model=None)
     app.add_api_route("/v1/responses/{response_id}", kept, methods=["GET", "DELETE"], response_model=None)
-    _add_admin(app, forwarder, registry, max_body_bytes)
+    add_metrics(app, registry)
+    _add_admin(app, forwarder, max_body_bytes)
     return app
 
 
@@ -87,7 +89,7 @@ def _target(request: Request) -> str:
     return (raw + (b"?" + query if query else b"")).decode("latin-1")
 
 
-def _add_admin(app: FastAPI, forwarder: Forwarder, registry: CollectorRegistry, max_body_bytes: int) -> None:
+def _add_admin(app: FastAPI, forwarder: Forwarder, max_body_bytes: int) -> None:
     @app.get("/health")
     @app.get("/live")
     async def live() -> dict[str, Any]:
@@ -100,11 +102,6 @@ def _add_admin(app: FastAPI, forwarder: Forwarder, registry: CollectorRegistry, 
         good = {pool for pool, status, _ in await forwarder.everywhere("GET", "/ready") if status == 200}
         missing = [p for p in forwarder.pools.pools if not good.intersection(forwarder.pools.ways(p))]
         return JSONResponse({"ready": not missing, "missing": missing}, 503 if missing else 200)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        """Prometheus' text format; the same as on --metrics-port."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/pools")
     async def pools() -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Forwarder:
         self._clock, self._metrics = clock, metrics
         self._client = client
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         await self._client.close()
 
     async def generate(self, path: str, body: bytes, headers: Mapping[str, str]) -> PoolAnswer:

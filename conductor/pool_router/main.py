@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -31,8 +30,7 @@ from tanghulu.runtime.master_options import HttpOptions, MasterOptions
 from tanghulu.runtime.process import Process, ProcessConfig
 from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, Role
-from tanghulu.web.port import HttpPort
-from tanghulu.web.server import address_of, listen
+from tanghulu.web.server import Server
 
 _log = structlog.get_logger(__name__)
 
@@ -74,7 +72,7 @@ class GlobalRouter:
         self.config = config
         for pool in pools.pools.values():
             refuse_plain(config.tls, *pool.urls)
-        self._port = HttpPort(config, config.host)
+        self._server = Server(config, config.host)
         client = RelayClient(config.silence_timeout_s, config.tls.to(CONDUCTOR, ROUTER))
         self.forwarder = Forwarder(pools, SystemClock(), PoolMetrics(registry), client)
         self.address = Address("", 0)
@@ -84,24 +82,17 @@ class GlobalRouter:
     async def running(self, discovery: Discovery | None) -> AsyncIterator[GlobalRouter]:
         """Serve inside the block; at its end let what is under way go on for the grace period."""
         config = self.config
-        listener = listen(config.host, config.port)
-        self.address = Address(config.reachable_host, address_of(listener).port)
-        app = make_app(self.forwarder, self._registry, config.max_body_size)
-        authorized = self._port.authorized(app, route_rights.POOL_ROUTER)
-        server = self._port.server(RequestIds(authorized), config.grace_s)
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        routes = make_app(self.forwarder, self._registry, config.max_body_size)
+        app = RequestIds(self._server.authorized(routes, route_rights.POOL_ROUTER))
         pools = self.forwarder.pools.pools if discovery is not None else ()
-        try:
-            following = [self._follow(discovery, name) for name in pools if discovery is not None]
-            async with beside(*following, *self._port.tasks()):
-                yield self
-        finally:
-            server.stop()
-            await asyncio.wait([serving], timeout=config.grace_s)
-            server.force_exit = True
-            await asyncio.gather(serving, return_exceptions=True)
-            await self.forwarder.close()
-            listener.close()
+        following = [self._follow(discovery, name) for name in pools if discovery is not None]
+        async with (
+            contextlib.aclosing(self.forwarder),
+            self._server.serving(app, config.port, config.grace_s) as server,
+            beside(*following),
+        ):
+            self.address = Address(config.reachable_host, server.address.port)
+            yield self
 
     def apply(self, pool: str, event: InstanceEvent) -> None:
         """Take an event of Discovery on the conductors of ``pool``."""

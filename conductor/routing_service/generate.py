@@ -59,7 +59,7 @@ class Generator:
         self._service, self._hasher, self._clock, self._client = service, hasher, clock, client
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         await asyncio.gather(*self._closing, return_exceptions=True)
         await self._client.close()
 

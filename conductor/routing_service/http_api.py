@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -25,7 +25,7 @@ from tanghulu.session.outputs import KvChange
 from tanghulu.types import BlockHash, InstanceId
 from tanghulu.version import __version__
 from tanghulu.web import errors
-from tanghulu.web.targets import check_path, rest
+from tanghulu.web.routes import add_metrics, check_path, rest
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -122,11 +122,7 @@ def make_app(
         """The process answers."""
         return {"status": "ok", "workers": len(service.workers), "requests": service.num_requests}
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        """Prometheus' text format."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
-
+    add_metrics(app, registry)
     return app
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -35,8 +34,7 @@ from tanghulu.runtime.process import Process, run
 from tanghulu.runtime.tasks import beside
 from tanghulu.session.outputs import KvChange
 from tanghulu.types import Address, BlockHash, Fingerprint, Role
-from tanghulu.web.port import HttpPort
-from tanghulu.web.server import address_of, listen
+from tanghulu.web.server import HttpServer, Server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +94,7 @@ class RouterServer:
         policies = RoutingPolicies(config.policy, parse_weights(config.policy_weights, router_id))
         networks = WorkerNetworks(config.worker_networks, encrypted=bool(config.tls))
         self.service = RoutingService(policies, config.block_tokens, config.block_bytes, config.assumed(), networks)
-        self._port = HttpPort(config, config.host)
+        self._server = Server(config, config.host)
         self.address = self.grpc_address = Address("", 0)
         self._registry, self._hasher, self._clock = registry, config.hasher(), SystemClock()
 
@@ -104,37 +102,34 @@ class RouterServer:
     async def running(self) -> AsyncIterator[RouterServer]:
         """Serve inside the block. Raises ConfigError if a port is taken, or a library for KV events is missing."""
         config, followers = self.config, [self._follower(source) for source in parse_sources(self.config.vllm_events)]
-        listener = listen(config.host, config.port)
-        self.address = Address(config.reachable_host, address_of(listener).port)
-        client = RelayClient(config.silence_timeout_s, config.tls)
-        generator = Generator(self.service, self._hasher, self._clock, client)
-        app = make_app(self.service, self._hasher, self._clock, self._registry, config.max_body_size, generator)
-        server = self._port.server(self._port.authorized(app, route_rights.ROUTING_SERVICE), config.grace_s)
-        keys = self._port.keys
+        generator = Generator(self.service, self._hasher, self._clock, RelayClient(config.silence_timeout_s, config.tls))
+        routes = make_app(self.service, self._hasher, self._clock, self._registry, config.max_body_size, generator)
+        app = self._server.authorized(routes, route_rights.ROUTING_SERVICE)
+        async with (
+            contextlib.aclosing(generator),
+            self._server.serving(app, config.port, config.grace_s) as server,
+            self._serving_grpc(generator, server),
+            beside(*(follower.run() for follower in followers)),
+        ):
+            self.address = Address(config.reachable_host, server.address.port)
+            yield self
+
+    @contextlib.asynccontextmanager
+    async def _serving_grpc(self, generator: Generator, server: HttpServer) -> AsyncIterator[None]:
+        config, keys = self.config, self._server.keys
         authorizer = None if keys is None else GrpcKeyAuthorizer(keys, RIGHTS)
         options = {MOST_CONNECTIONS: config.max_connections}
         rpc = guarded_server(config.max_connections, authorizer, options, shares=KEYS)
         servicer = RouterServicer(self.service, self._hasher, self._clock, generator, keys)
         router_pb2_grpc.add_RouterServicer_to_server(servicer, rpc)
         where, tls = Address(config.host, config.grpc_port), config.tls if config.tls.cert else None
-        try:
-            self.grpc_address = listen_grpc(rpc, where, tls, mutual=config.tls_mutual, flag="--grpc-port")
-        except ConfigError:
-            listener.close()
-            raise
+        self.grpc_address = listen_grpc(rpc, where, tls, mutual=config.tls_mutual, flag="--grpc-port")
         await rpc.start()
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            async with beside(*(follower.run() for follower in followers), *self._port.tasks()):
-                yield self
+            yield
         finally:
             server.stop()
             await rpc.stop(config.grace_s)
-            await asyncio.wait([serving], timeout=config.grace_s)
-            server.force_exit = True
-            await asyncio.gather(serving, return_exceptions=True)
-            await generator.close()
-            listener.close()
 
     def _follower(self, source: EventSource) -> VllmFollower:
         """Register the worker of ``source`` and follow its events; a later registration may give its role and place."""

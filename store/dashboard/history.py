@@ -1,11 +1,11 @@
-"""Samples of the last minutes, taken about once a second, and a store's figures between two of them. Pure."""
+"""The last minutes: samples taken about once a second, figures between two of them, and what changed. Pure."""
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Generic, TypeVar
 
 from tanghulu.runtime.scraping import Samples, summed
@@ -14,8 +14,10 @@ T = TypeVar("T")
 
 #: Samples that are kept, one a second: five minutes.
 MAX_SAMPLES = 300
-#: What a figure of now looks back on.
+#: Seconds before now that the figures of now cover.
 WINDOW_S = 60.0
+#: Events that are kept.
+MAX_EVENTS = 200
 
 
 def ratio(part: float, whole: float) -> float | None:
@@ -23,10 +25,11 @@ def ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
-class SampleLog(Generic[T]):
-    """The last ``MAX_SAMPLES`` samples, each with its time."""
+class History(Generic[T]):
+    """The last ``MAX_SAMPLES`` samples. ``figures`` makes those between two samples and their seconds apart."""
 
-    def __init__(self) -> None:
+    def __init__(self, figures: Callable[[float, T, T], dict[str, Any]]) -> None:
+        self._figures = figures
         self._samples: deque[tuple[float, T]] = deque(maxlen=MAX_SAMPLES)
 
     def __len__(self) -> int:
@@ -36,21 +39,22 @@ class SampleLog(Generic[T]):
         """Take a sample."""
         self._samples.append((at_s, sample))
 
-    def window(self) -> tuple[float, T, T] | None:
-        """(seconds, first sample, last sample) of the last ``WINDOW_S`` seconds; None without a sample."""
+    def now(self) -> dict[str, Any]:
+        """The figures of the last ``WINDOW_S`` seconds; nothing without a sample."""
         if not self._samples:
-            return None
+            return {}
         at_s, last = self._samples[-1]
         before_s, first = next(each for each in self._samples if each[0] >= at_s - WINDOW_S)
-        return max(at_s - before_s, 1e-9), first, last
+        return self._figures(max(at_s - before_s, 1e-9), first, last)
 
-    def pairs(self, num_points: int) -> Iterator[tuple[float, float, T, T]]:
-        """At most ``num_points`` of (time, seconds since the one before, that one, this one) over what is kept."""
+    def points(self, num_points: int) -> list[dict[str, Any]]:
+        """At most ``num_points`` points over all samples, each of the time since the one before it."""
         samples = list(self._samples)
         step = max(1, -(-len(samples) // num_points))
-        chosen = samples[::-1][::step][::-1]
-        for (before_s, before), (at_s, sample) in itertools.pairwise(chosen):
-            yield at_s, max(at_s - before_s, 1e-9), before, sample
+        return [
+            {"at_s": at_s} | self._figures(max(at_s - before_s, 1e-9), first, last)
+            for (before_s, first), (at_s, last) in itertools.pairwise(samples[::-1][::step][::-1])
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,7 @@ class StoreHistory:
     """
 
     def __init__(self) -> None:
-        self._log: SampleLog[StoreCounters] = SampleLog()
+        self._log = History(_rates)
         self._nodes: dict[str, StoreCounters] = {}
         self.grown = StoreCounters()
 
@@ -101,22 +105,18 @@ class StoreHistory:
 
     def now(self) -> dict[str, Any]:
         """Rates of the last ``WINDOW_S`` seconds, and the share of gets that found their key since the nodes' start."""
-        window = self._log.window()
-        if window is None:
+        if not len(self._log):
             return {}
-        seconds, first, last = window
         total = sum(self._nodes.values(), StoreCounters())
-        return _rates(seconds, last.since(first)) | {
-            "get_hit_ratio_total": ratio(total.hits, total.hits + total.misses)
-        }
+        return self._log.now() | {"get_hit_ratio_total": ratio(total.hits, total.hits + total.misses)}
 
     def points(self, num_points: int) -> list[dict[str, Any]]:
-        """At most ``num_points`` points over what is kept, each of the time since the one before it."""
-        pairs = self._log.pairs(num_points)
-        return [{"at_s": at_s} | _rates(seconds, last.since(first)) for at_s, seconds, first, last in pairs]
+        """At most ``num_points`` points over all samples, each of the time since the one before it."""
+        return self._log.points(num_points)
 
 
-def _rates(seconds: float, grown: StoreCounters) -> dict[str, Any]:
+def _rates(seconds: float, first: StoreCounters, last: StoreCounters) -> dict[str, Any]:
+    grown = last.since(first)
     return {
         "get_hit_ratio": ratio(grown.hits, grown.hits + grown.misses),
         "gets_per_s": (grown.hits + grown.misses) / seconds,
@@ -125,3 +125,49 @@ def _rates(seconds: float, grown: StoreCounters) -> dict[str, Any]:
         "read_bytes_per_s": grown.read_bytes / seconds,
         "written_bytes_per_s": grown.written_bytes / seconds,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterEvent:
+    """One change; ``number`` counts from 1, ``at_s`` is the time of day."""
+
+    number: int
+    at_s: float
+    kind: str
+    text: str
+
+
+class EventLog:
+    """The last ``MAX_EVENTS`` changes of workers, nodes and counters."""
+
+    def __init__(self) -> None:
+        self._events: deque[ClusterEvent] = deque(maxlen=MAX_EVENTS)
+        self._states: dict[str, str] = {}
+        self._counts: dict[str, float] = {}
+        self._number = 0
+
+    def states(self, at_s: float, part: str, states: Mapping[str, str]) -> None:
+        """Compare the parts of one kind (``part``: "worker", "node"), each with its state, with those of before."""
+        known = {name.partition(" ")[2]: state for name, state in self._states.items() if name.startswith(f"{part} ")}
+        for name, state in states.items():
+            if known.get(name) != state:
+                self._add(at_s, f"{part}.{state}", f"{part} {name} is {state}")
+        for name in known.keys() - states.keys():
+            self._add(at_s, f"{part}.gone", f"{part} {name} is gone")
+            del self._states[f"{part} {name}"]
+        self._states |= {f"{part} {name}": state for name, state in states.items()}
+
+    def count(self, at_s: float, kind: str, total: float, text: str) -> None:
+        """Note how much the counter ``kind`` grew; ``text`` says what, with {} where the growth belongs."""
+        grown = total - self._counts.get(kind, total)
+        self._counts[kind] = total
+        if grown > 0:
+            self._add(at_s, kind, text.format(int(grown)))
+
+    def last(self, num_events: int) -> list[dict[str, Any]]:
+        """The newest events, the newest first."""
+        return [asdict(each) for each in list(self._events)[: -num_events - 1 : -1]]
+
+    def _add(self, at_s: float, kind: str, text: str) -> None:
+        self._number += 1
+        self._events.append(ClusterEvent(self._number, at_s, kind, text))

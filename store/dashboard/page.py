@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any
 
 import msgspec
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, Response, StreamingResponse
 
 #: Between two events of a stream.
 PERIOD_S = 1.0
@@ -31,9 +31,16 @@ def once(state: Mapping[str, Any]) -> Response:
     return Response(msgspec.json.encode(state), media_type="application/json")
 
 
-def event(state: Mapping[str, Any]) -> bytes:
-    """What the page shows, as one server-sent event."""
-    return b"data: " + msgspec.json.encode(state) + b"\n\n"
+def stream(state: Callable[[], Awaitable[Mapping[str, Any]]], goes_on: Callable[[], Awaitable[bool]]) -> Response:
+    """What the page shows, as server-sent events. ``goes_on`` waits for the next, and says whether there is one."""
+
+    async def events() -> AsyncIterator[bytes]:
+        while True:
+            yield b"data: " + msgspec.json.encode(await state()) + b"\n\n"
+            if not await goes_on():
+                return
+
+    return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
 
 @cache

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tanghulu.errors import Overloaded
 from tanghulu.store.gateway.metrics import GatewayMetrics
 from tanghulu.types import format_size
-from tanghulu.web.bodies import IncomingBody
+from tanghulu.web.bodies import IncomingBody, pieces
 from tanghulu.web.errors import REQUEST_TIMEOUT, BodyTooLarge, BodyTooSlow, answer_to
 
 _log = structlog.get_logger(__name__)
@@ -136,15 +136,8 @@ class _Exchange:
 
     async def take_body(self) -> None:
         """Read all of the body; raises BodyTooLarge, BodyTooSlow, ClientDisconnect."""
-        body = bytearray()
-        while not self._body.is_complete:
-            message = await self.receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            body += message.get("body", b"")
-            if len(body) > _MAX_TAKEN_BYTES:
-                raise BodyTooLarge(f"a body other than a value has at most {format_size(_MAX_TAKEN_BYTES)}")
-        self._taken = {"type": "http.request", "body": bytes(body), "more_body": False}
+        body = b"".join([piece async for piece in pieces(self._body, _MAX_TAKEN_BYTES)])
+        self._taken = {"type": "http.request", "body": body, "more_body": False}
 
     async def receive(self) -> Message:
         """The next piece of the body; behind its end, the server's messages.

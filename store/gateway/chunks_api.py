@@ -16,7 +16,7 @@ from tanghulu.store.gateway.clients import KEYS_PER_PAGE, GatewayClient
 from tanghulu.store.gateway.gateway import Gateway, Patience
 from tanghulu.store.gateway.matching import matching
 from tanghulu.store.gateway.values_api import check_for_change
-from tanghulu.web.targets import rest
+from tanghulu.web.routes import rest
 
 Row = dict[str, Any]
 #: A pattern that takes longer for a page of keys is one of those that never end.

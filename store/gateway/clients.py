@@ -242,7 +242,7 @@ class Clients:
             await asyncio.sleep(_SWEEP_S)
             self._close(self._cache.expire(time.monotonic()))
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close every client."""
         for opening in list(self._opening.values()):
             opening.cancel()

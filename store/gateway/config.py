@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tanghulu.auth.tls import HTTP1, ServerTls
 from tanghulu.errors import ConfigError
 from tanghulu.runtime.config import check_bounds, option
-from tanghulu.runtime.master_options import MasterOptions
+from tanghulu.runtime.master_options import MasterOptions, ServerOptions
 from tanghulu.runtime.process import ProcessConfig
 from tanghulu.types import is_loopback
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(MasterOptions, ProcessConfig):
+class GatewayConfig(MasterOptions, ServerOptions, ProcessConfig):
     """The gateway's address, its conditions for callers, and its bounds."""
 
     port: int = option(7480, "port of the HTTP API; 0 picks one")
     grpc_port: int = option(-1, "port of values and keys over gRPC; 0 picks one, -1 disables it", least=-1)
-    tls_mutual: bool = option(False, "require client certificates signed by --tls-ca")
     require_token: bool = option(False, "reject requests without a token instead of using the gateway's own")
     insecure: bool = option(False, "allow an address beyond loopback without TLS, or open to everybody")
-    allowed_hosts: str = option(
-        "", "host names accepted on a loopback port, for example behind a proxy: a.example,b.example"
-    )
     deadline_s: float = option(10.0, "deadline of one store call, in seconds", above=0)
     request_s: float = option(
         300.0, "deadline of a request of many calls (checks, removals by pattern), in seconds", above=0
@@ -66,9 +61,3 @@ class GatewayConfig(MasterOptions, ProcessConfig):
                 f"--host {self.host} is in the open: say --require-token or --tls-mutual, so that not everybody may "
                 "do what the gateway may, or --insecure"
             )
-
-    def server_tls(self) -> ServerTls | None:
-        """The TLS context to listen with; None without a certificate. Raises ConfigError."""
-        if not (self.tls_cert or self.tls_key or self.tls_mutual):
-            return None
-        return ServerTls(self.tls, mutual=self.tls_mutual, protocol=HTTP1)

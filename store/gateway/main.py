@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
@@ -10,6 +9,7 @@ from fastapi import Depends, FastAPI, Request
 from starlette.responses import Response
 
 from tanghulu.runtime.process import Process
+from tanghulu.runtime.tasks import beside
 from tanghulu.store.gateway import chunks_api, dashboard_api, events_api, health_api, nodes_api, values_api
 from tanghulu.store.gateway.bounds import Bounded
 from tanghulu.store.gateway.config import GatewayConfig
@@ -20,12 +20,14 @@ from tanghulu.store.gateway.ranges import RangeNotSatisfiable
 from tanghulu.types import Address
 from tanghulu.version import __version__
 from tanghulu.web import errors
-from tanghulu.web.own_site import OwnSite, listed
-from tanghulu.web.server import HttpServer, address_of, follow_files, listen
-from tanghulu.web.targets import checked_target
+from tanghulu.web.access import RouteRights
+from tanghulu.web.routes import checked_target
+from tanghulu.web.server import Server
 
 #: A client has come to the end of a request's header in this time, and of the agreement on TLS before.
 HEADER_S = 10.0
+#: Tokens, and no API keys, say what a caller may do.
+_NO_KEYS = RouteRights({})
 _ABOUT = """The store of tanghulu for curl, dashboards and orchestrators. Requests are done in the name of the token in
 `Authorization: Bearer TOKEN`, with its rights; an operator's token acts for the tenant in `Tanghulu-Tenant`. Keys stand
 in paths percent-encoded. Errors are `{"error": {"message", "type", "code", "param"}}`."""
@@ -40,36 +42,22 @@ async def serve(process: Process, config: GatewayConfig) -> None:
 
 @contextlib.asynccontextmanager
 async def _serving(process: Process, config: GatewayConfig) -> AsyncIterator[Address]:
-    tls = config.server_tls()
     gateway = Gateway(config, GatewayMetrics(process.registry), process.stopping)
-    listener = listen(config.host, config.port)
-    server = HttpServer(
-        OwnSite(make_app(gateway), config.host, listed(config.allowed_hosts)),
-        config.grace_s,
-        tls=tls.context if tls is not None else None,
-        max_connections=config.max_connections,
-        header_s=min(config.stall_s, HEADER_S),
-        stall_s=config.stall_s,
-    )
-    port = StorePort(gateway)
-    if config.grpc_port >= 0:
-        await port.start()
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    keeping = [asyncio.create_task(gateway.clients.sweep())]
-    if tls is not None:
-        keeping.append(asyncio.create_task(follow_files(tls)))
-    try:
-        address = address_of(listener)
-        yield Address(config.reachable_host, address.port)
-    finally:
-        server.stop()
-        await asyncio.gather(asyncio.wait([serving], timeout=config.grace_s), port.stop(config.grace_s))
-        server.force_exit = True
-        for task in keeping:
-            task.cancel()
-        await asyncio.gather(serving, *keeping, return_exceptions=True)
-        await gateway.clients.close()
-        listener.close()
+    http, grpc = Server(config, config.host), StorePort(gateway)
+    app = http.authorized(make_app(gateway), _NO_KEYS)
+    header_s = min(config.stall_s, HEADER_S)
+    async with (
+        contextlib.aclosing(gateway.clients),
+        http.serving(app, config.port, config.grace_s, header_s=header_s, stall_s=config.stall_s) as server,
+        beside(gateway.clients.sweep()),
+    ):
+        if config.grpc_port >= 0:
+            await grpc.start()
+        try:
+            yield Address(config.reachable_host, server.address.port)
+        finally:
+            server.stop()
+            await grpc.stop(config.grace_s)
 
 
 def make_app(gateway: Gateway) -> FastAPI:

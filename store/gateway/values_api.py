@@ -21,7 +21,7 @@ from tanghulu.store.gateway.ranges import ByteRange, RangeNotSatisfiable, asks_f
 from tanghulu.store.protocol.types import validate_key
 from tanghulu.types import format_size
 from tanghulu.web.errors import BodyTooLarge, LengthRequired, PreconditionFailed, answer_to
-from tanghulu.web.targets import rest
+from tanghulu.web.routes import rest
 
 _OCTETS = "application/octet-stream"
 _PIECE_BYTES = 256 << 10

@@ -40,7 +40,7 @@ from tanghulu.session.messages import (
 )
 from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import Address, RequestId
-from tanghulu.web.authorizer import Need
+from tanghulu.web.access import Need
 from tanghulu.workers.kv.peer_methods import (
     EXPORT_PIN,
     EXPORT_RELEASE,

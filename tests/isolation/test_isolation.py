@@ -31,7 +31,7 @@ from tanghulu.store.gateway.main import make_app
 from tanghulu.store.gateway.metrics import GatewayMetrics
 from tanghulu.store.protocol import methods as store
 from tanghulu.store.protocol.messages import Found, GetRequest, ReserveRequest
-from tanghulu.web.login import LOGIN
+from tanghulu.web.access import LOGIN
 from tanghulu.workers.kv import peer_methods
 from tests.conductor.key_files import routes_of
 from tests.isolation import table

@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from tanghulu.errors import Overloaded
 from tanghulu.web import errors
-from tanghulu.web.direct import DirectRoutes
+from tanghulu.web.routes import DirectRoutes
 
 
 def _routes() -> APIRouter:

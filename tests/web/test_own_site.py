@@ -8,7 +8,7 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from tanghulu.web.own_site import OwnSite, listed
+from tanghulu.web.access import OwnSite, listed
 
 HERE = "http://localhost:8000"
 CROSS = {"sec-fetch-site": "cross-site"}

@@ -5,19 +5,16 @@ A response is a chat under other names: items become messages, and the chat's ow
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from tanghulu.conductor.inference.body import Body, Name
+from tanghulu.conductor.inference.messages import MAX_MESSAGES, MAX_PARTS
 from tanghulu.conductor.inference.schema import (
     MAX_LABELS,
-    MAX_MESSAGES,
-    MAX_PARTS,
     MAX_TOOLS,
-    Api,
-    Body,
     ChatBody,
-    Name,
     NumTokens,
     RoutedBody,
     at_most,
@@ -84,46 +81,60 @@ class FunctionTool(BaseModel):
 class FormatOfText(Body):
     """``text.format``."""
 
-    api: ClassVar[Api | None] = Api.TEXT_FORMAT
     type: Literal["text", "json_object", "json_schema"]
     name: str = ""
+    """Not shown to the model."""
     strict: bool | None = None
+    """Rejects a schema of which something would not be enforced."""
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    """Default: any JSON."""
 
 
 class TextOptions(Body):
     """``text``: the format of the answer's text."""
 
-    api: ClassVar[Api | None] = Api.TEXT
     format: FormatOfText | None = None
 
 
 class ReasoningOptions(Body):
     """``reasoning``."""
 
-    api: ClassVar[Api | None] = Api.REASONING
     effort: str | None = None
+    """A variable for the template."""
 
 
 class ResponsesBody(RoutedBody):
     """POST /v1/responses."""
 
-    api: ClassVar[Api | None] = Api.RESPONSES
     input: str | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    """A text, or items: messages, calls, their outputs, reasoning."""
     instructions: str | None = None
+    """A system message in front; not kept for the next turn."""
     max_output_tokens: NumTokens | None = None
+    """Default: to the end of the context."""
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    """Default: the model's own, else 1."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Default: the model's own, else 1."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Beside the text in the output."""
     include: Annotated[list[Name], Field(max_length=MAX_LABELS, fail_fast=True)] | None = None
+    """message.output_text.logprobs; there is no more."""
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    """Functions; docs/tools.md."""
     tool_choice: str | dict[str, Any] | None = None
+    """none, auto, required, or a function by its name."""
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
+    """The format of the text, under format."""
     reasoning: ReasoningOptions | None = None
+    """The effort."""
     store: bool = True
+    """Kept in this process, as long as there is room."""
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
+    """The turns before; 400 if they are no longer kept."""
     metadata: Annotated[dict[Name, Name], Field(max_length=MAX_LABELS), at_most(MAX_LABELS)] | None = None
+    """Comes back in the response."""
     stream: bool | None = False
 
     @field_validator("input")

@@ -56,10 +56,9 @@ class PortOptions(TlsOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HttpOptions(TlsOptions):
-    """The options of an HTTP port for clients: API keys, TLS, and the number of connections."""
+class ServerOptions(TlsOptions):
+    """The options of an HTTP port: TLS, and the number of connections."""
 
-    api_keys: Path | None = option(None, "require one of the API keys in this file")
     tls_mutual: bool = option(False, "require client certificates signed by --tls-ca")
     allowed_hosts: str = option(
         "", "host names accepted on a loopback port, for example behind a proxy: a.example,b.example"
@@ -80,9 +79,16 @@ class HttpOptions(TlsOptions):
 
     def http_tls(self) -> ServerTls | None:
         """The TLS context of the HTTP port; None without a certificate. Raises ConfigError."""
-        if not (self.tls_cert or self.tls_mutual):
+        if not (self.tls_cert or self.tls_key or self.tls_mutual):
             return None
         return ServerTls(self.tls, mutual=self.tls_mutual, protocol=HTTP1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpOptions(ServerOptions):
+    """The options of an HTTP port for clients with API keys."""
+
+    api_keys: Path | None = option(None, "require one of the API keys in this file")
 
 
 @dataclass(frozen=True, kw_only=True)

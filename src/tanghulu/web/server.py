@@ -1,4 +1,8 @@
-"""uvicorn inside a process's own event loop, and the socket that it listens on."""
+"""An HTTP port of a process: its socket, its callers, and uvicorn inside the process's own event loop.
+
+``Server`` is what the conductor, the routers and the gateway have, each with its own application; ``HttpServer`` is
+uvicorn with bounds on connections, headers and slow readers.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import ssl
 import sys
 import termios
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Final, cast
 
 import structlog
@@ -19,13 +23,19 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from tanghulu.auth.api_keys import ApiKeysFile
 from tanghulu.auth.handshakes import Handshakes
+from tanghulu.auth.key_limits import KeyAccounts
 from tanghulu.auth.places import Strangers, host_of
 from tanghulu.auth.tls import REFRESH_S, ServerTls
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.runtime.accepting import accept_no_more
+from tanghulu.runtime.descriptors import allow_descriptors
+from tanghulu.runtime.master_options import HttpOptions, ServerOptions
+from tanghulu.runtime.tasks import beside
 from tanghulu.runtime.telemetry import RareLog
 from tanghulu.types import Address
+from tanghulu.web.access import HttpAuthorizer, OwnSite, RouteRights, listed
 from tanghulu.web.errors import HeaderTooLarge, TooManyConnections, answer_to, status_of
 
 _log = structlog.get_logger(__name__)
@@ -79,8 +89,8 @@ def address_of(listener: socket.socket) -> Address:
     return Address(host, port)
 
 
-async def follow_files(tls: ServerTls) -> None:
-    """Use certificates that were replaced for new connections, until cancelled."""
+async def _follow_files(tls: ServerTls) -> None:
+    """Use replaced certificates for new connections, until cancelled."""
     while True:
         await asyncio.sleep(REFRESH_S)
         try:
@@ -359,6 +369,11 @@ class HttpServer(uvicorn.Server):
         self._connection: Callable[[], asyncio.Protocol] | None = None
         self._last: list[asyncio.Task[object]] = []
 
+    def start(self, listener: socket.socket) -> None:
+        """Serve on ``listener`` as the task ``serving``."""
+        self.address = address_of(listener)
+        self.serving = asyncio.create_task(self.serve(sockets=[listener]))
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on ``sockets``. As uvicorn does, but TLS is to be agreed on in ``header_s``, by few at a time."""
         assert sockets, "it listens on sockets that are there"
@@ -413,3 +428,63 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave the signals to the process."""
         yield
+
+
+class Server:
+    """An HTTP port with the keys, certificates and bounds of ``options``; pages of ``origins`` may use it.
+
+    Raises ConfigError for a file that cannot be used.
+    """
+
+    def __init__(self, options: ServerOptions, host: str, origins: Iterable[str] = ()) -> None:
+        self._options, self._host, self._origins = options, host, tuple(origins)
+        api_keys = options.api_keys if isinstance(options, HttpOptions) else None
+        self.keys = None if api_keys is None else ApiKeysFile(api_keys)
+        self._tls = options.http_tls()
+        self._authorizer: HttpAuthorizer | None = None
+
+    def authorized(self, app: ASGIApp, rights: RouteRights, accounts: KeyAccounts | None = None) -> ASGIApp:
+        """``app`` for callers with a key, where keys are required, and for no page of another site."""
+        if self.keys is not None:
+            app = self._authorizer = HttpAuthorizer(app, self.keys, rights, accounts)
+        return OwnSite(app, self._host, listed(self._options.allowed_hosts), self._origins)
+
+    @contextlib.asynccontextmanager
+    async def serving(
+        self,
+        app: ASGIApp,
+        port: int,
+        grace_s: float,
+        *,
+        reuse_port: bool = False,
+        header_s: float = _KEEP_ALIVE_S,
+        stall_s: float = READ_STALL_S,
+    ) -> AsyncIterator[HttpServer]:
+        """Serve ``app``, which ``authorized`` returned or which contains it; end within ``grace_s`` after the block.
+
+        Raises ConfigError if the port is taken.
+        """
+        listener = listen(self._host, port, reuse_port=reuse_port)
+        allow_descriptors(self._options.max_connections)
+        tls = None if self._tls is None else self._tls.context
+        server = HttpServer(
+            app,
+            grace_s,
+            tls=tls,
+            max_connections=self._options.max_connections,
+            header_s=header_s,
+            stall_s=stall_s,
+        )
+        server.start(listener)
+        following = [] if self._tls is None else [_follow_files(self._tls)]
+        if self._authorizer is not None:
+            following.append(self._authorizer.watch())
+        try:
+            async with beside(*following):
+                yield server
+        finally:
+            server.stop()
+            await asyncio.wait([server.serving], timeout=grace_s)
+            server.force_exit = True
+            await asyncio.gather(server.serving, return_exceptions=True)
+            listener.close()

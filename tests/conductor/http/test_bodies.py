@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-import tanghulu.conductor.inference.schema as schema_module
+import tanghulu.conductor.inference.grammars as grammars_module
 import tanghulu.web.bodies as web_bodies
 from tanghulu.conductor.http import reply
 from tanghulu.conductor.http.reply import dumps, dumps_large, parse_fields
@@ -265,7 +265,7 @@ def test_a_body_of_many_faults_names_the_first_few(given):
 
 async def test_choices_beyond_a_grammar_are_refused_before_they_are_escaped(cluster, monkeypatch):
     await cluster.add()
-    monkeypatch.setattr(schema_module, "_one_of", None)  # would fail
+    monkeypatch.setattr(grammars_module, "one_of", None)  # would fail
     for name in ("guided_choice", "structured_outputs"):
         texts = ["." * 20_000] * 4
         body = {**ASK, name: texts if name == "guided_choice" else {"choice": texts}}

@@ -12,13 +12,11 @@ import httpx
 import pytest
 
 from tanghulu.conductor import route_rights
-from tanghulu.conductor.dashboard import pages
-from tanghulu.conductor.dashboard.pages import Dashboard
+from tanghulu.conductor.dashboard import Dashboard, router
 from tanghulu.conductor.main import make_app
 from tanghulu.errors import ConfigError, Unauthorized
 from tanghulu.hashing import joined
-from tanghulu.web.authorizer import COOKIE, Need
-from tanghulu.web.login import LoginPage
+from tanghulu.web.access import COOKIE, LoginPage, Need
 from tests.conductor.cluster import Cluster, running_cluster
 from tests.conductor.key_files import SECRETS, bearer, routes_of, write_keys
 
@@ -42,7 +40,7 @@ async def keyed_cluster(run_dir: Path, **options: object) -> AsyncIterator[Clust
 def paths_of(cluster: Cluster) -> set[tuple[str, str]]:
     """(method, path) of every route, those of the dashboard included."""
     app = make_app(cluster.conductor.service).app
-    app.include_router(pages.router(cluster.conductor.dashboard))
+    app.include_router(router(cluster.conductor.dashboard))
     return routes_of(app.routes)
 
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tanghulu.conductor.dashboard import docs_page
-from tanghulu.conductor.http import fields
+from tanghulu.conductor.http import docs_page
 from tanghulu.conductor.http.openapi_document import BODIES, STREAMS
+from tanghulu.conductor.inference.body import IGNORED, UNSUPPORTED
 from tanghulu.conductor.route_rights import CONDUCTOR
-from tanghulu.web.authorizer import Need
+from tanghulu.web.access import Need
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.floats(-9, 9) | st.text(max_size=4) | st.just(1 << 70),
@@ -25,7 +25,7 @@ ANYTHING = st.recursive(
     max_leaves=5,
 )
 NO_PROXY = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-NAMES = [*sorted({row.name for row in fields.ROWS}), "bogus"]
+NAMES = sorted({*UNSUPPORTED, *IGNORED, *(name for body in BODIES.values() for name in body.model_fields), "bogus"})
 LIMITS = {name for name in NAMES if name.endswith("_timeout")}
 """A request that gives itself next to no time gets its 504."""
 DEFINITIONS = {body.__name__: body.model_json_schema(ref_template="{model}") for body in BODIES.values()}

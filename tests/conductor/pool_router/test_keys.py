@@ -17,7 +17,7 @@ from tanghulu.conductor.pool_router.main import GlobalRouter, GlobalRouterConfig
 from tanghulu.discovery.base import EventKind, Instance, InstanceEvent
 from tanghulu.errors import ConfigError
 from tanghulu.types import Address, InstanceId, Role
-from tanghulu.web.authorizer import Need
+from tanghulu.web.access import Need
 from tests.conductor.cluster import running_cluster
 from tests.conductor.key_files import bearer, routes_of, write_keys
 from tests.tls_files import Authority
@@ -74,4 +74,4 @@ async def test_with_any_tls_file_conductors_are_reached_by_tls_alone(tmp_path: P
         found = Instance(InstanceId(scheme), Role.CONDUCTOR, Address("127.0.0.1", 1), attributes={"scheme": scheme})
         router.apply("one", InstanceEvent(EventKind.PUT, found))
     assert [each.url for each in router.forwarder.members["one"].in_order(0.0)] == ["https://127.0.0.1:1"]
-    await router.forwarder.close()
+    await router.forwarder.aclose()

@@ -21,7 +21,7 @@ from tanghulu.hashing import as_tokens
 from tanghulu.protos import router_pb2 as pb
 from tanghulu.protos import router_pb2_grpc
 from tanghulu.types import InstanceId, Role
-from tanghulu.web.authorizer import Need
+from tanghulu.web.access import Need
 from tests.conductor.key_files import SECRETS, bearer, routes_of, write_keys
 
 CALLS = {

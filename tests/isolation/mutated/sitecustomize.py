@@ -16,7 +16,7 @@ from tanghulu.session import messages
 from tanghulu.store.gateway.gateway import Gateway
 from tanghulu.store.protocol import methods
 from tanghulu.transfer_engine.core import access
-from tanghulu.web.authorizer import Need
+from tanghulu.web.access import Need
 from tanghulu.workers.kv import peer_methods
 
 for _rule in (

@@ -1,6 +1,6 @@
 """Events are what differs from a second before."""
 
-from tanghulu.store.dashboard.events import MAX_EVENTS, EventLog
+from tanghulu.store.dashboard.history import MAX_EVENTS, EventLog
 
 
 def _texts(log):

@@ -1,6 +1,6 @@
 """A store's figures from its nodes' counters."""
 
-from tanghulu.store.dashboard.history import MAX_SAMPLES, SampleLog, StoreCounters, StoreHistory
+from tanghulu.store.dashboard.history import MAX_SAMPLES, History, StoreCounters, StoreHistory
 
 
 def test_counters_are_read_from_a_page_of_metrics():
@@ -38,10 +38,10 @@ def test_nodes_that_come_restart_and_go():
 
 
 def test_samples_are_bounded():
-    log = SampleLog[int]()
-    assert log.window() is None
+    log = History[int](lambda seconds, first, last: {"seconds": seconds, "first": first, "last": last})
+    assert log.now() == {}
     for second in range(2 * MAX_SAMPLES):
         log.append(float(second), second)
     assert len(log) == MAX_SAMPLES
-    assert log.window() == (60.0, 2 * MAX_SAMPLES - 61, 2 * MAX_SAMPLES - 1)
-    assert len(list(log.pairs(100))) <= 100
+    assert log.now() == {"seconds": 60.0, "first": 2 * MAX_SAMPLES - 61, "last": 2 * MAX_SAMPLES - 1}
+    assert len(log.points(100)) <= 100

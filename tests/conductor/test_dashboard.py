@@ -2,7 +2,7 @@
 
 import math
 
-from tanghulu.conductor.dashboard.history import History, Totals, quantile
+from tanghulu.conductor.dashboard import RequestHistory, Totals, quantile
 from tanghulu.store.dashboard.history import MAX_SAMPLES, ratio
 
 BOUNDS = (1.0, 2.0, math.inf)
@@ -22,7 +22,7 @@ def test_a_ratio_of_nothing_is_none():
 
 
 def test_now_looks_back_a_minute():
-    history = History(BOUNDS, BOUNDS)
+    history = RequestHistory(BOUNDS, BOUNDS)
     assert history.now() == {}
     for second in range(200):
         # one request a second until 100, then two; of the second kind three quarters are cached
@@ -40,7 +40,7 @@ def test_now_looks_back_a_minute():
 
 
 def test_few_points_and_bounded_samples():
-    history = History(BOUNDS, BOUNDS)
+    history = RequestHistory(BOUNDS, BOUNDS)
     for second in range(2 * MAX_SAMPLES):
         history.append(float(second), Totals(in_flight=second))
     assert len(history) == MAX_SAMPLES
@@ -48,5 +48,5 @@ def test_few_points_and_bounded_samples():
     assert len(points) <= 100
     assert points[-1]["at_s"] == 2 * MAX_SAMPLES - 1
     assert [point["at_s"] for point in points] == sorted(point["at_s"] for point in points)
-    history = History(BOUNDS, BOUNDS)
+    history = RequestHistory(BOUNDS, BOUNDS)
     assert history.points(100) == []

@@ -1,0 +1,313 @@
+"""Who may call an application: pages of this site alone, and, with ``--api-keys``, callers with a key.
+
+``OwnSite`` refuses requests that pages of other sites have a browser make, so that no web page reaches a port behind
+its user's back. Browsers say where a request comes from: ``Origin``, and ``Sec-Fetch-Site``. A page that was fetched
+from a name which now leads to this machine (DNS rebinding) is of the same origin, but its name stands in ``Host``: so a
+port on loopback answers to addresses, to names without a dot, which no stranger owns, and to names that it was given.
+Programs send no Origin; a link to a page of ours is followed.
+
+``HttpAuthorizer`` asks for a key: ``Authorization: Bearer KEY``, ``x-api-key``, or, for people with a browser, the
+cookie that the page at /login sets. Routes find the key in the request's state, as ``api_key``; those whose answers
+have no end ask ``key_stands`` there. What belongs into the answer's header is ``headers``. A table says for each route
+what a key must allow; a test compares it with the application's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import html
+import ipaddress
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from enum import Enum
+from functools import partial
+from http.cookies import CookieError, SimpleCookie
+from typing import Final
+from urllib.parse import parse_qs, urlsplit
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.routing import compile_path
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tanghulu.auth.api_keys import ApiKey, ApiKeysFile, KeyRight
+from tanghulu.auth.key_limits import KeyAccounts, RateLimitExceeded
+from tanghulu.errors import Forbidden, Overloaded, TanghuluError, Unauthorized
+from tanghulu.types import is_loopback
+from tanghulu.web.bodies import IncomingBody, pieces
+from tanghulu.web.errors import answer_to, log_failure
+
+LOGIN: Final = "/login"
+_MAX_FORM_BYTES: Final = 4096
+_FORM_S: Final = 10.0
+#: Forms that are coming at one time: strangers send them, and each takes a connection while it comes.
+_MAX_FORMS: Final = 16
+_STYLE: Final = "body{font:16px/1.5 system-ui,sans-serif;max-width:24rem;margin:20vh auto;padding:0 1rem}"
+_STYLE_HASH: Final = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+_POLICY: Final = f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; form-action 'self'"
+_PAGE: Final = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>tanghulu: {what}</title>
+<meta name="viewport" content="width=device-width"><style>{style}</style></head><body><h1>A {what} is needed</h1>
+<p>{said}</p><form method="post" action="/login"><input type="hidden" name="next" value="{next}">
+<label>{label} <input type="password" name="key" autocomplete="current-password" required autofocus></label>
+<button>Go on</button></form></body></html>
+"""
+REFRESH_S: Final = 1.0
+COOKIE: Final = "tanghulu_key"
+_SAFE: Final = ("GET", "HEAD", "OPTIONS")
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """The values of an option, separated by commas."""
+    return tuple(each.strip() for each in text.split(",") if each.strip())
+
+
+class OwnSite:
+    """``app``, which listens on ``host``, for programs, its own pages, and pages of ``origins`` ("*": of all).
+
+    Where only this machine reaches ``host``, requests are for an address, a name without a dot, or one of ``names``.
+    """
+
+    def __init__(self, app: ASGIApp, host: str, names: Iterable[str] = (), origins: Iterable[str] = ()) -> None:
+        self._app, self._origins = app, frozenset(origins)
+        self._names = frozenset(map(str.lower, names)) if is_loopback(host) else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._admit(scope["method"], Headers(scope=scope))
+            except Forbidden as error:
+                log_failure(error, scope)
+                await answer_to(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _admit(self, method: str, headers: Headers) -> None:
+        """Raise Forbidden for a request of another site's page, or for a name that is not this port's."""
+        host, origin = headers.get("host", ""), headers.get("origin")
+        name = _name_of(host)
+        if self._names is not None and "." in name and name not in self._names and not _is_address(name):
+            raise Forbidden(
+                f"{name[:128]!r} is no name of this port, which only this machine reaches; use localhost, or list the "
+                "name in --allowed-hosts"
+            )
+        if origin is not None:
+            foreign = urlsplit(origin).netloc != host and not {origin, "*"} & self._origins
+        else:  # a link that a person follows names no origin
+            is_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
+            foreign = headers.get("sec-fetch-site") == "cross-site" and not is_link and "*" not in self._origins
+        if foreign:
+            raise Forbidden(f"pages of {(origin or 'other sites')[:128]} may not use this port (--cors-origins)")
+
+
+def _name_of(host: str) -> str:
+    """The name in a Host header, without its port."""
+    name, _, port = host.rpartition(":")
+    return (name if name and not port.endswith("]") else host).lower().rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+class LoginPage:
+    """The page that asks for ``what`` ("key", "token"), labelled ``label``, and the cookie that keeps it."""
+
+    def __init__(self, what: str, label: str, cookie: str) -> None:
+        self._what, self._label, self._cookie = what, label, cookie
+        self._num_forms = 0
+
+    def shown(self, headers: Headers) -> str | None:
+        """What the request's cookie shows."""
+        try:
+            morsel = SimpleCookie(headers.get("cookie", "")).get(self._cookie)
+        except CookieError:
+            return None
+        return morsel.value if morsel is not None else None
+
+    def refusal(self, scope: Scope, error: TanghuluError) -> Response:
+        """The page where a browser wants one, else the error as all errors are answered."""
+        wants_page = "text/html" in Headers(scope=scope).get("accept", "")
+        if wants_page and scope["method"] == "GET" and type(error) is Unauthorized:
+            return self.page(error.message, scope["path"], 401)
+        return answer_to(error)
+
+    def page(self, said: str, wanted: str, status: int) -> Response:
+        """The page, which leads to ``wanted``."""
+        texts = {"what": self._what, "label": self._label, "said": html.escape(said)}
+        text = _PAGE.format(style=_STYLE, next=html.escape(_own_path(wanted)), **texts)
+        headers = {"content-security-policy": _POLICY, "cache-control": "no-store"}
+        if status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return HTMLResponse(text, status, headers)
+
+    async def log_in(self, scope: Scope, receive: Receive, admit: Callable[[str], Awaitable[None]]) -> Response | None:
+        """The answer to a GET or POST of /login; None for nobody. ``admit`` raises Unauthorized for a wrong one."""
+        if scope["method"] != "POST":
+            return self.page("Whoever runs this cluster has one for you.", "/dashboard", 200)
+        try:
+            form = await self._read_form(scope, receive)
+            wanted = form.get("next", "")
+            shown = form.get("key", "").strip()
+            await admit(shown)
+        except ClientDisconnect:
+            return None
+        except Unauthorized as error:
+            return self.page(error.message, wanted, 401)
+        except TanghuluError as error:
+            return answer_to(error)
+        answer = RedirectResponse(_own_path(wanted), 303)
+        secure = scope["scheme"] == "https"
+        answer.set_cookie(self._cookie, shown, path="/", httponly=True, samesite="strict", secure=secure)
+        return answer
+
+    async def _read_form(self, scope: Scope, receive: Receive) -> dict[str, str]:
+        """The fields of a form; raises BodyTooLarge, BodyTooSlow, Overloaded."""
+        if self._num_forms >= _MAX_FORMS:
+            raise Overloaded(f"{_MAX_FORMS} people are logging in; try again in a moment")
+        self._num_forms += 1
+        try:
+            body = IncomingBody(scope, receive, _FORM_S, _FORM_S)
+            data = b"".join([piece async for piece in pieces(body, _MAX_FORM_BYTES)])
+        finally:
+            self._num_forms -= 1
+        return {name: values[-1] for name, values in parse_qs(data.decode("utf-8", "replace")).items()}
+
+
+def _own_path(wanted: str) -> str:
+    """``wanted`` where it is a path of this server, and no other host's."""
+    plain = wanted.startswith("/") and not wanted.startswith("//") and "\\" not in wanted and wanted.isprintable()
+    return wanted if plain else "/dashboard"
+
+
+_LOGIN_PAGE: Final = LoginPage("key", "API key", COOKIE)
+
+
+class Need(Enum):
+    """What a route asks of a caller; the value is for the documentation."""
+
+    NOTHING = "no key"
+    ANY_KEY = "any key"
+    INFERENCE = "inference"
+    METRICS = "metrics"
+    ADMIN = "admin"
+
+
+_RIGHTS: Final = {need: KeyRight(need.value) for need in (Need.INFERENCE, Need.METRICS, Need.ADMIN)}
+
+
+class RouteRights:
+    """The needs of an application's routes, by their paths as the application has them; of other paths: any key."""
+
+    def __init__(self, table: Mapping[str, Need]) -> None:
+        self.table = dict(table)
+        self._patterns = [(compile_path(path)[0], need) for path, need in table.items()]  # as the application matches
+
+    def of(self, path: str) -> Need:
+        """What a request for ``path`` needs."""
+        known = self.table.get(path)
+        if known is not None:
+            return known
+        return next((need for pattern, need in self._patterns if pattern.match(path)), Need.ANY_KEY)
+
+
+class HttpAuthorizer:
+    """``app`` for callers with a key that allows what they ask for. ``accounts`` None: another process counts."""
+
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeysFile, rights: RouteRights, accounts: KeyAccounts | None = None
+    ) -> None:
+        self._app, self._keys, self._rights, self._accounts = app, keys, rights, accounts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        need = self._rights.of(scope["path"])
+        if scope["path"] == LOGIN:
+            answer = await _LOGIN_PAGE.log_in(scope, receive, self._known)
+            if answer is not None:
+                await answer(scope, receive, send)
+            return
+        if need is Need.NOTHING:
+            await self._app(scope, receive, send)
+            return
+        try:
+            key = self._admitted(scope, need)
+        except TanghuluError as error:
+            log_failure(error, scope)
+            await _LOGIN_PAGE.refusal(scope, error)(scope, receive, send)
+            return
+        scope.setdefault("state", {}).update(api_key=key, key_stands=partial(self._stands, key))
+        if need is not Need.INFERENCE or self._accounts is None:
+            await self._app(scope, receive, send)
+        else:
+            await self._counted(self._accounts, key, scope, receive, send)
+
+    async def watch(self) -> None:
+        """Follow the file of keys until cancelled."""
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            if await asyncio.to_thread(self._keys.refresh) and self._accounts is not None:
+                self._accounts.keep(self._keys.table)
+
+    def _stands(self, key: ApiKey) -> bool:
+        return self._keys.table.still_stands(key, time.time())
+
+    def _admitted(self, scope: Scope, need: Need) -> ApiKey:
+        """The key of a request that may be made with it. Raises Unauthorized, Forbidden."""
+        headers = Headers(scope=scope)
+        shown, by_cookie = _shown(headers)
+        key = self._keys.table.authenticate(shown)
+        if by_cookie and scope["method"] not in _SAFE:
+            _refuse_other_sites(headers)
+        right = _RIGHTS.get(need)
+        if right is not None:
+            key.require(right, f"{scope['method']} {scope['path']}")
+        return key
+
+    async def _counted(self, accounts: KeyAccounts, key: ApiKey, scope: Scope, receive: Receive, send: Send) -> None:
+        account, now_s = accounts.of(key, time.monotonic()), time.monotonic()
+        try:
+            account.begin(now_s)
+        except RateLimitExceeded as error:
+            scope["state"]["headers"] = account.headers(now_s)
+            log_failure(error, scope)
+            await answer_to(error, max(1, round(error.retry_after_s + 0.5)))(scope, receive, send)
+            return
+        scope["state"]["headers"] = account.headers(now_s)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            account.end()
+
+    async def _known(self, shown: str) -> None:
+        """Raise Unauthorized for what is no key."""
+        self._keys.table.authenticate(shown)
+
+
+def _shown(headers: Headers) -> tuple[str, bool]:
+    """The key that a request shows, and whether it comes in a cookie. Raises Unauthorized."""
+    given = headers.get("authorization")
+    if given is not None:
+        scheme, _, key = given.strip().partition(" ")
+        if scheme.lower() != "bearer":
+            raise Unauthorized("the header Authorization is not of the form: Bearer KEY")
+        return key.strip(), False
+    if (own := headers.get("x-api-key")) is not None:
+        return own.strip(), False
+    kept = _LOGIN_PAGE.shown(headers)
+    return (kept or "", kept is not None)
+
+
+def _refuse_other_sites(headers: Headers) -> None:
+    """Raise Forbidden for a change that another page has a browser ask for, with the cookie of this one."""
+    origin = headers.get("origin")
+    if origin is None or urlsplit(origin).netloc != headers.get("host"):
+        raise Forbidden("with a cookie only pages of this address may change anything; send Authorization: Bearer KEY")
