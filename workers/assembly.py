@@ -27,6 +27,9 @@ from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.process import Process, host_id
 from tanghulu.runtime.tasks import beside
 from tanghulu.session.model_card import ModelCard
+from tanghulu.store.client.block_store import BlockStore
+from tanghulu.store.client.settings import ENGINE_ANSWER_S, Settings
+from tanghulu.store.client.signed_kv import KvClient
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.engine import TransferEngine
@@ -155,14 +158,9 @@ class WorkerServer:
             if not self._secret:
                 say = _log.info if config.tokens is None else _log.warning  # without tokens nobody is kept out anyway
                 say("worker.no_cluster_secret", hint=_WITHOUT_SECRET)
-            store = StoreAdapter(
-                config.master,
-                loaded.fingerprint,
-                loaded.layout.layer_bytes,
-                loaded.layout.num_parts,
-                self._secret,
-                self._metrics.store_refused.inc,
-            )
+            settings = Settings(master=config.master, master_answer_s=ENGINE_ANSWER_S)
+            client = BlockStore(KvClient(settings, self._secret, self._metrics.store_refused.inc))
+            store = StoreAdapter(client, loaded.fingerprint, loaded.layout.layer_bytes, loaded.layout.num_parts)
             stack.callback(store.close)
         self._speed = SpeedMeter(config.max_num_batched_tokens, config.peer_fetch)
         bounds = ConnectorConfig(store_policy=config.store_policy)

@@ -102,7 +102,8 @@ class RouterServer:
     async def running(self) -> AsyncIterator[RouterServer]:
         """Serve inside the block. Raises ConfigError if a port is taken, or a library for KV events is missing."""
         config, followers = self.config, [self._follower(source) for source in parse_sources(self.config.vllm_events)]
-        generator = Generator(self.service, self._hasher, self._clock, RelayClient(config.silence_timeout_s, config.tls))
+        client = RelayClient(config.silence_timeout_s, config.tls)
+        generator = Generator(self.service, self._hasher, self._clock, client)
         routes = make_app(self.service, self._hasher, self._clock, self._registry, config.max_body_size, generator)
         app = self._server.authorized(routes, route_rights.ROUTING_SERVICE)
         async with (

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from tanghulu.errors import DeadlineExceeded, NodeUnavailable
+from tanghulu.errors import ChunkNotFound, DeadlineExceeded, NodeUnavailable
+from tanghulu.store.client.block_store import BlockStore
+from tanghulu.store.client.model import Status
 from tanghulu.store.directory_feed import DirectoryEvent, DirectoryEventKind
-from tanghulu.types import BlockHash, kv_chunk_key
+from tanghulu.types import BlockHash, ChunkKey, kv_chunk_key
+from tanghulu.workers.kv.store_adapter import StoreAdapter
 from tests.cluster_sim import text
 
 HOST = "store"
@@ -26,9 +29,10 @@ class SimStore:
         self.chunks: dict[BlockHash, bytes] = {}
         self.away = False
 
-    def seen_by(self, host: str) -> _SeenStore:
+    def seen_by(self, host: str) -> StoreAdapter:
         """The store as a worker's connector reaches it."""
-        return _SeenStore(self._world, self, host)
+        client: Any = _SeenStore(self._world, self, host)
+        return StoreAdapter(BlockStore(client), text.FINGERPRINT, text.LAYOUT.layer_bytes)
 
     def put(self, block_hash: BlockHash, data: bytes) -> None:
         if block_hash in self.chunks:
@@ -53,27 +57,28 @@ class SimStore:
 
 
 class _SeenStore:
-    """A `KvStore`: blocking, in the threads of one worker."""
+    """A client of the store: blocking, in the threads of one worker."""
 
     def __init__(self, world: Any, store: SimStore, host: str) -> None:
         self._world, self._store, self._host = world, store, host
 
-    def load(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+    def get_many_into(self, keys: Sequence[ChunkKey], buffers: Sequence[memoryview], **_: object) -> list[Any]:
         self._travel()
-        for count, (block_hash, buffer) in enumerate(zip(hashes, buffers, strict=True)):
-            data = self._store.chunks.get(block_hash)
-            if data is None:
-                return count
-            buffer[:] = data
+        found: list[Any] = []
+        for key, buffer in zip(keys, buffers, strict=True):
+            data = self._store.chunks.get(_hash_of(key))
+            if data is not None:
+                buffer[:] = data
+            found.append(ChunkNotFound(key) if data is None else len(data))
             self._world.threads.sleep(1e-4)
-        return len(hashes)
+        return found
 
-    def save(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+    def put_many(self, items: Sequence[tuple[ChunkKey, memoryview]], **_: object) -> list[Status]:
         self._travel()
-        for block_hash, buffer in zip(hashes, buffers, strict=True):
+        for key, value in items:
             self._world.threads.sleep(1e-4)
-            self._store.put(block_hash, bytes(buffer))
-        return len(hashes)
+            self._store.put(_hash_of(key), bytes(value))
+        return [Status(key) for key, _ in items]
 
     def _travel(self) -> None:
         network, threads = self._world.network, self._world.threads
@@ -84,3 +89,7 @@ class _SeenStore:
         if network.is_cut(self._host, HOST):
             threads.sleep(AWAY_S)
             raise DeadlineExceeded("the store did not answer")
+
+
+def _hash_of(key: ChunkKey) -> BlockHash:
+    return BlockHash(bytes.fromhex(key.split("/")[2]))

@@ -32,7 +32,7 @@ from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.probe import EngineProbe
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineThread, StepReport
-from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector, KvStore
+from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
 from tanghulu.workers.kv.peer_reader import PeerReader
 from tanghulu.workers.kv.peer_server import KvIdentity, PeerServer
 from tanghulu.workers.kv.ports import HostBlocks
@@ -88,7 +88,7 @@ class SimWorker(Process):
         metrics = WorkerMetrics(CollectorRegistry(), text.LAYOUT, plan.num_blocks)
         speed = SpeedMeter(STEP_TOKENS)
         reader = PeerReader(SimTransfers(self._world, self.host), self.id, text.FINGERPRINT)  # type: ignore[arg-type]
-        store: KvStore | None = self._world.store.seen_by(self.host) if plan.has_store else None
+        store = self._world.store.seen_by(self.host) if plan.has_store else None
         self.reader = reader
         self.connector = KvConnector(store, reader, metrics, speed, ConnectorConfig())
         config = EngineCoreConfig(

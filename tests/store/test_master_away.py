@@ -25,9 +25,12 @@ from tanghulu.errors import (
     TanghuluError,
 )
 from tanghulu.masters import Masters
+from tanghulu.store.client import block_store
 from tanghulu.store.client.logic.context import refresh_nodes
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, PeerId
 from tanghulu.store.client.model import PutItem, PutOptions
+from tanghulu.store.client.settings import ENGINE_ANSWER_S, Settings
+from tanghulu.store.client.signed_kv import KvClient
 from tanghulu.store.protocol.messages import PutRequest
 from tanghulu.types import Address, BlockHash, Fingerprint
 from tanghulu.workers.kv import store_adapter
@@ -274,9 +277,12 @@ async def test_a_master_that_was_never_met_is_told_at_once(driver: str) -> None:
 async def test_a_worker_computes_what_it_cannot_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever time there is for the bytes of a prefix."""
     monkeypatch.setattr(store_adapter, "LOAD_DEADLINE_S", FOR_EVER_S)
+    monkeypatch.setattr(block_store, "FIRST_REST_S", 0.0)
+    monkeypatch.setattr(block_store, "MAX_REST_S", 0.0)
     master = Master()
     await master.start()
-    adapter = store_adapter.StoreAdapter(Masters.parse(master.address), Fingerprint(bytes(16)), 4)
+    client = KvClient(Settings(master=Masters.parse(master.address), master_answer_s=ENGINE_ANSWER_S))
+    adapter = store_adapter.StoreAdapter(block_store.BlockStore(client, FOR_EVER_S), Fingerprint(bytes(16)), 4)
 
     def load() -> int:
         return adapter.load([BlockHash(bytes(16))], [memoryview(bytearray(8))])
@@ -298,23 +304,25 @@ async def test_a_worker_computes_what_it_cannot_look_up(monkeypatch: pytest.Monk
     await master.stop()
 
 
-def test_a_worker_is_told_when_only_the_first_blocks_could_be_found() -> None:
+def test_a_worker_takes_the_first_blocks_and_then_leaves_a_store_without_master_alone() -> None:
     class Half:
+        def __init__(self, error: TanghuluError) -> None:
+            self.error = error
+
         def get_many_into(self, keys: Any, buffers: Any, **_: object) -> list[Any]:
             return [len(buffers[0]), self.error]
 
-        error: TanghuluError = MasterUnavailable("away")
-
-    adapter = store_adapter.StoreAdapter(Masters.parse("127.0.0.1:1"), Fingerprint(bytes(16)), 4)
-    half = adapter._client = Half()  # type: ignore[assignment]
     hashes, buffers = [BlockHash(bytes([n] * 16)) for n in (1, 2)], [memoryview(bytearray(8)) for _ in range(2)]
-    for error in (MasterUnavailable("away"), DirectoryIncomplete("rebuilding")):
-        half.error = error
-        with pytest.raises(type(error)):
-            adapter.load(hashes, buffers)
-    for error in (ChunkNotFound("gone"), NodeUnavailable("away")):
-        half.error = error
+    for error, is_available in (
+        (MasterUnavailable("away"), False),
+        (DirectoryIncomplete("rebuilding"), False),
+        (ChunkNotFound("gone"), True),
+        (NodeUnavailable("away"), True),
+    ):
+        half: Any = Half(error)
+        adapter = store_adapter.StoreAdapter(block_store.BlockStore(half), Fingerprint(bytes(16)), 4)
         assert adapter.load(hashes, buffers) == 1
+        assert adapter.is_available is is_available
 
 
 # --- real processes

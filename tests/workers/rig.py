@@ -5,12 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from tanghulu.errors import NodeUnavailable
+from tanghulu.errors import ChunkNotFound, NodeUnavailable
 from tanghulu.session.outputs import KvSource, PrefixHolder
-from tanghulu.types import BlockHash
+from tanghulu.store.client.block_store import BlockStore
+from tanghulu.store.client.model import Status
+from tanghulu.types import BlockHash, Fingerprint
 from tanghulu.workers.compute.models.registry import Model, kv_dtype_name
 from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig, ModelRunner
@@ -20,6 +23,7 @@ from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector, KvPeers
 from tanghulu.workers.kv.peer_reader import ExportPart, PeerReader
 from tanghulu.workers.kv.ports import BlockPort, HostBlocks
+from tanghulu.workers.kv.store_adapter import StoreAdapter
 from tanghulu.workers.metrics import WorkerMetrics
 from tests.workers.tiny import BLOCK, VOCAB, request
 
@@ -27,31 +31,37 @@ PROMPT = [2 + i % (VOCAB - 2) for i in range(5 * BLOCK + 3)]
 
 
 class DictStore:
-    """A store in memory, with a switch for failure."""
+    """A store in memory, with a switch for failure; ``client`` is what a worker's adapter calls."""
 
     def __init__(self) -> None:
-        self.chunks: dict[bytes, bytes] = {}
+        self.chunks: dict[bytes, bytes] = {}  # by the hash of the block
         self.broken = False
         self.gate = threading.Event()
         self.gate.set()
 
-    def load(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+    def get_many_into(self, keys: Sequence[str], buffers: Sequence[memoryview], **_: object) -> list[Any]:
         self._pass()
-        for count, (block_hash, buffer) in enumerate(zip(hashes, buffers, strict=True)):
-            if block_hash not in self.chunks:
-                return count
-            buffer[:] = self.chunks[block_hash]
-        return len(hashes)
+        found: list[Any] = []
+        for key, buffer in zip(keys, buffers, strict=True):
+            block_hash = _hash_of(key)
+            if block_hash in self.chunks:
+                buffer[:] = self.chunks[block_hash]
+            found.append(len(buffer) if block_hash in self.chunks else ChunkNotFound(key))
+        return found
 
-    def save(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+    def put_many(self, items: Sequence[tuple[str, memoryview]], **_: object) -> list[Status]:
         self._pass()
-        self.chunks.update({h: b.tobytes() for h, b in zip(hashes, buffers, strict=True)})
-        return len(hashes)
+        self.chunks.update({_hash_of(key): value.tobytes() for key, value in items})
+        return [Status(key) for key, _ in items]
 
     def _pass(self) -> None:
         assert self.gate.wait(30)
         if self.broken:
             raise NodeUnavailable("the node is away")
+
+
+def _hash_of(key: str) -> bytes:
+    return bytes.fromhex(key.split("/")[2])
 
 
 class NoPeers:
@@ -89,7 +99,8 @@ class Rig:
         self.registry = CollectorRegistry()
         layout = KvLayout.of(model.config, BLOCK, kv_dtype_name(kv_dtype, model.dtype))
         self.metrics = WorkerMetrics(self.registry, layout, num_blocks)
-        self.connector = KvConnector(store, peers or NoPeers(), self.metrics, SpeedMeter(), ConnectorConfig(**bounds))  # type: ignore[arg-type]
+        adapter = None if store is None else StoreAdapter(BlockStore(store), Fingerprint(bytes(16)), layout.layer_bytes)  # type: ignore[arg-type]
+        self.connector = KvConnector(adapter, peers or NoPeers(), self.metrics, SpeedMeter(), ConnectorConfig(**bounds))  # type: ignore[arg-type]
         if runner is None:
             capacity = num_blocks * layout.block_bytes
             in_place = TorchRunner(model, block_tokens=BLOCK, kv_dtype=kv_dtype, kv_capacity_bytes=capacity)

@@ -29,6 +29,7 @@ from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted
 from tanghulu.workers.engine.thread import Command
 from tanghulu.workers.kv.peer_reader import TURN_BYTES, ExportPart, Watch, cut
 from tanghulu.workers.kv.ports import BlockPort, Move
+from tanghulu.workers.kv.store_adapter import StoreAdapter
 from tanghulu.workers.kv.store_policy import StorePolicy, WorthKeeping, make_store_policy
 from tanghulu.workers.metrics import WorkerMetrics
 
@@ -41,16 +42,6 @@ NUM_FETCH_THREADS = 2
 
 #: Hashes that are remembered as written; what is forgotten is at worst written again, which the store finds a hit.
 _MAX_WRITTEN = 65_536
-
-
-class KvStore(Protocol):
-    """The store as the connector needs it; blocking, called from the connector's threads."""
-
-    def load(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
-        """Fill ``buffers`` with the blocks of ``hashes``; returns how many leading ones arrived whole."""
-
-    def save(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
-        """Keep the blocks; returns how many are in the store now. ``buffers`` are not needed afterwards."""
 
 
 class KvPeers(Protocol):
@@ -83,7 +74,6 @@ class ConnectorConfig:
     store_policy: str = "all"
     max_pending_bytes: int = 512 << 20
     max_deferred_bytes: int = 512 << 20
-    pause_after_failure_s: float = 1.0
 
 
 class KvConnector:
@@ -91,7 +81,7 @@ class KvConnector:
 
     def __init__(
         self,
-        store: KvStore | None,
+        store: StoreAdapter | None,
         peers: KvPeers,
         metrics: WorkerMetrics,
         speed: SpeedMeter,
@@ -116,7 +106,6 @@ class KvConnector:
         self._releaser = ThreadPoolExecutor(1, "kv-release")  # other workers' blocks wait for no slow fetch
         self._writer = ThreadPoolExecutor(1, "kv-save")
         self._pending_blocks = 0  # the engine's thread alone changes it
-        self._paused_until_s = 0.0
         self._num_dropped = 0
         self._written: OrderedDict[BlockHash, None] = OrderedDict()  # or on its way; the engine's thread alone
 
@@ -204,7 +193,7 @@ class KvConnector:
 
     def engine_idle(self) -> None:
         """Write what was deferred, a batch at a time: the end of one brings the next, if the engine is idle still."""
-        if self._store is not None and self._pending_blocks == 0 and not self._paused:
+        if self._store_answers and self._pending_blocks == 0:
             self._keep(self._policy.idle(_IDLE_BLOCKS))
 
     def _keep(self, blocks: Sequence[WorthKeeping]) -> None:
@@ -214,14 +203,14 @@ class KvConnector:
         blocks = [block for block in blocks if self._core.scheduler.pool.block_of(block.block_hash) == block.block_id]
         if not blocks:
             return
-        if self._paused or len(blocks) > self._num_writable:
+        if not self._store_answers or len(blocks) > self._num_writable:
             self._metrics.store_skipped.inc(len(blocks))
             return
         block_ids, hashes = [block.block_id for block in blocks], [block.block_hash for block in blocks]
         self._core.hold(block_ids)
         self._write(hashes, lambda store: self._drain(store, hashes, block_ids), block_ids)
 
-    def _drain(self, store: KvStore, hashes: list[BlockHash], block_ids: list[int]) -> int:
+    def _drain(self, store: StoreAdapter, hashes: list[BlockHash], block_ids: list[int]) -> int:
         """Save the blocks; called in the writer's thread."""
         return self._port.drain(block_ids, lambda at, buffers: store.save(hashes[at : at + len(buffers)], buffers))
 
@@ -230,7 +219,7 @@ class KvConnector:
         """Blocks that may still be sent on their way."""
         return self._config.max_pending_bytes // self._layout.block_bytes - self._pending_blocks
 
-    def _write(self, hashes: list[BlockHash], save: Callable[[KvStore], int], held: list[int]) -> None:
+    def _write(self, hashes: list[BlockHash], save: Callable[[StoreAdapter], int], held: list[int]) -> None:
         """Run ``save`` in the writer's thread, which says how many it kept; ``held`` are blocks to give back then."""
         self._count_pending(len(hashes))
         self._written.update(dict.fromkeys(hashes))
@@ -243,13 +232,9 @@ class KvConnector:
         self._metrics.store_pending_blocks.set(self._pending_blocks)
 
     @property
-    def _paused(self) -> bool:
-        """Whether the store failed a moment ago, so that requests do not wait for its deadlines one after the other."""
-        return time.monotonic() < self._paused_until_s
-
-    @property
     def _store_answers(self) -> bool:
-        return self._store is not None and not self._paused
+        """Whether there is a store, and it has not failed a moment ago: requests do not wait for its deadlines."""
+        return self._store is not None and self._store.is_available
 
     # --- in the connector's threads
 
@@ -455,8 +440,6 @@ class KvConnector:
     def _failed(self, source: str, error: TanghuluError) -> None:
         self._metrics.fetch_failures.labels(source).inc()
         _log.warning("fetch.failed", source=source, code=error.code, error=error.message)
-        if source == "store":
-            self._paused_until_s = time.monotonic() + self._config.pause_after_failure_s
 
     def _done(self, wanted: FetchWanted, num_ok: int, noted: Sequence[Command] = ()) -> None:
         """Tell the engine, in one command: each makes its thread report."""
@@ -468,14 +451,11 @@ class KvConnector:
 
         self._post(done)
 
-    def _save(self, hashes: list[BlockHash], save: Callable[[KvStore], int], held: list[int]) -> None:
+    def _save(self, hashes: list[BlockHash], save: Callable[[StoreAdapter], int], held: list[int]) -> None:
         assert self._store is not None
         num_saved = 0
         try:
             num_saved = save(self._store)
-        except TanghuluError as error:
-            self._paused_until_s = time.monotonic() + self._config.pause_after_failure_s
-            _log.warning("save.failed", code=error.code, error=error.message)
         except Exception:  # noqa: BLE001 - as above: the blocks must be given back
             _log.exception("save.failed")
         self._metrics.store_bytes.inc(num_saved * self._layout.block_bytes)

@@ -68,11 +68,6 @@ class ServerOptions(TlsOptions):
     )
 
     @property
-    def lets_everybody_in(self) -> bool:
-        """Whether callers need neither an API key nor a certificate."""
-        return self.api_keys is None and not self.tls_mutual
-
-    @property
     def scheme(self) -> str:
         """Of the port's URLs."""
         return "https" if self.tls_cert else "http"
@@ -89,6 +84,11 @@ class HttpOptions(ServerOptions):
     """The options of an HTTP port for clients with API keys."""
 
     api_keys: Path | None = option(None, "require one of the API keys in this file")
+
+    @property
+    def lets_everybody_in(self) -> bool:
+        """Whether callers need neither an API key nor a certificate."""
+        return self.api_keys is None and not self.tls_mutual
 
 
 @dataclass(frozen=True, kw_only=True)

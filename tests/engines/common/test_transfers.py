@@ -12,16 +12,16 @@ import pytest
 from tanghulu.engines.common.options import ConnectorOptions
 from tanghulu.engines.common.requests import LoadJob
 from tanghulu.engines.common.saves import Block, SaveJob
-from tanghulu.engines.common.transfers import BlockMemory, Ended, PrefixLookup, Transfers
+from tanghulu.engines.common.transfers import ANSWER_S, BlockMemory, Ended, PrefixLookup, Transfers
 from tanghulu.errors import (
     ChunkNotFound,
     ConfigError,
     DeadlineExceeded,
-    InvalidRequest,
     MasterUnavailable,
     TanghuluError,
 )
 from tanghulu.runtime.clock import ManualClock
+from tanghulu.store.client.block_store import BlockStore
 from tanghulu.store.client.model import Status
 
 LAYERS, LAYER_BYTES, NUM_BLOCKS = 3, 4, 8
@@ -51,11 +51,8 @@ class MemoryStore:
         found: list[int | TanghuluError] = []
         for key, pieces in zip(keys, buffers, strict=True):
             value = self.chunks.get(key)
-            if value is None:
+            if value is None or len(value) != BLOCK_BYTES:  # of another size: `KvClient` has removed it
                 found.append(ChunkNotFound(key))
-                continue
-            if len(value) > BLOCK_BYTES:
-                found.append(InvalidRequest(f"{key} has {len(value)} bytes, the buffers less"))
                 continue
             for at, piece in enumerate(pieces):
                 part = value[at * LAYER_BYTES : (at + 1) * LAYER_BYTES]
@@ -79,8 +76,8 @@ class Rank:
     def __init__(self, store: MemoryStore) -> None:
         self.layers = [bytearray(NUM_BLOCKS * LAYER_BYTES) for _ in range(LAYERS)]
         self.clock = ManualClock()
-        memory = BlockMemory(BLOCK_BYTES, lambda hashes: [each.hex() for each in hashes], self.buffers)
-        self.transfers = Transfers(store, memory, OPTIONS, self.clock)
+        memory = BlockMemory(lambda hashes: [each.hex() for each in hashes], self.buffers)
+        self.transfers = Transfers(BlockStore(store, clock=self.clock), memory, OPTIONS, self.clock)
 
     def buffers(self, block_id: int) -> list[memoryview]:
         at = slice(block_id * LAYER_BYTES, (block_id + 1) * LAYER_BYTES)
@@ -200,16 +197,33 @@ def test_a_store_that_was_late_is_left_alone_for_a_moment(store, rank):
 
 def test_one_question_serves_a_waiting_request(store):
     clock = ManualClock()
-    lookup = PrefixLookup(store, 0.02, clock)
+    blocks_there = BlockStore(store, clock=clock)
+    lookup = PrefixLookup(blocks_there, 0.02, clock)
     store.chunks["a"] = b"x"
     assert [lookup.num_stored("r", ["a", "b"]) for _ in range(5)] == [1] * 5
     assert store.num_calls == 1
     store.error = MasterUnavailable("away")
     assert [lookup.num_stored(f"r{number}", ["a"]) for number in range(9)] == [0] * 9
-    assert lookup.counts["lookups_failed"] == 3
+    assert blocks_there.counts["lookups_failed"] == 3
     store.error = None
     clock.advance(1.0)
     assert lookup.num_stored("r", ["a", "b"]) == 1
+
+
+def test_answers_are_kept_for_a_moment(store):
+    clock = ManualClock()
+    lookup = PrefixLookup(BlockStore(store, clock=clock), 0.02, clock)
+    store.chunks |= dict.fromkeys("abc", b"x")
+    assert lookup.num_stored("r", list("abcde")) == 3
+    store.chunks["d"] = b"x"
+    clock.advance(ANSWER_S / 2)
+    assert lookup.num_stored("r", list("abcde")) == 3
+    assert lookup.num_stored("r", list("abcdef")) == 4, "it has more blocks by now"
+    store.chunks["e"] = b"x"
+    clock.advance(ANSWER_S)
+    assert lookup.num_stored("r", list("abcdef")) == 5
+    lookup.forget("r")
+    assert len(lookup) == 0
 
 
 def test_options_name_what_is_wrong():

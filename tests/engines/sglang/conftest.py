@@ -46,8 +46,8 @@ class Chunks:
 
     def _into(self, key: str, pieces: Sequence[Any]) -> int | TanghuluError:
         value = self.kept.get(key)
-        if value is None:
-            return ChunkNotFound(key)
+        if value is None or len(value) != sum(memoryview(piece).nbytes for piece in pieces):
+            return ChunkNotFound(key)  # `KvClient` has removed one of another size
         at = 0
         for piece in map(memoryview, pieces):
             part = value[at : at + piece.nbytes]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tanghulu.engines.common.guarded_store import MAX_FAILED_QUESTIONS
 from tanghulu.errors import ConfigError, InvalidRequest, MasterUnavailable
+from tanghulu.store.client.block_store import MAX_FAILED_LOOKUPS
 from tests.engines.sglang.conftest import Chunks, Pool, indices
 from tests.engines.sglang.interface import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransfer, differences
 
@@ -42,7 +42,7 @@ def test_a_page_that_is_gone_or_short_is_a_miss(backend: Backend, chunks: Chunks
     assert one.batch_get_v1(NAMES, indices(*range(8))) == [True, True, False, True, True, False, True, True]
 
 
-def test_a_call_of_the_store_has_128_pages(backend: Backend, chunks: Chunks) -> None:
+def test_a_call_of_the_store_has_256_pages(backend: Backend, chunks: Chunks) -> None:
     names = [f"{number:064x}" for number in range(300)]
     one = backend(Pool())
     chunks.calls.clear()
@@ -51,8 +51,8 @@ def test_a_call_of_the_store_has_128_pages(backend: Backend, chunks: Chunks) -> 
     assert one.batch_get_v1(names, places) == [True] * 300
     assert one.batch_exists(names) == 300
     assert chunks.calls == [
-        *[("put", n) for n in (128, 128, 44)],
-        *[("get", n) for n in (128, 128, 44)],
+        *[("put", n) for n in (256, 44)],
+        *[("get", n) for n in (256, 44)],
         ("exists", 300),
     ]
 
@@ -235,11 +235,11 @@ def test_a_store_that_is_away_is_misses_and_rests(backend: Backend, chunks: Chun
     chunks.error = MasterUnavailable("away")
     one = backend()
     chunks.calls.clear()
-    for _ in range(MAX_FAILED_QUESTIONS + 5):
+    for _ in range(MAX_FAILED_LOOKUPS + 5):
         assert one.batch_exists(NAMES) == 0
         assert one.batch_get_v1(NAMES, indices(*range(8))) == [False] * 8
         assert one.batch_set_v1(NAMES, indices(*range(8))) == [False] * 8
-    assert [name for name, _ in chunks.calls].count("exists") == MAX_FAILED_QUESTIONS
+    assert [name for name, _ in chunks.calls].count("exists") == MAX_FAILED_LOOKUPS
     assert [name for name, _ in chunks.calls].count("get") == 1
     assert [name for name, _ in chunks.calls].count("put") == 0
 

@@ -8,12 +8,12 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tanghulu.engines.common.guarded_store import GuardedStore
 from tanghulu.engines.common.options import LevelOptions
 from tanghulu.engines.vllm.tier_jobs import EndedJob, TierJobs
 from tanghulu.errors import MasterUnavailable
+from tanghulu.store.client.block_store import BlockStore
 from tanghulu.types import ChunkKey
-from tests.engines.common.test_guarded_store import Chunks
+from tests.store.client.test_block_store import Chunks
 
 ROW_BYTES, NUM_ROWS = 100, 8
 DEADLINE_S = 30
@@ -22,7 +22,7 @@ DEADLINE_S = 30
 def a_tier(chunks: Chunks, **options: object) -> tuple[TierJobs, memoryview]:
     memory = memoryview(bytearray(ROW_BYTES * NUM_ROWS))
     parsed = LevelOptions.parse({"master": "nowhere:1", **options})
-    store = GuardedStore(chunks, parsed.load_deadline_s, parsed.save_deadline_s)
+    store = BlockStore(chunks, parsed.load_deadline_s, parsed.save_deadline_s)
     return TierJobs(store, memory, ROW_BYTES, parsed), memory
 
 

@@ -24,7 +24,7 @@ def num_loaded(worker: VllmWorker) -> int:
     worker.popen.wait(START_DEADLINE_S)
     (told,) = [line for line in worker.log_text().splitlines() if "moved by rank" in line]
     counts = ast.literal_eval(told[told.index("{") : told.index("}") + 1])
-    return int(counts["blocks_loaded"])
+    return int(counts["keys_loaded"])
 
 
 def test_a_prompt_is_computed_by_one_and_answered_by_the_other() -> None:

@@ -7,6 +7,9 @@ import pytest
 import tanghulu
 from tanghulu.errors import InvalidRequest
 from tanghulu.masters import Masters
+from tanghulu.store.client.block_store import BlockStore
+from tanghulu.store.client.settings import Settings
+from tanghulu.store.client.signed_kv import KvClient
 from tanghulu.types import BlockHash, Fingerprint
 from tanghulu.workers.kv.store_adapter import StoreAdapter
 from tests.store.cluster import Cluster
@@ -18,7 +21,8 @@ HASHES = [BlockHash(bytes([number]) * 16) for number in range(3)]
 @pytest.mark.parametrize("size", [SIZE - 1, SIZE + 1])
 def test_a_block_of_another_size(size: int) -> None:
     with Cluster(1) as cluster, tanghulu.connect(cluster.address) as client:
-        adapter = StoreAdapter(Masters.parse(cluster.address), Fingerprint(bytes(16)), 100)
+        kv_client = KvClient(Settings(master=Masters.parse(cluster.address)))
+        adapter = StoreAdapter(BlockStore(kv_client), Fingerprint(bytes(16)), 100)
         key = adapter._keys(HASHES)[1]
         client.put(key, b"x" * size)
         client.put("other", bytes(SIZE + 1))

@@ -12,12 +12,13 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from tanghulu.errors import ChecksumMismatch, ChunkNotFound, ConfigError, InvalidRequest
-from tanghulu.masters import Masters
+from tanghulu.errors import ChecksumMismatch, ChunkNotFound, ConfigError, InvalidRequest, StoreFull
 from tanghulu.rpc.fast_port import FastPort
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.session.outputs import KvSource
+from tanghulu.store.client.block_store import BlockStore
+from tanghulu.store.client.model import Status
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.config import ListenOptions
 from tanghulu.transfer_engine.core.segment import MemorySegment
@@ -178,7 +179,7 @@ class Shelf:
         for key, value in items:
             if len(self.chunks) < self.room:
                 self.chunks[key] = bytes(value)
-            statuses.append(type("Status", (), {"ok": key in self.chunks}))
+            statuses.append(Status(key, error=None if key in self.chunks else StoreFull("no room")))
         return statuses
 
     def get_many_into(self, keys: Sequence[str], buffers: Sequence[memoryview], **_: object) -> list[Any]:
@@ -193,9 +194,7 @@ class Shelf:
 
 
 def _adapter(shelf: Shelf, num_parts: int) -> StoreAdapter:
-    adapter = StoreAdapter(Masters.parse("127.0.0.1:1"), Fingerprint(bytes(16)), 4, num_parts)
-    adapter._client = shelf  # type: ignore[assignment]
-    return adapter
+    return StoreAdapter(BlockStore(shelf), Fingerprint(bytes(16)), 4, num_parts)  # type: ignore[arg-type]
 
 
 def test_each_rank_stores_its_own_part_and_a_block_needs_all() -> None:

@@ -68,9 +68,12 @@ class Tasks(Generic[T]):
             outcomes, self._outcomes = self._outcomes, {}
             return outcomes
 
-    def close(self) -> None:
-        """Begin no more; returns when all have ended, at their deadlines at the latest."""
-        self._pool.shutdown(wait=True)
+    def close(self, *, wait: bool = True) -> None:
+        """Begin no more; returns when all have ended, at their deadlines at the latest.
+
+        Without ``wait`` it returns at once, and those that have not begun fail.
+        """
+        self._pool.shutdown(wait=wait, cancel_futures=not wait)
 
     def _done(self, number: int, work: Future[T], failed: T) -> None:
         if work.cancelled():

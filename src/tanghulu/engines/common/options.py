@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
@@ -9,11 +10,14 @@ from typing import Any, Self
 from tanghulu.arguments import above_zero, text, whole
 from tanghulu.auth.cluster_secret import read_cluster_secret
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials, TlsFiles
-from tanghulu.errors import ConfigError, InvalidRequest
+from tanghulu.errors import ConfigError, InvalidRequest, TanghuluError
 from tanghulu.masters import Masters
+from tanghulu.store.client.block_store import LOAD_DEADLINE_S, SAVE_DEADLINE_S, BlockStore
 from tanghulu.store.client.settings import ENGINE_ANSWER_S, MAX_DEADLINE_S, Settings
 from tanghulu.store.client.signed_kv import KvClient
 from tanghulu.types import parse_size
+
+_log = logging.getLogger(__name__)
 
 SAVE_CHOICES = ("all", "prompt", "none")
 
@@ -52,8 +56,8 @@ class StoreOptions:
     tls_cert: str = ""
     tls_key: str = ""
     cluster_secret: str = field(default="", repr=False)
-    load_deadline_s: float = 5.0
-    save_deadline_s: float = 10.0
+    load_deadline_s: float = LOAD_DEADLINE_S
+    save_deadline_s: float = SAVE_DEADLINE_S
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
@@ -86,6 +90,15 @@ class StoreOptions:
         masters = masters.showing(shown) if shown != NOTHING_TO_SHOW else masters
         secret = read_cluster_secret(self.cluster_secret)
         return KvClient(Settings(master=masters, master_answer_s=ENGINE_ANSWER_S), secret)
+
+    def open_store(self, connect_s: float = 2.0) -> BlockStore:
+        """Connect, within ``connect_s``: later a request would wait for that. A store that is away is tried again."""
+        client = self.open_client()
+        try:
+            client.exists("kv/", deadline_s=connect_s)
+        except TanghuluError as error:
+            _log.warning("tanghulu: the store at %s does not answer, and is tried again later: %s", self.master, error)
+        return BlockStore(client, self.load_deadline_s, self.save_deadline_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,211 +1,140 @@
-"""Performs what the decisions say: questions to the store from the scheduler, loads and saves of one rank in threads.
+"""Performs what the decisions say: lookups of the scheduler, loads and saves of one rank in threads.
 
 Nothing here raises into the engine, and every load and every save that is begun ends: in time, at its deadline, or with
-the bytes of none. A store that does not answer is left alone for a while (``Breaker``).
+the bytes of none.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
-from tanghulu.engines.common.lookup import Answers, Breaker, SharedBreaker
+from tanghulu.engines.common.cache_tasks import Tasks
 from tanghulu.engines.common.options import ConnectorOptions
 from tanghulu.engines.common.requests import LoadJob
-from tanghulu.engines.common.saves import SaveJob
-from tanghulu.errors import TanghuluError
+from tanghulu.engines.common.saves import Block, SaveJob
 from tanghulu.runtime.clock import Clock, SystemClock
+from tanghulu.store.client.block_store import BlockStore
 from tanghulu.types import ChunkKey
 
-_log = logging.getLogger(__name__)
-
-#: Questions that fail in a row before the store is left alone; of transfers one is enough, it took a whole deadline.
-MAX_FAILED_QUESTIONS = 3
-MAX_FAILED_TRANSFERS = 1
-
-
-class StoreClient(Protocol):
-    """The part of ``KvClient`` that is used."""
-
-    def match_prefix(self, keys: Sequence[str], *, deadline_s: float | None = None) -> int: ...
-
-    def get_many_into(
-        self, keys: Sequence[str], buffers: Sequence[Any], *, deadline_s: float | None = None
-    ) -> Sequence[int | TanghuluError]: ...
-
-    def put_many(self, items: Any, *, deadline_s: float | None = None) -> Sequence[Any]: ...
-
-    def close(self) -> None: ...
+#: How long an answer stands in for asking again: chunks come and go meanwhile, and a load finds that out.
+ANSWER_S = 1.0
 
 
 @dataclass(frozen=True)
 class BlockMemory:
     """One rank's part of the engine's cache: ``keys(hashes)``, and a block's memory, one buffer a layer."""
 
-    block_bytes: int
     keys: Callable[[Sequence[bytes]], list[ChunkKey]]
     buffers: Callable[[int], list[Any]]
+
+    def of(self, blocks: Sequence[Block]) -> tuple[list[ChunkKey], list[list[Any]]]:
+        """The keys of ``blocks``, and their memory."""
+        return self.keys([each.block_hash for each in blocks]), [self.buffers(each.block_id) for each in blocks]
 
 
 @dataclass
 class Ended:
-    """What ended since it was asked last."""
+    """Transfers that ended since the last call."""
 
     loaded: set[str] = field(default_factory=set)  # requests, also those that lost blocks
     bad_block_ids: set[int] = field(default_factory=set)
     saved: Counter[int] = field(default_factory=Counter)  # jobs, also those that failed
 
 
-class PrefixLookup:
-    """Asks how many leading blocks of a request the store has; 0 where it does not answer within the deadline."""
+class _Answer(NamedTuple):
+    num_stored: int
+    num_keys: int
+    until_s: float
 
-    def __init__(self, client: StoreClient, deadline_s: float, clock: Clock | None = None) -> None:
-        self._client, self._deadline_s, self._clock = client, deadline_s, clock or SystemClock()
-        self._breaker, self.answers = Breaker(MAX_FAILED_QUESTIONS), Answers()
-        self.counts: Counter[str] = Counter()
+
+class PrefixLookup:
+    """Asks how many leading blocks of a request the store has; 0 where it does not answer within the deadline.
+
+    An engine's scheduler asks again at every attempt to place a waiting request, so answers are kept for a moment.
+    """
+
+    def __init__(self, store: BlockStore, deadline_s: float, clock: Clock | None = None) -> None:
+        self._store, self._deadline_s, self._clock = store, deadline_s, clock or SystemClock()
+        self._answers: dict[str, _Answer] = {}
+
+    def __len__(self) -> int:
+        return len(self._answers)
 
     def num_stored(self, request_id: str, keys: Sequence[ChunkKey]) -> int:
         """The count, from the store or from an answer that is still fresh."""
-        now_s = self._clock.now_s()
-        known = self.answers.get(request_id, len(keys), now_s)
-        if known is not None:
-            return known
-        if not keys or not self._breaker.allows(now_s):
+        now_s, answer = self._clock.now_s(), self._answers.get(request_id)
+        if answer is not None and answer.num_keys == len(keys) and now_s < answer.until_s:
+            return answer.num_stored
+        found = self._store.num_leading(keys, self._deadline_s)
+        if found is None:
             return 0
-        self.counts["lookups"] += 1
-        try:
-            found = self._client.match_prefix(keys, deadline_s=self._deadline_s)
-        except TanghuluError as error:
-            self.counts["lookups_failed"] += 1
-            was_open = self._breaker.is_open
-            self._breaker.failed(self._clock.now_s())
-            if self._breaker.is_open and not was_open:
-                _log.warning("tanghulu: the store does not answer, prompts are computed meanwhile: %s", error)
-            return 0
-        self._breaker.succeeded()
-        self.answers.put(request_id, len(keys), found, now_s)
+        self._answers[request_id] = _Answer(found, len(keys), now_s + ANSWER_S)
         return found
+
+    def forget(self, request_id: str) -> None:
+        """Drop the answer of a request that loads, computes or is gone."""
+        self._answers.pop(request_id, None)
 
 
 class Transfers:
     """The loads and saves of one rank. Methods are called by the engine's thread alone."""
 
     def __init__(
-        self, client: StoreClient, memory: BlockMemory, options: ConnectorOptions, clock: Clock | None = None
+        self, store: BlockStore, memory: BlockMemory, options: ConnectorOptions, clock: Clock | None = None
     ) -> None:
-        self._client, self._memory, self._options, self._clock = client, memory, options, clock or SystemClock()
-        self._breaker, self._lock = SharedBreaker(MAX_FAILED_TRANSFERS, self._clock), threading.Lock()
+        self._store, self._memory, self._options, self._clock = store, memory, options, clock or SystemClock()
+        self._some_ended = threading.Event()
         # Loads are what requests wait for: saves, however many, have a thread of their own.
-        self._loading = ThreadPoolExecutor(options.threads, "tanghulu-load")
-        self._saving = ThreadPoolExecutor(1, "tanghulu-save")
-        self._ended: SimpleQueue[tuple[LoadJob, int] | SaveJob] = SimpleQueue()
+        self._loads: Tasks[tuple[LoadJob, int, float]] = Tasks("load", options.threads, self._some_ended.set)
+        self._saves: Tasks[tuple[SaveJob, float]] = Tasks("save", 1, self._some_ended.set)
         self._num_under_way = 0
-        self.counts: defaultdict[str, float] = defaultdict(float)
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def load(self, job: LoadJob) -> None:
-        """Begin a load; ``take_ended`` will tell of it."""
-        deadline_s = self._clock.now_s() + self._options.load_deadline_s
-        self._submit(self._loading, lambda: self._load(job, deadline_s), (job, 0))
+        """Begin a load; `take_ended` reports its end."""
+        until_s = self._clock.now_s() + self._options.load_deadline_s
+        self._num_under_way += 1
+        self._loads.begin(lambda: self._load(job, until_s), (job, 0, 0.0))
 
     def save(self, job: SaveJob) -> None:
-        """Begin a save; ``take_ended`` will tell of it. The blocks must keep their contents until then."""
-        self._submit(self._saving, lambda: self._save(job), job)
+        """Begin a save; `take_ended` reports its end. The blocks must keep their contents until then."""
+        self._num_under_way += 1
+        self._saves.begin(lambda: self._save(job), (job, 0.0))
 
     def take_ended(self, wait_s: float = 0.0) -> Ended:
         """What ended since the last call; where nothing has, ``wait_s`` is the longest wait for the first end."""
+        if self._num_under_way and wait_s:
+            self._some_ended.wait(wait_s)
+        self._some_ended.clear()
         ended = Ended()
-        while self._num_under_way:
-            try:
-                each = self._ended.get(timeout=wait_s)
-            except Empty:
-                break
-            wait_s = 0.0
+        for job, num_good, took_s in self._loads.take_all().values():
             self._num_under_way -= 1
-            if isinstance(each, SaveJob):
-                ended.saved[each.job_id] += 1
-                continue
-            job, num_good = each
+            self.seconds["load_s"] += took_s
             ended.loaded.add(job.request_id)
             ended.bad_block_ids.update(block.block_id for block in job.blocks[num_good:])
+        for save, took_s in self._saves.take_all().values():
+            self._num_under_way -= 1
+            self.seconds["save_s"] += took_s
+            ended.saved[save.job_id] += 1
         return ended
 
     def close(self) -> None:
         """Begin nothing more, and wait for nothing: what is under way ends at its deadline."""
-        for pool in (self._loading, self._saving):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._loads.close(wait=False)
+        self._saves.close(wait=False)
 
-    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], None], lost: tuple[LoadJob, int] | SaveJob) -> None:
-        """Run ``work``, which tells its own end; where it cannot begin any more ``lost`` is told."""
+    def _load(self, job: LoadJob, until_s: float) -> tuple[LoadJob, int, float]:
+        """Fill the blocks; returns how many leading ones now have their bytes, and how long that took."""
+        began_s, (keys, buffers) = self._clock.now_s(), self._memory.of(job.blocks)
+        errors = self._store.load(keys, buffers, until_s)
+        num_good = next((at for at, error in enumerate(errors) if error is not None), len(errors))
+        return job, num_good, self._clock.now_s() - began_s
 
-        self._num_under_way += 1
-
-        def done(future: Future[None]) -> None:
-            if future.cancelled():
-                self._ended.put(lost)
-            elif (error := future.exception()) is not None:
-                _log.error("tanghulu: a transfer broke off", exc_info=error)
-                self._breaker.failed()
-
-        try:
-            pool.submit(work).add_done_callback(done)
-        except RuntimeError:  # closed
-            self._ended.put(lost)
-
-    def _load(self, job: LoadJob, deadline_s: float) -> None:
-        num_good = 0
-        try:
-            num_good = self._read(job, deadline_s)
-        finally:
-            self._ended.put((job, num_good))
-
-    def _read(self, job: LoadJob, deadline_s: float) -> int:
-        """How many leading blocks now have their bytes."""
-        memory, began_s = self._memory, self._clock.now_s()
-        if deadline_s <= began_s or not self._breaker.allows():
-            self._count(loads_refused=1)
-            return 0
-        keys = memory.keys([block.block_hash for block in job.blocks])
-        buffers = [memory.buffers(block.block_id) for block in job.blocks]
-        try:
-            sizes = self._client.get_many_into(keys, buffers, deadline_s=deadline_s - began_s)
-        except TanghuluError as error:
-            sizes = [error]
-        num_good = next((at for at, size in enumerate(sizes) if size != memory.block_bytes), len(sizes))
-        self._breaker.judge([size for size in sizes if isinstance(size, TanghuluError)])
-        took_s = self._clock.now_s() - began_s
-        self._count(loads=1, blocks_loaded=num_good, blocks_not_loaded=len(keys) - num_good, load_s=took_s)
-        return num_good
-
-    def _save(self, job: SaveJob) -> None:
-        try:
-            self._write(job)
-        finally:
-            self._ended.put(job)
-
-    def _write(self, job: SaveJob) -> None:
-        if not self._breaker.allows():
-            self._count(blocks_not_saved=len(job.blocks))
-            return
-        began_s, keys = self._clock.now_s(), self._memory.keys([block.block_hash for block in job.blocks])
-        items = [(key, self._memory.buffers(block.block_id)) for key, block in zip(keys, job.blocks, strict=True)]
-        try:
-            statuses = self._client.put_many(items, deadline_s=self._options.save_deadline_s)
-        except TanghuluError as error:
-            self._breaker.judge([error])
-            self._count(blocks_not_saved=len(items))
-            return
-        errors = [status.error for status in statuses if status.error is not None]
-        self._breaker.judge(errors)
-        took_s = self._clock.now_s() - began_s
-        self._count(saves=1, blocks_saved=len(items) - len(errors), blocks_not_saved=len(errors), save_s=took_s)
-
-    def _count(self, **amounts: float) -> None:
-        with self._lock:
-            for name, amount in amounts.items():
-                self.counts[name] += amount
+    def _save(self, job: SaveJob) -> tuple[SaveJob, float]:
+        began_s, (keys, buffers) = self._clock.now_s(), self._memory.of(job.blocks)
+        self._store.save(keys, buffers)
+        return job, self._clock.now_s() - began_s

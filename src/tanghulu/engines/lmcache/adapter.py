@@ -6,7 +6,6 @@ nothing in the store: between lookup and load a chunk may be evicted, and then i
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -17,16 +16,7 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
 from tanghulu.engines.common.cache_tasks import Tasks
-from tanghulu.engines.common.guarded_store import GuardedStore
 from tanghulu.engines.common.options import LevelOptions
-from tanghulu.errors import TanghuluError
-
-_log = logging.getLogger(__name__)
-
-#: Connecting, in the constructor; a store that is away is tried again later.
-_WARM_DEADLINE_S = 2.0
-#: Calls are cut into pieces of this many keys, so that no answer is larger than a node gives at once.
-_KEYS_PER_CALL = 256
 
 
 class TanghuluL2Adapter(L2AdapterInterface):
@@ -38,15 +28,7 @@ class TanghuluL2Adapter(L2AdapterInterface):
     def __init__(self, adapter_params: dict[str, Any], l1_memory_desc: Any = None) -> None:
         super().__init__()
         options = LevelOptions.parse(adapter_params)
-        client = options.open_client()
-        try:
-            client.exists("lmcache/", deadline_s=_WARM_DEADLINE_S)
-        except TanghuluError as error:
-            _log.warning(
-                "tanghulu: the store at %s does not answer, and is tried again later: %s", options.master, error
-            )
-        self._options = options
-        self._store = GuardedStore(client, options.load_deadline_s, options.save_deadline_s)
+        self._options, self._store = options, options.open_store()
         self._signals = [create_event_notifier() for _ in range(3)]
         stored, found, loaded = self._signals
         self._stores: Tasks[L2StoreResult] = Tasks("store", 1, stored.notify)
@@ -100,7 +82,7 @@ class TanghuluL2Adapter(L2AdapterInterface):
 
     def report_status(self) -> dict[str, Any]:
         return {
-            "is_healthy": self._store.is_open,
+            "is_healthy": self._store.is_healthy,
             "type": type(self).__name__,
             "master": self._options.master,
             "stores_under_way": self._stores.num_open,
@@ -119,7 +101,7 @@ class TanghuluL2Adapter(L2AdapterInterface):
 
     def _put(self, keys: Sequence[Any], objects: Sequence[Any], sizes: Sequence[int]) -> L2StoreResult:
         try:
-            good = self._store.write(self._names(keys), [each.byte_array for each in objects])
+            good = self._store.save(self._names(keys), [each.byte_array for each in objects])
         finally:
             with self._lock:
                 self._pending_bytes -= sum(sizes)
@@ -133,11 +115,8 @@ class TanghuluL2Adapter(L2AdapterInterface):
         return _bitmap(self._store.has(self._names(keys), self._options.lookup_deadline_s))
 
     def _get(self, keys: Sequence[Any], objects: Sequence[Any]) -> Bitmap:
-        names, good = self._names(keys), list[bool]()
-        for at in range(0, len(keys), _KEYS_PER_CALL):
-            part = objects[at : at + _KEYS_PER_CALL]
-            buffers, sizes = [each.byte_array for each in part], [each.get_size() for each in part]
-            good += self._store.read(names[at : at + _KEYS_PER_CALL], buffers, sizes)
+        errors = self._store.load(self._names(keys), [each.byte_array for each in objects])
+        good = [error is None for error in errors]
         self._notify_keys_accessed([key for key, loaded in zip(keys, good, strict=True) if loaded])
         return _bitmap(good)
 

@@ -15,20 +15,15 @@ from typing import Any, Self
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolTransferResult
 
-from tanghulu.engines.common.guarded_store import GuardedStore
 from tanghulu.engines.common.names import facts_of_model
 from tanghulu.engines.common.options import StoreOptions
 from tanghulu.engines.sglang.hits import HitPolicy, PoolPages, leading, usable_prefix
 from tanghulu.engines.sglang.metrics import Rates, StoreMetrics
 from tanghulu.engines.sglang.pools import KV, PagePool, memory_of
-from tanghulu.errors import ConfigError, TanghuluError
+from tanghulu.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-#: Connecting, in the constructor; a store that is away is tried again later.
-_WARM_DEADLINE_S = 2.0
-#: Pages of one call, as many as SGLang hands over at once.
-PAGES_PER_CALL = 128
 #: Of SGLang's own arguments, those that change the bytes of its cache and stand in no pool.
 _ARGUMENTS = (
     *("kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args"),
@@ -72,14 +67,7 @@ class TanghuluHiCache(HiCacheStorage):
         copied = not (storage_config.extra_config or {}).get("interface_v1")
         self._facts: dict[str, Any] = {"engine": "sglang", "namespace": options.namespace, "copied": copied}
         self._pools: dict[str, PagePool] = {}
-        client = options.open_client()
-        try:
-            client.exists("sgl/", deadline_s=_WARM_DEADLINE_S)
-        except TanghuluError as error:
-            _log.warning(
-                "tanghulu: the store at %s does not answer, and is tried again later: %s", options.master, error
-            )
-        self._store = GuardedStore(client, options.load_deadline_s, options.save_deadline_s)
+        self._store = options.open_store()
         self._loads, self._saves = Rates(), Rates()
         self._metrics: StoreMetrics | None = None
         if storage_config.enable_storage_metrics:
@@ -210,7 +198,7 @@ class TanghuluHiCache(HiCacheStorage):
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         if self._metrics is not None:
-            self._metrics.show(self._store.counts, self._store.is_open)
+            self._metrics.show(self._store.counts, self._store.is_healthy)
         (load_pages, load_rates), (save_pages, save_rates) = self._loads.take(), self._saves.take()
         return StorageMetrics(load_pages, save_pages, load_rates, save_rates)
 
@@ -244,18 +232,14 @@ class TanghuluHiCache(HiCacheStorage):
         return self._store.has(keys, self._options.lookup_deadline_s)
 
     def _read(self, pool: PagePool, keys: Sequence[str], buffers: Sequence[Any]) -> list[bool]:
-        began_s, names, good = time.monotonic(), pool.keys(keys), list[bool]()
-        for at in range(0, len(names), PAGES_PER_CALL):
-            part = names[at : at + PAGES_PER_CALL]
-            good += self._store.read(part, buffers[at : at + PAGES_PER_CALL], [pool.page_bytes] * len(part))
+        began_s = time.monotonic()
+        good = [error is None for error in self._store.load(pool.keys(keys), buffers)]
         self._loads.add(sum(good), sum(good) * pool.page_bytes, time.monotonic() - began_s)
         return good
 
     def _write(self, pool: PagePool, keys: Sequence[str], buffers: Sequence[Any]) -> list[bool]:
-        began_s, names, good = time.monotonic(), pool.keys(keys), list[bool]()
-        for at in range(0, len(names), PAGES_PER_CALL):
-            part = slice(at, at + PAGES_PER_CALL)
-            good += self._store.write(names[part], buffers[part])
+        began_s = time.monotonic()
+        good = self._store.save(pool.keys(keys), buffers)
         self._saves.add(sum(good), sum(good) * pool.page_bytes, time.monotonic() - began_s)
         return good
 

@@ -26,8 +26,7 @@ from tanghulu.engines.common.requests import LoadJob, RequestBook
 from tanghulu.engines.common.saves import PendingSaves, SaveJob
 from tanghulu.engines.common.transfers import BlockMemory, Ended, PrefixLookup, Transfers
 from tanghulu.engines.vllm.facts import fingerprint_of, refuse_what_cannot_work
-from tanghulu.errors import TanghuluError
-from tanghulu.store.client.client import Client
+from tanghulu.store.client.block_store import BlockStore
 from tanghulu.types import ChunkKey, Fingerprint
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ _log = init_logger("vllm.tanghulu")
 
 #: The part of a block that the scheduler asks for: where rank 0 has saved, the others have or will have.
 FIRST_RANK = 0
-WARM_DEADLINE_S = 1.0
+CONNECT_DEADLINE_S = 1.0
 #: Where no request computes vLLM steps without work until loads and saves have ended: so long a rank waits for an end,
 #: and a request that arrives meanwhile for the rank. Else such steps take half a core.
 IDLE_WAIT_S = 0.005
@@ -74,14 +73,14 @@ class TanghuluConnector(KVConnectorBase_V1):
         refuse_what_cannot_work(vllm_config, kv_cache_config)
         options = ConnectorOptions.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
         fingerprint = fingerprint_of(vllm_config, kv_cache_config, options.namespace)
-        client = _warm(options.open_client(), options.master)
+        store = options.open_store(CONNECT_DEADLINE_S)
         self._scheduler: SchedulerSide | None = None
         self._rank: RankSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             _log.info("tanghulu: blocks are kept at %s as kv/%s/...", options.master, fingerprint[:8].hex())
-            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, options, fingerprint, client)
+            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, options, fingerprint, store)
         else:
-            self._rank = RankSide(vllm_config.parallel_config.rank, options, fingerprint, client)
+            self._rank = RankSide(vllm_config.parallel_config.rank, options, fingerprint, store)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -118,7 +117,7 @@ class TanghuluConnector(KVConnectorBase_V1):
         (block_ids,) = blocks.get_block_ids()
         book = self.scheduler.book
         book.allocate(request.request_id, num_external_tokens, request.block_hashes, block_ids)
-        self.scheduler.lookup.answers.forget(request.request_id)
+        self.scheduler.lookup.forget(request.request_id)
         self.scheduler.requests[request.request_id] = request
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
@@ -198,17 +197,17 @@ class SchedulerSide:
         kv_cache_config: Any,
         options: ConnectorOptions,
         fingerprint: Fingerprint,
-        client: Client,
+        store: BlockStore,
     ) -> None:
         (group,) = kv_cache_config.kv_cache_groups
         role = vllm_config.kv_transfer_config.kv_role
         block_bytes = group.kv_cache_spec.page_size_bytes * len(group.layer_names)
         saves = PendingSaves(vllm_config.parallel_config.world_size, block_bytes, options.max_pending_bytes)
         self.book = RequestBook(group.kv_cache_spec.block_size, saves, options.min_blocks)
-        self.lookup = PrefixLookup(client, options.lookup_deadline_ms / 1000)
+        self.lookup = PrefixLookup(store, options.lookup_deadline_ms / 1000)
         self.requests: dict[str, Any] = {}  # those that compute: vLLM's own objects, whose hashes grow
         self.pool: Any = None
-        self._client, self._fingerprint = client, fingerprint
+        self._store, self._fingerprint = store, fingerprint
         self._loads = role in ("kv_consumer", "kv_both")
         self._save = options.save if role in ("kv_producer", "kv_both") else "none"
         self._may_wait = vllm_config.parallel_config.data_parallel_size == 1  # others step when this engine does
@@ -251,12 +250,12 @@ class SchedulerSide:
     def leave(self, request_id: str) -> None:
         """The request ended."""
         self.requests.pop(request_id, None)
-        self.lookup.answers.forget(request_id)
+        self.lookup.forget(request_id)
         self.book.leave(request_id)
 
     def close(self) -> None:
-        _log.info("tanghulu: asked of the store: %s", dict(self.lookup.counts))
-        self._client.close()
+        _log.info("tanghulu: asked of the store: %s", dict(self._store.counts))
+        self._store.close()
 
     def _keys(self, hashes: list[bytes]) -> list[ChunkKey]:
         return block_keys(self._fingerprint, hashes, FIRST_RANK)
@@ -265,8 +264,8 @@ class SchedulerSide:
 class RankSide:
     """What a rank has: the cache's memory, and its transfers."""
 
-    def __init__(self, rank: int, options: ConnectorOptions, fingerprint: Fingerprint, client: Client) -> None:
-        self._number, self._options, self._fingerprint, self._client = rank, options, fingerprint, client
+    def __init__(self, rank: int, options: ConnectorOptions, fingerprint: Fingerprint, store: BlockStore) -> None:
+        self._number, self._options, self._fingerprint, self._store = rank, options, fingerprint, store
         self._transfers: Transfers | None = None
         self.ended = Ended()
 
@@ -279,11 +278,10 @@ class RankSide:
         """Begin with the cache's layers, each of shape ``[blocks, …]`` with a block in one piece."""
         layers = [_bytes_of_blocks(name, cache) for name, cache in kv_caches.items()]
         memory = BlockMemory(
-            block_bytes=sum(layer.shape[1] for layer in layers),
             keys=lambda hashes: block_keys(self._fingerprint, hashes, self._number),
             buffers=lambda block_id: [layer[block_id] for layer in layers],
         )
-        self._transfers = Transfers(self._client, memory, self._options)
+        self._transfers = Transfers(self._store, memory, self._options)
 
     def collect(self, wait_s: float) -> None:
         """Take what ended since the step before, or wait for the next end."""
@@ -291,9 +289,9 @@ class RankSide:
 
     def close(self) -> None:
         if self._transfers is not None:
-            _log.info("tanghulu: moved by rank %d: %s", self._number, dict(self._transfers.counts))
+            _log.info("tanghulu: moved by rank %d: %s", self._number, {**self._store.counts, **self._transfers.seconds})
             self._transfers.close()
-        self._client.close()
+        self._store.close()
 
 
 def _bytes_of_blocks(name: str, cache: torch.Tensor) -> Any:
@@ -303,12 +301,3 @@ def _bytes_of_blocks(name: str, cache: torch.Tensor) -> Any:
     if not cache.is_contiguous():
         raise ValueError(f"the cache of layer {name} has strides {cache.stride()}, so that its blocks are in pieces")
     return cache.view(torch.uint8).reshape(cache.shape[0], -1).numpy()
-
-
-def _warm(client: Client, master: str) -> Client:
-    """Connect now: within a busy scheduler that takes longer, and a request would wait for it."""
-    try:
-        client.exists("kv/", deadline_s=WARM_DEADLINE_S)
-    except TanghuluError as error:
-        _log.warning("tanghulu: the store at %s does not answer, and is tried again later: %s", master, error)
-    return client

@@ -24,18 +24,14 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from tanghulu.engines.common.guarded_store import GuardedStore
 from tanghulu.engines.common.options import LevelOptions
 from tanghulu.engines.vllm.facts import fingerprint_of_tier
 from tanghulu.engines.vllm.tier_jobs import TierJobs
-from tanghulu.errors import TanghuluError
+from tanghulu.store.client.block_store import BlockStore
 from tanghulu.types import BlockHash, ChunkKey, Fingerprint, kv_chunk_key
 
 # Of vLLM's own loggers: others are not shown by default.
 _log = init_logger("vllm.tanghulu")
-
-#: Connecting, in the constructor; a store that is away is tried again later.
-_WARM_DEADLINE_S = 2.0
 
 
 class TanghuluTier(SecondaryTierManager):
@@ -54,15 +50,8 @@ class TanghuluTier(SecondaryTierManager):
         row_bytes = self.block_size_bytes
         device = current_platform.device_type
         self._fingerprint = fingerprint_of_tier(offloading_spec.config, row_bytes, device, parsed.namespace)
-        client = parsed.open_client()
-        try:
-            client.exists("kv/", deadline_s=_WARM_DEADLINE_S)
-        except TanghuluError as error:
-            _log.warning(
-                "tanghulu: the store at %s does not answer, and is tried again later: %s", parsed.master, error
-            )
+        self._store = parsed.open_store()
         _log.info("tanghulu: chunks are kept at %s as kv/%s/...", parsed.master, self._fingerprint[:8].hex())
-        self._store = GuardedStore(client, parsed.load_deadline_s, parsed.save_deadline_s)
         self._jobs = TierJobs(self._store, primary_kv_view.cast("B"), row_bytes, parsed)
         self._lookups = Lookups(self._store, self._fingerprint, parsed.lookup_deadline_s)
         self._loading: dict[int, tuple[OffloadKey, ...]] = {}  # the keys of each load that has not ended
@@ -120,7 +109,7 @@ class TanghuluTier(SecondaryTierManager):
 class Lookups(AsyncLookupManager):
     """vLLM's thread of questions, which come here a request's at a time."""
 
-    def __init__(self, store: GuardedStore, fingerprint: Fingerprint, deadline_s: float) -> None:
+    def __init__(self, store: BlockStore, fingerprint: Fingerprint, deadline_s: float) -> None:
         self._store, self._fingerprint, self._deadline_s = store, fingerprint, deadline_s
         super().__init__(tier_type="tanghulu")
 

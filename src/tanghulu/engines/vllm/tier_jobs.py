@@ -11,13 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tanghulu.engines.common.cache_tasks import Tasks
-from tanghulu.engines.common.guarded_store import GuardedStore
 from tanghulu.engines.common.options import LevelOptions
 from tanghulu.runtime.clock import Clock, SystemClock
+from tanghulu.store.client.block_store import BlockStore
 from tanghulu.types import ChunkKey
-
-#: Calls are cut into pieces of this many keys, so that no answer is larger than a node gives at once.
-KEYS_PER_CALL = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +35,7 @@ class TierJobs:
 
     def __init__(
         self,
-        store: GuardedStore,
+        store: BlockStore,
         memory: memoryview,
         row_bytes: int,
         options: LevelOptions,
@@ -65,7 +62,7 @@ class TierJobs:
             self._stores.begin(lambda: failed, failed)
             return
         self._pending[job_id] = num_bytes
-        self._stores.begin(lambda: self._move(self._put, job_id, keys, rows), failed)
+        self._stores.begin(lambda: self._move(self._store.save, job_id, keys, rows), failed)
 
     def take_ended(self) -> list[EndedJob]:
         """Jobs that ended since the last call."""
@@ -88,23 +85,18 @@ class TierJobs:
 
     def _move(
         self,
-        perform: Callable[[Sequence[ChunkKey], list[memoryview]], list[bool]],
+        move: Callable[[Sequence[str], list[memoryview]], list[bool]],
         job_id: int,
         keys: Sequence[ChunkKey],
         rows: Sequence[int],
     ) -> EndedJob:
-        began_s, good = self._clock.now_s(), list[bool]()
-        for at in range(0, len(keys), KEYS_PER_CALL):
-            part = [self._row(row) for row in rows[at : at + KEYS_PER_CALL]]
-            good += perform(keys[at : at + KEYS_PER_CALL], part)
+        began_s = self._clock.now_s()
+        good = move(keys, [self._row(row) for row in rows])
         took_s = self._clock.now_s() - began_s
         return EndedJob(job_id, tuple(good), took_s, sum(good) * self._row_bytes)
 
-    def _get(self, keys: Sequence[ChunkKey], memory: list[memoryview]) -> list[bool]:
-        return self._store.read(keys, memory, [self._row_bytes] * len(keys))
-
-    def _put(self, keys: Sequence[ChunkKey], memory: list[memoryview]) -> list[bool]:
-        return self._store.write(keys, memory)
+    def _get(self, keys: Sequence[str], memory: list[memoryview]) -> list[bool]:
+        return [error is None for error in self._store.load(keys, memory)]
 
     def _row(self, row: int) -> memoryview:
         return self._memory[row * self._row_bytes : (row + 1) * self._row_bytes]

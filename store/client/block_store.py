@@ -1,0 +1,262 @@
+"""The store as the cache of an engine: every call ends within its deadline, and whatever goes wrong is a miss.
+
+Serves our workers, vLLM's connector and tier, LMCache and SGLang. Calls block, and threads may share a store. One that
+does not answer is left alone for a while (`Breaker`), so that only the first call waits for it. Values of another size
+than their buffers are misses, too: ``KvClient`` removes them.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+from tanghulu.errors import (
+    ChunkNotFound,
+    DeadlineExceeded,
+    DirectoryIncomplete,
+    InvalidRequest,
+    MasterUnavailable,
+    StoreFull,
+    TanghuluError,
+)
+from tanghulu.runtime.clock import Clock, SystemClock
+
+_log = logging.getLogger(__name__)
+
+LOAD_DEADLINE_S: Final = 5.0
+SAVE_DEADLINE_S: Final = 10.0
+#: Lookups that fail in a row before the store is left alone; of transfers one is enough, it took a whole deadline.
+MAX_FAILED_LOOKUPS: Final = 3
+MAX_FAILED_TRANSFERS: Final = 1
+FIRST_REST_S: Final = 1.0
+MAX_REST_S: Final = 30.0
+#: Transfers are cut into calls of this many keys, so that no answer is larger than a node gives at once.
+KEYS_PER_CALL: Final = 256
+
+#: Errors of one key with which the store has answered.
+_ANSWERS = (ChunkNotFound, StoreFull, InvalidRequest)
+#: Errors of one key that every other key would meet, too, after as long a wait.
+_STORE_AWAY = (MasterUnavailable, DirectoryIncomplete, DeadlineExceeded)
+
+
+class BlockClient(Protocol):
+    """The part of ``KvClient`` that is used."""
+
+    def exists_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> list[bool]: ...
+
+    def match_prefix(self, keys: Sequence[str], *, deadline_s: float | None = None) -> int: ...
+
+    def get_many_into(
+        self, keys: Sequence[str], buffers: Sequence[Any], *, deadline_s: float | None = None
+    ) -> Sequence[int | TanghuluError]: ...
+
+    def put_many(self, items: Any, *, deadline_s: float | None = None, **options: Any) -> Sequence[Any]: ...
+
+    def remove_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> Sequence[Any]: ...
+
+    def remove_matching(self, pattern: str, *, deadline_s: float | None = None) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class Breaker:
+    """Closed: all may call. Open after ``max_failures`` in a row: nobody for a while, then one that tries.
+
+    Example with 3 failures at 0 s, and a store that comes back at 5 s: rests until 1 s, fails, until 3 s, fails, until
+    7 s, succeeds; at 7 s all may call again. Thread-safe.
+    """
+
+    def __init__(self, max_failures: int, clock: Clock) -> None:
+        assert max_failures > 0
+        self._max_failures, self._clock, self._lock = max_failures, clock, threading.Lock()
+        self._num_failures = 0
+        self._rest_s = FIRST_REST_S
+        self._until_s = 0.0
+        self._trying = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._num_failures >= self._max_failures
+
+    @property
+    def would_allow(self) -> bool:
+        """What `allows` would say now."""
+        return not self.is_open or (self._clock.now_s() >= self._until_s and not self._trying)
+
+    def allows(self) -> bool:
+        """Whether to call now; then `succeeded` or `failed` must follow."""
+        with self._lock:
+            allowed = self.would_allow
+            self._trying = self._trying or (allowed and self.is_open)
+            return allowed
+
+    def succeeded(self) -> None:
+        """Note that a call was answered."""
+        with self._lock:
+            self._num_failures, self._rest_s, self._trying = 0, FIRST_REST_S, False
+
+    def failed(self) -> bool:
+        """Note that a call was not answered in time, or not at all; returns whether that has opened the breaker.
+
+        Calls that began before the breaker opened change nothing.
+        """
+        with self._lock:
+            was_open = self.is_open
+            if was_open and not self._trying:
+                return False
+            self._trying = False
+            self._num_failures += 1
+            if self.is_open:
+                self._until_s = self._clock.now_s() + self._rest_s
+                self._rest_s = min(2 * self._rest_s, MAX_REST_S)
+            return self.is_open and not was_open
+
+    def check(self) -> None:
+        assert FIRST_REST_S <= self._rest_s <= MAX_REST_S
+        assert self.is_open or not self._trying
+
+
+class BlockStore:
+    """A client of the store that never raises what the store does; ``counts`` has the outcomes of calls, by name."""
+
+    def __init__(
+        self,
+        client: BlockClient,
+        load_deadline_s: float = LOAD_DEADLINE_S,
+        save_deadline_s: float = SAVE_DEADLINE_S,
+        clock: Clock | None = None,
+    ) -> None:
+        self._clock = clock or SystemClock()
+        self._client, self._load_s, self._save_s = client, load_deadline_s, save_deadline_s
+        self._lookups = Breaker(MAX_FAILED_LOOKUPS, self._clock)
+        self._transfers = Breaker(MAX_FAILED_TRANSFERS, self._clock)
+        self._lock = threading.Lock()
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the store answered the last transfer."""
+        return not self._transfers.is_open
+
+    @property
+    def is_available(self) -> bool:
+        """Whether a transfer would be tried now."""
+        return self._transfers.would_allow
+
+    def has(self, keys: Sequence[str], deadline_s: float | None = None) -> list[bool]:
+        """Which keys are there; none if the store does not answer in time."""
+        within_s = min(self._load_s, deadline_s or self._load_s)
+        found = self._call(self._lookups, "lookups", keys, lambda: self._client.exists_many(keys, deadline_s=within_s))
+        there = [each is True for each in found]
+        self._count(keys_found=sum(there), keys_missing=sum(each is False for each in found))
+        return there
+
+    def num_leading(self, keys: Sequence[str], deadline_s: float) -> int | None:
+        """How many leading keys are there; None if the store does not answer in time."""
+        if not keys:
+            return 0
+        match = self._client.match_prefix
+        outcomes = self._call(self._lookups, "lookups", keys, lambda: [match(keys, deadline_s=deadline_s)])
+        return outcomes[0] if isinstance(outcomes[0], int) else None
+
+    def load(
+        self, keys: Sequence[str], buffers: Sequence[Any], until_s: float | None = None
+    ) -> list[TanghuluError | None]:
+        """Fill each buffer (or list of buffers) with its key's value; returns an error for each that is not whole.
+
+        Of ChunkNotFound nothing has arrived. ``until_s`` bounds all calls, by the clock; each has its deadline besides.
+        """
+        errors: list[TanghuluError | None] = []
+        for at in range(0, len(keys), KEYS_PER_CALL):
+            some, into = keys[at : at + KEYS_PER_CALL], buffers[at : at + KEYS_PER_CALL]
+            within_s = self._load_s if until_s is None else min(self._load_s, until_s - self._clock.now_s())
+            errors += self._load(some, into, within_s)
+        num_whole = errors.count(None)
+        self._count(keys_loaded=num_whole, keys_not_loaded=len(errors) - num_whole)
+        return errors
+
+    def _load(self, keys: Sequence[str], buffers: Sequence[Any], within_s: float) -> list[TanghuluError | None]:
+        if within_s <= 0:
+            return _not_tried(keys)
+        get = self._client.get_many_into
+        outcomes = self._call(self._transfers, "loads", keys, lambda: get(keys, buffers, deadline_s=within_s))
+        return [each if isinstance(each, TanghuluError) else None for each in outcomes]
+
+    def save(self, keys: Sequence[str], values: Sequence[Any], **options: Any) -> list[bool]:
+        """Put each value (or list of buffers); whether its key is there now, put by this call or before."""
+        stored: list[bool] = []
+        for at in range(0, len(keys), KEYS_PER_CALL):
+            stored += self._save(keys[at : at + KEYS_PER_CALL], values[at : at + KEYS_PER_CALL], options)
+        self._count(keys_saved=sum(stored), keys_not_saved=len(stored) - sum(stored))
+        return stored
+
+    def _save(self, keys: Sequence[str], values: Sequence[Any], options: dict[str, Any]) -> list[bool]:
+        def put() -> list[TanghuluError | None]:
+            items = list(zip(keys, values, strict=True))
+            return [each.error for each in self._client.put_many(items, deadline_s=self._save_s, **options)]
+
+        return [each is None for each in self._call(self._transfers, "saves", keys, put)]
+
+    def remove(self, keys: Sequence[str]) -> list[bool]:
+        """Remove the keys; whether each was there, and is gone now."""
+        remove = self._client.remove_many
+        outcomes = self._call(self._transfers, "removals", keys, lambda: remove(keys, deadline_s=self._save_s))
+        return [each is True for each in outcomes]
+
+    def remove_below(self, prefix: str) -> bool:
+        """Remove every key that begins with ``prefix``; whether all of it was done."""
+        remove, pattern = self._client.remove_matching, "^" + re.escape(prefix)
+        outcomes = self._call(self._transfers, "removals", [prefix], lambda: [remove(pattern, deadline_s=self._save_s)])
+        return not isinstance(outcomes[0], TanghuluError)
+
+    def close(self) -> None:
+        """Close the client; calls under way end with misses."""
+        self._client.close()
+
+    def _call(
+        self, breaker: Breaker, kind: str, keys: Sequence[Any], call: Callable[[], Sequence[Any]]
+    ) -> Sequence[Any]:
+        """Make ``call``, if the breaker allows it; returns its outcomes, an error for each key where it failed."""
+        if not keys or not breaker.allows():
+            return _not_tried(keys)
+        try:
+            outcomes = call()
+        except TanghuluError as error:
+            self._count(**{f"{kind}_failed": 1})
+            outcomes = [error] * len(keys)
+        except BaseException:  # an interrupt or a bug: the breaker would wait for the outcome; raised on
+            breaker.failed()
+            raise
+        else:
+            self._count(**{kind: 1})
+        reason = _reason_to_rest(outcomes)
+        if reason is None:
+            breaker.succeeded()
+        elif breaker.failed():
+            _log.warning("tanghulu: the store does not answer (%s); the store is left alone for a moment", reason)
+        return outcomes
+
+    def _count(self, **amounts: int) -> None:
+        with self._lock:
+            self.counts.update(amounts)
+
+
+def _not_tried(keys: Sequence[Any]) -> list[TanghuluError | None]:
+    error = ChunkNotFound("the store was not asked: it did not answer a moment ago, or there is no time left")
+    return [error] * len(keys)
+
+
+def _reason_to_rest(outcomes: Sequence[Any]) -> TanghuluError | None:
+    """Return the error that says that the store does not answer; None if one node at most, or one value, is in trouble.
+
+    Example: of three blocks the first is on a node that has died, the others come: the store has answered.
+    """
+    failed = [each for each in outcomes if isinstance(each, TanghuluError) and not isinstance(each, _ANSWERS)]
+    away = [each for each in failed if isinstance(each, _STORE_AWAY)]
+    if away or (failed and len(failed) == len(outcomes)):
+        return (away or failed)[0]
+    return None
