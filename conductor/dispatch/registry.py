@@ -22,7 +22,7 @@ import structlog
 
 from tanghulu.auth.cluster_secret import NO_SECRET, ClusterSecret
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
-from tanghulu.conductor.dispatch.liveness import LOOKS, Liveness
+from tanghulu.conductor.dispatch.deadlines import LOOKS, Liveness
 from tanghulu.conductor.dispatch.worker_session import WorkerSession
 from tanghulu.conductor.routing.profiles import NO_FILE, ProfileFile
 from tanghulu.conductor.routing.worker_state import LoadTracker
@@ -357,7 +357,7 @@ class Registry:
                 async for said in steps:
                     worker.heard = True
                     if liveness is not None:
-                        liveness.heard(loop.time())
+                        liveness.on_step(loop.time())
                     if isinstance(said, SessionWelcome):
                         self._listener.worker_snapshot(worker, said)
                     else:

@@ -12,8 +12,7 @@ import heapq
 import math
 from collections import deque
 
-from tanghulu.conductor.replay.job import Job
-from tanghulu.conductor.replay.model import LatencyModel
+from tanghulu.conductor.replay.model import Job, LatencyModel
 
 _EPSILON = 1e-6
 #: A request's TBT is judged by the mean of this share of its gaps, the longest ones.

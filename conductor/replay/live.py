@@ -23,7 +23,7 @@ import httpx
 import numpy as np
 import xxhash
 
-from tanghulu.conductor.replay.job import Job
+from tanghulu.conductor.replay.model import Job
 from tanghulu.conductor.replay.trace import BLOCK_TOKENS, TraceRequest
 from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.runtime.master_options import HttpClientOptions

@@ -3,19 +3,58 @@
     prefill(n, p) = t0 + A (n - p) + B (n^2 - p^2), never below loading p over PCIe
                     A = 22 l d^2 / G,  B = 4 l d / G,  G = flops * mfu          (Mooncake, FAST'25, table 1)
     decode step   = c + d * batch + e * context tokens
-    transfer(p)   = p * kv_bytes / nic, to a decode worker beside the prefill (conductor/routing/cost.py)
+    transfer(p)   = p * kv_bytes / nic, to a decode worker beside the prefill (conductor/routing/policies/base.py)
 
 With l = 80 layers of d = 8192 and half of 8 x 312 TFLOP/s, A is 95 us a token and B 2.1 ns a pair: a cold prompt of
 8192 tokens takes 0.02 + 0.78 + 0.14 = 0.94 s. A token's KV has 80 * 2 * 8192 / 8 * 2 = 328 kB.
+
+One request on its way through the simulated cluster, and what became of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tanghulu.conductor.replay.trace import BLOCK_TOKENS
-from tanghulu.conductor.routing.cost import hand_over_s, hidden_s
+from tanghulu.conductor.replay.trace import BLOCK_TOKENS, TraceRequest
+from tanghulu.conductor.routing.policies.base import hand_over_s, hidden_s
 from tanghulu.session.load import DecodeProfile, PrefillProfile
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Filled in as it goes. Times are virtual seconds; ``ready_s``: when fetched blocks have arrived.
+
+    ``slowness``: real over expected prefill time. ``queued_tokens`` is what the conductor counts as waiting for it,
+    ``hit_tokens`` what was really reused. ``failed`` happens in a live replay alone.
+    """
+
+    request: TraceRequest
+    number: int
+    slowness: float = 1.0
+    prefill: int = -1
+    decode: int = -1
+    fetch_blocks: int = 0
+    ready_s: float = 0.0
+    estimate_s: float = 0.0
+    queued_tokens: int = 0
+    expected_tokens: float = 0.0
+    hit_tokens: int = 0
+    begin_s: float = 0.0
+    prefill_s: float = 0.0
+    planned_s: float = 0.0
+    ttft_s: float | None = None
+    first_s: float = 0.0
+    join_s: float = 0.0
+    join_step: float = 0.0
+    tbt_s: float = 0.0
+    worst_tbt_s: float = 0.0
+    rejected: bool = False
+    failed: bool = False
+
+    @property
+    def num_decode_steps(self) -> int:
+        """Tokens behind the first one."""
+        return self.request.output_tokens - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

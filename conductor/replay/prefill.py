@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
-from tanghulu.conductor.replay.job import Job
+from tanghulu.conductor.replay.model import Job
 
 
 class BlockCache:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
-from tanghulu.conductor.replay.job import Job
+from tanghulu.conductor.replay.model import Job
 
 
 @dataclass(frozen=True, slots=True)

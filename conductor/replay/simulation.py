@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from tanghulu.conductor.dispatch.admission import Admission, forecast
 from tanghulu.conductor.index.hot_prefixes import HotPrefixes
 from tanghulu.conductor.replay.decode import DecodeInstance
-from tanghulu.conductor.replay.job import Job
-from tanghulu.conductor.replay.model import LatencyModel
+from tanghulu.conductor.replay.model import Job, LatencyModel
 from tanghulu.conductor.replay.prefill import BlockCache, PrefillInstance
 from tanghulu.conductor.replay.trace import BLOCK_TOKENS, TraceRequest
 from tanghulu.conductor.routing.expected_output import OutputEstimate

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from tanghulu.cli.store_check import Disagreement, _complain
+from tanghulu.cli.store_admin import Disagreement, _complain
 from tanghulu.errors import ChecksumMismatch, DeadlineExceeded, NodeUnavailable
 from tanghulu.store.admin.check import CheckFinding, Kind, find
 from tanghulu.store.admin.steps import perform

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor.main import Conductor, ConductorConfig
 from tanghulu.discovery.memory import MemoryDiscovery, MemoryRegistry
-from tanghulu.types import Role
+from tanghulu.types import Place, Role
 from tests.conductor.fake_worker import FakeWorker
 
 
@@ -59,7 +59,8 @@ class Cluster:
 
 @contextlib.asynccontextmanager
 async def running_cluster(run_dir: Path, **options: object) -> AsyncIterator[Cluster]:
-    config = ConductorConfig(**{"port": 0, "grace_s": 0.0, "notice_s": 0.0, "queue_timeout_s": 10.0, **options})
+    defaults: dict[str, Any] = {"port": 0, "grace_s": 0.0, "notice_s": 0.0, "queue_timeout_s": 10.0, "place": Place()}
+    config = ConductorConfig(**defaults | options)
     conductor = Conductor(config, "conductor-test", CollectorRegistry())
     async with MemoryDiscovery(MemoryRegistry()) as discovery, conductor.running(discovery, 0, run_dir):
         cluster = Cluster(conductor, discovery, run_dir)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
-from tanghulu.conductor.routing.cost import hand_over_s, hidden_s
 from tanghulu.conductor.routing.policies.base import (
     ASSUMED_STORE_BYTES_PER_S,
     Candidate,
@@ -25,6 +24,8 @@ from tanghulu.conductor.routing.policies.base import (
     WorkerView,
     any_of_least,
     decoders,
+    hand_over_s,
+    hidden_s,
 )
 from tanghulu.types import InstanceId
 

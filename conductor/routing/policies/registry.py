@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tanghulu.conductor.routing.policies.affinity import SessionAffinity
 from tanghulu.conductor.routing.policies.base import RoutingPolicy
-from tanghulu.conductor.routing.policies.dynamo import Dynamo
-from tanghulu.conductor.routing.policies.linear import LinearPolicy
-from tanghulu.conductor.routing.policies.mooncake import Mooncake
-from tanghulu.conductor.routing.policies.simple import LeastLoaded, PowerOfTwo, Random, RoundRobin
+from tanghulu.conductor.routing.policies.published import Dynamo, LinearPolicy, Mooncake
+from tanghulu.conductor.routing.policies.simple import LeastLoaded, PowerOfTwo, Random, RoundRobin, SessionAffinity
 from tanghulu.conductor.routing.policies.ttft_min import TtftMin
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from tanghulu.cli import store_admin, store_check, store_top
+from tanghulu.cli import store_admin, store_top
 from tanghulu.cli.printing import counted, print_json, print_table, store_options
 from tanghulu.errors import InvalidRequest
 from tanghulu.masters import Masters
@@ -276,10 +276,5 @@ SERVE = command(
 )
 SERVE.short_help = "Serve the store over HTTP."
 
-for _each in (
-    *store_admin.COMMANDS,
-    store_check.COMMAND,
-    SERVE,
-    store_top.COMMAND,
-):
+for _each in (*store_admin.COMMANDS, SERVE, store_top.COMMAND):
     COMMAND.add_command(_each)

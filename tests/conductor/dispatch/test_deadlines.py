@@ -8,8 +8,7 @@ import math
 
 import pytest
 
-from tanghulu.conductor.dispatch.deadlines import Deadlines
-from tanghulu.conductor.dispatch.liveness import LEAST_BEATS, Liveness
+from tanghulu.conductor.dispatch.deadlines import LEAST_BEATS, Deadlines, Liveness
 from tanghulu.conductor.routing.requests import NO_TIMEOUTS, Timeouts
 from tests.conductor.cluster import running_cluster
 
@@ -57,7 +56,7 @@ class TestLiveness:
         assert self.look(Liveness(10.0, 0.0, 0.0), 0.0, 100.0, has_work=True) == 10.0
         spoke = Liveness(10.0, 0.0, 0.0)
         assert self.look(spoke, 0.0, 7.5, has_work=True) is None
-        spoke.heard(7.5)
+        spoke.on_step(7.5)
         assert self.look(spoke, 7.5, 100.0, has_work=True) == 17.5
 
     def test_idle_ones_are_judged_if_they_promise_a_beat(self):
@@ -71,7 +70,7 @@ class TestLiveness:
 
     def test_a_look_that_comes_late_is_the_looker_s_own_silence(self):
         liveness = Liveness(10.0, 1.0, 0.0)
-        liveness.heard(1.5)
+        liveness.on_step(1.5)
         assert not liveness.look(2.5, True)
         assert not liveness.look(40.0, True)
         assert self.look(liveness, 40.0, 100.0, has_work=True) == 47.5
@@ -88,7 +87,9 @@ async def test_what_a_client_sees_of_a_deadline(tmp_path, path, stream):
         if path == "/generate":
             body = {"text": "x", "stream": stream, "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
         elif path == "/v1/chat/completions":
-            body = {**body, "messages": [{"role": "user", "content": "x"}]}
+            body = {key: body[key] for key in body if key != "prompt"} | {
+                "messages": [{"role": "user", "content": "x"}]
+            }
         asked = asyncio.create_task(cluster.http.post(path, json=body))
         await worker.until(lambda: worker.num_running == 1)
         worker.step(2)

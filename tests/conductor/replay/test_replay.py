@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tanghulu.conductor.replay.decode import DecodeInstance
-from tanghulu.conductor.replay.job import Job
 from tanghulu.conductor.replay.main import COMMAND, ReplayConfig, replay
-from tanghulu.conductor.replay.model import LatencyModel
+from tanghulu.conductor.replay.model import Job, LatencyModel
 from tanghulu.conductor.replay.prefill import BlockCache
 from tanghulu.conductor.replay.simulation import ClusterConfig, Simulation
 from tanghulu.conductor.replay.trace import TraceRequest, read_trace

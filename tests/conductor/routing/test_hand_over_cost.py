@@ -7,8 +7,14 @@ from dataclasses import replace
 import pytest
 
 from tanghulu.conductor.replay.model import LatencyModel
-from tanghulu.conductor.routing.cost import hand_over_s, hidden_s
-from tanghulu.conductor.routing.policies.base import Candidate, PeerFetch, RequestView, WorkerView
+from tanghulu.conductor.routing.policies.base import (
+    Candidate,
+    PeerFetch,
+    RequestView,
+    WorkerView,
+    hand_over_s,
+    hidden_s,
+)
 from tanghulu.conductor.routing.policies.decode import moving
 from tanghulu.conductor.routing.policies.ttft_min import TtftMin
 from tanghulu.session.load import PrefillProfile

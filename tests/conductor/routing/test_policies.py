@@ -9,13 +9,10 @@ import pytest
 from msgspec import structs
 
 from tanghulu.conductor.dispatch.router import with_both_phases
-from tanghulu.conductor.routing.policies.affinity import SessionAffinity
 from tanghulu.conductor.routing.policies.base import PeerFetch, nearness, place_of_least
-from tanghulu.conductor.routing.policies.dynamo import Dynamo
-from tanghulu.conductor.routing.policies.linear import LinearPolicy
-from tanghulu.conductor.routing.policies.mooncake import Mooncake
+from tanghulu.conductor.routing.policies.published import Dynamo, LinearPolicy, Mooncake
 from tanghulu.conductor.routing.policies.registry import PolicyOptions, make_policy
-from tanghulu.conductor.routing.policies.simple import LeastLoaded, Random, RoundRobin
+from tanghulu.conductor.routing.policies.simple import LeastLoaded, Random, RoundRobin, SessionAffinity
 from tanghulu.conductor.routing.policies.ttft_min import TtftMin
 from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.session.load import WorkerLoad

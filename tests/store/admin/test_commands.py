@@ -16,7 +16,7 @@ from click.testing import CliRunner
 import tanghulu
 from tanghulu.cli.main import EXIT_CODES
 from tanghulu.cli.store import COMMAND
-from tanghulu.cli.store_check import Disagreement
+from tanghulu.cli.store_admin import Disagreement
 from tanghulu.conductor.replicating import CopyRequester
 from tanghulu.errors import (
     ChecksumMismatch,
