@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tanghulu.conductor.http.openai_format import CompletionLogprobs, token_text
-from tanghulu.conductor.inference.generation import Generation, GenerationCall
-from tanghulu.conductor.inference.prompt_scores import scored_tokens
+from tanghulu.conductor.inference.generation import Generation, GenerationCall, scored_tokens
 from tanghulu.session.outputs import TokenLogprobs
 
 

@@ -13,15 +13,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
-from typing import TypeVar, cast
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import httpx
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.auth.tls import client_context
+from tanghulu.conductor.http.reply import DONE, dumps, event, hung_up
+from tanghulu.errors import NodeUnavailable
 from tanghulu.rpc.pacing import SILENT_HOST_S, dead_peer_options
 from tanghulu.runtime.tasks import cancelled
+from tanghulu.web.errors import body_of
 
 T = TypeVar("T")
 
@@ -50,10 +56,12 @@ class RelayClient:
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
         self._http = httpx.AsyncClient(timeout=timeout, transport=transport, trust_env=False)
         self._asking: dict[httpx.URL, asyncio.Task[bool]] = {}  # servers that are asked for /health now
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         """Close all connections."""
         await cancelled(*self._asking.values())
+        await asyncio.gather(*self._closing, return_exceptions=True)
         await self._http.aclose()
 
     def request(
@@ -72,6 +80,12 @@ class RelayClient:
         async with contextlib.aclosing(cast(AsyncGenerator[bytes], response.aiter_raw())) as pieces:
             while (piece := await self._unless_silent(response.request, anext(pieces, None))) is not None:
                 yield piece
+
+    def end(self, response: httpx.Response) -> None:
+        """Close the connection of an answer that nobody reads on, also where its reader was cancelled."""
+        closing = asyncio.create_task(response.aclose())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
     async def ask(
         self, method: str, url: str, body: bytes, headers: Mapping[str, str], deadline_s: float
@@ -112,6 +126,58 @@ class RelayClient:
         except (*UNREACHABLE, TimeoutError):
             return False
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class RelayedAnswer:
+    """An answer that has begun. ``pieces`` raise NodeUnavailable where the server breaks off.
+
+    ``end`` must be called in the end, however far the pieces were read.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    pieces: AsyncIterator[bytes]
+    end: Callable[[], None]
+
+
+class Relay(Response):
+    """Waits for ``answering`` and passes the answer on, and ends it; its typed errors are answered as any other.
+
+    When the client hangs up the connection to the server is closed, so that the server aborts the request. When the
+    server breaks off, a stream of events ends with an error event, and any other answer without its end.
+    """
+
+    def __init__(self, answering: Coroutine[Any, Any, RelayedAnswer]) -> None:
+        super().__init__()
+        self._answering = answering
+        self._answer: RelayedAnswer | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = asyncio.create_task(hung_up(receive))
+        work = asyncio.create_task(self._work(send))
+        try:
+            await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancelled(watch, work)
+            if self._answer is not None:
+                self._answer.end()
+        if not work.cancelled():
+            work.result()
+
+    async def _work(self, send: Send) -> None:
+        answer = self._answer = await self._answering
+        head = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers.items()]
+        await send({"type": "http.response.start", "status": answer.status, "headers": head})
+        try:
+            async for piece in answer.pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except NodeUnavailable as error:
+            if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+                raise
+            last = event(dumps(body_of(error))) + DONE
+            await send({"type": "http.response.body", "body": last, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def request_headers(headers: Mapping[str, str]) -> dict[str, str]:

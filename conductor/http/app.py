@@ -1,10 +1,20 @@
-"""What a client is told that asks for a route which is not here."""
+"""The conductor's application: all its routes, and what a client is told that asks for one which is not here."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
 from typing import Final
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+
+from tanghulu.conductor.http import admin_api, docs_page, openai_api, openapi_document, sglang_api
+from tanghulu.conductor.http.responses import routes as responses_api
+from tanghulu.conductor.inference.service import Service
+from tanghulu.version import __version__
+from tanghulu.web import errors
+from tanghulu.web.routes import DirectRoutes
 
 #: Parts of APIs that are not served, and what to do instead.
 _ABSENT: Final = {
@@ -34,6 +44,26 @@ _ABSENT: Final = {
     "/start_profile": "use --trace of a worker",
     "/update_weights_from_disk": "a worker's weights do not change; start others",
 }
+
+
+def make_app(service: Service) -> DirectRoutes:
+    """Build the HTTP application: all routes of the conductor, on ``service``; those of inference are direct."""
+    app = FastAPI(
+        title="tanghulu conductor", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None
+    )
+    routers = [each.router(service) for each in (openai_api, responses_api, sglang_api, admin_api)]
+    for router in (*routers, docs_page.router()):
+        app.include_router(router)
+    declared = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    paths = [route.path for route in declared]
+    errors.install(
+        app,
+        "the conductor",
+        service.retry_after_s,
+        lambda method, path: explain(method, path, paths),
+    )
+    openapi_document.install(app)
+    return DirectRoutes(app, [route for route in declared if route.path in openapi_document.STREAMS])
 
 
 def explain(method: str, path: str, served: Sequence[str]) -> str:
