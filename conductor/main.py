@@ -188,7 +188,7 @@ class Conductor:
         )
         self._spans = SpanExport(config.otlp_endpoint, conductor_id) if config.otlp_endpoint else None
         if self._spans is not None:
-            self.dispatcher.stories.listeners.append(self._spans.told)
+            self.dispatcher.stories.listeners.append(self._spans.export)
         if config.log_requests:
             self.dispatcher.stories.listeners.append(lambda story: _log.info("request.story", **story.summary()))
         bodies = Bodies(config.max_body_size, ROOM_BYTES)

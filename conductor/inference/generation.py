@@ -243,7 +243,7 @@ _ROWS: Final = 256
 class ScoredToken:
     """One token of a prompt: its log probability and rank, and the most likely tokens there as (id, logprob).
 
-    ``asked`` are the log probabilities of the tokens that the request names by id, in their order.
+    ``requested`` are the log probabilities of the tokens that the request names by id, in their order.
     """
 
     position: int
@@ -251,7 +251,7 @@ class ScoredToken:
     logprob: float
     rank: int
     top: list[tuple[int, float]]
-    asked: list[float]
+    requested: list[float]
 
 
 def scored_tokens(prompt: Sequence[int], parts: Sequence[PromptLogprobs]) -> Iterator[ScoredToken]:
@@ -270,6 +270,6 @@ def _rows(prompt: Sequence[int], part: PromptLogprobs, chosen: slice) -> Iterato
         part.asked_logprobs[chosen].tolist(),
         strict=True,
     )
-    for position, (logprob, rank, ids, values, asked) in enumerate(rows, part.position + chosen.start):
+    for position, (logprob, rank, ids, values, requested) in enumerate(rows, part.position + chosen.start):
         top = list(zip(ids, values, strict=True))
-        yield ScoredToken(position, int(prompt[position]), logprob, rank, top, asked)
+        yield ScoredToken(position, int(prompt[position]), logprob, rank, top, requested)

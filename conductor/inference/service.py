@@ -123,7 +123,7 @@ class Service:
                 call.begin(self.dispatcher, request, rules, name, parsed.markers)
         except TanghuluError:
             call.abort()
-            self._tell(call)
+            self._end_stories(call)
             raise
         for name in (call_id, *names):
             self.calls.setdefault(name, {})[client] = call
@@ -136,12 +136,12 @@ class Service:
             named.pop(call.client, None)
             if not named:
                 self.calls.pop(name, None)
-        self._tell(call)
+        self._end_stories(call)
         for _ in call.generations:
             self._retry_after.ended(time.monotonic())
         self.accounts.spend(call.client, call.num_generated, time.monotonic())
 
-    def _tell(self, call: GenerationCall) -> None:
+    def _end_stories(self, call: GenerationCall) -> None:
         """End the stories of a call's sequences: its answer is out, or nobody waits for it."""
         for generation in call.generations:
             self.dispatcher.stories.over(generation.stream.story, time.monotonic())

@@ -205,7 +205,7 @@ class Forwarder:
 
         async def ask(pool: str, member: Member) -> tuple[str, Member, int, Any]:
             try:
-                response = await self._client.ask(method, member.url + path, body, shown, ASK_S)
+                response = await self._client.exchange(method, member.url + path, body, shown, ASK_S)
                 return pool, member, response.status_code, response.json()
             except (*UNREACHABLE, ValueError, RecursionError):
                 return pool, member, 503, None
@@ -261,7 +261,7 @@ class Forwarder:
     async def _try(
         self, member: Member, method: str, path: str, body: bytes, headers: Mapping[str, str]
     ) -> httpx.Response | None:
-        if member.num_failures and not await self._client.lives(member.url, CONNECT_TIMEOUT_S):
+        if member.num_failures and not await self._client.is_alive(member.url, CONNECT_TIMEOUT_S):
             member.failed(self._clock.now_s())
             return None
         request = self._client.request(method, member.url + path, body, request_headers(headers))

@@ -55,12 +55,12 @@ class RelayClient:
         transport = httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False, socket_options=options)
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
         self._http = httpx.AsyncClient(timeout=timeout, transport=transport, trust_env=False)
-        self._asking: dict[httpx.URL, asyncio.Task[bool]] = {}  # servers that are asked for /health now
+        self._probes: dict[httpx.URL, asyncio.Task[bool]] = {}  # requests for /health under way
         self._closing: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         """Close all connections."""
-        await cancelled(*self._asking.values())
+        await cancelled(*self._probes.values())
         await asyncio.gather(*self._closing, return_exceptions=True)
         await self._http.aclose()
 
@@ -87,37 +87,37 @@ class RelayClient:
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
-    async def ask(
+    async def exchange(
         self, method: str, url: str, body: bytes, headers: Mapping[str, str], deadline_s: float
     ) -> httpx.Response:
         """A whole answer that should come at once. Raises httpx.HTTPError."""
         return await self._http.request(method, url, content=body, headers=headers, timeout=deadline_s)
 
-    async def lives(self, url: str, deadline_s: float) -> bool:
+    async def is_alive(self, url: str, deadline_s: float) -> bool:
         """Whether the server of ``url`` answers anything within ``deadline_s``."""
-        return await self._lives(self.request("GET", url, b"", {}), deadline_s)
+        return await self._is_alive(self.request("GET", url, b"", {}), deadline_s)
 
     async def _unless_silent(self, request: httpx.Request, answering: Awaitable[T]) -> T:
         """The result of ``answering``, which waits for the server of ``request``; ReadTimeout if that is silent."""
         task, look_s = asyncio.ensure_future(answering), self._silence_s / 4
         try:
             while not (await asyncio.wait((task,), timeout=look_s))[0]:
-                if not await self._lives(request, self._silence_s - look_s) and not task.done():
+                if not await self._is_alive(request, self._silence_s - look_s) and not task.done():
                     raise httpx.ReadTimeout(f"it has answered nothing for {self._silence_s:g} s", request=request)
             return task.result()
         finally:
             await cancelled(task)
 
-    async def _lives(self, request: httpx.Request, deadline_s: float) -> bool:
+    async def _is_alive(self, request: httpx.Request, deadline_s: float) -> bool:
         """Ask for /health where ``request`` goes, once for all who want to know it now."""
         url = request.url.copy_with(path="/health", query=None)
-        task = self._asking.get(url)
+        task = self._probes.get(url)
         if task is None:
-            task = self._asking[url] = asyncio.create_task(self._asked(request, url, deadline_s))
-            task.add_done_callback(lambda _: self._asking.pop(url, None))
+            task = self._probes[url] = asyncio.create_task(self._probe(request, url, deadline_s))
+            task.add_done_callback(lambda _: self._probes.pop(url, None))
         return await asyncio.shield(task)
 
-    async def _asked(self, request: httpx.Request, url: httpx.URL, deadline_s: float) -> bool:
+    async def _probe(self, request: httpx.Request, url: httpx.URL, deadline_s: float) -> bool:
         headers = {"host": request.headers["host"]}
         more = {name: value for name, value in request.extensions.items() if name == "sni_hostname"}
         try:

@@ -121,8 +121,10 @@ class Generator:
             best = self._service.best_of(self._with_urls(tried.keys()), query, self._clock.now_s())
             if best is not None:
                 return best
-        said = "; ".join(f"{worker}: {why}" for worker, why in tried.items()) or "none has a url and does both phases"
-        raise NodeUnavailable(f"no worker took the request: {said}")
+        reasons = (
+            "; ".join(f"{worker}: {why}" for worker, why in tried.items()) or "none has a url and does both phases"
+        )
+        raise NodeUnavailable(f"no worker took the request: {reasons}")
 
     def _with_urls(self, passed_over: Set[InstanceId]) -> list[RoutableWorker]:
         return [
@@ -130,21 +132,21 @@ class Generator:
         ]
 
     def _read(self, body: bytes, caller: RoutingClient) -> _ParsedGenerate:
-        told = parse_body(body)
-        ids = told.get("input_ids")
+        given = parse_body(body)
+        ids = given.get("input_ids")
         if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 1 << 32 for i in ids):
             raise InvalidRequest("generate needs input_ids, a list of token ids: the router has no tokenizer")
-        overrides = _overrides(told.pop("routing", {}))
-        rid = told.get("rid")
+        overrides = _overrides(given.pop("routing", {}))
+        rid = given.get("rid")
         request_id = rid if isinstance(rid, str) and rid else uuid.uuid4().hex
-        query = types.query_of(self._hasher, [], as_tokens(ids), 0, overrides, str(told.get("session", "")), caller)
-        return _ParsedGenerate(request_id, query, json.dumps(told).encode(), caller)
+        query = types.query_of(self._hasher, [], as_tokens(ids), 0, overrides, str(given.get("session", "")), caller)
+        return _ParsedGenerate(request_id, query, json.dumps(given).encode(), caller)
 
 
-def _overrides(told: Any) -> RoutingOverrides:
-    if not isinstance(told, dict) or not told.keys() <= set(_OVERRIDES):
+def _overrides(given: Any) -> RoutingOverrides:
+    if not isinstance(given, dict) or not given.keys() <= set(_OVERRIDES):
         raise InvalidRequest(f"routing has other fields than {', '.join(_OVERRIDES)}")
-    weights, worker = told.get("weights", {}), str(told.get("worker", ""))
+    weights, worker = given.get("weights", {}), str(given.get("worker", ""))
     if not isinstance(weights, dict) or not all(isinstance(value, int | float) for value in weights.values()):
         raise InvalidRequest("routing.weights are numbers by name")
-    return types.overrides_of(str(told.get("policy", "")), weights, worker, worker)
+    return types.overrides_of(str(given.get("policy", "")), weights, worker, worker)

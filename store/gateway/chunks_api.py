@@ -100,10 +100,10 @@ resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[1]), int(sys.argv[1])))
 pattern, keys = json.load(sys.stdin)
 try:
     found = re.compile(pattern).search
-    told = [index for index, key in enumerate(keys) if found(key)]
+    result = [index for index, key in enumerate(keys) if found(key)]
 except (re.error, OverflowError, RecursionError, MemoryError) as error:
-    told = str(error) or type(error).__name__
-json.dump(told, sys.stdout)
+    result = str(error) or type(error).__name__
+json.dump(result, sys.stdout)
 """
 
 
@@ -129,7 +129,7 @@ async def matching(pattern: str, keys: Sequence[str], within_s: float) -> list[s
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-    told = json.loads(output) if process.returncode == 0 else "it ended the process that tried it"
-    if isinstance(told, str):
-        raise InvalidRequest(f"{pattern!r} is no regular expression: {told}")
-    return [keys[index] for index in told]
+    result = json.loads(output) if process.returncode == 0 else "it ended the process that tried it"
+    if isinstance(result, str):
+        raise InvalidRequest(f"{pattern!r} is no regular expression: {result}")
+    return [keys[index] for index in result]
