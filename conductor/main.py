@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 
 from tanghulu.auth.tokens import TokensFile
@@ -19,10 +17,9 @@ from tanghulu.conductor.dispatch.admission import Admission
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.dispatch.lifecycle import MoveLimits
 from tanghulu.conductor.dispatch.queue import ORDERS, QueueOrder
-from tanghulu.conductor.grpc_api.port import InferencePort
-from tanghulu.conductor.http import admin_api, docs_page, openai_api, openapi_document, sglang_api, unserved
+from tanghulu.conductor.grpc_api.servicer import InferencePort
+from tanghulu.conductor.http.app import make_app
 from tanghulu.conductor.http.envelope import Envelope
-from tanghulu.conductor.http.responses import routes as responses_api
 from tanghulu.conductor.inference.service import DEFAULT_BODY_BYTES, ROOM_BYTES, Service, UnknownFields
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.peers import group
@@ -46,11 +43,8 @@ from tanghulu.runtime.master_options import HttpOptions, MasterOptions, SecretOp
 from tanghulu.runtime.process import Process, ProcessConfig, run
 from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, Role
-from tanghulu.version import __version__
-from tanghulu.web import errors
 from tanghulu.web.access import listed
 from tanghulu.web.bodies import Bodies
-from tanghulu.web.routes import DirectRoutes
 from tanghulu.web.server import HttpServer, Server
 
 _log = structlog.get_logger(__name__)
@@ -185,7 +179,7 @@ class Conductor:
         )
         self._spans = SpanExport(config.otlp_endpoint, conductor_id) if config.otlp_endpoint else None
         if self._spans is not None:
-            self.dispatcher.stories.listeners.append(self._spans.told)
+            self.dispatcher.stories.listeners.append(self._spans.export)
         if config.log_requests:
             self.dispatcher.stories.listeners.append(lambda story: _log.info("request.story", **story.summary()))
         bodies = Bodies(config.max_body_size, ROOM_BYTES)
@@ -300,26 +294,6 @@ class Conductor:
             self.dispatcher.observe()
             self.dashboard.observe()
             await asyncio.sleep(_OBSERVE_S)
-
-
-def make_app(service: Service) -> DirectRoutes:
-    """Build the HTTP application: all routes of the conductor, on ``service``; those of inference are direct."""
-    app = FastAPI(
-        title="tanghulu conductor", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None
-    )
-    routers = [each.router(service) for each in (openai_api, responses_api, sglang_api, admin_api)]
-    for router in (*routers, docs_page.router()):
-        app.include_router(router)
-    declared = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
-    paths = [route.path for route in declared]
-    errors.install(
-        app,
-        "the conductor",
-        service.retry_after_s,
-        lambda method, path: unserved.explain(method, path, paths),
-    )
-    openapi_document.install(app)
-    return DirectRoutes(app, [route for route in declared if route.path in openapi_document.STREAMS])
 
 
 async def serve(process: Process, config: ConductorConfig) -> None:

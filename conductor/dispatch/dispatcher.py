@@ -568,7 +568,7 @@ class Dispatcher:
         entry.wire_id = ""
 
     def _observe(self, entry: _Entry, output: Output, now_s: float) -> None:
-        entry.story.heard(now_s, output.phases)
+        entry.story.report(now_s, output.phases)
         if not output.tokens:
             return
         is_first = entry.counts.tokens(len(output.tokens), now_s)

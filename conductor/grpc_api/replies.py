@@ -7,9 +7,8 @@ import math
 from collections.abc import Iterator
 from typing import Final
 
-from tanghulu.conductor.inference.generation import Generation, GenerationCall, TextDelta
+from tanghulu.conductor.inference.generation import Generation, GenerationCall, ScoredToken, TextDelta, scored_tokens
 from tanghulu.conductor.inference.preprocess import ParsedRequest
-from tanghulu.conductor.inference.prompt_scores import ScoredToken, scored_tokens
 from tanghulu.conductor.tools.events import (
     TOOL_CALLS,
     AnswerEvent,

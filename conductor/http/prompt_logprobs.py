@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tanghulu.conductor.http.openai_format import CompletionLogprobs, token_text
-from tanghulu.conductor.inference.generation import Generation, GenerationCall
-from tanghulu.conductor.inference.prompt_scores import scored_tokens
+from tanghulu.conductor.inference.generation import Generation, GenerationCall, scored_tokens
 from tanghulu.session.outputs import TokenLogprobs
 
 
@@ -85,10 +84,10 @@ def sglang_input_logprobs(generation: Generation, with_text: bool) -> dict[str, 
         return {}
     own: list[Any] = [entry(None, prompt[scoring.start - 1])]
     top: list[Any] = [None]
-    asked: list[Any] = [None]
+    requested: list[Any] = [None]
     for one in scored_tokens(prompt, generation.prompt_scores):
         own.append(entry(one.logprob, one.token))
         top.append([entry(logprob, token) for token, logprob in one.top])
-        pairs = zip(sampling.logprob_token_ids, one.asked, strict=True)
-        asked.append([entry(logprob, token) for token, logprob in pairs])
-    return {"token": own, "top": top, "token_ids": asked}
+        pairs = zip(sampling.logprob_token_ids, one.requested, strict=True)
+        requested.append([entry(logprob, token) for token, logprob in pairs])
+    return {"token": own, "top": top, "token_ids": requested}

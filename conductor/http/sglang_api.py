@@ -119,14 +119,14 @@ class _Answer:
         self.ids = bytearray()
         self.logprobs = bytearray()
         self.top = bytearray()
-        self.asked = bytearray()
+        self.requested = bytearray()
         self.shows_input = True
-        self.told_bytes = 0
+        self.shown_bytes = 0
         self.finish: FinishReason | None = None
 
     @property
     def num_bytes(self) -> int:
-        return len(self.text) + len(self.ids) + len(self.logprobs) + len(self.top) + len(self.asked)
+        return len(self.text) + len(self.ids) + len(self.logprobs) + len(self.top) + len(self.requested)
 
     def add(self, delta: TextDelta, logprobs: Sequence[tuple[str, str, str]]) -> None:
         self.text += dumps(delta.text)[1:-1].encode()
@@ -134,20 +134,20 @@ class _Answer:
             (self.ids, map(str, delta.tokens)),
             (self.logprobs, (own for own, _, _ in logprobs)),
             (self.top, (top for _, top, _ in logprobs)),
-            (self.asked, (asked for _, _, asked in logprobs)),
+            (self.requested, (requested for _, _, requested in logprobs)),
         ):
             for item in items:
                 values += b"," * bool(values) + item.encode()
         self.finish = delta.finish or self.finish
 
     def clear(self) -> None:
-        for part in (self.text, self.ids, self.logprobs, self.top, self.asked):
+        for part in (self.text, self.ids, self.logprobs, self.top, self.requested):
             part.clear()
 
     @property
     def is_due(self) -> bool:
         """Whether a cumulative stream shows it now."""
-        return self.finish is not None or self.num_bytes >= self.told_bytes + self.told_bytes // GROWTH_SHARE
+        return self.finish is not None or self.num_bytes >= self.shown_bytes + self.shown_bytes // GROWTH_SHARE
 
 
 class _Reader:
@@ -163,7 +163,7 @@ class _Reader:
     def take(self, index: int, delta: TextDelta) -> bytes:
         answer, piece = self._take(index, delta), b""
         if self._deltas or answer.is_due:
-            answer.told_bytes = answer.num_bytes
+            answer.shown_bytes = answer.num_bytes
             piece = b"data: " + self._shown(index, stream=True) + b"\n\n"
         if self._deltas:
             answer.clear()
@@ -192,19 +192,19 @@ class _Reader:
 
     def _take(self, index: int, delta: TextDelta) -> _Answer:
         answer = self._answers[index]
-        num_asked = len(self._call.generations[index].request.sampling.logprob_token_ids)
-        answer.add(delta, [self._logprobs(one, num_asked) for one in delta.logprobs if one.token_ids])
+        num_requested = len(self._call.generations[index].request.sampling.logprob_token_ids)
+        answer.add(delta, [self._logprobs(one, num_requested) for one in delta.logprobs if one.token_ids])
         return answer
 
-    def _logprobs(self, one: TokenLogprobs, num_asked: int) -> tuple[str, str, str]:
+    def _logprobs(self, one: TokenLogprobs, num_requested: int) -> tuple[str, str, str]:
         """The generated token, the most likely ones, and those asked for by id, as (logprob, id, text) each."""
         bytes_of = self._call.model.detokenizers.token_bytes
         entries = [
             [logprob, token, bytes_of(token).decode(errors="replace") if self._with_text else None]
             for token, logprob in zip(one.token_ids, one.logprobs, strict=True)
         ]
-        asked = len(entries) - num_asked
-        return dumps(entries[0]), dumps(entries[1:asked]), dumps(entries[asked:])
+        requested = len(entries) - num_requested
+        return dumps(entries[0]), dumps(entries[1:requested]), dumps(entries[requested:])
 
     def _shown(self, index: int, stream: bool) -> bytes:
         answer, generation = self._answers[index], self._call.generations[index]
@@ -223,12 +223,12 @@ class _Reader:
         sampling = generation.request.sampling
         if sampling.num_logprobs is not None:
             kinds = [("token", answer.logprobs, True), ("top", answer.top, sampling.num_logprobs > 0)]
-            kinds.append(("token_ids", answer.asked, bool(sampling.logprob_token_ids)))
-            told = self._input(answer, generation)
+            kinds.append(("token_ids", answer.requested, bool(sampling.logprob_token_ids)))
+            of_prompt = self._input(answer, generation)
             for name, output, wanted in kinds:
                 if wanted:
                     parts += [
-                        f',"input_{name}_logprobs":{told[name]},"output_{name}_logprobs":['.encode(),
+                        f',"input_{name}_logprobs":{of_prompt[name]},"output_{name}_logprobs":['.encode(),
                         output,
                         b"]",
                     ]

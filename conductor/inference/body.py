@@ -119,13 +119,16 @@ class Body(BaseModel):
     def _foreign(self, path: str) -> list[str]:
         extra = self.__pydantic_extra__ or {}
         found = [f"{path}{name}" for name, value in extra.items() if _is_unknown(path, name, value)]
-        extra.clear()
+        given = self.model_fields_set
         for name, value in vars(self).items():
+            if name not in given:
+                continue
             if isinstance(value, Body):
                 found += value._foreign(f"{path}{name}.")
             elif isinstance(value, list) and value and isinstance(value[0], Body):
                 for number, each in enumerate(value):
                     found += each._foreign(f"{path}{name}.{number}.")
+        extra.clear()
         return found
 
     @property

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
 
@@ -19,12 +20,43 @@ from tanghulu.conductor.dispatch.dispatcher import Dispatcher
 from tanghulu.conductor.dispatch.registry import RegisteredWorker
 from tanghulu.conductor.inference.generation import GenerationCall
 from tanghulu.conductor.inference.preprocess import ParsedRequest
-from tanghulu.conductor.inference.retry_after import RetryAfter
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.conductor.tools.choosing import ParserNames
 from tanghulu.errors import TanghuluError
 from tanghulu.web.bodies import Bodies
 from tanghulu.web.errors import BadField
+
+#: The shortest and the longest time that a client is asked to wait.
+LEAST_S: Final = 1
+MOST_S: Final = 60
+#: Ends before that say nothing about now.
+WINDOW_S: Final = 30.0
+_MAX_ENDS: Final = 1024
+
+
+class RetryAfter:
+    """Counts the requests that end, and tells from it how long a queue will take. Pure."""
+
+    def __init__(self, now_s: float) -> None:
+        self._began_s = now_s
+        self._ends: deque[float] = deque(maxlen=_MAX_ENDS)
+
+    def ended(self, now_s: float) -> None:
+        """Note that a request has ended, and so made way for another."""
+        self._ends.append(now_s)
+
+    def seconds(self, num_waiting: int, now_s: float) -> int:
+        """Seconds until ``num_waiting`` requests will have been taken up; MOST_S where none ends at all."""
+        while self._ends and self._ends[0] < now_s - WINDOW_S:
+            self._ends.popleft()
+        if not num_waiting:
+            return LEAST_S
+        if not self._ends:
+            return MOST_S
+        since_s = self._ends[0] if len(self._ends) == _MAX_ENDS else max(self._began_s, now_s - WINDOW_S)
+        rate = len(self._ends) / max(now_s - since_s, 1e-3)
+        return min(MOST_S, max(LEAST_S, math.ceil(num_waiting / rate)))
+
 
 DEFAULT_BODY_BYTES = 32 << 20
 #: No text has more bytes a token than this on average, even where all its characters are escaped in JSON.
@@ -91,7 +123,7 @@ class Service:
                 call.begin(self.dispatcher, request, rules, name, parsed.markers)
         except TanghuluError:
             call.abort()
-            self._tell(call)
+            self._end_stories(call)
             raise
         for name in (call_id, *names):
             self.calls.setdefault(name, {})[client] = call
@@ -104,12 +136,12 @@ class Service:
             named.pop(call.client, None)
             if not named:
                 self.calls.pop(name, None)
-        self._tell(call)
+        self._end_stories(call)
         for _ in call.generations:
             self._retry_after.ended(time.monotonic())
         self.accounts.spend(call.client, call.num_generated, time.monotonic())
 
-    def _tell(self, call: GenerationCall) -> None:
+    def _end_stories(self, call: GenerationCall) -> None:
         """End the stories of a call's sequences: its answer is out, or nobody waits for it."""
         for generation in call.generations:
             self.dispatcher.stories.over(generation.stream.story, time.monotonic())

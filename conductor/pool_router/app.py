@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tanghulu.conductor.http.reply import read_body
 from tanghulu.conductor.pool_router.demand import demand_of, parse_body
 from tanghulu.conductor.pool_router.forward import Forwarder
-from tanghulu.conductor.pool_router.streamed import Streamed
+from tanghulu.conductor.pool_router.relaying import Relay
 from tanghulu.errors import InvalidRequest
 from tanghulu.version import __version__
 from tanghulu.web import errors
@@ -58,17 +58,15 @@ def make_app(forwarder: Forwarder, registry: CollectorRegistry, max_body_bytes: 
 
     async def generate(request: Request) -> Response:
         body = await read_body(request, max_body_bytes)
-        return Streamed(forwarder.generate(_target(request), body, dict(request.headers)), forwarder.end)
+        return Relay(forwarder.generate(_target(request), body, dict(request.headers)))
 
     async def anywhere(request: Request) -> Response:
         body = await read_body(request, max_body_bytes)
-        answering = forwarder.anywhere(request.method, _target(request), body, dict(request.headers))
-        return Streamed(answering, forwarder.end)
+        return Relay(forwarder.anywhere(request.method, _target(request), body, dict(request.headers)))
 
     async def kept(request: Request) -> Response:
         target, response_id = _target(request), request.path_params["response_id"]
-        answering = forwarder.where_kept(response_id, request.method, target, b"", dict(request.headers))
-        return Streamed(answering, forwarder.end)
+        return Relay(forwarder.where_kept(response_id, request.method, target, b"", dict(request.headers)))
 
     for path in GENERATING:
         app.add_api_route(path, generate, methods=["POST"], response_model=None)

@@ -6,40 +6,120 @@ Should that fail, the decode pool computes the prompt itself: nothing is lost bu
 
 An attempt that ended before its answer began (no connection, no sign of life, 429, 503) is repeated at the next
 conductor, then at the pools that stand in. What has begun is never repeated.
+
+Of a pool's conductors the one with the fewest open requests is asked first. One that failed is left alone for a while
+that doubles with each failure in a row, and is asked all the same where no other is left. Example: after one failure it
+rests 0.5 s, after three 2 s, never more than 30 s.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 import structlog
+from prometheus_client import CollectorRegistry, Counter
 
 from tanghulu.conductor.pool_router.demand import demand_of, parse_body, prefill_only
 from tanghulu.conductor.pool_router.grid import PoolMap
-from tanghulu.conductor.pool_router.members import Member, Members
-from tanghulu.conductor.pool_router.metrics import PoolMetrics
 from tanghulu.conductor.pool_router.relaying import (
     CONNECT_TIMEOUT_S,
     TRY_ELSEWHERE,
     UNREACHABLE,
     RelayClient,
+    RelayedAnswer,
+    answer_headers,
     reason,
     request_headers,
 )
-from tanghulu.conductor.pool_router.streamed import PoolAnswer
 from tanghulu.errors import NodeUnavailable
 from tanghulu.runtime.clock import Clock
+from tanghulu.types import InstanceId
 from tanghulu.web.errors import ResponseNotFound
+
+FIRST_REST_S = 0.5
+MOST_REST_S = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One conductor. ``open_requests`` are forwarded to it and have not ended."""
+
+    url: str
+    open_requests: int = 0
+    num_failures: int = 0
+    rests_until_s: float = 0.0
+
+    def failed(self, now_s: float) -> None:
+        """Note that the conductor could not be reached, or answered that it cannot serve."""
+        self.num_failures += 1
+        self.rests_until_s = now_s + min(MOST_REST_S, FIRST_REST_S * 2 ** min(10, self.num_failures - 1))
+
+    def served(self) -> None:
+        self.num_failures, self.rests_until_s = 0, 0.0
+
+
+class Members:
+    """The conductors of one pool: fixed ones, and those that discovery finds."""
+
+    def __init__(self, urls: Iterable[str] = ()) -> None:
+        self._fixed = [Member(url) for url in urls]
+        self._found: dict[InstanceId, Member] = {}
+
+    def __len__(self) -> int:
+        return len(self._fixed) + len(self._found)
+
+    def add(self, instance: InstanceId, url: str) -> None:
+        """Add a conductor that Discovery has found; a known address adds nothing."""
+        known = self._found.get(instance)
+        if known is None or known.url != url:
+            self._found[instance] = Member(url)
+
+    def remove(self, instance: InstanceId) -> None:
+        """Remove a conductor that is gone; requests forwarded to it go on or fail by themselves."""
+        self._found.pop(instance, None)
+
+    def in_order(self, now_s: float) -> list[Member]:
+        """All conductors in the order in which they should be asked; each address once."""
+        by_url = {member.url: member for member in [*self._found.values(), *self._fixed]}
+        return sorted(by_url.values(), key=lambda m: (max(m.rests_until_s, now_s), m.open_requests))
+
+
+_PREFIX = "tanghulu_router_"
+
+
+class PoolMetrics:
+    """Counters of forwarded requests."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(_PREFIX + name, text, labels, registry=registry)
+
+        self.requests = counter("requests", "Generations, by the pools that served them", "prefill", "decode")
+        self.retries = counter("retries", "Attempts that a conductor refused (429, 502, 503)", "pool")
+        self.unprimed = counter("unprimed", "Generations whose prefill pool could not be reached: decode did the whole")
+
 
 _log = structlog.get_logger(__name__)
 #: How long every conductor may take for a question to all.
 ASK_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _PoolAnswer:
+    """An answer that has begun, and the conductor that gives it; ``content``: all of it, where it was read already."""
+
+    pool: str
+    member: Member
+    response: httpx.Response
+    content: bytes | None = None
 
 
 class Forwarder:
@@ -54,7 +134,7 @@ class Forwarder:
     async def aclose(self) -> None:
         await self._client.close()
 
-    async def generate(self, path: str, body: bytes, headers: Mapping[str, str]) -> PoolAnswer:
+    async def generate(self, path: str, body: bytes, headers: Mapping[str, str]) -> RelayedAnswer:
         """Forward a generation by the grid. Raises InvalidRequest, or NodeUnavailable if no pool can be reached.
 
         One that goes on from an earlier response goes to the conductor that keeps it.
@@ -77,9 +157,9 @@ class Forwarder:
         if answer is None:
             raise NodeUnavailable(f"no conductor of pool {decode!r} can be reached, and none that stands in for it")
         self._metrics.requests.labels(prefilled, answer.pool).inc()
-        return replace(answer, more={"x-tanghulu-prefill-pool": prefilled, "x-tanghulu-pool": answer.pool})
+        return self._relayed(answer, {"x-tanghulu-prefill-pool": prefilled})
 
-    async def anywhere(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> PoolAnswer:
+    async def anywhere(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> RelayedAnswer:
         """Forward a request that any pool can answer, to the next one after a 404.
 
         Raises NodeUnavailable if none can be reached.
@@ -89,17 +169,16 @@ class Forwarder:
             answer = await self._send(name, method, path, body, headers)
             if answer is None:
                 continue
-            answer = replace(answer, more={"x-tanghulu-pool": answer.pool})
             if answer.response.status_code != 404:
-                return answer
+                return self._relayed(answer)
             missing = replace(answer, content=await self._finish(answer))
         if missing is None:
             raise NodeUnavailable("no conductor of any pool can be reached")
-        return missing
+        return self._relayed(missing)
 
     async def where_kept(
         self, response_id: str, method: str, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> PoolAnswer:
+    ) -> RelayedAnswer:
         """Forward a request to the conductor that keeps a response. Raises InvalidRequest if none does."""
         where = f"/v1/responses/{quote(response_id, safe='')}"
         for pool, member, status, _ in await self._everywhere("GET", where, b"", headers):
@@ -107,8 +186,7 @@ class Forwarder:
                 continue
             response = await self._try(member, method, path, body, headers)
             if response is not None:
-                pieces = self._client.pieces(response)
-                return PoolAnswer(pool, member, response, pieces, more={"x-tanghulu-pool": pool})
+                return self._relayed(_PoolAnswer(pool, member, response))
         raise ResponseNotFound(
             f"response {response_id[:64]!r} is kept by no conductor that answers; send the whole conversation as input"
         )
@@ -127,7 +205,7 @@ class Forwarder:
 
         async def ask(pool: str, member: Member) -> tuple[str, Member, int, Any]:
             try:
-                response = await self._client.ask(method, member.url + path, body, shown, ASK_S)
+                response = await self._client.exchange(method, member.url + path, body, shown, ASK_S)
                 return pool, member, response.status_code, response.json()
             except (*UNREACHABLE, ValueError, RecursionError):
                 return pool, member, 503, None
@@ -135,22 +213,40 @@ class Forwarder:
         asked = [ask(name, each) for name, members in self.members.items() for each in members.in_order(now_s)]
         return await asyncio.gather(*asked)
 
-    async def end(self, answer: PoolAnswer) -> None:
+    def _relayed(self, answer: _PoolAnswer, more: Mapping[str, str] = MappingProxyType({})) -> RelayedAnswer:
+        """``answer`` for the client, with ``more`` headers."""
+        headers = {**answer_headers(answer.response), **more, "x-tanghulu-pool": answer.pool}
+        return RelayedAnswer(
+            answer.response.status_code, headers, self._pieces(answer), functools.partial(self._end, answer)
+        )
+
+    async def _pieces(self, answer: _PoolAnswer) -> AsyncIterator[bytes]:
+        if answer.content is not None:
+            yield answer.content
+            return
+        try:
+            async for piece in self._client.pieces(answer.response):
+                yield piece
+        except httpx.HTTPError as error:
+            _log.warning("pool.answer_broke", url=answer.member.url, error=reason(error))
+            raise NodeUnavailable(f"the conductor of pool {answer.pool} broke off its answer") from error
+
+    def _end(self, answer: _PoolAnswer) -> None:
         """End a forwarded request: its answer was passed on, or its client is gone."""
         if answer.content is None:
             answer.member.open_requests -= 1
-            await answer.response.aclose()
+            self._client.end(answer.response)
 
     async def _send(
         self, pool: str, method: str, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> PoolAnswer | None:
+    ) -> _PoolAnswer | None:
         """The first answer of ``pool`` or of its fallbacks; the last refusal if all refuse, None if all fail."""
         refusal = None
         for name, member in self._attempts(pool):
             response = await self._try(member, method, path, body, headers)
             if response is None:
                 continue
-            answer = PoolAnswer(name, member, response, self._client.pieces(response))
+            answer = _PoolAnswer(name, member, response)
             if response.status_code not in TRY_ELSEWHERE:
                 return answer
             refusal = replace(answer, content=await self._finish(answer))
@@ -165,7 +261,7 @@ class Forwarder:
     async def _try(
         self, member: Member, method: str, path: str, body: bytes, headers: Mapping[str, str]
     ) -> httpx.Response | None:
-        if member.num_failures and not await self._client.lives(member.url, CONNECT_TIMEOUT_S):
+        if member.num_failures and not await self._client.is_alive(member.url, CONNECT_TIMEOUT_S):
             member.failed(self._clock.now_s())
             return None
         request = self._client.request(method, member.url + path, body, request_headers(headers))
@@ -186,15 +282,14 @@ class Forwarder:
             member.served()
         return response
 
-    async def _finish(self, answer: PoolAnswer) -> bytes:
-        """Read the answer to its end and close; returns its content."""
-        content = b"" if answer.content is None else answer.content
+    async def _finish(self, answer: _PoolAnswer) -> bytes:
+        """Read the answer to its end and close; returns its content as far as it came."""
+        content = b""
         try:
-            if answer.content is None:
-                async for piece in answer.pieces:
-                    content += piece
-        except httpx.HTTPError as error:
-            _log.warning("pool.answer_broke", url=answer.member.url, error=reason(error))
+            async for piece in self._pieces(answer):
+                content += piece
+        except NodeUnavailable:
+            pass  # what came of it is all that there is
         finally:
-            await self.end(answer)
+            self._end(answer)
         return content

@@ -15,9 +15,8 @@ from tanghulu.auth.credentials import TlsFiles
 from tanghulu.conductor import route_rights
 from tanghulu.conductor.inference.service import DEFAULT_BODY_BYTES
 from tanghulu.conductor.pool_router.app import RequestIds, make_app
-from tanghulu.conductor.pool_router.forward import Forwarder
+from tanghulu.conductor.pool_router.forward import Forwarder, PoolMetrics
 from tanghulu.conductor.pool_router.grid import PoolMap, read_pools
-from tanghulu.conductor.pool_router.metrics import PoolMetrics
 from tanghulu.conductor.pool_router.relaying import SILENCE_S, RelayClient
 from tanghulu.discovery.base import Discovery, EventKind, Instance, InstanceEvent
 from tanghulu.discovery.entering import enter, meet

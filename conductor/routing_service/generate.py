@@ -9,18 +9,24 @@ began, is passed over for this request; at most MAX_ATTEMPTS are tried.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Set
+from collections.abc import AsyncIterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from tanghulu.conductor.pool_router.demand import parse_body
-from tanghulu.conductor.pool_router.relaying import TRY_ELSEWHERE, UNREACHABLE, RelayClient, answer_headers, reason
+from tanghulu.conductor.pool_router.relaying import (
+    TRY_ELSEWHERE,
+    UNREACHABLE,
+    RelayClient,
+    RelayedAnswer,
+    answer_headers,
+    reason,
+)
 from tanghulu.conductor.routing.overrides import RoutingOverrides
 from tanghulu.conductor.routing_service import types
 from tanghulu.conductor.routing_service.service import RoutableWorker, RoutingClient, RoutingQuery, RoutingService
@@ -30,18 +36,8 @@ from tanghulu.runtime.clock import Clock
 from tanghulu.types import InstanceId
 
 MAX_ATTEMPTS = 3
+WORKER_HEADER = "x-tanghulu-worker"
 _OVERRIDES = ("policy", "weights", "worker")
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardedAnswer:
-    """An answer that has begun. ``end`` must be called in the end, however far ``pieces`` were read."""
-
-    worker: InstanceId
-    status: int
-    headers: Mapping[str, str]
-    pieces: AsyncIterator[bytes]
-    end: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +53,11 @@ class Generator:
 
     def __init__(self, service: RoutingService, hasher: types.Hasher, clock: Clock, client: RelayClient) -> None:
         self._service, self._hasher, self._clock, self._client = service, hasher, clock, client
-        self._closing: set[asyncio.Task[None]] = set()
 
     async def aclose(self) -> None:
-        await asyncio.gather(*self._closing, return_exceptions=True)
         await self._client.close()
 
-    async def generate(self, body: bytes, caller: RoutingClient) -> ForwardedAnswer:
+    async def generate(self, body: bytes, caller: RoutingClient) -> RelayedAnswer:
         """Send ``body`` (JSON) to the best worker. Raises InvalidRequest for a malformed body, NodeUnavailable."""
         parsed = self._read(body, caller)
         tried: dict[InstanceId, str] = {}
@@ -84,10 +78,9 @@ class Generator:
                 self._end(parsed, response)
                 tried[target.id] = f"it answered {response.status_code}"
                 continue
-            headers = {**answer_headers(response), "x-tanghulu-worker": target.id}
-            headers.pop("content-length", None)  # an answer that breaks off is shorter
+            headers = {**answer_headers(response), WORKER_HEADER: target.id}
             end = functools.partial(self._end, parsed, response)
-            return ForwardedAnswer(target.id, response.status_code, headers, self._pieces(parsed, response), end)
+            return RelayedAnswer(response.status_code, headers, self._pieces(parsed, response), end)
 
     async def _pieces(self, parsed: _ParsedGenerate, response: httpx.Response) -> AsyncIterator[bytes]:
         began = False
@@ -105,11 +98,9 @@ class Generator:
             self._service.prefill_completed(parsed.request_id, self._clock.now_s(), parsed.caller)
 
     def _end(self, parsed: _ParsedGenerate, response: httpx.Response) -> None:
-        """Free the request at once, then close the connection, also where the reader was cancelled."""
+        """Free the request at once, then close the connection."""
         self._service.free(parsed.request_id, parsed.caller)
-        closing = asyncio.create_task(response.aclose())
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        self._client.end(response)
 
     async def _send(self, target: RoutableWorker, body: bytes) -> httpx.Response:
         url = httpx.URL(target.url)
@@ -130,8 +121,10 @@ class Generator:
             best = self._service.best_of(self._with_urls(tried.keys()), query, self._clock.now_s())
             if best is not None:
                 return best
-        said = "; ".join(f"{worker}: {why}" for worker, why in tried.items()) or "none has a url and does both phases"
-        raise NodeUnavailable(f"no worker took the request: {said}")
+        reasons = (
+            "; ".join(f"{worker}: {why}" for worker, why in tried.items()) or "none has a url and does both phases"
+        )
+        raise NodeUnavailable(f"no worker took the request: {reasons}")
 
     def _with_urls(self, passed_over: Set[InstanceId]) -> list[RoutableWorker]:
         return [
@@ -139,21 +132,21 @@ class Generator:
         ]
 
     def _read(self, body: bytes, caller: RoutingClient) -> _ParsedGenerate:
-        told = parse_body(body)
-        ids = told.get("input_ids")
+        given = parse_body(body)
+        ids = given.get("input_ids")
         if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 1 << 32 for i in ids):
             raise InvalidRequest("generate needs input_ids, a list of token ids: the router has no tokenizer")
-        overrides = _overrides(told.pop("routing", {}))
-        rid = told.get("rid")
+        overrides = _overrides(given.pop("routing", {}))
+        rid = given.get("rid")
         request_id = rid if isinstance(rid, str) and rid else uuid.uuid4().hex
-        query = types.query_of(self._hasher, [], as_tokens(ids), 0, overrides, str(told.get("session", "")), caller)
-        return _ParsedGenerate(request_id, query, json.dumps(told).encode(), caller)
+        query = types.query_of(self._hasher, [], as_tokens(ids), 0, overrides, str(given.get("session", "")), caller)
+        return _ParsedGenerate(request_id, query, json.dumps(given).encode(), caller)
 
 
-def _overrides(told: Any) -> RoutingOverrides:
-    if not isinstance(told, dict) or not told.keys() <= set(_OVERRIDES):
+def _overrides(given: Any) -> RoutingOverrides:
+    if not isinstance(given, dict) or not given.keys() <= set(_OVERRIDES):
         raise InvalidRequest(f"routing has other fields than {', '.join(_OVERRIDES)}")
-    weights, worker = told.get("weights", {}), str(told.get("worker", ""))
+    weights, worker = given.get("weights", {}), str(given.get("worker", ""))
     if not isinstance(weights, dict) or not all(isinstance(value, int | float) for value in weights.values()):
         raise InvalidRequest("routing.weights are numbers by name")
-    return types.overrides_of(str(told.get("policy", "")), weights, worker, worker)
+    return types.overrides_of(str(given.get("policy", "")), weights, worker, worker)

@@ -12,7 +12,7 @@ import grpc.aio
 from tanghulu.auth.api_keys import ApiKeysFile, KeyRight
 from tanghulu.auth.credentials import from_metadata
 from tanghulu.conductor.routing_service import types
-from tanghulu.conductor.routing_service.generate import Generator
+from tanghulu.conductor.routing_service.generate import WORKER_HEADER, Generator
 from tanghulu.conductor.routing_service.service import ANYBODY, RoutingClient, RoutingQuery, RoutingService
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.hashing import as_tokens
@@ -156,7 +156,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         begun = None
         try:
             begun = await self._generator.generate(message.body, self.caller(context))
-            yield pb.RouterPiece(status=begun.status, worker=begun.worker)
+            yield pb.RouterPiece(status=begun.status, worker=begun.headers[WORKER_HEADER])
             async for piece in begun.pieces:
                 yield pb.RouterPiece(data=piece)
         except TanghuluError as error:

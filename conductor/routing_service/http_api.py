@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
-from tanghulu.conductor.http.reply import DONE, dumps, event, parse, read_body
+from tanghulu.conductor.http.reply import parse, read_body
 from tanghulu.conductor.inference.schema import MAX_LABELS, at_most
+from tanghulu.conductor.pool_router.relaying import Relay
 from tanghulu.conductor.routing_service import types
-from tanghulu.conductor.routing_service.generate import ForwardedAnswer, Generator
+from tanghulu.conductor.routing_service.generate import Generator
 from tanghulu.conductor.routing_service.service import RoutingClient, RoutingQuery, RoutingService
-from tanghulu.errors import InvalidRequest, NodeUnavailable
+from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import as_tokens
 from tanghulu.runtime.clock import Clock
 from tanghulu.session.load import WorkerLoad
@@ -112,8 +111,7 @@ def make_app(
     @app.post("/generate")
     async def generate(request: Request) -> Response:
         """Sent to the best worker; its answer as it comes."""
-        begun = await generator.generate(await read_body(request, max_body_bytes), _caller(request))
-        return _Passed(begun)
+        return Relay(generator.generate(await read_body(request, max_body_bytes), _caller(request)))
 
     @app.get("/health")
     @app.get("/live")
@@ -124,32 +122,6 @@ def make_app(
 
     add_metrics(app, registry)
     return app
-
-
-class _Passed(StreamingResponse):
-    """A worker's answer on its way; frees the request at its end, read to the end or not.
-
-    When the worker breaks off, a stream of events ends with an error event, and any other answer without its end.
-    """
-
-    def __init__(self, begun: ForwardedAnswer) -> None:
-        super().__init__(self._pieces(), begun.status, dict(begun.headers))
-        self._begun = begun
-
-    async def _pieces(self) -> AsyncIterator[bytes]:
-        try:
-            async for piece in self._begun.pieces:
-                yield piece
-        except NodeUnavailable as error:
-            if not self._begun.headers.get("content-type", "").startswith("text/event-stream"):
-                raise
-            yield event(dumps(errors.body_of(error))) + DONE
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._begun.end()
 
 
 def _add_workers(app: FastAPI, service: RoutingService, max_body_bytes: int) -> None:

@@ -32,7 +32,7 @@ _PATH: Final = "/v1/traces"
 
 
 class SpanExport:
-    """Sends what it is `told` to the collector at ``endpoint``, as ``instance``; without the extra a ConfigError."""
+    """Exports spans to the collector at ``endpoint`` as ``instance``. Raises ConfigError without the extra."""
 
     def __init__(self, endpoint: str, instance: str) -> None:
         address = urlsplit(endpoint)
@@ -56,7 +56,7 @@ class SpanExport:
         self._flags = TraceFlags(TraceFlags.SAMPLED)
         self._failed, self._fine = Status(StatusCode.ERROR), Status(StatusCode.UNSET)
 
-    def told(self, story: Story) -> None:
+    def export(self, story: Story) -> None:
         """Send a story that is over, if it came by a request whose trace is sampled."""
         origin = story.origin
         if origin is None or not origin.trace.is_sampled:
@@ -66,14 +66,16 @@ class SpanExport:
         parent = self._context_of(trace.trace_id, trace.parent_id, is_remote=True) if trace.parent_id else None
         offset_s = time.time() - time.monotonic()
         end_s = story.began_s + story.seconds()
-        self._end("request", self._server, context, parent, (story.began_s + offset_s, end_s + offset_s), _said(story))
+        self._end(
+            "request", self._server, context, parent, (story.began_s + offset_s, end_s + offset_s), _attributes(story)
+        )
         visits = []
         for visit in story.visits:
             inner = self._context_of(trace.trace_id, new_span_id())
             visits.append(inner)
             times = visit.sent_s + offset_s, (end_s if visit.end_s is None else visit.end_s) + offset_s
-            said = {"tanghulu.worker": visit.worker, "tanghulu.left": visit.how.name.lower() if visit.how else ""}
-            self._end("worker", self._internal, inner, context, times, said)
+            attributes = {"tanghulu.worker": visit.worker, "tanghulu.left": visit.how.name.lower() if visit.how else ""}
+            self._end("worker", self._internal, inner, context, times, attributes)
         for part in story.parts:
             inner = self._context_of(trace.trace_id, new_span_id())
             above = visits[part.visit] if part.visit >= 0 else context
@@ -99,16 +101,18 @@ class SpanExport:
         context: SpanContext,
         parent: SpanContext | None,
         times_s: tuple[float, float],
-        said: Mapping[str, Any],
+        attributes: Mapping[str, Any],
     ) -> None:
         span: ReadableSpan = self._span(
             name,
             context,
             parent,
             self._resource,
-            said,
+            attributes,
             kind=kind,
-            status=self._failed if said.get("tanghulu.status") == RequestStatus.FAILED.name.lower() else self._fine,
+            status=self._failed
+            if attributes.get("tanghulu.status") == RequestStatus.FAILED.name.lower()
+            else self._fine,
             start_time=int(times_s[0] * 1e9),
             end_time=int(times_s[1] * 1e9),
             instrumentation_scope=self._scope,
@@ -116,7 +120,7 @@ class SpanExport:
         self._sending.on_end(span)
 
 
-def _said(story: Story) -> dict[str, Any]:
+def _attributes(story: Story) -> dict[str, Any]:
     assert story.origin is not None
     assert story.status is not None
     return {

@@ -2,7 +2,7 @@
 
 The conductor's clock alone says when something was; workers tell durations of their own clocks, so clocks of hosts need
 not agree. The parts of a story lie end to end, from the request's header to the end of its answer: their sum is the
-whole time by construction, and what nobody has measured has a name, too (``TRANSIT``, ``UNTOLD``).
+whole time by construction, and what nobody has measured has a name, too (``TRANSIT``, ``UNREPORTED``).
 
 Example: a request is sent to a worker at 10.0, which tells with its first token, at 10.5, that it waited .1 s and
 computed .3 s. These lie in the middle of the .5 s; the .1 s that is left are the way there and back. Tokens come until
@@ -40,7 +40,9 @@ class Phase(Enum):
     KV_STORE = "a worker gives blocks to the store: what the request waits for; most is done behind the computation"
     HAND_OFF = "a decode worker is chosen, has room, and pulls the KV"
     DECODE = "further tokens come"
-    UNTOLD = "at a worker that did not say what it did: it was lost or refused the request, or the request was aborted"
+    UNREPORTED = (
+        "at a worker that did not say what it did: it was lost or refused the request, or the request was aborted"
+    )
     DETOKENISE = "the last tokens become text"
     SEND = "the rest of the answer goes out; its other sequences, and a client that reads slowly, are waited for"
 
@@ -77,13 +79,13 @@ class StoryPart(NamedTuple):
 
 @dataclass(slots=True)
 class Visit:
-    """A request's time at one worker. ``told`` came at ``told_s``; ``last_s``: of its last tokens."""
+    """A request's time at one worker. ``reported`` came at ``reported_s``; ``last_s``: of its last tokens."""
 
     worker: InstanceId
     sent_s: float
     is_handed_off: bool
-    told: PhaseTimes | None = None
-    told_s: float = 0.0
+    reported: PhaseTimes | None = None
+    reported_s: float = 0.0
     first_s: float | None = None
     last_s: float = 0.0
     end_s: float | None = None
@@ -151,14 +153,14 @@ class Story:
         self._turn(None, now_s)
         self.visits.append(Visit(worker, now_s, handed_off))
 
-    def heard(self, now_s: float, told: PhaseTimes | None = None) -> None:
+    def report(self, now_s: float, reported: PhaseTimes | None = None) -> None:
         """Tokens came from the worker, or what it has done for the request so far, or both."""
         visit = self.visits[-1]
         if visit.first_s is None:
             visit.first_s = now_s
         visit.last_s = now_s
-        if told is not None:
-            visit.told, visit.told_s = told, now_s
+        if reported is not None:
+            visit.reported, visit.reported_s = reported, now_s
 
     def handed_over(self, now_s: float) -> None:
         self._leave(VisitEnd.HANDED_OVER, now_s)
@@ -202,7 +204,7 @@ class Story:
         """Seconds by phase, of those that there were; up to ``now_s`` where it is under way."""
         totals = _totals(self.parts)
         if not self.is_over and now_s > self._last_s:
-            phase = self._phase or (_P.UNTOLD if self.visits[-1].first_s is None else _P.DECODE)
+            phase = self._phase or (_P.UNREPORTED if self.visits[-1].first_s is None else _P.DECODE)
             totals[phase] = totals.get(phase, 0.0) + now_s - self._last_s
         return totals
 
@@ -266,27 +268,27 @@ class Story:
             return
         visit, number = self.visits[-1], len(self.visits) - 1
         visit.end_s, visit.how = now_s, how
-        if visit.told is not None:
-            self._place(visit, visit.told, number)
+        if visit.reported is not None:
+            self._place(visit, visit.reported, number)
         elif visit.first_s is not None:
             self._add(_P.DECODE if visit.is_handed_off else _P.PREFILL, visit.first_s, number)
         if how is VisitEnd.HANDED_OVER:
             self._add(_P.HAND_OFF, now_s, number)
         elif visit.first_s is not None:
             self._add(_P.DECODE, visit.last_s if how is VisitEnd.LOST else now_s, number)
-        self._add(_P.UNTOLD, now_s, number)
+        self._add(_P.UNREPORTED, now_s, number)
 
-    def _place(self, visit: Visit, told: PhaseTimes, number: int) -> None:
-        """Put what the worker has told in the middle of the time that passed until then."""
-        seconds = [s if 0 <= s < math.inf else 0.0 for s in structs.astuple(told)]
-        passed_s, told_s = visit.told_s - visit.sent_s, sum(seconds)
-        scale = passed_s / told_s if told_s > passed_s else 1.0
-        at_s = visit.sent_s + max(0.0, passed_s - told_s) / 2
+    def _place(self, visit: Visit, reported: PhaseTimes, number: int) -> None:
+        """Put what the worker has reported in the middle of the time that passed until then."""
+        seconds = [s if 0 <= s < math.inf else 0.0 for s in structs.astuple(reported)]
+        passed_s, reported_s = visit.reported_s - visit.sent_s, sum(seconds)
+        scale = passed_s / reported_s if reported_s > passed_s else 1.0
+        at_s = visit.sent_s + max(0.0, passed_s - reported_s) / 2
         self._add(_P.TRANSIT, at_s, number)
         for phase, length_s in zip(_PHASES_HANDED_OFF if visit.is_handed_off else _PHASES, seconds, strict=True):
             at_s += length_s * scale
-            self._add(phase, min(at_s, visit.told_s), number)
-        self._add(_P.TRANSIT, visit.told_s, number)
+            self._add(phase, min(at_s, visit.reported_s), number)
+        self._add(_P.TRANSIT, visit.reported_s, number)
 
 
 def _totals(parts: Iterable[StoryPart]) -> dict[Phase, float]:

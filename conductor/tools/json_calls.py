@@ -16,15 +16,17 @@ from typing import Final
 
 from tanghulu.conductor.tools.call_reader import CallReader, NamedCallReader
 from tanghulu.conductor.tools.events import (
+    MAX_HELD_SPACE,
     AnswerEvent,
     CallArguments,
     CallBegin,
     CallEnd,
     ContentText,
+    MarkerFinder,
     NewId,
+    SpaceHolder,
     merged,
 )
-from tanghulu.conductor.tools.text_holder import MAX_HELD_SPACE, MarkerFinder, SpaceHolder
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from tanghulu.conductor.tools.events import AnswerEvent, AnswerParser, ContentText, ReasoningText, merged
-from tanghulu.conductor.tools.text_holder import MAX_HELD_SPACE, MarkerFinder, SpaceHolder
+from tanghulu.conductor.tools.events import (
+    MAX_HELD_SPACE,
+    AnswerEvent,
+    AnswerParser,
+    ContentText,
+    MarkerFinder,
+    ReasoningText,
+    SpaceHolder,
+    merged,
+)
 
 OPENING: Final = "<think>"
 CLOSING: Final = "</think>"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -14,7 +18,6 @@ from tanghulu.store.admin.rows import plain
 from tanghulu.store.admin.steps import perform_async
 from tanghulu.store.gateway.clients import KEYS_PER_PAGE, GatewayClient
 from tanghulu.store.gateway.gateway import Gateway, Patience
-from tanghulu.store.gateway.matching import matching
 from tanghulu.store.gateway.values_api import check_for_change
 from tanghulu.web.routes import rest
 
@@ -87,3 +90,46 @@ async def _remove_several(store: GatewayClient, prefix: str, regex: str | None, 
     if total.failure is not None:
         raise total.failure
     return RemovalOutcome(total.num_removed).row()  # who was faster with a key that is listed does not matter
+
+
+MAX_PATTERN = 4096
+_TRY = """
+import json, re, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[1]), int(sys.argv[1])))
+pattern, keys = json.load(sys.stdin)
+try:
+    found = re.compile(pattern).search
+    result = [index for index, key in enumerate(keys) if found(key)]
+except (re.error, OverflowError, RecursionError, MemoryError) as error:
+    result = str(error) or type(error).__name__
+json.dump(result, sys.stdout)
+"""
+
+
+async def matching(pattern: str, keys: Sequence[str], within_s: float) -> list[str]:
+    """The ``keys`` that ``pattern`` is found in.
+
+    Raises InvalidRequest for a pattern that is no regular expression, or takes longer than ``within_s``.
+    """
+    if len(pattern) > MAX_PATTERN:
+        raise InvalidRequest(f"a pattern of {len(pattern)} characters is longer than {MAX_PATTERN}")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", "-c", _TRY, str(int(within_s) + 2)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env={},  # a token may stand in this process's
+    )
+    try:
+        async with asyncio.timeout(within_s):
+            output, _ = await process.communicate(json.dumps([pattern, list(keys)]).encode())
+    except TimeoutError:
+        raise InvalidRequest(f"{pattern!r} takes longer than {within_s:g} s on {len(keys)} keys; simplify it") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+    result = json.loads(output) if process.returncode == 0 else "it ended the process that tried it"
+    if isinstance(result, str):
+        raise InvalidRequest(f"{pattern!r} is no regular expression: {result}")
+    return [keys[index] for index in result]

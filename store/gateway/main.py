@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
+from tanghulu.errors import TanghuluError, Unauthorized
 from tanghulu.runtime.process import Process
 from tanghulu.runtime.tasks import beside
-from tanghulu.store.gateway import chunks_api, dashboard_api, events_api, health_api, nodes_api, values_api
+from tanghulu.store.gateway import chunks_api, dashboard_api, events_api, nodes_api, values_api
 from tanghulu.store.gateway.bounds import Bounded
 from tanghulu.store.gateway.config import GatewayConfig
 from tanghulu.store.gateway.gateway import Gateway
 from tanghulu.store.gateway.grpc_api import StorePort
 from tanghulu.store.gateway.metrics import GatewayMetrics
-from tanghulu.store.gateway.ranges import RangeNotSatisfiable
+from tanghulu.store.gateway.values_api import RangeNotSatisfiable
 from tanghulu.types import Address
 from tanghulu.version import __version__
 from tanghulu.web import errors
@@ -26,6 +29,7 @@ from tanghulu.web.server import Server
 
 #: A client has come to the end of a request's header in this time, and of the agreement on TLS before.
 HEADER_S = 10.0
+_READY_DEADLINE_S = 2.0
 #: Tokens, and no API keys, say what a caller may do.
 _NO_KEYS = RouteRights({})
 _ABOUT = """The store of tanghulu for curl, dashboards and orchestrators. Requests are done in the name of the token in
@@ -71,8 +75,40 @@ def make_app(gateway: Gateway) -> FastAPI:
 
     app.add_exception_handler(RangeNotSatisfiable, unsatisfiable)
     app.add_middleware(Bounded, requests=gateway.requests, stall_s=gateway.config.stall_s, metrics=gateway.metrics)
-    for api in (health_api, dashboard_api):
-        app.include_router(api.router(gateway))
+    for router in (_health(gateway), dashboard_api.router(gateway)):
+        app.include_router(router)
     for api in (values_api, chunks_api, nodes_api, events_api):
         app.include_router(api.router(gateway), dependencies=[Depends(checked_target)])
     return app
+
+
+def _health(gateway: Gateway) -> APIRouter:
+    """Routes for orchestrators; none of them asks for a token."""
+    api = APIRouter(tags=["health"])
+
+    @api.get("/health", summary="Whether the process answers")
+    @api.get("/live", include_in_schema=False)
+    async def health() -> dict[str, Any]:
+        """Says nothing of the store."""
+        return {"status": "ok"}
+
+    @api.get("/ready", summary="Whether the store would serve", responses={503: {"description": "and what is missing"}})
+    async def ready() -> Response:
+        """200 if a master answers and there are nodes; else 503 and what is missing."""
+        missing = await _missing(gateway)
+        return JSONResponse({"ready": not missing, "missing": missing}, 503 if missing else 200)
+
+    return api
+
+
+async def _missing(gateway: Gateway) -> list[str]:
+    own = gateway.config.master.credentials
+    try:
+        async with gateway.clients.of(own) as client:
+            views = await client.nodes_now(min(_READY_DEADLINE_S, gateway.config.deadline_s))
+    except Unauthorized as error:
+        # A gateway without a token of its own serves those who bring theirs: it is enough that the master answers.
+        return [error.message] if own.shown else []
+    except TanghuluError as error:
+        return [error.message]
+    return [] if views else ["no store node has registered at the master"]

@@ -48,6 +48,6 @@ class GatewayMetrics:
         self.requests.labels("gRPC", name, status).inc()
         self.seconds.labels("gRPC", name).observe(seconds)
 
-    def gauge(self, name: str, text: str, ask: Callable[[], float]) -> None:
-        """Add a gauge whose value ``ask`` gives when it is read."""
-        Gauge(_PREFIX + name, text, registry=self.registry).set_function(ask)
+    def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Add a gauge whose value ``read`` returns."""
+        Gauge(_PREFIX + name, text, registry=self.registry).set_function(read)

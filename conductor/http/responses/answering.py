@@ -1,21 +1,163 @@
-"""One response: read from its call to its end, as a stream of events or as a whole, and kept if it is to be."""
+"""One response: read from its call to its end, as a stream of events or as a whole, and kept if it is to be.
+
+`OutputItems` is pure: parts of the answer and its end come in, (event, payload) pairs go out; the items are what a
+whole answer shows. An item is open until something of another kind follows:
+
+    reasoning | message | function_call --added--> deltas --done--> the next item
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tanghulu.conductor.http import openai_format as shape
 from tanghulu.conductor.http.reply import dumps, last_events
 from tanghulu.conductor.http.responses.bodies import InputItem, ResponsesBody, messages_of
-from tanghulu.conductor.http.responses.output import OutputItems, Told
 from tanghulu.conductor.inference.generation import GenerationCall, TextDelta
 from tanghulu.conductor.inference.preprocess import ParsedRequest
-from tanghulu.conductor.tools.events import AnswerEvent, ContentText, ReasoningText
+from tanghulu.conductor.tools.events import (
+    AnswerEvent,
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    ContentText,
+    ReasoningText,
+)
 from tanghulu.errors import TanghuluError
 from tanghulu.session.outputs import FinishReason
 from tanghulu.web.errors import body_of
+
+#: An event's name and what it says.
+NamedEvent = tuple[str, dict[str, Any]]
+
+_PARTS = {
+    "message": ("output_text", "response.output_text"),
+    "reasoning": ("reasoning_text", "response.reasoning_text"),
+}
+
+
+class OutputItems:
+    """The items of one response. ``most_calls``: later calls are left out; None: all count."""
+
+    def __init__(self, most_calls: int | None) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._most_calls = most_calls
+        self._num_calls = 0
+        self._open: dict[str, Any] | None = None
+        self._text: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+
+    def take(self, events: Sequence[AnswerEvent], logprobs: Sequence[dict[str, Any]] = ()) -> list[NamedEvent]:
+        """Grow by the next parts; ``logprobs`` are of their tokens, and stand with the text of a message."""
+        self._logprobs += logprobs
+        return [named for event in events for named in self._of(event)]
+
+    def finish(self, complete: bool) -> list[NamedEvent]:
+        """End the last item. An answer that is not ``complete`` was cut at its length."""
+        return self._close("completed" if complete else "incomplete")
+
+    def _of(self, event: AnswerEvent) -> list[NamedEvent]:
+        match event:
+            case ContentText(text):
+                return self._grow("message", text)
+            case ReasoningText(text):
+                return self._grow("reasoning", text)
+            case CallBegin(_, call_id, name):
+                self._num_calls += 1
+                return [] if self._is_left_out else [*self._close(), *self._begin_call(call_id, name)]
+            case CallArguments(_, text):
+                if self._is_left_out:
+                    return []
+                self._text.append(text)
+                return [("response.function_call_arguments.delta", self._place() | {"delta": text})]
+            case CallEnd(_, complete):
+                return [] if self._is_left_out else self._close("completed" if complete else "incomplete")
+
+    @property
+    def _is_left_out(self) -> bool:
+        """Whether the call at which the answer stands is one too many."""
+        return self._most_calls is not None and self._num_calls > self._most_calls
+
+    def _begin_call(self, call_id: str, name: str) -> list[NamedEvent]:
+        item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress"}
+        return [self._begin({**item, "call_id": call_id, "name": name, "arguments": ""})]
+
+    def _begin(self, item: dict[str, Any]) -> NamedEvent:
+        self.items.append(item)
+        self._open, self._text = item, []
+        return ("response.output_item.added", {"output_index": len(self.items) - 1, "item": dict(item)})
+
+    def _grow(self, kind: str, text: str) -> list[NamedEvent]:
+        named: list[NamedEvent] = []
+        part, name = _PARTS[kind]
+        if self._open is None or self._open["type"] != kind:
+            named += [
+                *self._close(),
+                self._begin(_new(kind)),
+                ("response.content_part.added", self._part(part, "", [])),
+            ]
+        self._text.append(text)
+        delta = self._part_place() | {"delta": text}
+        if kind == "message":
+            delta["logprobs"] = self._logprobs
+            self._shown_logprobs().extend(self._logprobs)
+            self._logprobs = []
+        return [*named, (f"{name}.delta", delta)]
+
+    def _close(self, status: str = "completed") -> list[NamedEvent]:
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        text, index = "".join(self._text), len(self.items) - 1
+        item["status"] = status
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            place = {"item_id": item["id"], "output_index": index, "name": item["name"], "arguments": text}
+            return [
+                ("response.function_call_arguments.done", place),
+                ("response.output_item.done", {"output_index": index, "item": dict(item)}),
+            ]
+        part, name = _PARTS[item["type"]]
+        logprobs = item.pop("_logprobs", [])
+        content = _content(part, text, logprobs)
+        item["content"] = [content]
+        place = {"item_id": item["id"], "output_index": index, "content_index": 0}
+        done = place | {"text": text} | ({"logprobs": logprobs} if part == "output_text" else {})
+        return [
+            (f"{name}.done", done),
+            ("response.content_part.done", place | {"part": content}),
+            ("response.output_item.done", {"output_index": index, "item": dict(item)}),
+        ]
+
+    def _shown_logprobs(self) -> list[dict[str, Any]]:
+        assert self._open is not None
+        found: list[dict[str, Any]] = self._open.setdefault("_logprobs", [])
+        return found
+
+    def _place(self) -> dict[str, Any]:
+        assert self._open is not None
+        return {"item_id": self._open["id"], "output_index": len(self.items) - 1}
+
+    def _part_place(self) -> dict[str, Any]:
+        return self._place() | {"content_index": 0}
+
+    def _part(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._part_place() | {"part": _content(kind, text, logprobs)}
+
+
+def _new(kind: str) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant"}
+    prefix, more = ("msg", message) if kind == "message" else ("rs", {"summary": []})
+    return {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **more, "content": []}
+
+
+def _content(kind: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    if kind == "output_text":
+        return {"type": kind, "text": text, "annotations": [], "logprobs": logprobs}
+    return {"type": kind, "text": text}
 
 
 class ResponseReader:
@@ -32,27 +174,27 @@ class ResponseReader:
         self._parser = parsed.new_parser() if parsed.new_parser is not None else None
         self._output = OutputItems(parsed.most_calls)
         self._created = int(time.time())
-        self._num_told = 0
+        self._num_events = 0
         self._finish = FinishReason.ABORTED
         self._reasoning_tokens = 0
         self._num_top = body.top_logprobs or 0
 
     def take(self, index: int, delta: TextDelta) -> bytes:
         """Server-sent events, named and numbered as OpenAI's."""
-        piece = b"" if self._num_told else self._opening()
-        piece += self._tell(self._take(delta))
+        piece = b"" if self._num_events else self._opening()
+        piece += self._written(self._take(delta))
         self._finish = delta.finish or self._finish
         return piece
 
     def end(self) -> bytes:
         """The events behind the text."""
-        return self._tell(self._end(self._finish))
+        return self._written(self._end(self._finish))
 
     def failed(self, error: TanghuluError) -> bytes:
         """The end of the last item, the event that says so, and the error as all streams have it."""
-        told = self._output.finish(complete=False)
-        told.append(("response.failed", {"response": self._response("failed", error=error)}))
-        return self._tell(told) + last_events(error)
+        named = self._output.finish(complete=False)
+        named.append(("response.failed", {"response": self._response("failed", error=error)}))
+        return self._written(named) + last_events(error)
 
     async def whole(self) -> dict[str, Any]:
         """The whole response, when its text has ended."""
@@ -65,9 +207,9 @@ class ResponseReader:
 
     def _opening(self) -> bytes:
         response = self._response("in_progress")
-        return self._tell([(f"response.{name}", {"response": response}) for name in ("created", "in_progress")])
+        return self._written([(f"response.{name}", {"response": response}) for name in ("created", "in_progress")])
 
-    def _take(self, delta: TextDelta) -> list[Told]:
+    def _take(self, delta: TextDelta) -> list[NamedEvent]:
         events = self._events(delta)
         if any(isinstance(event, ReasoningText) for event in events):
             self._reasoning_tokens += len(delta.tokens)
@@ -82,26 +224,26 @@ class ResponseReader:
         events = self._parser.feed(delta.text)
         return events + self._parser.finish() if delta.finish is not None else events
 
-    def _end(self, finish: FinishReason) -> list[Told]:
+    def _end(self, finish: FinishReason) -> list[NamedEvent]:
         complete = finish is FinishReason.STOP
-        told = self._output.finish(complete)
+        named = self._output.finish(complete)
         response = self._response("completed" if complete else "incomplete", finish)
         items = [InputItem.model_validate(item) for item in response["output"]]
         self._keep(response, messages_of(items) if items else [])
-        return [*told, (f"response.{response['status']}", {"response": response})]
+        return [*named, (f"response.{response['status']}", {"response": response})]
 
-    def _tell(self, told: list[Told]) -> bytes:
+    def _written(self, named: list[NamedEvent]) -> bytes:
         piece = b""
-        for name, payload in told:
-            shown = {"type": name, "sequence_number": self._num_told, **payload}
+        for name, payload in named:
+            shown = {"type": name, "sequence_number": self._num_events, **payload}
             piece += f"event: {name}\ndata: {dumps(shown)}\n\n".encode()
-            self._num_told += 1
+            self._num_events += 1
         return piece
 
     def _response(
         self, status: str, finish: FinishReason | None = None, error: TanghuluError | None = None
     ) -> dict[str, Any]:
-        body, told = self._body, body_of(error)["error"] if error is not None else None
+        body, failure = self._body, body_of(error)["error"] if error is not None else None
         ended = finish is not None
         cut = {FinishReason.LENGTH: "max_output_tokens", FinishReason.ABORTED: "cancelled"}
         return {
@@ -111,7 +253,7 @@ class ResponseReader:
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "background": False,
-            "error": {"code": "server_error", "message": told["message"]} if told is not None else None,
+            "error": {"code": "server_error", "message": failure["message"]} if failure is not None else None,
             "incomplete_details": {"reason": cut[finish]} if finish in cut else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,

@@ -1,11 +1,14 @@
-"""The routes of the Responses API."""
+"""The routes of the Responses API, and the responses that later turns may refer to: in this process alone."""
 
 from __future__ import annotations
 
 import hashlib
 import uuid
-from typing import Any
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, Final
 
+import msgspec
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
 from starlette.responses import Response
@@ -13,12 +16,67 @@ from starlette.responses import Response
 from tanghulu.conductor.http.reply import EventStream, JsonWhenDone, note_sender, reading
 from tanghulu.conductor.http.responses.answering import ResponseReader
 from tanghulu.conductor.http.responses.bodies import ResponsesBody, messages_of, with_instructions
-from tanghulu.conductor.http.responses.kept import KeptResponse, KeptResponses
 from tanghulu.conductor.inference.preprocess import parse_chat
 from tanghulu.conductor.inference.schema import ChatBody
 from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.text.preparing import made_ready
 from tanghulu.web.errors import BadField, ResponseNotFound, from_validation
+
+#: Of all responses that are kept, as JSON.
+MAX_KEPT_BYTES: Final = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class KeptResponse:
+    """A response as its client saw it, and the ``messages`` of the conversation up to its end.
+
+    ``owner`` is whose key it was asked for with, "" without one.
+    """
+
+    response: dict[str, Any]
+    messages: list[dict[str, Any]]
+    owner: str
+
+
+class KeptResponses:
+    """Responses by id, ``max_bytes`` of them."""
+
+    def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[str, tuple[KeptResponse, int]] = OrderedDict()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, kept: KeptResponse) -> None:
+        """Keep a response; one that alone is too large is not kept."""
+        size = len(msgspec.json.encode([kept.response, kept.messages]))
+        if size > self._max_bytes:
+            return
+        self._kept[kept.response["id"]] = (kept, size)
+        self.num_bytes += size
+        while self.num_bytes > self._max_bytes:
+            _, (_, dropped) = self._kept.popitem(last=False)
+            self.num_bytes -= dropped
+
+    def find(self, response_id: str, owner: str) -> KeptResponse | None:
+        """The response of that id that ``owner`` asked for, which counts as used now."""
+        found = self._kept.get(response_id)
+        if found is None or found[0].owner != owner:
+            return None
+        self._kept.move_to_end(response_id)
+        return found[0]
+
+    def remove(self, response_id: str, owner: str) -> bool:
+        """Forget a response; False if there is none."""
+        if self.find(response_id, owner) is None:
+            return False
+        self.num_bytes -= self._kept.pop(response_id)[1]
+        return True
+
+    def check(self) -> None:
+        assert self.num_bytes == sum(size for _, size in self._kept.values()) <= self._max_bytes
 
 
 def router(service: Service) -> APIRouter:

@@ -50,7 +50,7 @@ _STYLE_HASH: Final = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).
 _POLICY: Final = f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; form-action 'self'"
 _PAGE: Final = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>tanghulu: {what}</title>
 <meta name="viewport" content="width=device-width"><style>{style}</style></head><body><h1>A {what} is needed</h1>
-<p>{said}</p><form method="post" action="/login"><input type="hidden" name="next" value="{next}">
+<p>{message}</p><form method="post" action="/login"><input type="hidden" name="next" value="{next}">
 <label>{label} <input type="password" name="key" autocomplete="current-password" required autofocus></label>
 <button>Go on</button></form></body></html>
 """
@@ -138,9 +138,9 @@ class LoginPage:
             return self.page(error.message, scope["path"], 401)
         return answer_to(error)
 
-    def page(self, said: str, wanted: str, status: int) -> Response:
+    def page(self, message: str, wanted: str, status: int) -> Response:
         """The page, which leads to ``wanted``."""
-        texts = {"what": self._what, "label": self._label, "said": html.escape(said)}
+        texts = {"what": self._what, "label": self._label, "message": html.escape(message)}
         text = _PAGE.format(style=_STYLE, next=html.escape(_own_path(wanted)), **texts)
         headers = {"content-security-policy": _POLICY, "cache-control": "no-store"}
         if status == 401:

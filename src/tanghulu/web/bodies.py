@@ -147,8 +147,8 @@ class IncomingBody:
         except TimeoutError:
             self._look()
             late = time.monotonic() >= self._over_s
-            said = f"it is due within {self._deadline_s:g} s" if late else f"then none for {self._stall_s:g} s"
-            raise self._too_slow(said) from None
+            reason = f"it is due within {self._deadline_s:g} s" if late else f"then none for {self._stall_s:g} s"
+            raise self._too_slow(reason) from None
         finally:
             self._patience = None
         self.num_come += len(message.get("body", b""))
@@ -167,9 +167,9 @@ class IncomingBody:
         if self._given_up is not None:
             raise self._given_up
 
-    def _too_slow(self, said: str) -> BodyTooSlow:
+    def _too_slow(self, reason: str) -> BodyTooSlow:
         of = "" if self.length is None else f" of {self.length}"
-        return BodyTooSlow(f"{self.num_come}{of} bytes came, {said}")
+        return BodyTooSlow(f"{self.num_come}{of} bytes came, {reason}")
 
 
 class BodyBuffer:

@@ -157,8 +157,8 @@ def from_validation(error: ValidationError) -> BadField:
     """
     faults = error.errors(include_url=False, include_input=False)
     of_first = [fault for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]]
-    told = max(of_first, key=lambda fault: len(fault["loc"]))
-    return _bad_field(told["type"], told["msg"], tuple(told["loc"]))
+    deepest = max(of_first, key=lambda fault: len(fault["loc"]))
+    return _bad_field(deepest["type"], deepest["msg"], tuple(deepest["loc"]))
 
 
 def _from_request(error: RequestValidationError) -> BadField:
@@ -194,10 +194,10 @@ def _body(status: int, message: str, code: str, param: str | None = None) -> dic
 def _answer(
     status: int, body: dict[str, Any], retry_after_s: int = 1, headers: Mapping[str, str] = MappingProxyType({})
 ) -> JSONResponse:
-    said = {"www-authenticate": _CHALLENGE.get(status), "connection": _CONNECTION.get(status), **headers}
+    fields = {"www-authenticate": _CHALLENGE.get(status), "connection": _CONNECTION.get(status), **headers}
     if status in _COME_BACK:
-        said["retry-after"] = str(retry_after_s)
-    return JSONResponse(body, status, headers={name: value for name, value in said.items() if value})
+        fields["retry-after"] = str(retry_after_s)
+    return JSONResponse(body, status, headers={name: value for name, value in fields.items() if value})
 
 
 def answer_to(error: TanghuluError, retry_after_s: int = 1) -> JSONResponse:

@@ -6,7 +6,7 @@ import asyncio
 
 import structlog
 
-from tanghulu.conductor.inference.retry_after import LEAST_S, MOST_S, WINDOW_S, RetryAfter
+from tanghulu.conductor.inference.service import LEAST_S, MOST_S, WINDOW_S, RetryAfter
 from tanghulu.errors import NodeUnavailable
 from tests.conductor.cluster import running_cluster
 

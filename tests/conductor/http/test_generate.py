@@ -134,7 +134,7 @@ class TestStreams:
                 finish = FinishReason.LENGTH if number == num_tokens - 1 else None
                 answer.add(TextDelta(["word"], [number % 10], [], finish), [])
                 if answer.is_due:
-                    answer.told_bytes = answer.num_bytes
+                    answer.shown_bytes = answer.num_bytes
                     total += answer.num_bytes
             told[num_tokens] = total
         assert told[16_000] < 16_000 * 8 * (GROWTH_SHARE + 8)

@@ -13,7 +13,7 @@ import pytest
 
 from tanghulu.conductor import route_rights
 from tanghulu.conductor.dashboard import Dashboard, router
-from tanghulu.conductor.main import make_app
+from tanghulu.conductor.http.app import make_app
 from tanghulu.errors import ConfigError, Unauthorized
 from tanghulu.hashing import joined
 from tanghulu.web.access import COOKIE, LoginPage, Need

@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tanghulu.conductor.http.responses.kept import KeptResponse, KeptResponses
+from tanghulu.conductor.http.responses.routes import KeptResponse, KeptResponses
 from tanghulu.rpc.wire import Failure
 from tests.conductor.fake_worker import TOKENIZER
 from tests.conductor.http.test_tools import CALL, PARAMETERS, _add, _prompt, _served

@@ -92,7 +92,7 @@ async def test_a_moved_request_shows_each_worker(cluster):
         (first.id, "lost"),
         (second.id, "ended"),
     ]
-    assert "untold" in story["workers"][0]["phases"]
+    assert "unreported" in story["workers"][0]["phases"]
     assert story["generated_tokens"] == 6
     traces = {submit.traceparent for worker in (first, second) for submit in worker.submits}
     assert traces == {story["traceparent"]}
@@ -128,7 +128,7 @@ async def test_aborted_refused_and_failed_ones_are_not_served(tmp_path):
         }
         assert told["refused"]["workers"] == []
         assert told["refused"]["error"] == "overloaded"
-        assert told["aborted"]["workers"][0]["phases"].keys() == {"untold"}
+        assert told["aborted"]["workers"][0]["phases"].keys() == {"unreported"}
         assert told["waiting"]["error"] == "internal"
         for status in ("aborted", "refused", "failed"):
             assert observed(cluster, "queue", status) == 1

@@ -15,9 +15,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor.pool_router.demand import demand_of, parse_body, prefill_only
+from tanghulu.conductor.pool_router.forward import Members
 from tanghulu.conductor.pool_router.grid import Demand, parse_pools, read_pools
 from tanghulu.conductor.pool_router.main import GlobalRouter, GlobalRouterConfig
-from tanghulu.conductor.pool_router.members import Members
 from tanghulu.discovery.base import EventKind, Instance, InstanceEvent
 from tanghulu.discovery.memory import MemoryDiscovery, MemoryRegistry
 from tanghulu.errors import ConfigError, InvalidRequest

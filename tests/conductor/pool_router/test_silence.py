@@ -163,10 +163,10 @@ async def test_who_is_asked_by_several_at_once_hears_one_question() -> None:
     async with serving(server):
         client = RelayClient(SILENCE_S)
         try:
-            assert await asyncio.gather(*(client.lives(server.url, 30) for _ in range(5))) == [True] * 5
+            assert await asyncio.gather(*(client.is_alive(server.url, 30) for _ in range(5))) == [True] * 5
             assert server.num_looks == 1
             server.lives = False
-            assert not await client.lives(server.url, 0.1)
+            assert not await client.is_alive(server.url, 0.1)
         finally:
             await client.close()
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tanghulu.conductor.tools.call_reader import MAX_HELD_CHARACTERS
 from tanghulu.conductor.tools.choosing import ParserNames, call_parser, form_of
 from tanghulu.conductor.tools.events import (
+    MAX_HELD_SPACE,
     AnswerParser,
     CallArguments,
     CallBegin,
@@ -24,10 +25,8 @@ from tanghulu.conductor.tools.events import (
 )
 from tanghulu.conductor.tools.json_calls import FORCED, HERMES, LLAMA3, MISTRAL, JsonCallParser
 from tanghulu.conductor.tools.json_scanner import JsonScanner
-from tanghulu.conductor.tools.python_literals import MalformedCall, parse_call
-from tanghulu.conductor.tools.pythonic import PythonicCallParser
+from tanghulu.conductor.tools.pythonic import MalformedCall, PythonicCallParser, parse_call
 from tanghulu.conductor.tools.reasoning import ReasoningParser, is_open
-from tanghulu.conductor.tools.text_holder import MAX_HELD_SPACE
 from tests.conductor.text.test_templates import TEMPLATES
 
 NAMES = ("f", "get_weather")

@@ -13,8 +13,14 @@ import pytest
 from pydantic import AnyUrl, BaseModel, ConfigDict, Field
 from tokenizers import AddedToken, Tokenizer
 
-from tanghulu.conductor.tools.schemas import MAX_FORCED_CALLS, arguments_schema, calls_schema, grammar_of
-from tanghulu.conductor.tools.strict import StrictTool, strict_grammar
+from tanghulu.conductor.tools.schemas import (
+    MAX_FORCED_CALLS,
+    StrictTool,
+    arguments_schema,
+    calls_schema,
+    grammar_of,
+    strict_grammar,
+)
 from tests.conductor.fake_worker import EOS, TOKENIZER
 
 llguidance = pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[worker]'")

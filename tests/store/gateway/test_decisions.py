@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tanghulu.errors import InvalidRequest, Overloaded
-from tanghulu.store.gateway import matching as matching_module
+from tanghulu.store.gateway import chunks_api as matching_module
 from tanghulu.store.gateway.bounds import InFlight
+from tanghulu.store.gateway.chunks_api import MAX_PATTERN, matching
 from tanghulu.store.gateway.clients import ClientCache
-from tanghulu.store.gateway.matching import MAX_PATTERN, matching
-from tanghulu.store.gateway.ranges import RangeNotSatisfiable, asks_for_part, part_of
+from tanghulu.store.gateway.values_api import RangeNotSatisfiable, asks_for_part, part_of
 
 
 class Value:

@@ -1,10 +1,27 @@
-"""What a client is told that asks for a route which is not here."""
+"""The conductor's application: all its routes, the page at /docs, and hints for routes that are not there.
+
+The page has the routes, the fields of their bodies, and a form to try them. It asks nobody but the conductor for
+anything, so it works where there is no internet.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from functools import cache
+from importlib import resources
 from typing import Final
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.responses import HTMLResponse
+
+from tanghulu.conductor.http import admin_api, openai_api, openapi_document, sglang_api
+from tanghulu.conductor.http.responses import routes as responses_api
+from tanghulu.conductor.inference.service import Service
+from tanghulu.version import __version__
+from tanghulu.web import errors
+from tanghulu.web.routes import DirectRoutes
 
 #: Parts of APIs that are not served, and what to do instead.
 _ABSENT: Final = {
@@ -34,6 +51,39 @@ _ABSENT: Final = {
     "/start_profile": "use --trace of a worker",
     "/update_weights_from_disk": "a worker's weights do not change; start others",
 }
+
+
+def make_app(service: Service) -> DirectRoutes:
+    """Build the HTTP application: all routes of the conductor, on ``service``; those of inference are direct."""
+    app = FastAPI(
+        title="tanghulu conductor", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None
+    )
+    routers = [each.router(service) for each in (openai_api, responses_api, sglang_api, admin_api)]
+    for router in routers:
+        app.include_router(router)
+    for path in ("/", "/docs"):
+        app.add_api_route(path, _docs, include_in_schema=False)
+    declared = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    paths = [route.path for route in declared]
+    errors.install(
+        app,
+        "the conductor",
+        service.retry_after_s,
+        lambda method, path: explain(method, path, paths),
+    )
+    openapi_document.install(app)
+    return DirectRoutes(app, [route for route in declared if route.path in openapi_document.STREAMS])
+
+
+async def _docs() -> HTMLResponse:
+    """The page."""
+    return HTMLResponse(docs_page())
+
+
+@cache
+def docs_page() -> str:
+    """The text of the page."""
+    return resources.files(__package__).joinpath("docs.html").read_text()
 
 
 def explain(method: str, path: str, served: Sequence[str]) -> str:
