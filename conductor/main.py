@@ -192,7 +192,7 @@ class Conductor:
             self.dispatcher.own,
             self.dispatcher.peers,
             config.credentials,
-            self._told_to_end,
+            self._end_in_order,
             self.service.abort_here,
             tokens,
         )
@@ -262,7 +262,7 @@ class Conductor:
         dispatcher, count = self.dispatcher, self.metrics.hot_chunks.inc
         return Replicator(dispatcher.router.hot, dispatcher.mirror, request_copies, SystemClock(), count)
 
-    def _told_to_end(self) -> EndReply:
+    def _end_in_order(self) -> EndReply:
         """Have the process end in order, as SIGTERM does."""
         self._stopping.set()
         grace_s = self.config.notice_s + self.config.grace_s
@@ -316,7 +316,7 @@ async def serve(process: Process, config: ConductorConfig) -> None:
                 metrics_address=process.metrics_address,
                 place=config.place,
                 generation=process.generation,
-                attributes={group.ATTRIBUTE: conductor.peers.told_address, "scheme": config.scheme},
+                attributes={group.ATTRIBUTE: conductor.peers.published_address, "scheme": config.scheme},
             )
             registration = await process.unless_stopping(enter(discovery, instance))
             process.ready(instance.id, conductor.address, busy=lambda: conductor.dispatcher.num_requests > 0)

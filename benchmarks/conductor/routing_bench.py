@@ -62,7 +62,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         now_s, hashes = number / ARRIVALS_PER_S, draw.choice(chains)
         while ends and ends[0][0] <= now_s:
             _, wire_id, worker_id, done = heapq.heappop(ends)
-            by_id[worker_id].load.heard_of(wire_id)
+            by_id[worker_id].load.on_report(wire_id)
             in_flight.end(wire_id)
             index.apply(Stored(worker_id, done))
         request = RequestView(len(hashes) * BLOCK_TOKENS, BLOCK_TOKENS, 1 << 20)

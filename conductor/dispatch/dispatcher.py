@@ -233,8 +233,8 @@ class Dispatcher:
         """Hand each request its part of the step."""
         now_s = self._clock.now_s()
         for output in step.outputs:
-            worker.load.heard_of(output.request_id)
-            self.router.heard(output.request_id, len(output.tokens))
+            worker.load.on_report(output.request_id)
+            self.router.on_tokens(output.request_id, len(output.tokens))
             self.own.prefilled(output.request_id)
             entry = self._submissions.get(output.request_id)
             if entry is not None:
@@ -257,11 +257,11 @@ class Dispatcher:
         if self._queue:
             self._pump()
 
-    def _pass_on(self, wire_id: str, told: Callable[[Flight], Sequence[Instruction]]) -> None:
+    def _pass_on(self, wire_id: str, on_flight: Callable[[Flight], Sequence[Instruction]]) -> None:
         entry = self._submissions.get(wire_id)
         if entry is not None:
             with self._alone(entry):
-                self._perform(entry, told(entry.flight))
+                self._perform(entry, on_flight(entry.flight))
 
     def worker_snapshot(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
         self.mirror.snapshot(worker.id, welcome)
@@ -408,7 +408,7 @@ class Dispatcher:
         """End this request alone, whatever the block raises: the caller acts for another client, or for a worker."""
         try:
             yield
-        except Exception as raised:  # noqa: BLE001 - it is told to the client, and logged where it is untyped
+        except Exception as raised:  # noqa: BLE001 - the client gets it; untyped ones are logged
             flight = entry.flight
             error = raised if isinstance(raised, TanghuluError) else TanghuluError(f"the conductor failed: {raised!r}")
             if error is not raised:
@@ -458,10 +458,10 @@ class Dispatcher:
         self.own.began(Begun(to.wire_id, worker.id, entry.rest_tokens, entry.num_blocks, hashes, decode))
         try:
             tokens = flight.all_tokens()
-            number = worker.session.submit(flight.owed, to, tokens, entry.holder, flight.was_moved)
+            number = worker.session.submit(flight.remainder, to, tokens, entry.holder, flight.was_moved)
             worker.load.numbered(to.wire_id, number)
         except Overloaded as error:
-            worker.load.heard_of(to.wire_id)
+            worker.load.on_report(to.wire_id)
             if to.ahead:
                 self._abort_at(to.worker, to.ahead)
             self._lose(entry, error, Loss.REFUSED)
@@ -494,7 +494,7 @@ class Dispatcher:
     def _abort_at(self, worker_id: InstanceId, wire_id: str) -> None:
         worker = self.registry.workers.get(worker_id)
         if worker is not None and worker.session is not None:
-            worker.load.heard_of(wire_id)
+            worker.load.on_report(wire_id)
             with contextlib.suppress(Overloaded):  # a worker that takes no messages computes on, for nobody
                 worker.session.abort(wire_id)
 

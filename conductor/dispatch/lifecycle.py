@@ -42,11 +42,11 @@ MAX_KILLS: Final = 3
 class Loss(Enum):
     """The ways in which a request loses its worker."""
 
-    DEATH = "the session broke: the worker died, or nothing of it can be heard"
+    DEATH = "the session broke: the worker died, or sends nothing"
     SILENCE = "the engine stands still"
     ORDERLY = "the worker drained and is ending"
     REFUSED = "the worker did not take the request: it is full, or about to end"
-    TROUBLE = "the worker lives and cannot go on with this request"
+    TROUBLE = "the worker is alive and cannot go on with this request"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class FlightState(Enum):
     RECEIVED = "parsed and valid; not yet counted"
     QUEUED = "waits for a free place and a living worker; holds nothing at any worker"
     PREFILLING = "submitted; no token of this submission has come yet, or its hand-over is still to come"
-    HANDING_OVER = "its KV is held at the prefill worker; a decode worker was told to fetch it and to go on"
+    HANDING_OVER = "its KV is held at the prefill worker; a decode worker was instructed to fetch it and to go on"
     DECODING = "tokens arrive from one worker"
     FINISHED = "ended by a stop condition; the client has everything"
     FAILED = "ended by a typed error"
@@ -75,7 +75,7 @@ class FlightEvent(Enum):
 
     ADMITTED = "the queue has room for it"
     REFUSED = "the queue is full"
-    SUBMITTED = "a worker was chosen and told"
+    SUBMITTED = "a worker was chosen and has the request"
     FIRST_TOKEN = "the worker that will decode sent the submission's first token"
     HANDED_OVER = "the prefill worker sent its token and holds the KV"
     FINISH = "a stop condition holds: at the worker, or a stop string in the text"
@@ -260,7 +260,7 @@ class Flight:
         remaining = self.request.stop.max_new_tokens - len(self.generated)
         self._hand_over = prefill != decode and remaining > 1
         submit = self._submit_to(prefill, self._hand_over, None)
-        return [submit] if self._hand_over else [submit, *self._forgo()]
+        return [submit] if self._hand_over else [submit, *self._cancel_pull()]
 
     def on_begun(self, source: KvSource) -> list[Instruction]:
         """Let the KV be pulled as it is computed, if it will be needed elsewhere."""
@@ -272,7 +272,7 @@ class Flight:
         What an earlier pull has brought there, from a worker that was lost, is found before that is given up.
         """
         assert self.state is FlightState.PREFILLING
-        before = self._forgo()
+        before = self._cancel_pull()
         self.ahead = worker, f"{self.request.id}.{self.num_submissions}.pull"
         return [PullTo(*self.ahead, source), *before]
 
@@ -282,7 +282,7 @@ class Flight:
         assert self.source is not None
         source, own = self.source, self.source.instance_id == worker
         release: list[Instruction] = self._release() if own else []
-        return [self._submit_to(worker, False, None if own else source), *release, *self._forgo()]
+        return [self._submit_to(worker, False, None if own else source), *release, *self._cancel_pull()]
 
     def on_output(self, output: Output) -> list[Instruction]:
         assert output.request_id == self.wire_id
@@ -317,15 +317,15 @@ class Flight:
         return PromptScoring(start, wanted.num_top) if start < len(self.request.prompt) else None
 
     @property
-    def owed(self) -> GenerationRequest:
+    def remainder(self) -> GenerationRequest:
         """The request with what is still owed of the prompt's own log probabilities."""
         return self.request if self.request.scoring is None else structs.replace(self.request, scoring=self.scoring)
 
     def on_scores(self, scores: PromptLogprobs) -> list[Instruction]:
         """Take a part of the prompt's log probabilities; they come in order, before the submission's first token."""
         assert self.state in _LIVE
-        if (owed := self.scoring) is None or scores.position != owed.start:
-            late = f"log probabilities from position {scores.position} on, where {owed} are owed"
+        if (wanted := self.scoring) is None or scores.position != wanted.start:
+            late = f"log probabilities from position {scores.position} on, where {wanted} are expected"
             return self.fail(NodeUnavailable(f"worker {self.worker} gave {late}"))
         self.num_scored = scores.end
         return [DeliverScores(scores)]
@@ -347,12 +347,12 @@ class Flight:
             self.avoid = self.avoid | {self.worker}
         self.worker, self.wire_id, self._hand_over = None, "", False
         if len(self.generated) >= self.request.stop.max_new_tokens:
-            return [*release, *self._forgo(), self._end(FlightEvent.FINISH, FinishReason.LENGTH)]
+            return [*release, *self._cancel_pull(), self._end(FlightEvent.FINISH, FinishReason.LENGTH)]
         self.num_kills += loss is Loss.DEATH
         if loss is not Loss.REFUSED:
             self.lost_at = len(self.generated)
         if (objection := self._objection(error, loss)) is not None:
-            return [*release, *self._forgo(), self._end(FlightEvent.GIVE_UP, None, objection)]
+            return [*release, *self._cancel_pull(), self._end(FlightEvent.GIVE_UP, None, objection)]
         self.num_moves += loss in _COUNTED
         self.was_moved = self.was_moved or loss is not Loss.REFUSED
         self._step(FlightEvent.WORKER_LOST)
@@ -423,18 +423,18 @@ class Flight:
         source, self.source = self.source, None
         return [Release(source.instance_id, source.export_id)] if source is not None else []
 
-    def _forgo(self) -> list[Instruction]:
+    def _cancel_pull(self) -> list[Instruction]:
         """End the pull: nobody goes on from it."""
         ahead, self.ahead = self.ahead, None
         return [AbortAt(*ahead)] if ahead is not None else []
 
     def _let_go(self) -> list[Instruction]:
-        return [*self._release(), *self._forgo()]
+        return [*self._release(), *self._cancel_pull()]
 
     def _leave(self) -> list[Instruction]:
         """Release everything that the request holds at workers."""
-        told: list[Instruction] = [AbortAt(self.worker, self.wire_id)] if self.worker is not None else []
-        return told + self._let_go()
+        aborts: list[Instruction] = [AbortAt(self.worker, self.wire_id)] if self.worker is not None else []
+        return aborts + self._let_go()
 
     def _end_from_here(self, event: FlightEvent, reason: FinishReason) -> list[Instruction]:
         return [] if self.ended else [*self._leave(), self._end(event, reason)]

@@ -56,7 +56,7 @@ class RegisteredWorker:
         self.last_error = ""
         self.task: asyncio.Task[None] | None = None
         self.silence: asyncio.TimerHandle | None = None
-        self.heard = False
+        self.responded = False
         self.beat_s = 0.0
         self.liveness: Liveness | None = None
         #: Set when the engine was silent, until a probe has come back.
@@ -267,7 +267,7 @@ class Registry:
             self._end(worker)
             return
         _log.info("worker.leaving", worker=worker_id)
-        worker.leaving, worker.heard = True, False
+        worker.leaving, worker.responded = True, False
         self._changed()
         self._watch_silence(worker)
 
@@ -277,8 +277,8 @@ class Registry:
         worker.silence = asyncio.get_running_loop().call_later(patience_s, self._after_silence, worker)
 
     def _after_silence(self, worker: RegisteredWorker) -> None:
-        if worker.heard and self._listener.has_requests(worker):
-            worker.heard = False
+        if worker.responded and self._listener.has_requests(worker):
+            worker.responded = False
             self._watch_silence(worker)
         else:
             worker.suspect = self._listener.has_requests(worker)
@@ -310,8 +310,8 @@ class Registry:
             except Exception as broken:  # noqa: BLE001 - it must not leave the worker without a session for ever
                 _log.exception("worker.session_broken", worker=worker.id)
                 error = NodeUnavailable(f"the conductor could not go on with the session: {broken!r}")
-            retry_s = _RETRY_FIRST_S if worker.heard else min(2 * retry_s, _RETRY_MOST_S)
-            worker.heard = False
+            retry_s = _RETRY_FIRST_S if worker.responded else min(2 * retry_s, _RETRY_MOST_S)
+            worker.responded = False
             if error.message != worker.last_error:
                 _log.warning("worker.session_ended", worker=worker.id, code=error.code, error=error.message)
             worker.last_error = error.message
@@ -354,14 +354,14 @@ class Registry:
         loop, liveness = asyncio.get_running_loop(), worker.liveness
         try:
             async with asyncio.timeout(None) as worker.patience, contextlib.aclosing(session.steps()) as steps:
-                async for said in steps:
-                    worker.heard = True
+                async for message in steps:
+                    worker.responded = True
                     if liveness is not None:
                         liveness.on_step(loop.time())
-                    if isinstance(said, SessionWelcome):
-                        self._listener.worker_snapshot(worker, said)
+                    if isinstance(message, SessionWelcome):
+                        self._listener.worker_snapshot(worker, message)
                     else:
-                        self._listener.worker_step(worker, said)
+                        self._listener.worker_step(worker, message)
         except TimeoutError:
             assert liveness is not None, "nobody else ends its patience"
             _log.warning("worker.silent", worker=worker.id, seconds=liveness.limit_s)

@@ -115,7 +115,7 @@ class Router:
             self.expected.begin(wire_id, worker.load, sequence.block_tokens, num_tokens)
         return hashes
 
-    def heard(self, wire_id: str, num_tokens: int) -> None:
+    def on_tokens(self, wire_id: str, num_tokens: int) -> None:
         """Note that the worker has prefilled the submission and sent ``num_tokens`` of its answer."""
         self.in_flight.end(wire_id)
         self.expected.came(wire_id, num_tokens)

@@ -52,7 +52,7 @@ A = TypeVar("A", bound=Body)
 #: What waits for a worker that does not read. A prompt of 128k tokens is half a megabyte.
 MAX_UNSENT_BYTES = 256 << 20
 #: What a worker may say before it is listened to; then nothing more is read from it.
-MAX_UNHEARD = 256
+MAX_UNREAD = 256
 CALL_DEADLINE_S = 10.0
 
 
@@ -66,7 +66,7 @@ class WorkerSession:
         self._num_submits = 0
         self._connection: AsyncFastConnection | None = None
         self._call_id = 0
-        self._unheard: deque[Reply[FromWorker] | TanghuluError] = deque()
+        self._unread: deque[Reply[FromWorker] | TanghuluError] = deque()
         self._is_paused = False
         self._listener: asyncio.Future[None] | None = None
 
@@ -79,7 +79,7 @@ class WorkerSession:
         try:
             async with asyncio.timeout(CALL_DEADLINE_S):
                 connection = self._connection = await self._open()
-                self._call_id = connection.stream(SESSION.number, ToWorker(self._hello()), FromWorker, self._hear)
+                self._call_id = connection.stream(SESSION.number, ToWorker(self._hello()), FromWorker, self._on_message)
                 first = await self._next()
         except TimeoutError as error:
             raise DeadlineExceeded(f"worker {self.address} did not welcome the session in time") from error
@@ -116,29 +116,29 @@ class WorkerSession:
         while True:
             yield await self._next()
 
-    def _hear(self, said: Reply[FromWorker] | TanghuluError) -> None:
+    def _on_message(self, received: Reply[FromWorker] | TanghuluError) -> None:
         """Keep what the worker says, or why it says nothing more, for the listener."""
-        self._unheard.append(said)
+        self._unread.append(received)
         if self._listener is not None and not self._listener.done():
             self._listener.set_result(None)
-        if len(self._unheard) >= MAX_UNHEARD and not self._is_paused and self._connection is not None:
+        if len(self._unread) >= MAX_UNREAD and not self._is_paused and self._connection is not None:
             self._is_paused = True
             self._connection.pause_reading()
 
     async def _next(self) -> StepOutput | SessionWelcome:
         """The worker's next message. Raises what ended the stream."""
-        if not self._unheard:
+        if not self._unread:
             if self._is_paused:
                 assert self._connection is not None, "it was paused"
                 self._is_paused = False
                 self._connection.resume_reading()
             self._listener = asyncio.get_running_loop().create_future()
             await self._listener
-        said = self._unheard.popleft()
-        if isinstance(said, TanghuluError):
-            self._unheard.append(said)  # it stays so
-            raise said
-        return said.message.message
+        received = self._unread.popleft()
+        if isinstance(received, TanghuluError):
+            self._unread.append(received)  # it stays so
+            raise received
+        return received.message.message
 
     def submit(
         self,

@@ -69,8 +69,8 @@ class CacheMirror:
         if worker in self._behind:
             self.welcome(worker, welcome)
             return
-        known, told = self.workers.blocks_of(worker), set(welcome.cached_blocks)
-        self._put(Removed(worker, list(known - told)))
+        known, reported = self.workers.blocks_of(worker), set(welcome.cached_blocks)
+        self._put(Removed(worker, list(known - reported)))
         self._put(Stored(worker, [block for block in welcome.cached_blocks if block not in known]))
         self._next_sequence[worker] = welcome.event_sequence
 

@@ -53,13 +53,13 @@ class PeerGroup:
     def __init__(
         self,
         own: OwnRequests,
-        heard: PeerRequests,
+        requests_of_peers: PeerRequests,
         credentials: Credentials,
         end: Callable[[], EndReply],
         abort: wire.AbortHere,
         tokens: TokensFile | None = None,
     ) -> None:
-        self._heard, self._credentials = heard, credentials
+        self._requests_of_peers, self._credentials = requests_of_peers, credentials
         self._service = FastService(max_connections=MAX_CONNECTIONS)
         wire.PeerService(own, end, abort).serve(self._service)
         self._tokens = tokens or (OneToken(credentials.token) if credentials.token else None)
@@ -76,7 +76,7 @@ class PeerGroup:
         return len(self._peers)
 
     @property
-    def told_address(self) -> str:
+    def published_address(self) -> str:
         """The address of the port for peers; "" without one."""
         return str(self.address) if self.address.port else ""
 
@@ -87,7 +87,7 @@ class PeerGroup:
         """
         tls = self._credentials.tls
         if tls and not tls.cert:
-            _log.warning("peers.not_told", why="--tls-ca is given without --tls-cert, and peers speak TLS")
+            _log.warning("peers.not_published", why="--tls-ca is given without --tls-cert, and peers speak TLS")
             return
         server_tls = ServerTls(tls, mutual=bool(tls.ca)) if tls else None
         opened = FastPort(self._service, run_dir, "conductor", server_tls)
@@ -153,7 +153,7 @@ class PeerGroup:
         if peer.task is not None:
             peer.task.cancel()
         self._keep(peer)
-        self._heard.forget(peer_id)
+        self._requests_of_peers.forget(peer_id)
 
     def _keep(self, peer: _Peer) -> None:
         if peer.forgetting is not None:
@@ -168,12 +168,12 @@ class PeerGroup:
                     async for news in stream:
                         self._keep(peer)
                         retry_s, peer.last_error = _RETRY_FIRST_S, ""
-                        self._heard.hear(peer.instance.id, news)
+                        self._requests_of_peers.on_news(peer.instance.id, news)
             except TanghuluError as error:
                 if error.message != peer.last_error:
                     _log.info("peer.stream_ended", peer=peer.instance.id, code=error.code, error=error.message)
                 peer.last_error = error.message
             if peer.forgetting is None:
-                peer.forgetting = loop.call_later(FORGET_AFTER_S, self._heard.forget, peer.instance.id)
+                peer.forgetting = loop.call_later(FORGET_AFTER_S, self._requests_of_peers.forget, peer.instance.id)
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, _RETRY_MOST_S)

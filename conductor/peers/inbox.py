@@ -35,7 +35,7 @@ class PeerRequests:
         """The peers that have told something."""
         return list(self._of_peer)
 
-    def hear(self, peer: InstanceId, news: News) -> None:
+    def on_news(self, peer: InstanceId, news: News) -> None:
         if news.snapshot:
             self.forget(peer)
         requests = self._of_peer.setdefault(peer, {})
@@ -72,7 +72,7 @@ class PeerRequests:
         self._in_flight.end(key)
         worker = self._load_of(begun.worker)
         if worker is not None:
-            worker.heard_of(key)
+            worker.on_report(key)
 
     def _free(self, key: str, begun: Begun) -> None:
         self._prefilled(key, begun)

@@ -52,12 +52,12 @@ def read_profiles(path: Path | None) -> ProfileFile:
     """The file at ``path``, or an empty one; raises ConfigError that says what is wrong where."""
     if path is None:
         return NO_FILE
-    told = read_table(path, "the profiles in", is_json=path.suffix != ".toml")
-    return ProfileFile({model: _profiles(f"{path}: {model}", each) for model, each in _table(str(path), told).items()})
+    given = read_table(path, "the profiles in", is_json=path.suffix != ".toml")
+    return ProfileFile({model: _profiles(f"{path}: {model}", each) for model, each in _table(str(path), given).items()})
 
 
-def _profiles(where: str, told: Any) -> Profiles:
-    parts = _table(where, told)
+def _profiles(where: str, given: Any) -> Profiles:
+    parts = _table(where, given)
     _refuse_others(where, parts, ("prefill", "decode"))
     prefill, decode = parts.get("prefill"), parts.get("decode")
     return Profiles(
@@ -66,8 +66,8 @@ def _profiles(where: str, told: Any) -> Profiles:
     )
 
 
-def _profile(where: str, told: Any, kind: type[P]) -> P:
-    constants = _table(where, told)
+def _profile(where: str, given: Any, kind: type[P]) -> P:
+    constants = _table(where, given)
     _refuse_others(where, constants, kind.__struct_fields__)
     for name, value in constants.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
@@ -77,13 +77,13 @@ def _profile(where: str, told: Any, kind: type[P]) -> P:
     return kind(**{name: float(value) for name, value in constants.items()})
 
 
-def _table(where: str, told: Any) -> dict[str, Any]:
-    if not isinstance(told, dict):
+def _table(where: str, given: Any) -> dict[str, Any]:
+    if not isinstance(given, dict):
         raise ConfigError(f"{where} is not a table of names and values")
-    return told
+    return given
 
 
-def _refuse_others(where: str, told: Mapping[str, Any], known: Any) -> None:
-    for name in told:
+def _refuse_others(where: str, given: Mapping[str, Any], known: Any) -> None:
+    for name in given:
         if name not in known:
             raise ConfigError(f"{where}.{name} is unknown; there is {', '.join(known)}")

@@ -74,7 +74,7 @@ class LoadTracker:
         if (sent := self._unreported.get(wire_id)) is not None:
             sent.number = number
 
-    def heard_of(self, wire_id: str) -> None:
+    def on_report(self, wire_id: str) -> None:
         """Count a submission no more: the worker spoke of it, or it was taken back."""
         if self._unreported.pop(wire_id, None) is not None:
             self._changed()

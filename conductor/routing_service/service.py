@@ -278,7 +278,7 @@ class RoutingService:
             return
         added.prefilled = True
         self._in_flight.end(name)
-        added.prefill.load.heard_of(name)
+        added.prefill.load.on_report(name)
         added.decode.load.release_decode(name)
         added.decode.load.sent(name, 0, added.num_blocks)
         if self._assumed is not None:
@@ -299,7 +299,7 @@ class RoutingService:
             del self._num_of[added.client]
         self._in_flight.end(name)
         for target in {added.prefill, added.decode}:
-            target.load.heard_of(name)
+            target.load.on_report(name)
             target.load.release_decode(name)
             target.num_blocks -= added.num_blocks
         return True

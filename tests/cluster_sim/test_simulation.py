@@ -155,7 +155,7 @@ def _forgets_freed_leases(original: Any) -> Any:
 
 MUTATIONS: list[tuple[Any, str, Callable[[Any], Any], Plan]] = [
     (Flight, "all_tokens", _moves_without_the_last_token, _DYING),
-    (Flight, "_forgo", _leaves_pulls_behind, _LEAVING),
+    (Flight, "_cancel_pull", _leaves_pulls_behind, _LEAVING),
     (KvConnector, "_released", _keeps_exports, _CALM),
     (Dispatcher, "_withdraw", _keeps_reservations, _CALM),
     (Dispatcher, "_leave_queue", _keeps_the_queue_s_deadline, _FULL),

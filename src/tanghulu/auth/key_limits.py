@@ -78,13 +78,13 @@ class KeyAccount:
         most = self.limits.max_in_flight
         if most and self.num_in_flight >= most:
             raise self._refusal(f"{most} requests under way", 1.0)
-        for bucket, said in (
+        for bucket, limit in (
             (self._requests, f"{self.limits.requests_per_s:g} requests a second"),
             (self._tokens, f"{self.limits.tokens_per_minute:g} tokens a minute"),
         ):
             wait_s = 0.0 if bucket is None else bucket.wait_s(1.0, now_s)
             if wait_s:
-                raise self._refusal(said, wait_s)
+                raise self._refusal(limit, wait_s)
         if self._requests is not None:
             self._requests.take(1.0, now_s)
         self.num_in_flight += 1
@@ -101,16 +101,16 @@ class KeyAccount:
 
     def headers(self, now_s: float) -> list[tuple[bytes, bytes]]:
         """The headers by which OpenAI's clients pace themselves."""
-        said: list[tuple[bytes, bytes]] = []
+        shown: list[tuple[bytes, bytes]] = []
         for name, bucket in ((b"requests", self._requests), (b"tokens", self._tokens)):
             if bucket is not None:
                 left, full_s = max(0, math.floor(bucket.level(now_s))), bucket.wait_s(bucket.capacity, now_s)
-                said += [
+                shown += [
                     (b"x-ratelimit-limit-" + name, b"%d" % bucket.capacity),
                     (b"x-ratelimit-remaining-" + name, b"%d" % left),
                     (b"x-ratelimit-reset-" + name, f"{full_s:.3f}s".encode()),
                 ]
-        return said
+        return shown
 
     def _refusal(self, what: str, wait_s: float) -> RateLimitExceeded:
         error = RateLimitExceeded(f"key {self._name!r} may have {what}; try again in {wait_s:.1f} s")

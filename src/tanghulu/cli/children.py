@@ -66,8 +66,8 @@ class ChildProcess:
             return ""
         line = next((line.strip() for line in reversed(lines) if line.strip()), "")
         with contextlib.suppress(ValueError, AttributeError):
-            said = json.loads(line)
-            return str(said.get("error") or said.get("event") or line)
+            last = json.loads(line)
+            return str(last.get("error") or last.get("event") or line)
         return line.removeprefix("Error: ").removeprefix("tanghulu: ")
 
     def _open_log(self) -> BinaryIO:

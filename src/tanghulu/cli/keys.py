@@ -109,8 +109,8 @@ def show(file: Path, as_json: bool) -> None:
         usual = [("name", key.name), ("weight", 1.0)]
         row = _row(key)
         rights = ", ".join(row.pop("rights"))
-        said = [f"{field}={value}" for field, value in row.items() if value and (field, value) not in usual]
-        click.echo(f"{key.name}: {rights}{'  ' if said else ''}{' '.join(said)}")
+        settings = [f"{field}={value}" for field, value in row.items() if value and (field, value) not in usual]
+        click.echo(f"{key.name}: {rights}{'  ' if settings else ''}{' '.join(settings)}")
 
 
 @COMMAND.command("revoke", short_help="Remove a key from a file.")

@@ -58,8 +58,8 @@ def install_command(extra: str) -> str:
 def _folder() -> str:
     """The folder that an editable installation stands in; empty for one from a package index."""
     try:
-        told = metadata.distribution("tanghulu").read_text("direct_url.json")
+        recorded = metadata.distribution("tanghulu").read_text("direct_url.json")
     except metadata.PackageNotFoundError:
         return ""
-    found = json.loads(told or "{}")
+    found = json.loads(recorded or "{}")
     return unquote(urlparse(found["url"]).path) if found.get("dir_info", {}).get("editable") else ""

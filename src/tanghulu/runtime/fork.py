@@ -48,7 +48,7 @@ class Forkable(Protocol):
 
 
 _descriptors: WeakSet[HasDescriptor] = WeakSet()
-_told: WeakSet[Forkable] = WeakSet()
+_forkables: WeakSet[Forkable] = WeakSet()
 _addresses: WeakKeyDictionary[mmap.mmap, int] = WeakKeyDictionary()
 
 
@@ -58,8 +58,8 @@ def lose_in_children(holder: HasDescriptor) -> None:
 
 
 def tell_in_children(thing: Forkable) -> None:
-    """Have ``thing`` told in forked children, while it lives."""
-    _told.add(thing)
+    """Notify ``thing`` in forked children, while it lives."""
+    _forkables.add(thing)
 
 
 def keep_reserved(area: mmap.mmap) -> None:
@@ -84,9 +84,9 @@ def _in_child() -> None:
     _addresses.clear()
     _lose(list(_descriptors))
     _descriptors.clear()
-    told = list(_told)
-    _told.clear()
-    for thing in told:
+    things = list(_forkables)
+    _forkables.clear()
+    for thing in things:
         thing.forget_in_child()
 
 

@@ -225,8 +225,8 @@ def _guarded(
                 authorizer.admit(environ.get("HTTP_AUTHORIZATION", ""))
         except Unauthorized as error:
             status = 403 if isinstance(error, Forbidden) else 401
-            said = [("content-type", "text/plain; charset=utf-8"), ("www-authenticate", "Bearer")]
-            start_response(f"{status} {http.client.responses[status]}", said)
+            headers = [("content-type", "text/plain; charset=utf-8"), ("www-authenticate", "Bearer")]
+            start_response(f"{status} {http.client.responses[status]}", headers)
             return [error.message.encode() + b"\n"]
         return app(environ, start_response)
 

@@ -114,16 +114,16 @@ class _LibraryLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Log ``record``."""
-        said = {"logger": record.name, "text": record.getMessage(), "exc_info": record.exc_info}
+        fields = {"logger": record.name, "text": record.getMessage(), "exc_info": record.exc_info}
         log = structlog.get_logger("library")
         is_undecodable = record.exc_info is not None and getattr(record.exc_info[0], "__name__", "") == "DecodeError"
         if is_undecodable:
-            del said["exc_info"]
+            del fields["exc_info"]
         if (record.levelno > logging.WARNING and not is_undecodable) or len(self._kinds) >= MAX_KINDS:
-            log.log(record.levelno, "library.logged", **said)
+            log.log(record.levelno, "library.logged", **fields)
             return
         kind = self._kinds.setdefault((record.name, str(record.msg)), RareLog(log))
-        kind.warning("library.logged", **said)
+        kind.warning("library.logged", **fields)
 
 
 def new_registry() -> CollectorRegistry:

@@ -74,7 +74,7 @@ def test_whoever_reads_knows_what_is_under_way(steps):
     live: dict[str, bool] = {}
     for number, (what, name) in enumerate(steps):
         if what == "read":
-            ears[int(name)].heard.hear(A, own.take(outboxes[int(name)]))
+            ears[int(name)].heard.on_news(A, own.take(outboxes[int(name)]))
         elif what == "began" and name not in live:
             live[name] = False
             own.began(begun(f"{name}{number}"))
@@ -85,7 +85,7 @@ def test_whoever_reads_knows_what_is_under_way(steps):
                 del live[name]
         own.check()
     for ear, outbox in zip(ears, outboxes, strict=True):
-        ear.heard.hear(A, own.take(outbox))
+        ear.heard.on_news(A, own.take(outbox))
         ear.check()
         assert len(ear.heard) == len(own) == len(live)
         assert ear.promised() == len(live)
@@ -98,17 +98,17 @@ def test_whoever_reads_knows_what_is_under_way(steps):
 
 def test_a_request_counts_until_it_is_freed_however_long_it_runs():
     ear = Ear()
-    ear.heard.hear(A, News(True, [begun("r")]))
-    ear.heard.hear(B, News(True, [begun("r")]))
+    ear.heard.on_news(A, News(True, [begun("r")]))
+    ear.heard.on_news(B, News(True, [begun("r")]))
     assert (ear.queue_tokens(), ear.promised()) == (200, 2)
     assert ear.in_flight.match(HASHES) == {"p": 4}
     for _ in range(1000):
         ear.loads[InstanceId("p")].report(WorkerLoad())
     assert ear.queue_tokens() == 0, "the worker's own reports hold it by now"
     assert (len(ear.in_flight), ear.promised()) == (2, 2)
-    ear.heard.hear(A, News(False, [], [], ["r", "unknown"]))
+    ear.heard.on_news(A, News(False, [], [], ["r", "unknown"]))
     assert (len(ear.in_flight), ear.promised(), ear.heard.peers) == (1, 1, [A, B])
-    ear.heard.hear(B, News(True, [begun("s", prefilled=True)]))
+    ear.heard.on_news(B, News(True, [begun("s", prefilled=True)]))
     assert (len(ear.in_flight), ear.promised()) == (0, 1)
 
 
@@ -276,7 +276,7 @@ async def test_with_certificates_the_streams_are_encrypted(tmp_path: Path):
 async def test_without_a_certificate_nothing_is_told_plainly(tmp_path: Path):
     options = {"tls_ca": Authority(tmp_path).ca, "token": "secret"}
     async with MemoryDiscovery(MemoryRegistry()) as discovery, conductor(discovery, "one", **options) as (one, _):
-        assert one.peers.told_address == ""
+        assert one.peers.published_address == ""
 
 
 async def test_only_conductors_are_told_where_certificates_name_roles(tmp_path: Path):

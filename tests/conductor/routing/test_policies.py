@@ -248,7 +248,7 @@ def test_own_dispatches_count_until_the_worker_has_seen_them():
     load.sent("r.1", 400, 10)
     load.sent("r.2", 600, 45)
     assert figures() == (1100, 4, 0)
-    load.heard_of("r.2")
+    load.on_report("r.2")
     assert figures() == (500, 3, 40)
     load.report(load.reported)  # may have crossed the submission on the wire
     assert figures() == (500, 3, 40)

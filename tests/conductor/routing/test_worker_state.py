@@ -29,7 +29,7 @@ def test_a_view_is_made_once_a_change():
     assert tracker.view(WORKER, Role.BOTH, 0).can_decode
     tracker.sent("r", 100, 2)
     assert (_view(tracker).queue_tokens, _view(tracker).blocks_free) == (100, 7)
-    tracker.heard_of("r")
+    tracker.on_report("r")
     assert _view(tracker) == view
     tracker.sent("r", 100, 2)
     tracker.report(WorkerLoad(blocks_free=5))
