@@ -166,9 +166,10 @@ def cluster(model: str, *flags: str, store: bool = True, threads: int = 0) -> It
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tanghulu", "up", "--port", "0", "--master-port", "0", "--model", model]
         command += ["--state-dir", folder, "--log-level", "warning", *flags]
+        command += ["--debug", f"mock_kv_token_bytes={KV_TOKEN_BYTES}"]
         reuse = str(store).lower()
         environment = os.environ | {"TANGHULU_STORE": reuse, "TANGHULU_PEER_FETCH": reuse if threads else "true"}
-        environment |= {"TANGHULU_THREADS": str(threads), "TANGHULU_MOCK_KV_TOKEN_BYTES": str(KV_TOKEN_BYTES)}
+        environment |= {"TANGHULU_THREADS": str(threads)}
         with (Path(folder) / "up.log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:

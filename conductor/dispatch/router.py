@@ -194,7 +194,9 @@ class Router:
         for worker in filter(None, (overrides.prefill, overrides.decode)):
             if worker not in self._registry.workers:
                 there = ", ".join(self._registry.workers) or "none"
-                raise InvalidRequest(f"worker {worker!r}, wished for by the request, is not there; there is {there}")
+                raise InvalidRequest(
+                    f"the request names worker {worker!r}, which is not registered; registered workers: {there}"
+                )
             if self._registry.workers[worker].takes_whole_requests and overrides.decode not in ("", overrides.prefill):
                 raise InvalidRequest(f"worker {worker!r} takes requests whole; wish for one worker for both phases")
 

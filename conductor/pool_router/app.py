@@ -82,7 +82,7 @@ def _target(request: Request) -> str:
     """The path and query of a request as the client has sent them."""
     raw: bytes = request.scope["raw_path"]
     if {b".", b".."}.intersection(raw.split(b"/")):  # which httpx would resolve: another route, with other rights
-        raise InvalidRequest("a path has no segments . and ..")
+        raise InvalidRequest("a path must not contain the segments . and ..")
     query: bytes = request.scope["query_string"]
     return (raw + (b"?" + query if query else b"")).decode("latin-1")
 

@@ -155,7 +155,7 @@ class Forwarder:
                 self._metrics.unprimed.inc()
         answer = await self._send(decode, "POST", path, body, headers)
         if answer is None:
-            raise NodeUnavailable(f"no conductor of pool {decode!r} can be reached, and none that stands in for it")
+            raise NodeUnavailable(f"no conductor of pool {decode!r} can be reached, nor of the pools that replace it")
         self._metrics.requests.labels(prefilled, answer.pool).inc()
         return self._relayed(answer, {"x-tanghulu-prefill-pool": prefilled})
 

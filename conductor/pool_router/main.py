@@ -53,7 +53,7 @@ class GlobalRouterConfig(MasterOptions, HttpOptions, ProcessConfig):
     def read_pools(self) -> PoolMap:
         """The pools. Raises ConfigError for a file that is missing or wrong."""
         if self.pools is None:
-            raise ConfigError("say which pools there are: --pools FILE")
+            raise ConfigError("--pools FILE is required: it lists the pools")
         return read_pools(self.pools)
 
 

@@ -73,7 +73,7 @@ def _profile(where: str, given: Any, kind: type[P]) -> P:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
             raise ConfigError(f"{where}.{name} is {value!r}; it must be seconds of at least 0")
     if not any(constants.values()):
-        raise ConfigError(f"{where} has no constant above 0: nothing would cost anything")
+        raise ConfigError(f"{where} has no constant above 0, so every decision would cost nothing")
     return kind(**{name: float(value) for name, value in constants.items()})
 
 

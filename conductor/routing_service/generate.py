@@ -135,7 +135,9 @@ class Generator:
         given = parse_body(body)
         ids = given.get("input_ids")
         if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 1 << 32 for i in ids):
-            raise InvalidRequest("generate needs input_ids, a list of token ids: the router has no tokenizer")
+            raise InvalidRequest(
+                "/generate requires input_ids, a list of token ids: the routing service has no tokenizer"
+            )
         overrides = _overrides(given.pop("routing", {}))
         rid = given.get("rid")
         request_id = rid if isinstance(rid, str) and rid else uuid.uuid4().hex

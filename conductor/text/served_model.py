@@ -171,7 +171,7 @@ class ServedModel:
         """
         context = self.card.context_length
         if num_prompt_tokens == 0:
-            raise InvalidRequest("the prompt is empty: it has no token")
+            raise InvalidRequest("the prompt is empty: it must have at least one token")
         most = context - num_prompt_tokens
         if most < 1:
             raise ContextLengthExceeded(

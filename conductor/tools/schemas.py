@@ -226,7 +226,7 @@ def _hermes(tools: Sequence[StrictTool], special: SpecialToken) -> str:
 def _llama3(tools: Sequence[StrictTool], special: SpecialToken) -> str:
     opening = json_calls.LLAMA3.opening
     first = "" if special(opening) is None else f"{_marker(opening, special)}? "
-    # Free text begins with neither a bracket, nor with what may be a marker that is no token of its own.
+    # Free text begins with neither a bracket, nor with what may be a marker the form contains no token of its own.
     excluded = "{" if first else "{<"
     rules = [
         f'start: {first}call ("; " call)* | FREE',

@@ -117,7 +117,7 @@ def check_host(host: str) -> str:
     except ValueError:
         pass
     if not host:
-        raise InvalidRequest("a host is empty; 0.0.0.0 stands for all addresses of a machine")
+        raise InvalidRequest("the host is empty; use 0.0.0.0 for all addresses of this machine")
     odd = re.search(r"[^\w.-]", host)
     if odd:
         raise InvalidRequest(f"{host[:200]!r} is no host: {odd[0]!r} stands in neither a name nor an address of IPv4")

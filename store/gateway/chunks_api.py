@@ -57,7 +57,7 @@ def router(gateway: Gateway) -> APIRouter:
     ) -> Row:
         """Say one of the two. When the time is up (504) what was removed stays removed: say it again to go on."""
         if bool(prefix) == bool(regex):
-            raise InvalidRequest("say either prefix= or regex=, not empty; regex=^ removes everything")
+            raise InvalidRequest("give either prefix= or regex=, not empty; regex=^ removes everything")
         with gateway.removals.holding():
             async with gateway.store(request.headers) as store:
                 return await _remove_several(store, prefix or "", regex, gateway.patience())

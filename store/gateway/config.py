@@ -41,7 +41,7 @@ class GatewayConfig(MasterOptions, ServerOptions, ProcessConfig):
             return
         if self.token and not (self.require_token or self.tls_mutual):
             raise ConfigError(
-                f"--host {self.host} is in the open, and whoever reached it would act with the gateway's token: say "
+                f"--host {self.host} is reachable by others, who would act with the gateway's token: use "
                 "--require-token, or listen on 127.0.0.1"
             )
         if not self.insecure:
@@ -55,9 +55,9 @@ class GatewayConfig(MasterOptions, ServerOptions, ProcessConfig):
     def _refuse_open_port(self) -> None:
         """Raise ConfigError unless values are encrypted and every caller is known: other hosts can connect."""
         if not self.tls_cert:
-            raise ConfigError(f"--host {self.host} is in the open: say --tls-cert and --tls-key, or --insecure")
+            raise ConfigError(f"--host {self.host} is reachable by others: set --tls-cert and --tls-key, or --insecure")
         if not (self.require_token or self.tls_mutual):
             raise ConfigError(
-                f"--host {self.host} is in the open: say --require-token or --tls-mutual, so that not everybody may "
+                f"--host {self.host} is reachable by others: set --require-token or --tls-mutual, so that they may not "
                 "do what the gateway may, or --insecure"
             )

@@ -46,7 +46,7 @@ class Gateway:
                 raise Unauthorized("the header Authorization is not of the form: Bearer TOKEN")
             return Credentials(tenant, token.strip(), own.tls)
         if self.config.require_token:
-            raise Unauthorized("a token is needed here: send the header Authorization: Bearer TOKEN")
+            raise Unauthorized("this gateway requires a token: send the header Authorization: Bearer TOKEN")
         if tenant:
             raise Unauthorized(f"the header {TENANT} comes with a token of an operator, in Authorization")
         return own

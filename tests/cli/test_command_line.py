@@ -45,7 +45,7 @@ def test_a_bad_file_refuses_to_start(tmp_path, text, named):
 def test_more_memory_than_the_machine_has_refuses_to_start(tmp_path):
     done = _run("node", "--memory", "999TiB")
     assert done.returncode == 1
-    assert "ask for less" in done.stderr
+    assert "request less" in done.stderr
     done = _run("up", "--node-memory", "999TiB", "--engine", "mock", "--state-dir", str(tmp_path))
     assert done.returncode == 7
     assert "--nodes 1 of --node-memory, together" in done.stderr

@@ -42,8 +42,8 @@ STARTS = {
     ),
     "a directory that cannot be": ((*UP[:-1], "/proc/nope"), 7, "--state-dir /proc/nope cannot be used"),
     "a file for a directory": ((*UP[:-1], "{file}"), 7, "--state-dir {file} cannot be used"),
-    "more memory than there is": ((*UP, "--node-memory", "999TiB"), 7, "ask for less"),
-    "an address without its scheme": (("chat", "--url", "127.0.0.1:1"), 7, "say --url http://127.0.0.1:1"),
+    "more memory than there is": ((*UP, "--node-memory", "999TiB"), 7, "request less"),
+    "an address without its scheme": (("chat", "--url", "127.0.0.1:1"), 7, "use --url http://127.0.0.1:1"),
     "nobody at the address": (
         ("chat", "--url", "http://127.0.0.1:1/v1", "--message", "x"),
         4,

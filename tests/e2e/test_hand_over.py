@@ -22,7 +22,7 @@ from tests.e2e.cluster import LiveCluster, eventually, running_cluster
 pytestmark = pytest.mark.slow
 
 BLOCK = 64
-FLAGS = ("--engine", "mock", "--model", "mock", "--debug", "mock_speedup=8", "--decode", "1")
+FLAGS = ("--engine", "mock", "--model", "mock", "--debug", "checks=true", "--debug", "mock_speedup=8", "--decode", "1")
 
 
 @contextmanager
@@ -30,7 +30,6 @@ def storeless(folder, *flags: str) -> Iterator[LiveCluster]:
     """Workers that ask no store and compare all KV with what it must be."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TANGHULU_STORE", "false")
-        patch.setenv("TANGHULU_CHECKS", "true")
         patch.setenv("TANGHULU_KV_MEMORY", "1MiB")
         with running_cluster(folder, *FLAGS, *flags) as live:
             yield live

@@ -12,7 +12,20 @@ import pytest
 
 from tests.e2e.cluster import LiveCluster, eventually, running_cluster
 
-FLAGS = ("--engine", "mock", "--model", "mock", "--debug", "mock_speedup=5", "--prefill", "2", "--decode", "1")
+FLAGS = (
+    "--engine",
+    "mock",
+    "--model",
+    "mock",
+    "--debug",
+    "checks=true",
+    "--debug",
+    "mock_speedup=5",
+    "--prefill",
+    "2",
+    "--decode",
+    "1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +33,6 @@ def storeless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]
     """Two prefill workers that ask no store and compare all KV with what it must be."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TANGHULU_STORE", "false")
-        patch.setenv("TANGHULU_CHECKS", "true")
         patch.setenv("TANGHULU_KV_MEMORY", "1MiB")  # 1,024 blocks: all are checked after every step
         with running_cluster(tmp_path_factory.mktemp("storeless"), *FLAGS) as live:
             yield live

@@ -216,7 +216,7 @@ def test_with_the_key_all_works_and_kv_is_handed_over(secure: Secure) -> None:
     )
     assert said.returncode == 0, said.stderr
     said = subprocess.run([*chat, "--tls-ca", secure.tls.ca], capture_output=True, text=True)
-    assert (said.returncode, "a key is needed" in said.stderr) == (8, True)
+    assert (said.returncode, "requires an API key" in said.stderr) == (8, True)
 
 
 def test_a_key_that_is_made_later_works_until_it_is_revoked(secure: Secure) -> None:

@@ -254,7 +254,7 @@ class Bounded:
         ({"port": 65536}, "--port is 65536; it must be at most 65535"),
         ({"port": -1}, "--port is -1; it cannot be negative"),
         ({"memory": 1 << 51}, f"--memory is {1 << 51}; it must be at most 1024.0 TiB"),
-        ({"host": ""}, "--host: a host is empty; 0.0.0.0 stands for all addresses of a machine"),
+        ({"host": ""}, "--host: the host is empty; use 0.0.0.0 for all addresses of this machine"),
         ({"host": "a..b"}, "--host: 'a..b' is no host: each part of a name has 1 to 63 characters"),
         ({"host": "a b"}, "--host: 'a b' is no host: ' ' stands in neither a name nor an address of IPv4"),
     ],

@@ -33,7 +33,7 @@ def test_a_machine_without_control_groups(root: Path) -> None:
         Overloaded, match=r"--memory 21.0 GiB: of the 24.0 GiB that this machine has, 20.0 GiB are free"
     ):
         refuse_too_much(21 * GIB, "--memory", root)
-    with pytest.raises(ConfigError, match=r"--memory 999.0 GiB: this machine has 24.0 GiB; ask for less"):
+    with pytest.raises(ConfigError, match=r"--memory 999.0 GiB: this machine has 24.0 GiB; request less"):
         refuse_too_much(999 * GIB, "--memory", root)
 
 
@@ -77,5 +77,5 @@ def test_nothing_is_refused_where_nothing_is_known(tmp_path: Path) -> None:
 def test_this_machine_has_some() -> None:
     assert all(0 <= free <= total or total > 1 << 60 for _, total, free in memory_bounds())
     refuse_too_much(1 << 20, "--memory")
-    with pytest.raises(ConfigError, match="ask for less"):
+    with pytest.raises(ConfigError, match="request less"):
         refuse_too_much(1 << 60, "--memory")

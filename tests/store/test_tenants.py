@@ -220,7 +220,7 @@ async def test_callers_without_our_client(cluster: Secured) -> None:
     with cluster.connect("acme") as acme:
         assert acme.put("third", b"abc").ok
     listing = LIST_KEYS.call(ListKeysRequest("th"))
-    with pytest.raises(Unauthorized, match="token is needed"):
+    with pytest.raises(Unauthorized, match="requires a token"):
         await _ask(master, listing, "")
     with pytest.raises(Forbidden, match="'read'"):
         await _ask(master, listing, "secret-acme-writer")
@@ -405,5 +405,5 @@ def ask_for(seconds: float, client: Client) -> None:
 
 
 def test_a_node_without_a_token_does_not_start(cluster: Secured) -> None:
-    with pytest.raises(AssertionError, match="token is needed"):
+    with pytest.raises(AssertionError, match="requires a token"):
         Process("tanghulu.store.node.main", "--port", "0", "--master", cluster.address, "--memory", "16MiB")

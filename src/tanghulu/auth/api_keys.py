@@ -122,11 +122,11 @@ class ApiKeyTable:
     def authenticate(self, shown: str, now_unix_s: float | None = None) -> ApiKey:
         """The key that ``shown`` is; raises Unauthorized that says what is missing."""
         if not shown:
-            raise Unauthorized("a key is needed here: send the header Authorization: Bearer KEY")
+            raise Unauthorized("this port requires an API key: send the header Authorization: Bearer KEY")
         sha256 = hash_of(shown)
         key = self._by_hash.get(sha256)
         if key is None or not hmac.compare_digest(key.sha256, sha256):
-            raise Unauthorized("the key is unknown here; was it revoked, or is it another cluster's?")
+            raise Unauthorized("unknown API key; it may have been revoked or belong to another cluster")
         now_unix_s = time.time() if now_unix_s is None else now_unix_s
         if key.expires_unix_s is not None and key.expires_unix_s <= now_unix_s:
             raise Unauthorized(f"key {key.name!r} has expired")

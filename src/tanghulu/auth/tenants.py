@@ -188,7 +188,7 @@ class TokenTable:
         A derived token is accepted if it is for one of ``addresses``, those of this process.
         """
         if not credentials.token:
-            raise Unauthorized("a token is needed here: say token=..., --token or TANGHULU_TOKEN")
+            raise Unauthorized("this process requires a token: pass token=..., --token or TANGHULU_TOKEN")
         entry = self._entry(credentials.token, addresses)
         now_unix_s = time.time() if now_unix_s is None else now_unix_s
         if entry.expires_unix_s is not None and entry.expires_unix_s <= now_unix_s:
@@ -204,7 +204,7 @@ class TokenTable:
         token_id = named_in(shown)
         entry = self._by_id.get(token_id) if token_id else self._by_hash.get(hash_of(shown))
         if entry is None:
-            raise Unauthorized("the token is unknown here; was it revoked, or is it another cluster's?")
+            raise Unauthorized("unknown token; it may have been revoked or belong to another cluster")
         if token_id and not is_derived_from(entry.sha256, shown, addresses):
             raise Unauthorized(
                 f"token {entry.name!r} was derived for another address than {' or '.join(sorted(addresses)) or 'none'}"

@@ -89,7 +89,7 @@ def _parse(content: dict[str, Any]) -> TokenTable:
     tenants = {name: _tenant(name, each) for name, each in table_of(content.get("tenants", {}), "tenants").items()}
     tokens = [_token(each) for each in list_of(content.get("tokens", []), dict, "tokens")]
     if not tokens:
-        raise ConfigError("there is no token in it, so nobody could ever connect")
+        raise ConfigError("it contains no token, so no client could connect; add one with `tanghulu store token`")
     return TokenTable(tokens, tenants)
 
 

@@ -36,7 +36,7 @@ class ChatConfig(HttpClientOptions):
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"--url {self.url} names no scheme; say --url http://{self.url}")
+            raise ConfigError(f"--url {self.url} has no scheme; use --url http://{self.url}")
         parse_url(self.url, path=True)
 
     @property

@@ -113,7 +113,9 @@ class UpConfig(SecretOptions):
     secure: bool = option(
         False, "use certificates, tokens and API keys everywhere, created in --state-dir at the first start"
     )
+    checks: bool = option(False, "assert all invariants of nodes and workers (slow)", debug=True)
     mock_speedup: float = option(1.0, "speedup of the mock engine's timing", above=0, debug=True)
+    mock_kv_token_bytes: int = option(16, "bytes of KV per token of the mock engine; a multiple of 8", debug=True)
     state_dir: Path = option(Path(".tanghulu"), "directory of cluster.json and logs")
     log_level: str = option("info", "lowest level to log", choices=("debug", "info", "warning", "error"))
 
@@ -237,7 +239,7 @@ class Cluster:
             memory = ("--memory", str(config.node_memory), "--eviction", config.eviction)
             ssd = ("--ssd-path", str(config.state_dir / f"node-{i}.tier"), "--ssd-size", str(config.node_ssd))
             below = ssd if config.node_ssd else ()
-            self._add("node", f"node-{i}", base and base + _MASTER_TO_NODES + i, *at, *memory, *below)
+            self._add("node", f"node-{i}", base and base + _MASTER_TO_NODES + i, *at, *memory, *below, *self._checked)
         if config.engine == "vllm":
             roles = ["vllm-worker"] * config.workers
         else:
@@ -253,7 +255,9 @@ class Cluster:
                 model += ["--speculative", config.speculative] if config.speculative else []
             if config.engine == "mock":
                 model += ["--debug", f"mock_speedup={config.mock_speedup}"]
-            self._add(role, name, base and base + _MASTER_TO_WORKERS + i, *at, *model)
+                model += ["--debug", f"mock_kv_token_bytes={config.mock_kv_token_bytes}"]
+            checked = self._checked if config.engine != "vllm" else ()
+            self._add(role, name, base and base + _MASTER_TO_WORKERS + i, *at, *model, *checked)
         if config.store_http_port:
             grpc = ("--grpc-port", str(config.store_grpc_port)) if config.store_grpc_port >= 0 else ()
             self._add("gateway", "store-http", config.store_http_port, *at, *grpc)
@@ -264,6 +268,10 @@ class Cluster:
         shared = ("--reuse-port",) if config.conductors > 1 else ()
         for i in range(config.conductors):
             self._add("conductor", f"conductor-{i}" if i else "conductor", config.port, *given, *shared)
+
+    @property
+    def _checked(self) -> tuple[str, ...]:
+        return ("--debug", "checks=true") if self._config.checks else ()
 
     def _parsers(self) -> tuple[str, ...]:
         config = self._config

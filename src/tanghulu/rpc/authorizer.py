@@ -74,9 +74,9 @@ def _authorized(method: Method[Any, Any], handler: Callable[[Peer, Any, Any], An
     def authorized(peer: Peer, request: Any, payload: Any) -> Any:
         identity = peer.identity
         if identity is None:
-            raise Unauthorized("a token is needed here, in a HELLO that comes first; say token=..., --token")
+            raise Unauthorized("this process requires a token in the first message (HELLO): pass token=... or --token")
         if rule is None:
-            raise Forbidden(f"method {method.name} is open to nobody while this process has --tokens")
+            raise Forbidden(f"method {method.name} is not available to any token on a process with --tokens")
         answer = handler(peer, rule.admit(identity, request), payload)
         if isinstance(answer, AnswerStream):
             answer.view = partial(rule.answer, identity)

@@ -91,7 +91,9 @@ class AsyncFastConnection(asyncio.Protocol):
                 else:
                     raise NodeUnavailable(f"no Unix socket at {unix_path!r} and no TCP address to connect to")
         except ssl.SSLCertVerificationError as error:
-            raise Unauthorized(f"{address} is not what its certificate should say: {error.verify_message}") from error
+            raise Unauthorized(
+                f"{address} has a certificate for another name or role: {error.verify_message}"
+            ) from error
         except OSError as error:  # TimeoutError is one
             kind = PeerSilent if is_silence(error) else NodeUnavailable
             raise kind(f"cannot connect to {connection.peer}: {_why(error)}") from error

@@ -41,13 +41,13 @@ def refuse_too_much(wanted_bytes: int, flag: str, root: Path = Path("/")) -> Non
     for where, total_bytes, _ in bounds:
         if wanted_bytes > total_bytes:
             raise ConfigError(
-                f"{flag} {format_size(wanted_bytes)}: {where} has {format_size(total_bytes)}; ask for less"
+                f"{flag} {format_size(wanted_bytes)}: {where} has {format_size(total_bytes)}; request less"
             )
     for where, total_bytes, free_bytes in bounds:
         if wanted_bytes > free_bytes:
             has, left = format_size(total_bytes), format_size(free_bytes)
             raise Overloaded(
-                f"{flag} {format_size(wanted_bytes)}: of the {has} that {where} has, {left} are free; ask for less, or "
+                f"{flag} {format_size(wanted_bytes)}: of the {has} that {where} has, {left} are free; request less, or "
                 "end what uses the rest (clients of a node that ended hold its memory until they notice)"
             )
 

@@ -48,7 +48,7 @@ class PortOptions(TlsOptions):
 
     def __post_init__(self) -> None:
         if self.max_connections < 1:
-            raise ConfigError(f"--max-connections {self.max_connections} lets nobody in")
+            raise ConfigError(f"--max-connections {self.max_connections} must be at least 1")
 
     def server_tls(self) -> ServerTls | None:
         """The TLS context to listen with; None without files. Raises ConfigError."""

@@ -71,7 +71,7 @@ class MetricsAuthorizer:
         if not found:
             raise Unauthorized("the token is unknown here")
         if not any(found):
-            raise Forbidden("metrics tell of all tenants: the token needs the right 'metrics'")
+            raise Forbidden("metrics cover all tenants: the token needs the right 'metrics'")
 
     def _by_token(self, shown: str) -> bool:
         if self._tokens is None:

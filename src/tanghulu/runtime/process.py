@@ -96,7 +96,9 @@ def own_address() -> str:
         return named
     found = _address_to_elsewhere() or named
     if not found:
-        raise ConfigError("this machine's name has no address, nor has it a way to others: say --advertise-host")
+        raise ConfigError(
+            "this machine's name has no address and there is no route to other machines: set --advertise-host"
+        )
     return found
 
 

@@ -66,7 +66,7 @@ async def checked_target(request: Request) -> None:
             there = f"there is {', '.join(sorted(known))}" if known else "this route has none"
             raise InvalidRequest(f"the option {name[:80]!r} of the query is unknown; {there}")
         if count > 1:
-            raise InvalidRequest(f"the option {name!r} stands {count} times in the query")
+            raise InvalidRequest(f"the query has the option {name!r} {count} times; give it once")
 
 
 def _decoded(text: bytes, what: str) -> None:

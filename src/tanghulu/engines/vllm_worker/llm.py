@@ -151,7 +151,7 @@ def _start(arguments: dict[str, Any], relay: StatsRelay) -> Any:
     except ValueError as error:
         raise ConfigError(f"vLLM refuses this configuration: {error}") from error
     except RuntimeError as error:
-        raise NodeUnavailable(f"vLLM did not start, and its own log says why: {error}") from error
+        raise NodeUnavailable(f"vLLM did not start (see its log): {error}") from error
 
 
 def _sampling_params(request: VllmRequest) -> Any:

@@ -41,7 +41,7 @@ async def serve(process: Process, config: VllmWorkerConfig) -> None:
         await worker.until(process.stopping)
         await registered.aclose()  # conductors send nothing new from here on
         if worker.failure is not None:
-            raise NodeUnavailable("vLLM's engine has ended; its own log says why") from worker.failure
+            raise NodeUnavailable("vLLM's engine has ended; see its log") from worker.failure
         await worker.drain(config.grace_s)
 
 

@@ -82,7 +82,9 @@ class VllmRequestFactory:
         sequence = TokenSequence(root, self._block_tokens, as_tokens(submit.tokens), VLLM_SHA256_CBOR)
         num_prompt = submit.num_prompt_tokens
         if not 0 < num_prompt <= len(sequence):
-            raise InvalidRequest(f"request {submit.request_id} says {num_prompt} prompt tokens of {len(sequence)}")
+            raise InvalidRequest(
+                f"request {submit.request_id} says {num_prompt} prompt tokens, but has {len(sequence)} tokens"
+            )
         num_generated = len(sequence) - num_prompt
         return VllmRequest(
             request_id=submit.request_id,

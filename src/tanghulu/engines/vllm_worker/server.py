@@ -115,7 +115,7 @@ class VllmWorkerServer:
             LoadedVllm.break_off()
             await asyncio.wait((loading,), timeout=BREAK_OFF_S)
         if self._process.stopping.is_set() and loading.exception() is not None:
-            raise NodeUnavailable("told to end before vLLM had started") from loading.exception()
+            raise NodeUnavailable("stopped before vLLM had started") from loading.exception()
         return loading.result()
 
     async def _serve(
