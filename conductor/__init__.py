@@ -1,4 +1,7 @@
-"""The conductor component of tanghulu; import it as ``tanghulu.conductor``."""
+"""The conductor: the HTTP and gRPC APIs, the prefix index, routing, dispatch and migration of requests.
+
+Import it as ``tanghulu.conductor``.
+"""
 
 if not __name__.startswith("tanghulu."):
     raise ImportError(

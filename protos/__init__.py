@@ -1,4 +1,7 @@
-"""The wire schema of tanghulu; import it as ``tanghulu.protos``."""
+"""What other programs speak over gRPC: inference, routing, the public store service; and etcd.
+
+Import it as ``tanghulu.protos``.
+"""
 
 if not __name__.startswith("tanghulu."):
     raise ImportError(

@@ -1,4 +1,7 @@
-"""The store component of tanghulu; import it as ``tanghulu.store``."""
+"""The store: masters with the directory, nodes with the chunks, the client, the gateway and administration.
+
+Import it as ``tanghulu.store``.
+"""
 
 if not __name__.startswith("tanghulu."):
     raise ImportError(

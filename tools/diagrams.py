@@ -1,19 +1,24 @@
-"""Draw the diagrams of docs/concepts/, as SVG that needs nothing else, from the boxes and arrows below.
+"""Draw the diagrams of the docs, as SVG that needs nothing else.
 
-    python tools/diagrams.py            # write docs/pictures/concept-*.svg
+    python tools/diagrams.py            # write docs/pictures/concept-*.svg and architecture.svg
     python tools/diagrams.py --check    # fail if they differ
 
-A box stands at a column and a row; an arrow leads from one to another, and its label stands at its middle.
+Those of docs/concepts/ come from the boxes and arrows below: a box has a column and a row; an arrow leads from one to
+another, with its label at its middle. The architecture comes from the folders and from the import contracts in
+pyproject.toml: a row may import what stands in the rows below it.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
+import tomllib
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "pictures"
 _WIDE, _HIGH = 164, 54  # a box
 _COLUMN, _ROW, _EDGE = 240, 104, 16
 _LINE = 15  # from one line of text to the next
@@ -202,9 +207,59 @@ def svg(diagram: Diagram) -> str:
     return "\n".join(parts) + "\n"
 
 
+_WIDTH, _BAND = 960, 20
+
+
+def architecture() -> str:
+    """The components in the order in which they may import each other, each with its folders and its sentence."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(each["layers"] for each in contracts if each["layers"][0] == "tanghulu.cli")
+    rows = [[name.strip().removeprefix("tanghulu.") for name in layer.split("|")] for layer in layers]
+    rows = [kept for row in rows if (kept := [name for name in row if (ROOT / "src/tanghulu" / name).is_dir()])]
+    parts, top = [], _EDGE
+    for row in rows:
+        boxes = [_component(name, (_WIDTH - _EDGE * (len(row) - 1)) // len(row)) for name in row]
+        high = max(len(lines) for lines in boxes) * _LINE + _BAND
+        for i, lines in enumerate(boxes):
+            wide = (_WIDTH - _EDGE * (len(row) - 1)) / len(row)
+            left = _EDGE + i * (wide + _EDGE)
+            parts.append(
+                f'<rect x="{left:g}" y="{top}" width="{wide:g}" height="{high}" rx="6" fill="{_FILL}" stroke="{_INK}"/>'
+            )
+            for j, line in enumerate(lines):
+                weight = ' font-weight="bold"' if j == 0 else ""
+                at = f'x="{left + 10:g}" y="{top + _BAND + j * _LINE}"'
+                parts.append(f'<text {at}{weight} fill="{_INK}">{escape(line, quote=False)}</text>')
+        top += high + _EDGE // 2
+    size = f'viewBox="0 0 {_WIDTH + 2 * _EDGE} {top + _EDGE}" width="{_WIDTH + 2 * _EDGE}" height="{top + _EDGE}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12" role="img">'
+    title = "<title>The components of tanghulu: each row may import what stands below it</title>"
+    return "\n".join([head, title, '<rect width="100%" height="100%" rx="8" fill="#fff"/>', *parts, "</svg>"]) + "\n"
+
+
+def _component(name: str, wide: int) -> list[str]:
+    """A component's name, the first sentence of its docstring and its folders, in lines of that width."""
+    folder = ROOT / "src/tanghulu" / name
+    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    sentence = " ".join(said.split("\n\n")[0].split()).partition(". ")[0].rstrip(".").replace("`", "") + "."
+    below = sorted(each.name for each in folder.iterdir() if (each / "__init__.py").is_file())
+    return [name, *_wrapped(sentence, wide), *(_wrapped("/ ".join(below) + "/", wide) if below else ())]
+
+
+def _wrapped(text: str, wide: int) -> list[str]:
+    """``text`` in lines of about ``wide`` pixels."""
+    lines, most = [""], wide // 7
+    for word in text.split():
+        if len(lines[-1]) + len(word) > most:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return lines
+
+
 def main() -> int:
     """Write the pictures; with --check only compare."""
     drawn = {FOLDER / f"concept-{name}.svg": svg(diagram) for name, diagram in DIAGRAMS.items()}
+    drawn[FOLDER / "architecture.svg"] = architecture()
     if "--check" in sys.argv[1:]:
         stale = [file for file, text in drawn.items() if not file.exists() or file.read_text() != text]
         for file in stale:

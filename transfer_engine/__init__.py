@@ -1,4 +1,7 @@
-"""The transfer_engine component of tanghulu; import it as ``tanghulu.transfer_engine``."""
+"""The transfer engine: memory segments, transfers cut into slices, paths over several devices, transports.
+
+Import it as ``tanghulu.transfer_engine``.
+"""
 
 if not __name__.startswith("tanghulu."):
     raise ImportError(

@@ -1,4 +1,7 @@
-"""The workers component of tanghulu; import it as ``tanghulu.workers``."""
+"""The workers: a model over a paged KV cache, continuous batching, prefill and decode, KV to and from the store.
+
+Import it as ``tanghulu.workers``.
+"""
 
 if not __name__.startswith("tanghulu."):
     raise ImportError(

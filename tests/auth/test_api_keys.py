@@ -35,8 +35,8 @@ def test_a_key_says_whose_it_is_and_what_it_allows(tmp_path: Path) -> None:
     known.require(KeyRight.INFERENCE, "POST /v1/completions")
     with pytest.raises(Forbidden, match="GET /metrics needs the right 'metrics'; key 'a' has inference"):
         known.require(KeyRight.METRICS, "GET /metrics")
-    for wrong, said in (("", "requires an API key"), (SECRET + "x", "unknown API key"), (hash_of(SECRET), "unknown API key")):
-        with pytest.raises(Unauthorized, match=said):
+    for wrong in ("", SECRET + "x", hash_of(SECRET)):
+        with pytest.raises(Unauthorized, match="unknown API key" if wrong else "requires an API key"):
             table.authenticate(wrong)
     assert SECRET not in repr(known) + repr(table)
 

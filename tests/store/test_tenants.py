@@ -159,7 +159,7 @@ def test_who_has_the_right_puts_and_removes_kv(cluster: Secured) -> None:
 @pytest.mark.parametrize(
     ("tenant", "token", "said"),
     [
-        ("", "", "token is needed"),
+        ("", "", "requires a token"),
         ("", "guess", "unknown"),
         ("initech", "secret-acme", "not one of tenant"),
         ("nobody", "secret-operator", "no tenant"),

@@ -1,1 +1,1 @@
-"""The two carriers of one schema: gRPC for control, length-prefixed frames (the fast lane) for the hot path."""
+"""The fast lane: frames of MessagePack over TCP or a Unix socket, its clients and servers; and the edge to gRPC."""

@@ -1,1 +1,1 @@
-"""Shared parts of the HTTP APIs: the server inside a process's event loop, and typed errors as answers."""
+"""The HTTP server that conductor, routers and gateway share: keys, bodies, errors, connections."""
