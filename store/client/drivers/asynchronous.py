@@ -259,7 +259,7 @@ class AsyncioDriver:
     def _abandoned(self, peer: PeerId, asking: asyncio.Task[Outcome]) -> None:
         outcome = None if asking.cancelled() else asking.result()
         if isinstance(outcome, Reply) and isinstance(outcome.message, messages.GRANTING):
-            self.context.granted_late(peer, outcome.message)
+            self.context.return_granted(peer, outcome.message)
             self.flush()
 
     async def _transfer(self, wanted: Transfer, deadline_s: float) -> tuple[list[TanghuluError | None], list[Outcome]]:
@@ -290,7 +290,7 @@ class AsyncioDriver:
             except TanghuluError:
                 continue
             except BaseException:  # the task was cancelled: raised on
-                self.context.untold(calls[position:])
+                self.context.requeue(calls[position:])
                 raise
 
     async def _exchange(self, peer: PeerId, call: AnyCall, deadline_s: float) -> Outcome:
@@ -404,12 +404,12 @@ class AsyncioDriver:
         if not self._num_untold:
             self._all_told.set()
         if isinstance(outcome, NodeUnavailable):
-            self.context.untold([(peer, call)])
+            self.context.requeue([(peer, call)])
             self.flush()
 
     async def _give_back(self) -> None:
         """Give back what is not needed, and what is dropped while nodes are told: nobody might call any more."""
-        while calls := self.context.given_back():
+        while calls := self.context.take_notices():
             await self._notify(calls, self.settings.deadline_s)
 
     def __repr__(self) -> str:

@@ -154,9 +154,9 @@ class BlockingDriver:
             return ()
         nodes, now_s = self.context.nodes, self.context.clock.now_s()
         due: list[tuple[PeerId, AnyCall]] = []
-        for peer, call in self.context.given_back():
+        for peer, call in self.context.take_notices():
             if nodes.is_avoided(peer, now_s) and not self._idle.get(peer):
-                self.context.untold([(peer, call)])
+                self.context.requeue([(peer, call)])
             else:
                 due.append((peer, call))
         return due
@@ -273,7 +273,7 @@ class BlockingDriver:
     def _abandoned(self, peer: PeerId, future: Future[list[Outcome]]) -> None:
         for outcome in () if future.cancelled() or future.exception() is not None else future.result():
             if not isinstance(outcome, TanghuluError) and isinstance(outcome.message, messages.GRANTING):
-                self.context.granted_late(peer, outcome.message)
+                self.context.return_granted(peer, outcome.message)
 
     def _take_late(self) -> None:
         """Look whether late replies have come: their leases are given back with the next notice."""
@@ -357,10 +357,10 @@ class BlockingDriver:
                     self._put_back(peer, connection)
             except TanghuluError:
                 if self.context.nodes.is_suspect(peer):
-                    self.context.untold([(peer, call)])
+                    self.context.requeue([(peer, call)])
                 continue
             except BaseException:  # an interrupt: raised on
-                self.context.untold(calls[position:])
+                self.context.requeue(calls[position:])
                 raise
 
     def _exchange(self, peer: PeerId, calls: list[AnyCall], deadline_s: float) -> list[Outcome]:
@@ -464,13 +464,13 @@ class BlockingDriver:
     def _hang_up(self, peer: PeerId, connection: FastConnection) -> None:
         """Close the connection; what the peer may not have read of what it was told is told again."""
         connection.close()
-        self.context.untold([(peer, call) for call in connection.unanswered])
+        self.context.requeue([(peer, call) for call in connection.unanswered])
 
     def _put_back(self, peer: PeerId, connection: FastConnection) -> None:
         if connection.closed:
             if connection.timed_out and not is_master(peer):
                 self.context.nodes.suspect(peer, self.context.clock.now_s())
-            self.context.untold([(peer, call) for call in connection.unanswered])
+            self.context.requeue([(peer, call) for call in connection.unanswered])
             if connection.owes_replies:
                 self._owing.append((peer, connection))
                 if len(self._owing) > MAX_OWING:

@@ -145,7 +145,7 @@ def late_replies(context: Context, peer: PeerId, then: Callable[[], None]) -> La
     """Of ``peer``: what is granted to somebody who does not wait any more is given back; ``then`` is called behind."""
 
     def give_back(reply: messages.GrantingReply) -> None:
-        context.granted_late(peer, reply)
+        context.return_granted(peer, reply)
         then()
 
     return dict.fromkeys(messages.GRANTING, give_back)

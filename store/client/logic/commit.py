@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from tanghulu.errors import KeysMoved, NodeUnavailable, QuotaExceeded, TanghuluError
 from tanghulu.store.client.logic import messages
-from tanghulu.store.client.logic.context import Context, learn_owners
+from tanghulu.store.client.logic.context import Context
+from tanghulu.store.client.logic.directory_client import refresh_owners
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, PeerId
 from tanghulu.store.client.model import Status
 from tanghulu.store.protocol import checksums as sums
@@ -75,11 +76,11 @@ class CommitCall:
 
     def __init__(self, context: Context, node: PeerId, generation: int, items: Sequence[NewChunk]) -> None:
         self._num_items, self.term, self.moved = len(items), NO_TERM, False
-        self._context, self._news, owners = context, items, context.owners
+        self._context, self._news, owners = context, items, context.masters.owners
         self._parts: list[list[int]] | None = None  # positions, by call; None: one call has all of them
         self.calls: Sequence[tuple[PeerId, messages.AnyCall]]
         if owners is None:
-            term, said = context.fence.newest, []
+            term, said = context.masters.fence.newest, []
             for new in items:
                 said.append(ClientCommit(node, generation, new.key, new.version, new.size_bytes, *term))
             self.calls = ((MASTER, _call(said)),)
@@ -104,7 +105,7 @@ class CommitCall:
         if self._parts is None:
             (answer,) = answers
             self.moved = isinstance(answer, KeysMoved)
-            if answer is None or isinstance(answer, TanghuluError) or self._context.owners is not None:
+            if answer is None or isinstance(answer, TanghuluError) or self._context.masters.owners is not None:
                 return [CommitResult.ASK_NODE] * self._num_items
             self.term = Term(answer.message.term, answer.message.term_of)
             return _told(answer, self._num_items)
@@ -120,7 +121,7 @@ class CommitCall:
         return results
 
     def _counts(self, peer: PeerId, positions: Sequence[int], answer: messages.AnyReply) -> bool:
-        owners = self._context.owners
+        owners = self._context.masters.owners
         if owners is None:
             return False
         numbers = [owners.range_of(self._news[position].key) for position in positions]
@@ -154,7 +155,7 @@ def commit_by_client(
     if _knows_later_owners(context, node, commit.term):
         results = [CommitResult.ASK_NODE if each is CommitResult.ACCEPTED else each for each in results]
     if commit.moved:
-        yield from learn_owners(context, MASTER)
+        yield from refresh_owners(context, MASTER)
     return results
 
 
@@ -164,7 +165,7 @@ def _knows_later_owners(context: Context, node: PeerId, term: Term) -> bool:
     It may have told the new owner already what it holds, without these chunks; so the node has to commit them.
     """
     mapped = context.mapped.get(node)
-    if mapped is None or context.owners is None:
+    if mapped is None or context.masters.owners is None:
         return False
     known = mapped.index.term
     return known.cluster == term.cluster and known.number > term.number
@@ -181,6 +182,6 @@ def take_results(
             op.error = answer
         return
     message: PutReply = answer.message
-    context.fence.admits(message.term, message.term_of)
+    context.masters.fence.admits(message.term, message.term_of)
     for op, result in zip(ops, message.results, strict=True):
         op.take_result(node, result)

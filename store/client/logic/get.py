@@ -25,8 +25,7 @@ from tanghulu.errors import (
 from tanghulu.rpc.wire import Failure
 from tanghulu.runtime.backoff import Backoff
 from tanghulu.store.client.chunk import Chunk
-from tanghulu.store.client.logic import context as common
-from tanghulu.store.client.logic import messages, ranges
+from tanghulu.store.client.logic import directory_client, messages, ranges
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import (
     CallPeers,
@@ -124,7 +123,7 @@ def fetch_one(context: Context, deadline: Deadline, op: GetOp, flush: Callable[[
 
 
 def _rounds(context: Context, deadline: Deadline, open_ops: list[GetOp], flush: Callable[[], None]) -> Logic[None]:
-    rebuilt = Rebuilt(common.patience(context, deadline), common.rebuilding_backoff(context))
+    rebuilt = Rebuilt(directory_client.patience(context, deadline), directory_client.rebuilding_backoff(context))
     while open_ops:
         unknown = [op for op in open_ops if not op.holders]
         # A master that is away is waited for when nothing else is left to do.
@@ -198,7 +197,9 @@ def find_holders(
     if not unknown:
         return
     try:
-        found, incomplete = yield from common.locate(context, deadline, [op.key for op in unknown], waits=waits)
+        found, incomplete = yield from directory_client.locate(
+            context, deadline, [op.key for op in unknown], waits=waits
+        )
     except TanghuluError as error:
         if not waits and isinstance(error, MasterUnavailable):
             return
@@ -326,7 +327,7 @@ def _take_answer(
     if isinstance(outcome, TanghuluError):
         _node_failed(context, deadline, node, ops, outcome)
         return
-    context.fence.admits(outcome.message.term, outcome.message.term_of)
+    context.masters.fence.admits(outcome.message.term, outcome.message.term_of)
     answers = list(_found(outcome.message, outcome.attachment))
     if not answers:
         _node_failed(context, deadline, node, ops, NodeUnavailable(f"{node} answered nothing"))

@@ -1,4 +1,4 @@
-"""Which master is asked for which keys, and how the answers of several become one. Pure.
+"""The masters that a client knows: which is called for which keys, and how the answers of several become one. Pure.
 
 As long as a client has heard of one master only, that one is asked for everything, and nothing of this is needed. A
 master that does not own all keys of a call does nothing of it and answers KeysMoved; then the client asks for the map
@@ -43,9 +43,9 @@ from tanghulu.store.protocol.directory_messages import (
     WaitRequest,
 )
 from tanghulu.store.protocol.key_slots import NUM_RANGES, bits_of, range_of
-from tanghulu.store.protocol.messages import LocateReply, LocateRequest, Location
+from tanghulu.store.protocol.messages import LocateReply, LocateRequest, Location, MastersReply
 from tanghulu.store.protocol.range_map import RangeMap
-from tanghulu.store.protocol.terms import Term
+from tanghulu.store.protocol.terms import LeaseProofs, Term, TermFence
 
 #: What one master answered for the keys, or ranges, at these positions of a call.
 Answer: TypeAlias = tuple[Sequence[int], Any]
@@ -80,6 +80,36 @@ class KeyOwners:
 
     def __repr__(self) -> str:
         return f"KeyOwners({self.map})"
+
+
+class KnownMasters:
+    """``owners`` None: one master is known, and is asked for everything. ``fence`` admits terms that are not over."""
+
+    def __init__(self) -> None:
+        self.fence = TermFence()
+        self.owners: KeyOwners | None = None
+        self._leader_proofs = LeaseProofs()
+        self._owner_proofs: dict[PeerId, LeaseProofs] = {}
+
+    def proofs_of(self, peer: PeerId) -> LeaseProofs:
+        """The proofs of the leader's lease, or of an owner's."""
+        return self._owner_proofs.setdefault(peer, LeaseProofs()) if peer else self._leader_proofs
+
+    def owns_keys(self, peer: PeerId) -> bool:
+        """Whether ``peer`` is an owner by the known map."""
+        return self.owners is not None and peer in self.owners.peers
+
+    def take(self, reply: MastersReply) -> frozenset[PeerId] | None:
+        """Take a master's answer to MASTERS: the owners that its map has not any more; None if the map is not newer."""
+        known, told = self.owners, reply.map
+        if told is None or not told.replaces(None if known is None else known.map):
+            return None
+        self.owners = KeyOwners(told, reply.key_scope) if told.version else None
+        named = frozenset[PeerId]() if self.owners is None else self.owners.peers
+        gone = frozenset[PeerId]() if known is None else known.peers - named
+        for peer in gone:
+            self._owner_proofs.pop(peer, None)
+        return gone
 
 
 class _Split(NamedTuple):

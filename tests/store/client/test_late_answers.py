@@ -88,7 +88,7 @@ def test_a_get_that_ends_anywhere_keeps_no_lease() -> None:
         assert not cluster.context.leases.num_held
         assert bool(dropped) == (isinstance(effect, Transfer) or effect.__class__.__name__ == "OpenSegment")
         if was_told:
-            cluster.context.untold(effect.calls)
+            cluster.context.requeue(effect.calls)
             assert cluster.context.leases.take_dropped()
     assert length > 5
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tanghulu.store.client.logic import carriers, context, get
+from tanghulu.store.client.logic import carriers, directory_client, get
 from tanghulu.store.client.logic.commit import CommitCall
 from tanghulu.store.client.logic.effects import Sleep
 from tanghulu.store.master.directory.directory import Directory
@@ -120,7 +120,7 @@ def test_what_is_removed_while_it_moves_is_gone() -> None:
 
 
 def test_a_removal_wins_against_moves_however_slow_its_client_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "locate", _slow_to_remove(context.locate))
+    monkeypatch.setattr(directory_client, "locate", _slow_to_remove(directory_client.locate))
     for seed in (6, 8, 9):  # in which the mutation below is caught
         World(seed, _FILLING).run()
 
@@ -298,7 +298,7 @@ MUTATIONS = [
     (NodeChunks, "_drop", _frees_what_is_leased, _CROWDED),
     (OffsetAllocator, "free", _hands_out_too_much, _CROWDED),
     (Directory, "entomb", _lets_removed_chunks_return, _LONELY),
-    (context, "locate", _removes_where_the_key_was_seen, _FILLING),
+    (directory_client, "locate", _removes_where_the_key_was_seen, _FILLING),
     (Rebuild, "knows", _is_never_incomplete, _REBORN),
     (Rebuild, "told", _takes_time_for_knowledge, _REBORN),
     (Rebuild, "told", _keeps_what_was_known_once, _LONELY),
