@@ -56,7 +56,7 @@ def replicate(context: Context, deadline: Deadline, keys: Sequence[str], holders
 
 
 def masters(context: Context) -> Logic[list[MasterView]]:
-    """The masters that own ranges of keys, each asked how much it knows, by their first range."""
+    """The masters that own ranges of keys, by their first range, and how much each knows."""
     yield from refresh_owners(context, MASTER)
     owners = context.masters.owners
     if owners is None:
@@ -80,8 +80,8 @@ def _master_view(
 ) -> MasterView:
     if isinstance(outcome, TanghuluError):
         return MasterView(address, tuple(ranges), term, answers=False)
-    told = outcome.message
-    return MasterView(address, tuple(ranges), term, told.leading, told.num_keys, told.rebuilding_ranges)
+    reply = outcome.message
+    return MasterView(address, tuple(ranges), term, reply.leading, reply.num_keys, reply.rebuilding_ranges)
 
 
 def tenants(context: Context) -> Logic[list[TenantView]]:
@@ -89,30 +89,30 @@ def tenants(context: Context) -> Logic[list[TenantView]]:
     views = yield from directory.leaders_nodes(context)
     call = methods.TENANTS.call(m.TenantsRequest())
     outcomes = yield CallPeers([(PeerId(view.id), call) for view in views])
-    told: dict[str, list[m.TenantFigures]] = {}
+    by_tenant: dict[str, list[m.TenantFigures]] = {}
     for outcome in outcomes:
         if isinstance(outcome, TanghuluError):
             raise outcome
         for usage in outcome.message.tenants:
-            told.setdefault(usage.tenant, []).append(usage)
+            by_tenant.setdefault(usage.tenant, []).append(usage)
     capacity_bytes = sum(view.capacity_bytes for view in views)
-    return [_sum_up(name, told[name], capacity_bytes) for name in sorted(told)]
+    return [_sum_up(name, by_tenant[name], capacity_bytes) for name in sorted(by_tenant)]
 
 
-def _sum_up(tenant: str, told: Sequence[m.TenantFigures], capacity_bytes: int) -> TenantView:
-    used_bytes = sum(usage.used_bytes for usage in told)
+def _sum_up(tenant: str, usages: Sequence[m.TenantFigures], capacity_bytes: int) -> TenantView:
+    used_bytes = sum(usage.used_bytes for usage in usages)
     return TenantView(
         tenant,
         used_bytes,
         used_bytes / capacity_bytes if capacity_bytes else 0.0,
-        max(usage.quota_bytes for usage in told),
-        max(usage.cluster_quota_bytes for usage in told),
-        sum(usage.num_chunks for usage in told),
-        sum(usage.hits for usage in told),
-        sum(usage.hit_bytes for usage in told),
-        sum(usage.misses for usage in told),
-        sum(usage.evictions for usage in told),
-        sum(usage.evicted_bytes for usage in told),
+        max(usage.quota_bytes for usage in usages),
+        max(usage.cluster_quota_bytes for usage in usages),
+        sum(usage.num_chunks for usage in usages),
+        sum(usage.hits for usage in usages),
+        sum(usage.hit_bytes for usage in usages),
+        sum(usage.misses for usage in usages),
+        sum(usage.evictions for usage in usages),
+        sum(usage.evicted_bytes for usage in usages),
     )
 
 

@@ -80,10 +80,10 @@ class CommitCall:
         self._parts: list[list[int]] | None = None  # positions, by call; None: one call has all of them
         self.calls: Sequence[tuple[PeerId, messages.AnyCall]]
         if owners is None:
-            term, said = context.masters.fence.newest, []
+            term, commits = context.masters.fence.newest, []
             for new in items:
-                said.append(ClientCommit(node, generation, new.key, new.version, new.size_bytes, *term))
-            self.calls = ((MASTER, _call(said)),)
+                commits.append(ClientCommit(node, generation, new.key, new.version, new.size_bytes, *term))
+            self.calls = ((MASTER, _call(commits)),)
             return
         by_owner: dict[PeerId, list[int]] = {}
         for position, new in enumerate(items):
@@ -93,11 +93,11 @@ class CommitCall:
         self._parts, calls = list(by_owner.values()), []
         for peer, positions in by_owner.items():
             own = [items[position] for position in positions]
-            said = [
+            commits = [
                 ClientCommit(node, generation, new.key, new.version, new.size_bytes, *owners.term_of(new.key))
                 for new in own
             ]
-            calls.append((peer, _call(said)))
+            calls.append((peer, _call(commits)))
         self.calls = calls
 
     def results(self, answers: Sequence[messages.AnyReply | TanghuluError | None]) -> list[CommitResult]:
@@ -108,14 +108,14 @@ class CommitCall:
             if answer is None or isinstance(answer, TanghuluError) or self._context.masters.owners is not None:
                 return [CommitResult.ASK_NODE] * self._num_items
             self.term = Term(answer.message.term, answer.message.term_of)
-            return _told(answer, self._num_items)
+            return _results_in(answer, self._num_items)
         results, terms = [CommitResult.ASK_NODE] * self._num_items, []
         for (peer, _), positions, answer in zip(self.calls, self._parts, answers, strict=True):
             if answer is None or isinstance(answer, TanghuluError):
                 self.moved = self.moved or answer is not None
             elif self._counts(peer, positions, answer):
                 terms.append(Term(answer.message.term, answer.message.term_of))
-                for position, result in zip(positions, _told(answer, len(positions)), strict=True):
+                for position, result in zip(positions, _results_in(answer, len(positions)), strict=True):
                     results[position] = result
         self.term = min(terms, default=NO_TERM)
         return results
@@ -128,11 +128,13 @@ class CommitCall:
         return owners.believes(peer, numbers, answer.message.term, answer.message.term_of)
 
 
-def _call(said: list[ClientCommit]) -> messages.AnyCall:
-    return methods.COMMIT_KEY.call(said[0]) if len(said) == 1 else methods.COMMIT_KEYS.call(CommitKeysRequest(said))
+def _call(commits: list[ClientCommit]) -> messages.AnyCall:
+    if len(commits) == 1:
+        return methods.COMMIT_KEY.call(commits[0])
+    return methods.COMMIT_KEYS.call(CommitKeysRequest(commits))
 
 
-def _told(answer: messages.AnyReply, num_items: int) -> list[CommitResult]:
+def _results_in(answer: messages.AnyReply, num_items: int) -> list[CommitResult]:
     if num_items == 1:
         return [answer.message.commit_result]
     results: list[CommitResult] = answer.message.commit_results
@@ -162,7 +164,7 @@ def commit_by_client(
 def _knows_later_owners(context: Context, node: PeerId, term: Term) -> bool:
     """Whether the node knows that a range has changed hands since masters answered, who knew no more than ``term``.
 
-    It may have told the new owner already what it holds, without these chunks; so the node has to commit them.
+    It may have reported to the new owner already, without these chunks; so the node has to commit them.
     """
     mapped = context.mapped.get(node)
     if mapped is None or context.masters.owners is None:

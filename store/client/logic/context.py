@@ -112,18 +112,18 @@ class Context:
         self.write_buffers.close()
 
     def return_granted(self, node: PeerId, reply: messages.GrantingReply) -> None:
-        """An answer that came when nobody waited for it any more: its leases, of reservations too, go back."""
+        """Return the leases, of reservations too, of an answer that came too late for its caller."""
         for lease_id in messages.leases_in(reply):
             self.leases.drop(node, lease_id)
 
     def requeue(self, calls: Sequence[tuple[PeerId, messages.AnyCall]]) -> None:
-        """Note that these calls were not sent: give back later the leases that they would have given back."""
+        """Return later the leases of notices that were not delivered."""
         for node, call in calls:
             for lease_id in messages.returned_leases(call):
                 self.leases.drop(node, lease_id)
 
     def take_notices(self) -> list[tuple[PeerId, messages.AnyCall]]:
-        """Calls that tell the nodes which leases are not needed any more and what was read; counts as told."""
+        """Take the calls that return leases to the nodes, and report what was read there."""
         dropped, reads = self.leases.take_dropped(), self.reads.take()
         return [
             (node, messages.unpin(dropped.get(node, ()), num_bytes, (), keys))
@@ -133,6 +133,6 @@ class Context:
 
 
 def report_reads(context: Context) -> Logic[None]:
-    """Let the nodes know what was read before something else is asked of them."""
+    """Report to the nodes what was read, before the next call to them."""
     if context.reads.noted:
         yield Notify(context.take_notices())

@@ -92,7 +92,7 @@ def call_each_owner(
 
 
 def refresh_owners(context: Context, informant: PeerId) -> Logic[bool]:
-    """Ask ``informant``, or if it does not answer any other master, for the map; whether another one was told."""
+    """Get the map from ``informant``, or if it does not answer from another master; whether it is a newer one."""
     known = context.masters.owners
     others = [] if known is None else sorted({MASTER, *known.peers} - {informant})
     for peer in (informant, *([context.rng.choice(others)] if others else ())):

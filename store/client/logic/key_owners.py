@@ -101,10 +101,10 @@ class KnownMasters:
 
     def take(self, reply: MastersReply) -> frozenset[PeerId] | None:
         """Take a master's answer to MASTERS: the owners that its map has not any more; None if the map is not newer."""
-        known, told = self.owners, reply.map
-        if told is None or not told.replaces(None if known is None else known.map):
+        known, latest = self.owners, reply.map
+        if latest is None or not latest.replaces(None if known is None else known.map):
             return None
-        self.owners = KeyOwners(told, reply.key_scope) if told.version else None
+        self.owners = KeyOwners(latest, reply.key_scope) if latest.version else None
         named = frozenset[PeerId]() if self.owners is None else self.owners.peers
         gone = frozenset[PeerId]() if known is None else known.peers - named
         for peer in gone:
@@ -253,11 +253,11 @@ def _merge_pages(request: ListKeysRequest, answers: Sequence[Answer]) -> ListKey
 
 
 def _sum_up_nodes(request: NodesRequest, answers: Sequence[Answer]) -> NodesReply:
-    """Each node as who has heard of it last tells; a drain is over when it is over for the keys of every owner."""
-    told: dict[str, list[NodeView]] = {}
+    """Each node as the master with its latest report lists it; drained when it is for the keys of every owner."""
+    by_node: dict[str, list[NodeView]] = {}
     for _, reply in answers:
         for node in reply.nodes:
-            told.setdefault(node.id, []).append(node)
+            by_node.setdefault(node.id, []).append(node)
     nodes = [
         replace(
             min(views, key=lambda view: view.last_seen_s),
@@ -266,7 +266,7 @@ def _sum_up_nodes(request: NodesRequest, answers: Sequence[Answer]) -> NodesRepl
             draining=any(view.draining for view in views),
             drained=len(views) == len(answers) and all(view.drained for view in views),
         )
-        for _, views in sorted(told.items())
+        for _, views in sorted(by_node.items())
     ]
     rebuilding = any(reply.rebuilding for _, reply in answers)
     return NodesReply(nodes, rebuilding, sum(reply.num_keys for _, reply in answers))

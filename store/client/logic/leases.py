@@ -1,4 +1,4 @@
-"""Leases that this client holds, memory that lives under one, and reads that its nodes have not been told of.
+"""Leases that this client holds, memory that lives under one, and reads to be reported.
 
 Reads without a copy stand on a lease of the node. Whoever still refers to that memory (a Chunk, a numpy array, a torch
 tensor) keeps a LeasedMemory alive; when the last reference goes, its lease is dropped here and given back with the next
@@ -34,7 +34,7 @@ class Leases:
         self._held.setdefault(node, {})[lease_id] = None
 
     def released(self, node: PeerId, lease_id: int) -> None:
-        """The node was told that the lease is over."""
+        """The node knows that the lease is over, or will with the call that is being made."""
         self._held.setdefault(node, {}).pop(lease_id, None)
 
     def drop(self, node: PeerId, lease_id: int) -> None:
@@ -70,11 +70,11 @@ class Leases:
 
 
 class Reads:
-    """What this client read without asking a node, so that the nodes hear of it: eviction goes by what is read.
+    """Reads without a call to a node, to be reported to it: eviction goes by what is read.
 
-    A read by means of a node's shared index costs no message. The node is told of such reads a few at a time: with the
+    A read by means of a node's shared index costs no message. Such reads are reported a few at a time: with the
     ``REPORT_READS``-th, or before the next call that is not a get. ``noted`` are (node, key, size); ``due`` says
-    that they should be told even if nothing else has to be. Every step is one operation of a deque: safe from any
+    that they should be reported even if nothing else has to be. Every step is one operation of a deque: safe from any
     thread.
     """
 
@@ -88,7 +88,7 @@ class Reads:
         self.due = len(self.noted) >= REPORT_READS
 
     def take(self) -> dict[PeerId, tuple[list[str], int]]:
-        """(keys in order, bytes) by node; counts as told."""
+        """Take (keys in order, bytes), by node, to be reported now."""
         self.due = False
         taken: dict[PeerId, tuple[list[str], int]] = {}
         while self.noted:

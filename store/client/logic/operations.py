@@ -110,12 +110,9 @@ class Operations:
 
     def get(self, deadline: Deadline, key: str) -> Logic[Chunk]:
         """One chunk; raises its error."""
-        op = GetOp(validate_key(key))
-        yield from gets.fetch_one(self._context, deadline, op, self._flush)
-        assert isinstance(op.result, Chunk | TanghuluError)
-        if isinstance(op.result, TanghuluError):
-            raise op.result
-        return op.result
+        chunk = yield from gets.fetch_one(self._context, deadline, GetOp(validate_key(key)), self._flush)
+        assert isinstance(chunk, Chunk)
+        return chunk
 
     def get_many(
         self, deadline: Deadline, keys: Sequence[str], raise_errors: bool = False
@@ -137,11 +134,9 @@ class Operations:
     def get_range(self, deadline: Deadline, key: str, offset: int, length: int | None) -> Logic[Chunk]:
         """A part of one chunk; raises its error."""
         op = GetOp(validate_key(key), part=ranges.make_range(offset, length))
-        yield from gets.fetch_one(self._context, deadline, op, self._flush)
-        assert isinstance(op.result, Chunk | TanghuluError)
-        if isinstance(op.result, TanghuluError):
-            raise op.result
-        return op.result
+        chunk = yield from gets.fetch_one(self._context, deadline, op, self._flush)
+        assert isinstance(chunk, Chunk)
+        return chunk
 
     def get_into(
         self, deadline: Deadline, key: str, buffer: Any, offset: int = 0, length: int | None = None
@@ -153,11 +148,9 @@ class Operations:
             with chunk:
                 return ranges.scatter(chunk, buffers)
         op = GetOp(validate_key(key), writable(buffer), ranges.make_range(offset, length))
-        yield from gets.fetch_one(self._context, deadline, op, self._flush)
-        assert isinstance(op.result, int | TanghuluError)
-        if isinstance(op.result, TanghuluError):
-            raise op.result
-        return op.result
+        num_bytes = yield from gets.fetch_one(self._context, deadline, op, self._flush)
+        assert isinstance(num_bytes, int)
+        return num_bytes
 
     def get_many_into(
         self,

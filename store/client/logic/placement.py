@@ -30,7 +30,7 @@ PROBE_S = 0.5
 AVOID_S = 5.0
 #: Names of nodes that are remembered, those that left included.
 MAX_SEEN = 1 << 14
-#: Keys whose nodes a client remembers, in 20 MB; the master is asked for others.
+#: Keys whose nodes a client remembers, in 20 MB; others are looked up at the master.
 MAX_LOCATIONS = 1 << 16
 
 
@@ -45,7 +45,7 @@ _NO_VERSION = ListVersion()
 
 
 class NodeTable:
-    """The nodes as last heard of. Safe to use from several threads: it is replaced, never changed."""
+    """The nodes as last listed. Safe to use from several threads: it is replaced, never changed."""
 
     def __init__(self, host_id: str) -> None:
         self._host_id = host_id
@@ -168,7 +168,7 @@ class NodeTable:
 
     @property
     def largest_capacity_bytes(self) -> int:
-        """The largest capacity among the known nodes; 0 when none has told its own."""
+        """The largest capacity among the known nodes; 0 when none has stated its own."""
         return self._largest_bytes
 
     def local_for(self, key: str, size_bytes: int) -> list[PeerId]:
@@ -229,7 +229,7 @@ class LocationCache:
         self._lock = threading.Lock()
 
     def get(self, key: str) -> tuple[PeerId, ...]:
-        """The nodes that held ``key`` when it was last heard of, nearest first; none if unknown."""
+        """The nodes that held ``key`` when that was last known, nearest first; none if it is unknown."""
         with self._lock:
             nodes = self._nodes.get(key)
             if nodes is None:

@@ -1,4 +1,4 @@
-"""What is asked of the directory: exists, prefixes, waiting, listings, removal, stat. Pure logic for the drivers.
+"""Calls to the directory for the user: exists, prefixes, waiting, listings, removal, stat. Pure logic for the drivers.
 
 Whoever waits for keys that others will put is answered by the master when they have been committed, so nothing is
 polled. A call waits for a part of the time only; that, a master that restarts, and another one that leads are all met
