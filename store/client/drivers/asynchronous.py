@@ -7,7 +7,7 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tanghulu.auth.certificate_roles import NODE
 from tanghulu.discovery.masters import MasterFinder
@@ -57,6 +57,7 @@ from tanghulu.store.protocol.messages import KeysRequest, Welcome
 from tanghulu.transfer_engine.core.config import EngineConfig
 from tanghulu.transfer_engine.engine import Buffer, TransferEngine
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Outcome = AnyReply | TanghuluError
 
@@ -87,6 +88,17 @@ class AsyncioDriver:
         self._closed = False
         self._pid = os.getpid()
         tell_in_children(self)
+
+    async def perform(
+        self,
+        seconds: float | None,
+        operation: Callable[Concatenate[Deadline, P], Logic[T]],
+        *args: P.args,
+        **named: P.kwargs,
+    ) -> T:
+        """Run ``operation`` with a deadline of ``seconds``."""
+        deadline = self.deadline(seconds)
+        return await self.run(operation(deadline, *args, **named), deadline)
 
     async def run(self, logic: Logic[T], deadline: Deadline) -> T:
         """Drive ``logic`` to its end; returns its result or raises its error."""

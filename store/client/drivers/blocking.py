@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tanghulu.auth.certificate_roles import NODE
 from tanghulu.discovery.masters import MasterFinder
@@ -60,6 +60,7 @@ from tanghulu.store.protocol.messages import Welcome
 from tanghulu.transfer_engine.core.config import EngineConfig
 from tanghulu.transfer_engine.engine import Buffer, TransferEngine
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Outcome = AnyReply | TanghuluError
 
@@ -104,6 +105,17 @@ class BlockingDriver:
         self._closed = False
         self._pid = os.getpid()
         tell_in_children(self)
+
+    def perform(
+        self,
+        seconds: float | None,
+        operation: Callable[Concatenate[Deadline, P], Logic[T]],
+        *args: P.args,
+        **named: P.kwargs,
+    ) -> T:
+        """Run ``operation`` with a deadline of ``seconds``."""
+        deadline = self.deadline(seconds)
+        return self.run(operation(deadline, *args, **named), deadline)
 
     def run(self, logic: Logic[T], deadline: Deadline) -> T:
         """Drive ``logic`` to its end; returns its result or raises its error."""
