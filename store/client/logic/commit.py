@@ -75,44 +75,28 @@ class CommitCall:
     """
 
     def __init__(self, context: Context, node: PeerId, generation: int, items: Sequence[NewChunk]) -> None:
-        self._num_items, self.term, self.moved = len(items), NO_TERM, False
-        self._context, self._news, owners = context, items, context.masters.owners
-        self._parts: list[list[int]] | None = None  # positions, by call; None: one call has all of them
-        self.calls: Sequence[tuple[PeerId, messages.AnyCall]]
+        self.term, self.moved = NO_TERM, False
+        self._masters, self._news, owners = context.masters, items, context.masters.owners
+        self._parts: dict[PeerId, Sequence[int]] = {}  # positions, by call
         if owners is None:
-            term, commits = context.masters.fence.newest, []
-            for new in items:
+            self._parts[MASTER] = range(len(items))
+        else:
+            self._parts.update(owners.split((at, owners.range_of(new.key)) for at, new in enumerate(items)))
+        self.calls: list[tuple[PeerId, messages.AnyCall]] = []
+        for peer, positions in self._parts.items():
+            commits = []
+            for new in map(items.__getitem__, positions):
+                term = context.masters.fence.newest if owners is None else owners.term_of(new.key)
                 commits.append(ClientCommit(node, generation, new.key, new.version, new.size_bytes, *term))
-            self.calls = ((MASTER, _call(commits)),)
-            return
-        by_owner: dict[PeerId, list[int]] = {}
-        for position, new in enumerate(items):
-            owner = owners.owner_of(owners.range_of(new.key))
-            if owner is not None:
-                by_owner.setdefault(owner, []).append(position)
-        self._parts, calls = list(by_owner.values()), []
-        for peer, positions in by_owner.items():
-            own = [items[position] for position in positions]
-            commits = [
-                ClientCommit(node, generation, new.key, new.version, new.size_bytes, *owners.term_of(new.key))
-                for new in own
-            ]
-            calls.append((peer, _call(commits)))
-        self.calls = calls
+            self.calls.append((peer, _call(commits)))
 
     def results(self, answers: Sequence[messages.AnyReply | TanghuluError | None]) -> list[CommitResult]:
         """One for each item, by an answer for each of ``calls``; ASK_NODE where there is no proper answer."""
-        if self._parts is None:
-            (answer,) = answers
-            self.moved = isinstance(answer, KeysMoved)
-            if answer is None or isinstance(answer, TanghuluError) or self._context.masters.owners is not None:
-                return [CommitResult.ASK_NODE] * self._num_items
-            self.term = Term(answer.message.term, answer.message.term_of)
-            return _results_in(answer, self._num_items)
-        results, terms = [CommitResult.ASK_NODE] * self._num_items, []
-        for (peer, _), positions, answer in zip(self.calls, self._parts, answers, strict=True):
+        results, terms = [CommitResult.ASK_NODE] * len(self._news), []
+        for (peer, positions), answer in zip(self._parts.items(), answers, strict=True):
             if answer is None or isinstance(answer, TanghuluError):
-                self.moved = self.moved or answer is not None
+                is_away = answer is not None and peer != MASTER
+                self.moved = self.moved or is_away or isinstance(answer, KeysMoved)
             elif self._counts(peer, positions, answer):
                 terms.append(Term(answer.message.term, answer.message.term_of))
                 for position, result in zip(positions, _results_in(answer, len(positions)), strict=True):
@@ -121,9 +105,9 @@ class CommitCall:
         return results
 
     def _counts(self, peer: PeerId, positions: Sequence[int], answer: messages.AnyReply) -> bool:
-        owners = self._context.masters.owners
-        if owners is None:
-            return False
+        owners = self._masters.owners
+        if owners is None or peer == MASTER:
+            return owners is None and peer == MASTER
         numbers = [owners.range_of(self._news[position].key) for position in positions]
         return owners.believes(peer, numbers, answer.message.term, answer.message.term_of)
 

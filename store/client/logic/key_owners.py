@@ -63,9 +63,14 @@ class KeyOwners:
         """The range of ``key``, as the masters count it."""
         return range_of(self.key_scope + key)
 
-    def owner_of(self, number: int) -> PeerId | None:
-        """The owner of that range; None: nobody owns it now."""
-        return self._peers[number]
+    def split(self, numbers: Iterable[tuple[int, int]]) -> dict[PeerId, list[int]]:
+        """Of (position, range): the positions by owner of their range, without those that nobody owns now."""
+        by_owner: dict[PeerId, list[int]] = {}
+        for position, number in numbers:
+            owner = self._peers[number]
+            if owner is not None:
+                by_owner.setdefault(owner, []).append(position)
+        return by_owner
 
     def term_of(self, key: str) -> Term:
         """What a master must know that takes a commit of ``key``."""
@@ -131,22 +136,17 @@ class SplitCall:
         keys = self._split.keys
         self._keys = None if keys is None else keys(call.request)
         self._open: Sequence[int] = range(NUM_RANGES if self._keys is None else len(self._keys))
-        self._asked: list[tuple[PeerId, Sequence[int]]] = []
+        self._parts: dict[PeerId, Sequence[int]] = {}
         self._answers: list[Answer] = []
         self.informant = MASTER
 
     def calls(self, owners: KeyOwners | None) -> list[tuple[PeerId, Call[Any]]]:
         """What is open, by owner; what nobody owns now is left out. None: an only master owns everything."""
         if owners is None:
-            self._asked = [(MASTER, self._open)]
+            self._parts = {MASTER: self._open}
         else:
-            by_owner: dict[PeerId, list[int]] = {}
-            for position in self._open:
-                owner = owners.owner_of(self._range(owners, position))
-                if owner is not None:
-                    by_owner.setdefault(owner, []).append(position)
-            self._asked = list(by_owner.items())
-        return [(peer, self._part(positions)) for peer, positions in self._asked]
+            self._parts = dict(owners.split((position, self._range(owners, position)) for position in self._open))
+        return [(peer, self._part(positions)) for peer, positions in self._parts.items()]
 
     def _range(self, owners: KeyOwners, position: int) -> int:
         return position if self._keys is None else owners.range_of(self._keys[position])
@@ -167,7 +167,7 @@ class SplitCall:
         failure: MasterUnavailable | None = None
         self.informant = MASTER
         done: set[int] = set()
-        for (peer, positions), outcome in zip(self._asked, outcomes, strict=True):
+        for (peer, positions), outcome in zip(self._parts.items(), outcomes, strict=True):
             if isinstance(outcome, MasterUnavailable):
                 failure = outcome
                 if isinstance(outcome, KeysMoved) and owners is not None and outcome.version > owners.map.version:
