@@ -70,7 +70,7 @@ class _Feed:
         self._pause_s = _RETRY_S
 
     async def batches(self) -> AsyncGenerator[list[DirectoryEvent], None]:
-        """What the user is to be told."""
+        """The events for the user."""
         self._doubt.set()
         keeping = asyncio.create_task(self._keep_streams())
         try:
@@ -99,14 +99,14 @@ class _Feed:
 
     def _take(self, stream: OwnerStream, batch: EventBatch) -> list[DirectoryEvent]:
         events, first, last = batch.events, batch.first_sequence, batch.last_sequence
-        told = self._ranges.take(stream, batch.master_generation, events, first, last)
-        if told is None:
+        changes = self._ranges.take(stream, batch.master_generation, events, first, last)
+        if changes is None:
             _log.warning("directory_events.gap", at=repr(stream.cursor), first=first)
             if stream in self._tasks:
                 self._tasks[stream].cancel()
         if self._ranges.is_doubtful:
             self._doubt.set()
-        return told or []
+        return changes or []
 
     # --- streams
 
@@ -180,23 +180,23 @@ class _Feed:
                 asked.add(await self._finder.find())
         else:
             asked.update(self._masters.addresses)
-        told = await self._ask_all(asked)
-        if told:
-            self._learn(*max(told, key=lambda each: each[1].version))
+        maps = await self._ask_all(asked)
+        if maps:
+            self._learn(*max(maps, key=lambda each: each[1].version))
 
     async def _ask_all(self, addresses: Iterable[Address]) -> list[tuple[Address, MastersReply]]:
         """The answers of those that have one; raises MasterUnavailable if none has."""
         asked = list(addresses)
         answers = await asyncio.gather(*map(self._ask, asked), return_exceptions=True)
-        told: list[tuple[Address, MastersReply]] = []
+        maps: list[tuple[Address, MastersReply]] = []
         for address, answer in zip(asked, answers, strict=True):
             if isinstance(answer, MastersReply):
-                told.append((address, answer))
+                maps.append((address, answer))
             elif not isinstance(answer, TanghuluError):
                 raise answer
-        if not told:
-            raise MasterUnavailable(f"none of {', '.join(map(str, asked))} tells who owns which keys")
-        return told
+        if not maps:
+            raise MasterUnavailable(f"none of {', '.join(map(str, asked))} names the owners of keys")
+        return maps
 
     def _learn(self, address: Address, reply: MastersReply) -> None:
         known = self._ranges.map

@@ -66,7 +66,7 @@ class EventCursor:
 
 @dataclass(eq=False)
 class OwnerStream:
-    """What one master is asked for: ranges, each in its term. ``is_whole``: it is the only one."""
+    """Ranges to follow at one master, each in its term. ``is_whole``: it is the only one."""
 
     owner: Address
     terms: dict[int, int]
@@ -148,11 +148,11 @@ class FollowedRanges:
         self._key_scope = ""
         self._most_keys = most_keys
         self._streams: dict[Address, OwnerStream] = {}
-        self._given_up: dict[int, int] = {}  # range -> term in which its owner told MOVED
+        self._given_up: dict[int, int] = {}  # range -> term in which its owner sent MOVED
         self._begin()
 
     def _begin(self) -> None:
-        """Forget everything; the user is told RESET before anything else."""
+        """Forget everything; the user gets RESET before anything else."""
         self._streams = {}
         self._keys: KnownKeys | None = KnownKeys()
         self._begun = 0  # ranges of which a snapshot has begun
@@ -214,30 +214,30 @@ class FollowedRanges:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether some ranges are told by nobody now: they are to be looked up."""
-        told = [each.ranges for each in self._streams.values() if each.is_open]
-        return sum(told) != ALL_BITS  # no two have one in common
+        """Whether some ranges have no stream now: they are to be looked up."""
+        covered = [each.ranges for each in self._streams.values() if each.is_open]
+        return sum(covered) != ALL_BITS  # no two have one in common
 
     # --- what they say
 
     def take(
         self, stream: OwnerStream, generation: int, events: list[DirectoryEvent], first: int, last: int
     ) -> list[DirectoryEvent] | None:
-        """What the user is to be told of a batch; None: something was lost, and the stream has to be closed."""
+        """The events for the user of a batch; None: something was lost, and the stream has to be closed."""
         if not self.is_current(stream):
             return []
         if not stream.cursor.take(generation, events, first, last):
             return None
         if stream.is_whole:
             return events
-        told: list[DirectoryEvent] = []
+        changes: list[DirectoryEvent] = []
         for event in events:
-            told += self._changes(stream, event, is_change=bool(first))
+            changes += self._changes(stream, event, is_change=bool(first))
             if not self.is_current(stream):
                 return []  # everything begins again
         if self._keys is not None and self._keys.num_keys > self._most_keys:
             self._keys = None
-        return self._with_reset(told)
+        return self._with_reset(changes)
 
     def _changes(self, stream: OwnerStream, event: DirectoryEvent, *, is_change: bool) -> Iterator[DirectoryEvent]:
         match event.kind:
@@ -308,11 +308,11 @@ class FollowedRanges:
         self._sequence += 1
         return DirectoryEvent(self._sequence, kind, node_id, keys)
 
-    def _with_reset(self, told: list[DirectoryEvent]) -> list[DirectoryEvent]:
-        if not told or self._was_reset:
-            return told
+    def _with_reset(self, changes: list[DirectoryEvent]) -> list[DirectoryEvent]:
+        if not changes or self._was_reset:
+            return changes
         self._was_reset = True
-        return [DirectoryEvent(0, _K.RESET), *told]
+        return [DirectoryEvent(0, _K.RESET), *changes]
 
     def check(self) -> None:
         """Assert that no range is taken from two masters, and that the map gives it to that one."""

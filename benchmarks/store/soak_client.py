@@ -35,7 +35,7 @@ from tanghulu.errors import (
     StoreFull,
     TanghuluError,
 )
-from tanghulu.store.client.logic.context import MAX_LOCATIONS
+from tanghulu.store.client.logic.placement import MAX_LOCATIONS
 
 MIB = 1 << 20
 LEAST_BYTES, MOST_BYTES = 64, 8 * MIB

@@ -76,8 +76,7 @@ class Client:
     def __init__(self, settings: Settings) -> None:
         self._driver = BlockingDriver(settings)
         self._do = Operations(self._driver.context, self._driver.flush)
-        self._run = self._driver.run
-        self._deadline = self._driver.deadline
+        self._perform = self._driver.perform
 
     # --- generated from aio.py by tools/generate_client.py; do not edit
 
@@ -108,8 +107,7 @@ class Client:
         MasterUnavailable, InvalidRequest, DeadlineExceeded.
         """
         options = put_options(replicas, pin, ttl_s, prefer_node, visible, part_bytes)
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.put(deadline, PutItem(key, value, checksums), options), deadline)
+        return self._perform(deadline_s, self._do.put, PutItem(key, value, checksums), options)
 
     def put_many(
         self,
@@ -130,8 +128,7 @@ class Client:
         when all have ended. Bad options raise InvalidRequest.
         """
         options = put_options(replicas, pin, ttl_s, prefer_node, visible, part_bytes)
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.put_many(deadline, items, options, raise_errors), deadline)
+        return self._perform(deadline_s, self._do.put_many, items, options, raise_errors)
 
     def put_tensor(
         self,
@@ -151,8 +148,7 @@ class Client:
         header and the elements, see ``tanghulu.store.client.tensors``.
         """
         options = put_options(replicas, pin, ttl_s, prefer_node, visible, 0)
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.put_tensor(deadline, key, tensor, options), deadline)
+        return self._perform(deadline_s, self._do.put_tensor, key, tensor, options)
 
     # --- gets
 
@@ -162,8 +158,7 @@ class Client:
         Raises ChunkNotFound, NodeUnavailable, ChecksumMismatch, DirectoryIncomplete, MasterUnavailable,
         DeadlineExceeded.
         """
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.get(deadline, key), deadline)
+        return self._perform(deadline_s, self._do.get, key)
 
     def get_range(self, key: str, offset: int, length: int | None = None, *, deadline_s: float | None = None) -> Chunk:
         """``length`` bytes of the value from ``offset`` on, or all behind it; over shm without a copy.
@@ -171,8 +166,7 @@ class Client:
         Only the parts around the range are moved and verified where the chunk has several checksums (see
         ``part_bytes``); else all of it. Raises as ``get``, and InvalidRequest for a range that is not within the value.
         """
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.get_range(deadline, key, offset, length), deadline)
+        return self._perform(deadline_s, self._do.get_range, key, offset, length)
 
     def get_into(
         self, key: str, buffer: Any, *, offset: int = 0, length: int | None = None, deadline_s: float | None = None
@@ -183,8 +177,7 @@ class Client:
         ``get_range``. Raises as ``get``, and InvalidRequest if the buffers are too small. After an error their contents
         are undefined.
         """
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.get_into(deadline, key, buffer, offset, length), deadline)
+        return self._perform(deadline_s, self._do.get_into, key, buffer, offset, length)
 
     def get_many(
         self, keys: Sequence[str], *, raise_errors: bool = False, deadline_s: float | None = None
@@ -195,8 +188,7 @@ class Client:
 
         ``raise_errors`` raises the first error instead, and closes the chunks that were found.
         """
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.get_many(deadline, keys, raise_errors), deadline)
+        return self._perform(deadline_s, self._do.get_many, keys, raise_errors)
 
     def get_many_into(
         self,
@@ -211,34 +203,29 @@ class Client:
         A key's buffer may be a list of buffers, which are filled one behind the other, as with ``get_into``.
         ``raise_errors`` raises the first error instead.
         """
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.get_many_into(deadline, keys, buffers, raise_errors), deadline)
+        return self._perform(deadline_s, self._do.get_many_into, keys, buffers, raise_errors)
 
     def get_tensor(self, key: str, *, shared: bool = False, deadline_s: float | None = None) -> torch.Tensor:
         """The tensor that ``put_tensor`` stored: a copy, the caller's own. ``shared=True`` as with ``Chunk.torch``.
 
         Raises as ``get``, and InvalidRequest for a value that was put otherwise.
         """
-        deadline = self._deadline(deadline_s)
-        tensor: torch.Tensor = self._run(self._do.get_tensor(deadline, key, shared), deadline)
+        tensor: torch.Tensor = self._perform(deadline_s, self._do.get_tensor, key, shared)
         return tensor
 
     # --- questions
 
     def exists(self, key: str, *, deadline_s: float | None = None) -> bool:
         """Whether a live node holds the key; neither pins nor renews anything."""
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.exists(deadline, key), deadline)
+        return self._perform(deadline_s, self._do.exists, key)
 
     def exists_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> list[bool]:
         """The same for many keys in one call."""
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.exists_many(deadline, keys), deadline)
+        return self._perform(deadline_s, self._do.exists_many, keys)
 
     def match_prefix(self, keys: Sequence[str], *, deadline_s: float | None = None) -> int:
         """How many of ``keys`` exist, counted from the first up to the first that does not."""
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.match_prefix(deadline, keys), deadline)
+        return self._perform(deadline_s, self._do.match_prefix, keys)
 
     def wait_for(self, key: str, *, deadline_s: float | None = None) -> bool:
         """Wait until somebody has put the key, at most ``deadline_s``; whether it is there.
@@ -246,18 +233,15 @@ class Client:
         The master tells as soon as the put is announced. A master that restarts meanwhile, or another that leads, is
         asked again. Raises MasterUnavailable if none answered to the end, Overloaded if too many wait there.
         """
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.wait_for(deadline, key), deadline)
+        return self._perform(deadline_s, self._do.wait_for, key)
 
     def wait_for_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> list[bool]:
         """The same until all of ``keys`` are there, or the time is up; for each whether it is."""
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.wait_for_many(deadline, keys), deadline)
+        return self._perform(deadline_s, self._do.wait_for_many, keys)
 
     def stat(self, key: str, *, deadline_s: float | None = None) -> ChunkInfo:
         """What the store knows of a chunk; raises ChunkNotFound."""
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.stat(deadline, key), deadline)
+        return self._perform(deadline_s, self._do.stat, key)
 
     def list_keys(
         self, prefix: str = "", *, after: str = "", limit: int | None = None, deadline_s: float | None = None
@@ -267,31 +251,26 @@ class Client:
         To read them page by page, give the last key of a page as ``after`` of the next: keys that come or go meanwhile
         shift nothing. Raises MasterUnavailable.
         """
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.list_keys(deadline, prefix, limit, after), deadline)
+        return self._perform(deadline_s, self._do.list_keys, prefix, limit, after)
 
     def _meet(self) -> None:
         """Hear whether the master is there, and which nodes it knows."""
-        deadline = self._deadline(None)
-        self._run(self._do.meet(deadline), deadline)
+        self._perform(None, self._do.meet)
 
     def nodes(self, *, deadline_s: float | None = None) -> list[NodeView]:
         """All store nodes as the master lists them."""
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.nodes(deadline), deadline)
+        return self._perform(deadline_s, self._do.nodes)
 
     def masters(self, *, deadline_s: float | None = None) -> list[MasterView]:
         """The masters that own ranges of keys, and how much each knows; one that does not answer is among them."""
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.masters(deadline), deadline)
+        return self._perform(deadline_s, self._do.masters)
 
     def tenants(self, *, deadline_s: float | None = None) -> list[TenantView]:
         """What each tenant holds and does, over all nodes; a tenant's token tells of that tenant only.
 
         Raises InvalidRequest where the nodes know no tenants.
         """
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.tenants(deadline), deadline)
+        return self._perform(deadline_s, self._do.tenants)
 
     # --- removal
 
@@ -300,16 +279,14 @@ class Client:
 
         A switch keeps all chunks; it lasts until the node restarts. Raises InvalidRequest for an unknown name or node.
         """
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.eviction_policy(deadline, node, name), deadline)
+        return self._perform(deadline_s, self._do.eviction_policy, node, name)
 
     def drain(self, node: str, draining: bool = True, *, deadline_s: float | None = None) -> None:
         """Have the node called ``node`` take no new chunks and its chunks copied to others, or undo that.
 
         ``nodes()`` tells how far it is: ``num_unsafe`` chunks are left, ``drained`` means that it may be stopped.
         """
-        deadline = self._deadline(deadline_s)
-        self._run(self._do.drain(deadline, node, draining), deadline)
+        self._perform(deadline_s, self._do.drain, node, draining)
 
     def replicate(
         self, keys: Sequence[str], *, holders: int = 2, for_s: float = 60.0, deadline_s: float | None = None
@@ -319,15 +296,13 @@ class Client:
         The master has it copied in the background, within its bounds (four holders, a rate); copies that nobody reads
         go again afterwards. Returns how many of the keys were taken: those that are there and not too many.
         """
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.replicate(deadline, keys, holders, for_s), deadline)
+        return self._perform(deadline_s, self._do.replicate, keys, holders, for_s)
 
     def evict(
         self, node: str, keys: Sequence[str] = (), *, num_bytes: int = 0, deadline_s: float | None = None
     ) -> Evicted:
         """Evict ``keys`` on one node, and ``num_bytes`` more by its policy; what is being read or pinned hard stays."""
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.evict(deadline, node, keys, num_bytes), deadline)
+        return self._perform(deadline_s, self._do.evict, node, keys, num_bytes)
 
     def verify(
         self,
@@ -342,23 +317,20 @@ class Client:
 
         ``drop_corrupt`` drops those that do not match; ``report`` has the node tell the master again all that it holds.
         """
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.verify(deadline, node, after, drop_corrupt, report), deadline)
+        return self._perform(deadline_s, self._do.verify, node, after, drop_corrupt, report)
 
     def remove(self, key: str, *, deadline_s: float | None = None) -> bool:
         """Drop the chunk everywhere, copies under way included; whether there was one.
 
         ``exists`` says False once this has returned, until somebody puts the key again.
         """
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.remove(deadline, key), deadline)
+        return self._perform(deadline_s, self._do.remove, key)
 
     def remove_many(
         self, keys: Sequence[str], *, raise_errors: bool = False, deadline_s: float | None = None
     ) -> list[bool | TanghuluError]:
         """Drop many chunks; an outcome each. ``raise_errors`` raises the first error instead."""
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.remove_many(deadline, keys, raise_errors), deadline)
+        return self._perform(deadline_s, self._do.remove_many, keys, raise_errors)
 
     def remove_matching(self, pattern: str, *, deadline_s: float | None = None) -> int:
         """Drop every chunk whose key the regular expression is found in; how many there were.
@@ -366,8 +338,7 @@ class Client:
         Waits while a master that is rebuilding cannot list all keys; raises DirectoryIncomplete if that takes too long,
         and InvalidRequest for an empty pattern: ``"^"`` is every key.
         """
-        deadline = self._deadline(deadline_s)
-        return self._run(self._do.remove_matching(deadline, pattern), deadline)
+        return self._perform(deadline_s, self._do.remove_matching, pattern)
 
     # --- memory
 

@@ -132,8 +132,7 @@ class KvClient(Client):
             for key, each in zip(keys, buffers, strict=True)
         ]
         whole = [[*_pieces(each), arrival.signature] for each, arrival in zip(buffers, arrivals, strict=True)]
-        deadline = self._deadline(deadline_s)
-        outcomes = self._run(self._do.get_many_into(deadline, keys, whole, proofs=arrivals), deadline)
+        outcomes = self._perform(deadline_s, self._do.get_many_into, keys, whole, proofs=arrivals)
         refused = []
         for at, (arrival, outcome) in enumerate(zip(arrivals, outcomes, strict=True)):
             if outcome == arrival.size + SIGNATURE_BYTES and arrival.holds():

@@ -21,7 +21,7 @@ from tanghulu.auth.credentials import Credentials
 from tanghulu.errors import Overloaded, TanghuluError, Unauthorized
 from tanghulu.masters import Masters
 from tanghulu.store.client.aio import AsyncClient
-from tanghulu.store.client.logic import context, messages, query
+from tanghulu.store.client.logic import context, directory_client, messages, query
 from tanghulu.store.client.logic.effects import Deadline, Logic
 from tanghulu.store.client.model import KeyInfo, NodeView
 from tanghulu.store.client.settings import Settings
@@ -58,7 +58,7 @@ class GatewayClient(AsyncClient):
 def _key_page(
     memory: context.Context, deadline: Deadline, prefix: str, after: str, limit: int
 ) -> Logic[tuple[list[KeyInfo], bool]]:
-    reply = yield from context.ask_owners(memory, deadline, messages.list_keys(prefix, after, limit))
+    reply = yield from directory_client.call_owners(memory, deadline, messages.list_keys(prefix, after, limit))
     return messages.key_page(reply)
 
 

@@ -375,7 +375,7 @@ class Node:
             self.state.expire(self._clock.now_s())
             self._give_sign_of_life()
             self._sessions.forget_ended()
-            self._puts.arrivals.tick()
+            self._puts.incoming.tick()
             self._drain_buffers()
             self._chunks.trim_tenants()
             self._evict_ahead()
@@ -387,7 +387,7 @@ class Node:
                 if self._tier is not None:
                     self._tier.check()
                 self._sessions.check()
-                self._puts.arrivals.check()
+                self._puts.incoming.check()
 
     def _give_sign_of_life(self) -> None:
         """Let readers believe the index, unless the master may have given this node up: it then hears of no removal."""

@@ -26,7 +26,7 @@ from tanghulu.errors import (
 )
 from tanghulu.masters import Masters
 from tanghulu.store.client import block_store
-from tanghulu.store.client.logic.context import refresh_nodes
+from tanghulu.store.client.logic.directory_client import refresh_nodes
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, PeerId
 from tanghulu.store.client.model import PutItem, PutOptions
 from tanghulu.store.client.settings import ENGINE_ANSWER_S, Settings

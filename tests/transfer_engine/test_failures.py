@@ -19,9 +19,8 @@ import numpy as np
 import pytest
 
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, LeaseExpired, NodeUnavailable, Overloaded, TransferFailed
-from tanghulu.transfer_engine.core.fences import MAX_TOKENS, Fences
 from tanghulu.transfer_engine.core.segment import Endpoint, SegmentDescriptor, SessionKey
-from tanghulu.transfer_engine.core.transport import ConnectContext
+from tanghulu.transfer_engine.core.transport import MAX_TOKENS, ConnectContext, Fences
 from tanghulu.transfer_engine.core.wire import (
     REPLY_BYTES,
     SHM_ANSWER_BYTES,

@@ -125,7 +125,7 @@ class ListenOptions:
     tls: ssl.SSLContext | None = None
 
     @property
-    def told_host(self) -> str:
+    def announced_host(self) -> str:
         """The host that peers are told."""
         return self.advertised_host or self.host
 

@@ -18,7 +18,7 @@ import click
 
 from tanghulu.cli.printing import print_json, print_table
 from tanghulu.errors import TanghuluError
-from tanghulu.rpc.peer_process import inode_of_process
+from tanghulu.rpc.unix_sockets import inode_of_process
 from tanghulu.runtime.extras import EXTRAS, PURPOSES, install_command, missing_modules
 from tanghulu.runtime.machine_memory import memory_bounds
 from tanghulu.transfer_engine.topology.discovery import load

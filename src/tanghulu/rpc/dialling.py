@@ -7,19 +7,21 @@ import os
 import socket
 import ssl
 import struct
+from collections.abc import Sequence
 
 from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.auth.tls import client_context
 from tanghulu.errors import NodeUnavailable, PeerSilent, Unauthorized
-from tanghulu.rpc import nearby
 from tanghulu.rpc.pacing import notice_dead_peer, unpace_within_machine
-from tanghulu.rpc.tls_socket import TlsSocket
+from tanghulu.rpc.unix_sockets import dial_nearby
 from tanghulu.runtime.fork import lose_in_children
 from tanghulu.types import Address
 
 #: The kernel wakes a waiting receive this often, so that a deadline is at most this late.
 _TICK_S = 0.05
 _TICK = struct.pack("ll", 0, int(_TICK_S * 1e6))
+#: Buffers in one send are joined up to this size: a record each would cost more than the copy.
+_JOINED_BYTES = 64 << 10
 CONNECT_TIMEOUT_S = 5.0
 #: A kernel lets a connection in at once, however busy its processes are; one that does not for so long is out of reach.
 REACH_S = 2.0
@@ -52,7 +54,7 @@ def dial(
             except OSError:
                 sock.close()
                 raise
-        elif address is not None and shortcut and (near := nearby.dial(address)) is not None:
+        elif address is not None and shortcut and (near := dial_nearby(address)) is not None:
             sock = near
         elif address is not None:
             sock = _reach(address, timeout_s)
@@ -87,3 +89,80 @@ def _reach(address: Address, timeout_s: float) -> socket.socket:
 def is_silence(error: OSError) -> bool:
     """Whether ``error`` says that a host does not answer, rather than a process on it."""
     return isinstance(error, TimeoutError) or error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
+
+
+class TlsSocket:
+    """A blocking TLS connection with the calls and the time-outs of the plain sockets that the fast lane uses.
+
+    ``sock`` is connected; the handshake happens here and raises OSError. ``tick_s``: see FastConnection.
+
+    As with SO_RCVTIMEO, a call that waited for ``tick_s`` in vain raises BlockingIOError and may be made again.
+    """
+
+    def __init__(
+        self, sock: socket.socket, context: ssl.SSLContext, host: str, timeout_s: float, tick_s: float
+    ) -> None:
+        sock.settimeout(timeout_s)
+        self._sock = context.wrap_socket(sock, server_hostname=host)
+        self._sock.settimeout(tick_s)
+        lose_in_children(self._sock)
+
+    def send(self, data: bytes | memoryview) -> int:
+        """Some of ``data``."""
+        try:
+            return self._sock.send(data)
+        except (TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+            raise BlockingIOError from error
+
+    def sendmsg(self, parts: Sequence[bytes | bytearray | memoryview]) -> int:
+        """Some of ``parts``, one behind the other."""
+        joined = bytearray()
+        for part in parts:
+            view = memoryview(part).cast("B")
+            joined += view[: _JOINED_BYTES - len(joined)]
+            if len(joined) >= _JOINED_BYTES:
+                break
+        return self.send(memoryview(joined))
+
+    def sendall(self, data: bytes) -> None:
+        """All of it, as long as that takes."""
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[self._sock.send(view) :]
+            except TimeoutError:
+                continue
+
+    def recv(self, num_bytes: int) -> bytes:
+        """At most so many bytes; none when the peer has hung up."""
+        try:
+            return self._sock.recv(num_bytes)
+        except (TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+            raise BlockingIOError from error
+        except ssl.SSLEOFError:
+            return b""
+
+    def recv_into(self, buffer: memoryview) -> int:
+        """As ``recv``, into ``buffer``."""
+        try:
+            return self._sock.recv_into(buffer)
+        except (TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+            raise BlockingIOError from error
+        except ssl.SSLEOFError:
+            return 0
+
+    def setblocking(self, flag: bool) -> None:
+        """False: a call that would have to wait raises BlockingIOError at once."""
+        self._sock.setblocking(flag)
+
+    def fileno(self) -> int:
+        """The descriptor, to be polled."""
+        return self._sock.fileno()
+
+    def getsockopt(self, level: int, option: int) -> int:
+        """As a socket's."""
+        return self._sock.getsockopt(level, option)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._sock.close()

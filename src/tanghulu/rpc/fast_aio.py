@@ -22,11 +22,11 @@ from tanghulu.errors import (
     TanghuluError,
     Unauthorized,
 )
-from tanghulu.rpc import nearby
 from tanghulu.rpc.dialling import is_silence
-from tanghulu.rpc.fast_client import LateReplies, Reply, error_in, outcome_of, tell_late
+from tanghulu.rpc.fast_client import LateReplies, Reply, deliver_late, error_in, outcome_of
 from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, call_id_of, encode_head
 from tanghulu.rpc.pacing import SILENT_HOST_S, notice_dead_peer, unpace_within_machine
+from tanghulu.rpc.unix_sockets import dial_nearby
 from tanghulu.rpc.wire import Body, encode
 from tanghulu.runtime.fork import lose_in_children
 from tanghulu.types import Address
@@ -83,7 +83,7 @@ class AsyncFastConnection(asyncio.Protocol):
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 if unix_path and os.path.exists(unix_path):  # noqa: ASYNC240 - one stat of a local path
                     await loop.create_unix_connection(lambda: connection, unix_path)
-                elif address is not None and shortcut and (sock := nearby.dial(address)) is not None:
+                elif address is not None and shortcut and (sock := dial_nearby(address)) is not None:
                     await loop.create_unix_connection(lambda: connection, sock=sock)
                 elif address is not None:
                     context = client_context(tls) if tls else None
@@ -184,7 +184,7 @@ class AsyncFastConnection(asyncio.Protocol):
 
         def on_reply(outcome: Reply[R] | TanghuluError) -> None:
             if future.done():
-                tell_late(self._on_late, reply_type, outcome)
+                deliver_late(self._on_late, reply_type, outcome)
                 return
             if isinstance(outcome, TanghuluError):
                 future.set_exception(outcome)
@@ -202,7 +202,7 @@ class AsyncFastConnection(asyncio.Protocol):
         """Nobody waits for the reply, which is still to come, or came in the very step that ended the wait."""
         if self._pending.pop(call_id, None) is None:
             if future.done() and not future.cancelled() and future.exception() is None:
-                tell_late(self._on_late, reply_type, future.result())
+                deliver_late(self._on_late, reply_type, future.result())
         elif reply_type in self._on_late:
             self._num_late += 1
             self._pending[call_id] = reply_type, partial(self._came_late, reply_type)
@@ -211,7 +211,7 @@ class AsyncFastConnection(asyncio.Protocol):
 
     def _came_late(self, reply_type: type[Any], outcome: Reply[Any] | TanghuluError) -> None:
         self._num_late -= 1
-        tell_late(self._on_late, reply_type, outcome)
+        deliver_late(self._on_late, reply_type, outcome)
 
     def send(
         self,

@@ -34,7 +34,7 @@ LateReplies: TypeAlias = Mapping[type[Any], Callable[[Any], None]]
 #: writing to the other while nobody reads.
 _WINDOW_BYTES = 64 << 10
 #: Posted requests whose replies are still to come; beyond it the next one waits for a reply.
-_MAX_UNWANTED = 64
+_MAX_ABANDONED = 64
 #: Buffers in one send: the kernel takes at most 1024 (IOV_MAX).
 _MAX_PARTS = 1000
 #: What one receive takes at most: an answer with the largest inline value in it.
@@ -97,7 +97,7 @@ class FastConnection:
         self.timed_out = False  # a call took too long, and so broke the connection
         self._rest = b""  # received beyond the last frame
         self._num_missing = 0  # of the frame that is being received
-        self._unwanted: dict[int, type[Any]] = {}  # calls whose reply nobody waits for, and its type
+        self._abandoned: dict[int, type[Any]] = {}  # calls whose reply nobody waits for, and its type
         self._posted: dict[int, Call[Any]] = {}  # of these, what was only to be told
         self._on_late = on_late or {}
         try:
@@ -129,9 +129,9 @@ class FastConnection:
             self._lock.release()
 
     @property
-    def owes_replies(self) -> bool:
+    def has_late_replies(self) -> bool:
         """Whether replies are to come that ``on_late`` wants."""
-        return not self._on_late.keys().isdisjoint(self._unwanted.values())
+        return not self._on_late.keys().isdisjoint(self._abandoned.values())
 
     @property
     def unanswered(self) -> list[Call[Any]]:
@@ -144,8 +144,8 @@ class FastConnection:
             return True
         try:
             self._socket.setblocking(False)
-            while self.owes_replies:
-                self._take_unwanted(self._receive_next(_AT_ONCE))
+            while self.has_late_replies:
+                self._take_abandoned(self._receive_next(_AT_ONCE))
         except DeadlineExceeded:
             return True
         except (TanghuluError, OSError):
@@ -155,13 +155,13 @@ class FastConnection:
         self.close()
         return False
 
-    def _take_unwanted(self, frame: Frame) -> None:
+    def _take_abandoned(self, frame: Frame) -> None:
         """A reply that nobody waits for."""
-        reply_type = self._unwanted.pop(frame.call_id, None)
+        reply_type = self._abandoned.pop(frame.call_id, None)
         self._posted.pop(frame.call_id, None)
         if reply_type in self._on_late:
             assert reply_type is not None
-            tell_late(self._on_late, reply_type, outcome_of(reply_type, frame))
+            deliver_late(self._on_late, reply_type, outcome_of(reply_type, frame))
 
     def call(
         self,
@@ -192,20 +192,20 @@ class FastConnection:
         """
         return self._alone(self._exchange, calls, deadline_s)
 
-    def begin(self, call: Call[R], *, deadline_s: float = 5.0) -> Asking[R]:
+    def begin(self, call: Call[R], *, deadline_s: float = 5.0) -> SentCall[R]:
         """Send one request; its reply is taken later. Raises as ``call_many``.
 
         Until then the connection is for nothing else.
         """
         until = time.monotonic() + deadline_s
-        return Asking(self, call.reply_type, self._alone(self._begin, call, deadline_s), until)
+        return SentCall(self, call.reply_type, self._alone(self._begin, call, deadline_s), until)
 
     def _begin(self, call: Call[Any], until: float) -> int:
         call_id = call_id_of(next(self._numbers))
         try:
             self._send(call, call_id, until)
         except BaseException:  # as in ``_exchange_one``
-            self._unwanted[call_id] = call.reply_type
+            self._abandoned[call_id] = call.reply_type
             raise
         return call_id
 
@@ -217,7 +217,7 @@ class FastConnection:
         try:
             frame = self._receive(until)
         except BaseException:  # an interrupt, too; all is raised on
-            self._unwanted[wanted[0]] = wanted[1]
+            self._abandoned[wanted[0]] = wanted[1]
             raise
         if frame.call_id != wanted[0]:
             raise _stray(self.peer, frame)
@@ -225,7 +225,7 @@ class FastConnection:
 
     def leave(self, call_id: int, reply_type: type[Any]) -> None:
         """Nobody waits for the reply to what was begun. If it has to be taken, the connection is there for it alone."""
-        self._unwanted[call_id] = reply_type
+        self._abandoned[call_id] = reply_type
         if reply_type in self._on_late:
             self._closed = True
 
@@ -244,7 +244,7 @@ class FastConnection:
         except BaseException as error:
             # An interrupt, too: replies still under way would be taken for those of later calls, so this connection
             # is spent. All is raised on.
-            if isinstance(error, OSError | NodeUnavailable) or not self.owes_replies:
+            if isinstance(error, OSError | NodeUnavailable) or not self.has_late_replies:
                 self.close()
             self._closed = True
             self.timed_out = isinstance(error, DeadlineExceeded)
@@ -260,17 +260,17 @@ class FastConnection:
             self._send(call, call_id, until)
             frame = self._receive(until)
         except BaseException:  # an interrupt, too, which may come when all has been sent; all is raised on
-            self._unwanted[call_id] = call.reply_type
+            self._abandoned[call_id] = call.reply_type
             raise
         if frame.call_id != call_id:
             raise _stray(self.peer, frame)
         return outcome_of(call.reply_type, frame)
 
     def _post(self, call: Call[R], until: float) -> None:
-        while len(self._unwanted) >= _MAX_UNWANTED:
-            self._take_unwanted(self._receive_next(until))
+        while len(self._abandoned) >= _MAX_ABANDONED:
+            self._take_abandoned(self._receive_next(until))
         call_id = call_id_of(next(self._numbers))
-        self._unwanted[call_id], self._posted[call_id] = call.reply_type, call
+        self._abandoned[call_id], self._posted[call_id] = call.reply_type, call
         self._send(call, call_id, until)
 
     def _exchange(self, calls: Sequence[Call[R]], until: float) -> list[Reply[R] | TanghuluError]:
@@ -300,9 +300,9 @@ class FastConnection:
                 take_reply()
         except BaseException:  # an interrupt, too; all is raised on
             for call_id, (index, _) in pending.items():
-                self._unwanted[call_id] = calls[index].reply_type
+                self._abandoned[call_id] = calls[index].reply_type
             for index, outcome in outcomes.items():
-                tell_late(self._on_late, calls[index].reply_type, outcome)
+                deliver_late(self._on_late, calls[index].reply_type, outcome)
             raise
         return [outcomes[index] for index in range(len(calls))]
 
@@ -335,8 +335,8 @@ class FastConnection:
     def _receive(self, until: float) -> Frame:
         """The next frame that somebody waits for."""
         frame = self._receive_next(until)
-        while frame.call_id in self._unwanted:
-            self._take_unwanted(frame)
+        while frame.call_id in self._abandoned:
+            self._take_abandoned(frame)
             frame = self._receive_next(until)
         return frame
 
@@ -413,8 +413,8 @@ class FastConnection:
         until = time.monotonic() + deadline_s
         if self._lock.acquire(blocking=False):
             try:
-                while self._unwanted and not self._closed:
-                    self._take_unwanted(self._receive_next(until))
+                while self._abandoned and not self._closed:
+                    self._take_abandoned(self._receive_next(until))
             except (TanghuluError, OSError):
                 pass
             finally:
@@ -431,7 +431,7 @@ class FastConnection:
 
 
 @dataclass(slots=True)
-class Asking(Generic[R]):
+class SentCall(Generic[R]):
     """A request that is under way on ``connection``. ``end`` it or not, ``close`` it: then others may use it."""
 
     connection: FastConnection
@@ -455,7 +455,7 @@ class Asking(Generic[R]):
             self.connection.leave(self._call_id, self._reply_type)
 
 
-def tell_late(on_late: LateReplies, reply_type: type[Any], outcome: Reply[Any] | TanghuluError) -> None:
+def deliver_late(on_late: LateReplies, reply_type: type[Any], outcome: Reply[Any] | TanghuluError) -> None:
     """Tell of a reply that nobody waits for any more."""
     tell = on_late.get(reply_type)
     if tell is not None and isinstance(outcome, Reply):

@@ -1,7 +1,7 @@
 """The one port of a process, where its fast lane listens: over TCP, with TLS if it has a certificate, and locally.
 
 Local peers come by a Unix socket (mode 0600) of the run directory, or, if they know nothing but the port, by the one of
-``nearby``. A connection begins with the preamble; one that begins otherwise, or says nothing, is closed.
+``unix_sockets``. A connection begins with the preamble; one that begins otherwise, or says nothing, is closed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from tanghulu.auth.handshakes import Handshakes
 from tanghulu.auth.places import Strangers, host_of
 from tanghulu.auth.tls import ServerTls
 from tanghulu.errors import ConfigError
-from tanghulu.rpc import nearby
 from tanghulu.rpc.fast_server import HELLO_S, FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
 from tanghulu.rpc.pacing import unpace_within_machine
-from tanghulu.rpc.peer_process import peer_pidfd, peer_process, peer_uid
+from tanghulu.rpc.unix_sockets import listen_nearby, peer_pidfd, peer_process, peer_uid
 from tanghulu.runtime.accepting import accept_no_more
 from tanghulu.runtime.telemetry import RareLog
 from tanghulu.types import Address
@@ -86,7 +85,7 @@ class FastPort:
             tcp.close()
             raise ConfigError(f"cannot listen on {self.unix_path}: {error}; choose a shorter --run-dir") from error
         self._servers.append(unix)
-        shortcut = nearby.listener(host, tcp.sockets[0].getsockname()[1])
+        shortcut = listen_nearby(host, tcp.sockets[0].getsockname()[1])
         if shortcut is not None:
             self._servers.append(
                 await loop.create_unix_server(lambda: _Newcomer(self), sock=shortcut, start_serving=False)

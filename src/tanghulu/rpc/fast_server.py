@@ -27,7 +27,7 @@ import structlog
 from tanghulu.auth.places import CONNECTIONS_ONE_IN, Caller, Places, Strangers, host_of
 from tanghulu.auth.tenants import Identity
 from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError, Unauthorized
-from tanghulu.rpc.frames import ERROR, PREAMBLE, Frame, FrameReader, PartialFrame, PlacedFrame, encode_head
+from tanghulu.rpc.frames import ERROR, PREAMBLE, Frame, FrameReader, PartialFrame, encode_head
 from tanghulu.rpc.latency import Latencies
 from tanghulu.rpc.methods import Method
 from tanghulu.rpc.pacing import notice_dead_peer
@@ -224,7 +224,7 @@ class FastServerProtocol(asyncio.Protocol):
         self._answered_bytes = 0
         self._slow: SlowPeer | None = None
         self._looking: asyncio.TimerHandle | None = None
-        self._coming: tuple[PartialFrame | PlacedFrame, SlowPeer] | None = None  # a frame that has begun to come
+        self._coming: tuple[PartialFrame, SlowPeer] | None = None  # a frame that has begun to come
         self._awaiting: asyncio.TimerHandle | None = None  # looks at it
         self._held_up = False  # the peer is slow, or has too many calls in flight
         self._serving = self._will_serve = False
@@ -450,7 +450,7 @@ class FastServerProtocol(asyncio.Protocol):
             return
         self._looking = loop.call_later(_SLOW_LOOK_S, self._look)
 
-    def _await_rest(self, partial: PartialFrame | PlacedFrame) -> None:
+    def _await_rest(self, partial: PartialFrame) -> None:
         """Give up a peer whose request has begun to come and comes too slowly."""
         loop = asyncio.get_running_loop()
         service, missing = self._service, partial.missing
@@ -601,7 +601,7 @@ class FastServerProtocol(asyncio.Protocol):
 class _Bulk(asyncio.BufferedProtocol):
     """Takes the rest of one large frame straight to where it belongs: a copy and an allocation less a read."""
 
-    def __init__(self, main: FastServerProtocol, partial: PartialFrame | PlacedFrame) -> None:
+    def __init__(self, main: FastServerProtocol, partial: PartialFrame) -> None:
         self._main = main
         self._partial = partial
 

@@ -87,7 +87,7 @@ class PartialFrame:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that is there for the frame."""
+        """Memory that is there for the frame, beside the place of its attachment."""
         return len(self._memory)
 
     def filled(self, count: int) -> None:
@@ -118,39 +118,17 @@ class PartialFrame:
         return Frame(method, call_id, bytes(self._memory[HEAD.size : start]), attachment)
 
 
-class PlacedFrame:
-    """A frame whose attachment is received where it belongs; ``view`` is that memory."""
+class PlacedFrame(PartialFrame):
+    """A frame whose attachment is received where it belongs; ``view`` is that memory, all of it."""
 
     def __init__(self, method: int, call_id: int, body: bytes, view: memoryview) -> None:
         self._frame = Frame(method, call_id, body, view)
-        self._view = view
-        self._filled = 0
-
-    @property
-    def rest(self) -> memoryview:
-        """Where the next bytes belong."""
-        return self._view[self._filled :]
-
-    @property
-    def missing(self) -> int:
-        """How many bytes have yet to come."""
-        return len(self._view) - self._filled
+        self._size, self._memory, self._filled = len(view), view, 0
 
     @property
     def held_bytes(self) -> int:
-        """Memory that is there for the frame, beside the place of its attachment."""
+        """None: the place is not the frame's."""
         return 0
-
-    def filled(self, count: int) -> None:
-        """Count bytes that have come into ``rest``."""
-        self._filled += count
-
-    def take(self, data: memoryview) -> int:
-        """Copy of ``data`` what belongs to the frame; how many bytes that is."""
-        taken = min(self.missing, len(data))
-        self._view[self._filled : self._filled + taken] = data[:taken]
-        self._filled += taken
-        return taken
 
     def cut(self) -> Frame:
         """The whole frame; its attachment is the memory itself."""
@@ -167,7 +145,7 @@ class FrameReader:
     def __init__(self, place: Placing | None = None) -> None:
         self._buffer = b""  # the beginning of a head
         self._place = place
-        self.partial: PartialFrame | PlacedFrame | None = None
+        self.partial: PartialFrame | None = None
 
     def whole(self, data: bytes) -> Frame | None:
         """The frame, if ``data`` is just one and nothing came before it: the usual case, and the cheapest.

@@ -14,7 +14,7 @@ from contextlib import aclosing, asynccontextmanager
 from inspect import isasyncgen
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import grpc
 import grpc.aio
@@ -179,49 +179,34 @@ REQUEST_S: Final = 20.0
 MOST_CONNECTIONS: Final = "grpc.max_allowed_incoming_connections"
 
 
-class CallAuthorizer(Protocol):
-    """Lets calls through, as an interceptor, and names their callers."""
-
-    def caller(self, metadata: Sequence[tuple[str, str | bytes]]) -> Caller:
-        """The caller of a call with ``metadata``. Raises Unauthorized."""
-        ...
-
-
 class Shares(NamedTuple):
-    """A caller with a share has one call in ``one_in``, and at most ``calls``, of which ``streams``; None: no bound."""
+    """A caller with a share has one call in ``one_in``, and at most ``calls``; None: no bound."""
 
     one_in: int
     calls: int | None = None
-    streams: int | None = None
 
 
-#: Of tenants' tokens, whose streams go on until they are ended; and of API keys, whose streams are answers.
-TENANTS: Final = Shares(4, 256, 16)
+#: The shares of API keys.
 KEYS: Final = Shares(2)
 
 
 class CallAdmission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's own types are not strict
-    """Counts calls and receives their requests; the first interceptor of its server, in front of ``authorizer``.
-
-    ``on_call`` is called with the caller and the address of its connection, and may raise Overloaded.
-    """
+    """Counts calls and receives their requests; the first interceptor of its server, in front of ``authorizer``."""
 
     def __init__(
         self,
         max_calls: int,
-        authorizer: CallAuthorizer | None = None,
+        authorizer: GrpcKeyAuthorizer | None = None,
         *,
         message_bytes: int = MESSAGE_BYTES,
         most_bytes: int = MAX_REQUEST_BYTES,
-        shares: Shares = TENANTS,
-        on_call: Callable[[str, Caller], None] = lambda peer, caller: None,
+        shares: Shares = KEYS,
         request_s: float = REQUEST_S,
         wait_s: float = WAIT_S,
     ) -> None:
-        self._max_calls, self._authorizer, self._on_call = max_calls, authorizer, on_call
+        self._max_calls, self._authorizer = max_calls, authorizer
         self._request_s, self._wait_s = request_s, wait_s
         self._calls = Places("calls", shares.one_in, shares.calls)
-        self._streams = Places("streams", shares.one_in, shares.streams)
         self._rooms = {is_operator: RequestRoom(most_bytes, message_bytes) for is_operator in (True, False)}
         self._turns: dict[Hashable, asyncio.Future[None]] = {}
 
@@ -252,10 +237,10 @@ class CallAdmission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's
                 return refusal(handler, error)
 
         async def unary(_: Any, context: Any) -> Any:
-            return await handler.unary_unary(await self._receive(context, caller, self._calls), context)
+            return await handler.unary_unary(await self._receive(context, caller), context)
 
         async def stream(_: Any, context: Any) -> None:
-            answers = handler.unary_stream(await self._receive(context, caller, self._calls, self._streams), context)
+            answers = handler.unary_stream(await self._receive(context, caller), context)
             if not isasyncgen(answers):
                 await answers  # it writes by itself
                 return
@@ -268,15 +253,13 @@ class CallAdmission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's
             return grpc.stream_stream_rpc_method_handler(stream, *codec)
         return grpc.stream_unary_rpc_method_handler(unary, *codec)
 
-    async def _receive(self, context: Any, caller: Caller, *places: Places) -> Any:
+    async def _receive(self, context: Any, caller: Caller) -> Any:
         """The request, for which there are a place and room until the call is over."""
         try:
-            self._on_call(context.peer(), caller)
-            for each in places:
-                each.take(caller, self._max_calls)
-                context.add_done_callback(lambda _, each=each: each.give_back(caller))
+            self._calls.take(caller, self._max_calls)
         except Overloaded as error:
             await abort(context, error)
+        context.add_done_callback(lambda _: self._calls.give_back(caller))
         call, room = object(), self._rooms[caller.is_operator]
         context.add_done_callback(lambda _: self._let_in(room.leave(call)))
         if not room.enter(call, caller):
@@ -310,15 +293,14 @@ class CallAdmission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's
 
 def guarded_server(
     max_calls: int,
-    authorizer: CallAuthorizer | None,
+    authorizer: GrpcKeyAuthorizer | None,
     options: Mapping[str, Any] = MappingProxyType({}),
     *,
     message_bytes: int = MESSAGE_BYTES,
-    shares: Shares = TENANTS,
-    on_call: Callable[[str, Caller], None] = lambda peer, caller: None,
+    shares: Shares = KEYS,
 ) -> grpc.aio.Server:
     """A gRPC server that admits calls so, with ``options`` beside those that every server has."""
-    admission = CallAdmission(max_calls, authorizer, message_bytes=message_bytes, shares=shares, on_call=on_call)
+    admission = CallAdmission(max_calls, authorizer, message_bytes=message_bytes, shares=shares)
     return grpc.aio.server(
         options=list((dict(SERVER_OPTIONS) | dict(options)).items()),
         interceptors=[admission] if authorizer is None else [admission, authorizer],

@@ -7,16 +7,14 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from tanghulu.auth import certificate_roles
 from tanghulu.auth.certificate_roles import NODE
 from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import (
     DeadlineExceeded,
     InvalidRequest,
     NodeUnavailable,
-    PeerSilent,
     TanghuluError,
 )
 from tanghulu.rpc.fast_aio import AsyncFastConnection
@@ -50,7 +48,6 @@ from tanghulu.store.client.logic.effects import (
     Sleep,
     Transfer,
     is_master,
-    is_owner,
 )
 from tanghulu.store.client.logic.master_calls import MasterCalls
 from tanghulu.store.client.logic.messages import AnyCall, AnyReply
@@ -60,6 +57,7 @@ from tanghulu.store.protocol.messages import KeysRequest, Welcome
 from tanghulu.transfer_engine.core.config import EngineConfig
 from tanghulu.transfer_engine.engine import Buffer, TransferEngine
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Outcome = AnyReply | TanghuluError
 
@@ -84,12 +82,23 @@ class AsyncioDriver:
         self._opening: dict[PeerId, asyncio.Lock] = {}
         self._sessions = NodeSessions(settings, self.context)
         self._flushing: asyncio.Task[None] | None = None
-        self._num_untold = 0  # notices that have not been answered
-        self._all_told = asyncio.Event()
-        self._all_told.set()
+        self._num_notices = 0  # notices that have not been answered
+        self._notices_answered = asyncio.Event()
+        self._notices_answered.set()
         self._closed = False
         self._pid = os.getpid()
         tell_in_children(self)
+
+    async def perform(
+        self,
+        seconds: float | None,
+        operation: Callable[Concatenate[Deadline, P], Logic[T]],
+        *args: P.args,
+        **named: P.kwargs,
+    ) -> T:
+        """Run ``operation`` with a deadline of ``seconds``."""
+        deadline = self.deadline(seconds)
+        return await self.run(operation(deadline, *args, **named), deadline)
 
     async def run(self, logic: Logic[T], deadline: Deadline) -> T:
         """Drive ``logic`` to its end; returns its result or raises its error."""
@@ -152,7 +161,7 @@ class AsyncioDriver:
         if self._flushing is not None:
             await self._flushing
         with contextlib.suppress(TimeoutError):  # of what is closed before, a node may lose what it has not read yet
-            await asyncio.wait_for(self._all_told.wait(), self.settings.deadline_s)
+            await asyncio.wait_for(self._notices_answered.wait(), self.settings.deadline_s)
         connections, self._connections = self._connections, {}
         for connection in connections.values():
             await connection.close()
@@ -231,49 +240,49 @@ class AsyncioDriver:
         """The answer to each of ``calls``; a peer's error, and the failure of its connection, in its place."""
         if len(calls) == 1:
             return [await self._exchange(*calls[0], deadline_s)]
-        asked = [self._loop.create_task(self._exchange(peer, call, deadline_s)) for peer, call in calls]
+        tasks = [self._loop.create_task(self._exchange(peer, call, deadline_s)) for peer, call in calls]
         try:
-            return await asyncio.gather(*asked)
+            return await asyncio.gather(*tasks)
         except BaseException:  # the task was cancelled; raised on
-            for (peer, _), asking in zip(calls, asked, strict=True):
-                self._abandon(peer, asking)
+            for (peer, _), task in zip(calls, tasks, strict=True):
+                self._abandon(peer, task)
             raise
 
     async def _call_meanwhile(
         self, node: PeerId, call: AnyCall, deadline_s: float, meanwhile: Callable[[], None]
     ) -> Outcome:
-        asking = self._loop.create_task(self._exchange(node, call, deadline_s))
+        task = self._loop.create_task(self._exchange(node, call, deadline_s))
         try:
             await asyncio.sleep(0)  # where there is a connection, the call has left then
             meanwhile()
-            return await asking
+            return await task
         except BaseException:  # the task was cancelled, say; all is raised on
-            self._abandon(node, asking)
+            self._abandon(node, task)
             raise
 
-    def _abandon(self, peer: PeerId, asking: asyncio.Task[Outcome]) -> None:
+    def _abandon(self, peer: PeerId, task: asyncio.Task[Outcome]) -> None:
         """Nobody waits for the answer of ``peer``; what it grants goes back."""
-        asking.cancel()
-        asking.add_done_callback(partial(self._abandoned, peer))
+        task.cancel()
+        task.add_done_callback(partial(self._abandoned, peer))
 
-    def _abandoned(self, peer: PeerId, asking: asyncio.Task[Outcome]) -> None:
-        outcome = None if asking.cancelled() else asking.result()
+    def _abandoned(self, peer: PeerId, task: asyncio.Task[Outcome]) -> None:
+        outcome = None if task.cancelled() else task.result()
         if isinstance(outcome, Reply) and isinstance(outcome.message, messages.GRANTING):
-            self.context.granted_late(peer, outcome.message)
+            self.context.return_granted(peer, outcome.message)
             self.flush()
 
     async def _transfer(self, wanted: Transfer, deadline_s: float) -> tuple[list[TanghuluError | None], list[Outcome]]:
         sent_s, limit_s = self._loop.time(), self._masters.limit_s
-        asked = [
+        tasks = [
             self._loop.create_task(self._exchange(peer, call, limit_s(peer, wanted.within_s)))
             for peer, call in wanted.calls
         ]
         try:
             errors = await move_async(self._engine, wanted.requests, deadline_s)
-            answers = [await asking for asking in asked]
+            answers = [await task for task in tasks]
         finally:
-            for asking in asked:
-                asking.cancel()
+            for task in tasks:
+                task.cancel()
         believed = self._masters.believed(wanted.calls, answers, sent_s, sent_s + wanted.within_s)
         return errors, await self._drive(believed)
 
@@ -283,14 +292,14 @@ class AsyncioDriver:
                 connection = self._connections.get(peer)
                 if connection is None or connection.closed:  # a node that has lost the session hears what is held still
                     connection = await self._open(peer, deadline_s)
-                told = partial(self._was_told, peer, call)
-                connection.send(call.method, call.request, call.reply_type, told, call.attachment)
-                self._num_untold += 1
-                self._all_told.clear()
+                on_reply = partial(self._on_notice_reply, peer, call)
+                connection.send(call.method, call.request, call.reply_type, on_reply, call.attachment)
+                self._num_notices += 1
+                self._notices_answered.clear()
             except TanghuluError:
                 continue
             except BaseException:  # the task was cancelled: raised on
-                self.context.untold(calls[position:])
+                self.context.requeue(calls[position:])
                 raise
 
     async def _exchange(self, peer: PeerId, call: AnyCall, deadline_s: float) -> Outcome:
@@ -356,26 +365,24 @@ class AsyncioDriver:
                 target.address,
                 target.unix_path,
                 shortcut=target.shortcut,
-                tls=self.settings.master.credentials.tls.to(NODE if not is_master(peer) else certificate_roles.MASTER),
+                tls=self._sessions.tls(peer),
                 on_late=late_replies(self.context, peer, self.flush),
             )
-        except NodeUnavailable as error:
-            if not is_owner(peer):
-                self.context.nodes.expire()
-            if isinstance(error, PeerSilent) and not is_master(peer):
-                self.context.nodes.note_silent(peer, self.context.clock.now_s())
+        except TanghuluError as error:
+            self._sessions.unreachable(peer, error)
             raise
         try:
-            if not is_master(peer):
-                await self._greet(peer, target, connection, self._sessions.patience_s(peer, deadline_s))
-            else:
+            if is_master(peer):
                 await greet(connection, self.settings.master.credentials_for(target.address), deadline_s)
                 self._masters.has_met_master |= peer == MASTER
-        except (TanghuluError, asyncio.CancelledError) as error:
+            else:
+                await self._greet(peer, target, connection, self._sessions.patience_s(peer, deadline_s))
+        except asyncio.CancelledError:
             await connection.close()
-            if not is_master(peer) and isinstance(error, DeadlineExceeded):
-                raise self._sessions.unanswered(peer, error) from None
             raise
+        except TanghuluError as error:
+            await connection.close()
+            raise self._sessions.ungreeted(peer, error) from None
         return connection
 
     async def _greet(self, peer: PeerId, target: Target, connection: AsyncFastConnection, deadline_s: float) -> None:
@@ -398,18 +405,18 @@ class AsyncioDriver:
             return error
         return self._sessions.opened(known, copies, remote)
 
-    def _was_told(self, peer: PeerId, call: AnyCall, outcome: Outcome) -> None:
-        """``peer`` has answered a notice; or the connection is lost, and it is told again, on another one."""
-        self._num_untold -= 1
-        if not self._num_untold:
-            self._all_told.set()
+    def _on_notice_reply(self, peer: PeerId, call: AnyCall, outcome: Outcome) -> None:
+        """``peer`` has answered a notice; or the connection is lost, and it is sent again, on another one."""
+        self._num_notices -= 1
+        if not self._num_notices:
+            self._notices_answered.set()
         if isinstance(outcome, NodeUnavailable):
-            self.context.untold([(peer, call)])
+            self.context.requeue([(peer, call)])
             self.flush()
 
     async def _give_back(self) -> None:
-        """Give back what is not needed, and what is dropped while nodes are told: nobody might call any more."""
-        while calls := self.context.given_back():
+        """Return what is not needed, and what is dropped meanwhile: nobody might call any more."""
+        while calls := self.context.take_notices():
             await self._notify(calls, self.settings.deadline_s)
 
     def __repr__(self) -> str:

@@ -14,19 +14,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from tanghulu.auth import certificate_roles
 from tanghulu.auth.certificate_roles import NODE
 from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import (
-    DeadlineExceeded,
     InvalidRequest,
     NodeUnavailable,
-    PeerSilent,
     TanghuluError,
 )
-from tanghulu.rpc.fast_client import Asking, FastConnection
+from tanghulu.rpc.fast_client import FastConnection, SentCall
 from tanghulu.rpc.greeting import greet_blocking
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.fork import tell_in_children
@@ -63,6 +60,7 @@ from tanghulu.store.protocol.messages import Welcome
 from tanghulu.transfer_engine.core.config import EngineConfig
 from tanghulu.transfer_engine.engine import Buffer, TransferEngine
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Outcome = AnyReply | TanghuluError
 
@@ -71,17 +69,17 @@ MAX_IDLE = 16
 _MAX_THREADS = 16
 #: Broken connections that are kept for their late replies; beyond it the oldest is closed, and what it was granted
 #: stays so until this client's session ends.
-MAX_OWING = 256
+MAX_LATE_CONNECTIONS = 256
 #: What a connection may take even if the deadline has come; 0 would mean that it must not wait at all.
 MIN_CONNECT_S = 0.001
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Begun:
     """A call that was sent, or why it was not."""
 
     peer: PeerId
-    asking: Asking[Any] | TanghuluError
+    pending: SentCall[Any] | TanghuluError
 
 
 class BlockingDriver:
@@ -100,7 +98,7 @@ class BlockingDriver:
         finder = MasterFinder(settings.master)
         self._masters = MasterCalls(self.context, finder, settings.master_answer_s, waits=settings.waits_for_master)
         self._idle: dict[PeerId, deque[FastConnection]] = {}
-        self._owing: deque[tuple[PeerId, FastConnection]] = deque()  # that late replies are to come from
+        self._late: deque[tuple[PeerId, FastConnection]] = deque()  # that late replies are to come from
         self._sessions = NodeSessions(settings, self.context)
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
@@ -108,11 +106,22 @@ class BlockingDriver:
         self._pid = os.getpid()
         tell_in_children(self)
 
+    def perform(
+        self,
+        seconds: float | None,
+        operation: Callable[Concatenate[Deadline, P], Logic[T]],
+        *args: P.args,
+        **named: P.kwargs,
+    ) -> T:
+        """Run ``operation`` with a deadline of ``seconds``."""
+        deadline = self.deadline(seconds)
+        return self.run(operation(deadline, *args, **named), deadline)
+
     def run(self, logic: Logic[T], deadline: Deadline) -> T:
         """Drive ``logic`` to its end; returns its result or raises its error."""
         if self._closed:
             refuse_closed(self._pid, "tanghulu.connect")
-        if self._owing:
+        if self._late:
             self._take_late()
         if self.context.leases.dropped or self.context.reads.due:
             self.flush(deadline.remaining_s())
@@ -143,7 +152,7 @@ class BlockingDriver:
         return Deadline(time.monotonic() + self.settings.deadline_of(seconds), time.monotonic)
 
     def flush(self, deadline_s: float | None = None) -> None:
-        """Give back the leases that nobody needs any more; nodes that cannot be told find out by themselves."""
+        """Return leases that nobody needs any more; nodes that cannot be reached find out by themselves."""
         deadline_s = self.settings.deadline_s if deadline_s is None else deadline_s
         while calls := self._due_notices():
             self._notify(calls, deadline_s)
@@ -154,9 +163,9 @@ class BlockingDriver:
             return ()
         nodes, now_s = self.context.nodes, self.context.clock.now_s()
         due: list[tuple[PeerId, AnyCall]] = []
-        for peer, call in self.context.given_back():
+        for peer, call in self.context.take_notices():
             if nodes.is_avoided(peer, now_s) and not self._idle.get(peer):
-                self.context.untold([(peer, call)])
+                self.context.requeue([(peer, call)])
             else:
                 due.append((peer, call))
         return due
@@ -178,9 +187,9 @@ class BlockingDriver:
                 return
             self._closed = True
             idle = [connection for pool in self._idle.values() for connection in pool]
-            idle += [connection for _, connection in self._owing]
+            idle += [connection for _, connection in self._late]
             self._idle.clear()
-            self._owing.clear()
+            self._late.clear()
             threads, self._threads = self._threads, None
         until_s = time.monotonic() + self.settings.deadline_s
         for connection in idle:
@@ -261,11 +270,11 @@ class BlockingDriver:
         if is_master(calls[0][0]):
             return self._call_side_by_side(calls, deadline_s)
         executor = self._executor()
-        asked = {peer: executor.submit(self._exchange, peer, own, deadline_s) for peer, own in by_peer.items()}
+        futures = {peer: executor.submit(self._exchange, peer, own, deadline_s) for peer, own in by_peer.items()}
         try:
-            outcomes = {peer: iter(future.result()) for peer, future in asked.items()}
+            outcomes = {peer: iter(future.result()) for peer, future in futures.items()}
         except BaseException:  # an interrupt: what these peers granted, or will grant, goes back; it is raised on
-            for peer, future in asked.items():
+            for peer, future in futures.items():
                 future.add_done_callback(partial(self._abandoned, peer))
             raise
         return [next(outcomes[peer]) for peer, _ in calls]
@@ -273,78 +282,78 @@ class BlockingDriver:
     def _abandoned(self, peer: PeerId, future: Future[list[Outcome]]) -> None:
         for outcome in () if future.cancelled() or future.exception() is not None else future.result():
             if not isinstance(outcome, TanghuluError) and isinstance(outcome.message, messages.GRANTING):
-                self.context.granted_late(peer, outcome.message)
+                self.context.return_granted(peer, outcome.message)
 
     def _take_late(self) -> None:
         """Look whether late replies have come: their leases are given back with the next notice."""
-        for _ in range(len(self._owing)):
+        for _ in range(len(self._late)):
             try:
-                peer, connection = self._owing.popleft()
+                peer, connection = self._late.popleft()
             except IndexError:  # another thread was faster
                 return
             if connection.take_late():
-                self._owing.append((peer, connection))
+                self._late.append((peer, connection))
 
     def _call_meanwhile(self, node: PeerId, call: AnyCall, deadline_s: float, meanwhile: Callable[[], None]) -> Outcome:
-        asked = self._begin(node, call, deadline_s)
+        begun = self._begin(node, call, deadline_s)
         try:
-            if isinstance(asked.asking, Asking):
+            if isinstance(begun.pending, SentCall):
                 meanwhile()
-            return self._answer(asked)
+            return self._answer(begun)
         finally:
-            self._end(asked)
+            self._end(begun)
 
     def _call_side_by_side(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
         """Send every call before the first answer is waited for."""
-        begun: list[_Asked] = []
+        begun: list[_Begun] = []
         try:
             for peer, call in calls:
                 begun.append(self._begin(peer, call, deadline_s))
-            return [self._answer(asked) for asked in begun]
+            return [self._answer(each) for each in begun]
         finally:
-            for asked in begun:
-                self._end(asked)
+            for each in begun:
+                self._end(each)
 
     def _transfer(self, wanted: Transfer, deadline_s: float) -> tuple[list[TanghuluError | None], list[Outcome]]:
-        begun: list[_Asked] = []
+        begun: list[_Begun] = []
         sent_s = time.monotonic()
         try:
             for peer, call in wanted.calls:
                 begun.append(self._begin(peer, call, self._masters.limit_s(peer, wanted.within_s)))
             errors = move(self._engine, wanted.requests, deadline_s)
-            answers = [self._answer(asked) for asked in begun]
+            answers = [self._answer(each) for each in begun]
         finally:
-            for asked in begun:
-                self._end(asked)
+            for each in begun:
+                self._end(each)
         return errors, self._drive(self._masters.believed(wanted.calls, answers, sent_s, sent_s + wanted.within_s))
 
-    def _begin(self, peer: PeerId, call: AnyCall, deadline_s: float) -> _Asked:
+    def _begin(self, peer: PeerId, call: AnyCall, deadline_s: float) -> _Begun:
         """Send ``call`` without waiting for its answer; end with ``_end``."""
         until_s = time.monotonic() + deadline_s
         try:
             connection = self._take(peer, until_s)
         except TanghuluError as error:
-            return _Asked(peer, error)
+            return _Begun(peer, error)
         try:
-            return _Asked(peer, connection.begin(call, deadline_s=_left_s(until_s)))
+            return _Begun(peer, connection.begin(call, deadline_s=_left_s(until_s)))
         except TanghuluError as error:
             self._put_back(peer, connection)
-            return _Asked(peer, error)
+            return _Begun(peer, error)
         except BaseException:  # an interrupt: raised on
             self._put_back(peer, connection)
             raise
 
-    def _answer(self, asked: _Asked) -> Outcome:
-        outcome = asked.asking.end() if isinstance(asked.asking, Asking) else asked.asking
+    def _answer(self, begun: _Begun) -> Outcome:
+        outcome = begun.pending.end() if isinstance(begun.pending, SentCall) else begun.pending
         if isinstance(outcome, NodeUnavailable):
-            self._forget_idle(asked.peer)
+            self._forget_idle(begun.peer)
         return outcome
 
-    def _end(self, asked: _Asked) -> None:
+    def _end(self, begun: _Begun) -> None:
         """What was begun is over."""
-        if isinstance(asked.asking, Asking):
-            asked.asking.close()
-            self._put_back(asked.peer, asked.asking.connection)
+        if isinstance(begun.pending, SentCall):
+            begun.pending.close()
+            self._put_back(begun.peer, begun.pending.connection)
 
     def _notify(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
         until_s = time.monotonic() + deadline_s
@@ -357,10 +366,10 @@ class BlockingDriver:
                     self._put_back(peer, connection)
             except TanghuluError:
                 if self.context.nodes.is_suspect(peer):
-                    self.context.untold([(peer, call)])
+                    self.context.requeue([(peer, call)])
                 continue
             except BaseException:  # an interrupt: raised on
-                self.context.untold(calls[position:])
+                self.context.requeue(calls[position:])
                 raise
 
     def _exchange(self, peer: PeerId, calls: list[AnyCall], deadline_s: float) -> list[Outcome]:
@@ -423,33 +432,28 @@ class BlockingDriver:
                 connection.close()
 
     def _connect(self, peer: PeerId, target: Target, until_s: float) -> FastConnection:
-        to_master = is_master(peer)
+        timeout_s = max(_left_s(until_s), MIN_CONNECT_S)
         try:
-            timeout_s = max(_left_s(until_s), MIN_CONNECT_S)
-            tls = self.settings.master.credentials.tls.to(certificate_roles.MASTER if to_master else NODE)
             connection = FastConnection(
                 target.address,
                 target.unix_path,
                 timeout_s,
                 shortcut=target.shortcut,
-                tls=tls,
+                tls=self._sessions.tls(peer),
                 on_late=late_replies(self.context, peer, lambda: None),
             )
-            if to_master:
+        except TanghuluError as error:
+            self._sessions.unreachable(peer, error)
+            raise
+        try:
+            if is_master(peer):
                 greet_blocking(connection, self.settings.master.credentials_for(target.address), timeout_s)
                 self._masters.has_met_master |= peer == MASTER
-        except TanghuluError as error:
-            if not to_master:
-                self.context.nodes.expire()
-                if isinstance(error, PeerSilent):
-                    self.context.nodes.note_silent(peer, self.context.clock.now_s())
-            raise
-        if not to_master:
-            try:
+            else:
                 self._greet(peer, target, connection, self._sessions.patience_s(peer, _left_s(until_s)))
-            except TanghuluError as error:
-                connection.close()
-                raise self._sessions.unanswered(peer, error) if isinstance(error, DeadlineExceeded) else error from None
+        except TanghuluError as error:
+            connection.close()
+            raise self._sessions.ungreeted(peer, error) from None
         return connection
 
     def _greet(self, peer: PeerId, target: Target, connection: FastConnection, deadline_s: float) -> None:
@@ -462,19 +466,19 @@ class BlockingDriver:
                 self.context.opened(peer, link, welcome)
 
     def _hang_up(self, peer: PeerId, connection: FastConnection) -> None:
-        """Close the connection; what the peer may not have read of what it was told is told again."""
+        """Close the connection; notices that the peer may not have read are sent again."""
         connection.close()
-        self.context.untold([(peer, call) for call in connection.unanswered])
+        self.context.requeue([(peer, call) for call in connection.unanswered])
 
     def _put_back(self, peer: PeerId, connection: FastConnection) -> None:
         if connection.closed:
             if connection.timed_out and not is_master(peer):
                 self.context.nodes.suspect(peer, self.context.clock.now_s())
-            self.context.untold([(peer, call) for call in connection.unanswered])
-            if connection.owes_replies:
-                self._owing.append((peer, connection))
-                if len(self._owing) > MAX_OWING:
-                    self._owing.popleft()[1].close()
+            self.context.requeue([(peer, call) for call in connection.unanswered])
+            if connection.has_late_replies:
+                self._late.append((peer, connection))
+                if len(self._late) > MAX_LATE_CONNECTIONS:
+                    self._late.popleft()[1].close()
             return
         if peer != MASTER and not self.context.is_known(peer):  # it left meanwhile
             self._hang_up(peer, connection)

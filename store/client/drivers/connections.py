@@ -6,10 +6,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from tanghulu.auth import certificate_roles
+from tanghulu.auth.certificate_roles import NODE
+from tanghulu.auth.credentials import TlsFiles
 from tanghulu.errors import (
     DeadlineExceeded,
     InvalidRequest,
     NodeUnavailable,
+    PeerSilent,
     TanghuluError,
 )
 from tanghulu.rpc.fast_client import LateReplies
@@ -17,16 +21,13 @@ from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.fork import refuse_inherited
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
-from tanghulu.store.client.logic.effects import NodeLink, PeerId, is_owner, owner_address
+from tanghulu.store.client.logic.effects import NodeLink, PeerId, is_master, is_owner, owner_address
 from tanghulu.store.client.logic.placement import PROBE_S, NodeTable
 from tanghulu.store.client.settings import Settings
 from tanghulu.store.protocol.messages import Welcome
 from tanghulu.transfer_engine.core.segment import SessionKey
 from tanghulu.transfer_engine.engine import RemoteSegment
 from tanghulu.types import Address
-
-#: A shorter wait for the master is not mentioned.
-_WORTH_TELLING_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +89,29 @@ class NodeSessions:
         """How long to wait for the answer of the node ``peer`` to its greeting, or to a probe."""
         return min(left_s, PROBE_S) if self._context.nodes.is_suspect(peer) else left_s
 
-    def unanswered(self, peer: PeerId, error: DeadlineExceeded) -> TanghuluError:
+    def unanswered(self, peer: PeerId, error: TanghuluError) -> TanghuluError:
         """Note that the node ``peer`` did not answer in time; return the error for the caller."""
         nodes = self._context.nodes
         failure = silent(peer) if nodes.is_suspect(peer) else error
         nodes.suspect(peer, self._context.clock.now_s())
         return failure
+
+    def tls(self, peer: PeerId) -> TlsFiles:
+        """What to connect to ``peer`` with."""
+        return self._settings.master.credentials.tls.to(certificate_roles.MASTER if is_master(peer) else NODE)
+
+    def unreachable(self, peer: PeerId, error: TanghuluError) -> None:
+        """Note that no connection to ``peer`` came about."""
+        if is_owner(peer):
+            return
+        self._context.nodes.expire()
+        if isinstance(error, PeerSilent) and peer:
+            self._context.nodes.note_silent(peer, self._context.clock.now_s())
+
+    def ungreeted(self, peer: PeerId, error: TanghuluError) -> TanghuluError:
+        """The error for the caller of ``peer``, whose greeting failed."""
+        is_silence = isinstance(error, DeadlineExceeded) and not is_master(peer)
+        return self.unanswered(peer, error) if is_silence else error
 
     def take_departed(self) -> list[PeerId]:
         """Close the segments of nodes that are gone, and forget them; which these are."""
@@ -145,7 +163,7 @@ def late_replies(context: Context, peer: PeerId, then: Callable[[], None]) -> La
     """Of ``peer``: what is granted to somebody who does not wait any more is given back; ``then`` is called behind."""
 
     def give_back(reply: messages.GrantingReply) -> None:
-        context.granted_late(peer, reply)
+        context.return_granted(peer, reply)
         then()
 
     return dict.fromkeys(messages.GRANTING, give_back)

@@ -8,9 +8,10 @@ from tanghulu.arguments import above_zero, text, whole
 from tanghulu.errors import TanghuluError
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic import query as directory
-from tanghulu.store.client.logic.context import Context, ask_master, ask_owners, learn_owners
+from tanghulu.store.client.logic.context import Context
+from tanghulu.store.client.logic.directory_client import call_master, call_owners, refresh_owners
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, PeerId, owner_peer
-from tanghulu.store.client.logic.query import ask_node
+from tanghulu.store.client.logic.query import call_node
 from tanghulu.store.client.model import MasterView, TenantView
 from tanghulu.store.protocol import messages as m
 from tanghulu.store.protocol import methods
@@ -26,7 +27,7 @@ MAX_HOLDERS, MAX_BYTES = (1 << 31) - 1, (1 << 62) - 1
 
 def drain(context: Context, node: str, draining: bool) -> Logic[None]:
     """Tell the node to take no new chunks (the master then has its chunks copied away), or to take them again."""
-    yield from ask_node(context, node, methods.DRAIN.call(m.DrainRequest(draining)))
+    yield from call_node(context, node, methods.DRAIN.call(m.DrainRequest(draining)))
     context.nodes.expire()
 
 
@@ -34,7 +35,7 @@ def evict(context: Context, node: str, keys: Sequence[str], num_bytes: int) -> L
     """Evict ``keys`` as far as they are there and neither read nor pinned hard, then ``num_bytes`` by the policy."""
     validate_keys(keys)
     num_bytes = whole("num_bytes", num_bytes, 0, MAX_BYTES)
-    reply = yield from ask_node(context, node, methods.EVICT.call(m.EvictRequest(keys, num_bytes)))
+    reply = yield from call_node(context, node, methods.EVICT.call(m.EvictRequest(keys, num_bytes)))
     for key in keys:
         context.locations.forget(key)
     evicted: m.Evicted = reply.message
@@ -49,17 +50,17 @@ def replicate(context: Context, deadline: Deadline, keys: Sequence[str], holders
     for start in range(0, len(keys), directory.KEYS_PER_CALL):
         part = keys[start : start + directory.KEYS_PER_CALL]
         request = ReplicateRequest(part, holders, for_s)
-        reply = yield from ask_owners(context, deadline, methods.REPLICATE.call(request))
+        reply = yield from call_owners(context, deadline, methods.REPLICATE.call(request))
         num_taken += reply.message.num_taken
     return num_taken
 
 
 def masters(context: Context) -> Logic[list[MasterView]]:
-    """The masters that own ranges of keys, each asked how much it knows, by their first range."""
-    yield from learn_owners(context, MASTER)
-    owners = context.owners
+    """The masters that own ranges of keys, by their first range, and how much each knows."""
+    yield from refresh_owners(context, MASTER)
+    owners = context.masters.owners
     if owners is None:
-        reply = yield from ask_master(messages.nodes())
+        reply = yield from call_master(messages.nodes())
         return [_master_view(reply, "", range(NUM_RANGES), reply.message.term)]
     known = owners.map
     ranges = {owner: sorted(known.ranges_of(owner)) for owner in known.owners if owner is not None}
@@ -79,8 +80,8 @@ def _master_view(
 ) -> MasterView:
     if isinstance(outcome, TanghuluError):
         return MasterView(address, tuple(ranges), term, answers=False)
-    told = outcome.message
-    return MasterView(address, tuple(ranges), term, told.leading, told.num_keys, told.rebuilding_ranges)
+    reply = outcome.message
+    return MasterView(address, tuple(ranges), term, reply.leading, reply.num_keys, reply.rebuilding_ranges)
 
 
 def tenants(context: Context) -> Logic[list[TenantView]]:
@@ -88,30 +89,30 @@ def tenants(context: Context) -> Logic[list[TenantView]]:
     views = yield from directory.leaders_nodes(context)
     call = methods.TENANTS.call(m.TenantsRequest())
     outcomes = yield CallPeers([(PeerId(view.id), call) for view in views])
-    told: dict[str, list[m.TenantFigures]] = {}
+    by_tenant: dict[str, list[m.TenantFigures]] = {}
     for outcome in outcomes:
         if isinstance(outcome, TanghuluError):
             raise outcome
         for usage in outcome.message.tenants:
-            told.setdefault(usage.tenant, []).append(usage)
+            by_tenant.setdefault(usage.tenant, []).append(usage)
     capacity_bytes = sum(view.capacity_bytes for view in views)
-    return [_sum_up(name, told[name], capacity_bytes) for name in sorted(told)]
+    return [_sum_up(name, by_tenant[name], capacity_bytes) for name in sorted(by_tenant)]
 
 
-def _sum_up(tenant: str, told: Sequence[m.TenantFigures], capacity_bytes: int) -> TenantView:
-    used_bytes = sum(usage.used_bytes for usage in told)
+def _sum_up(tenant: str, usages: Sequence[m.TenantFigures], capacity_bytes: int) -> TenantView:
+    used_bytes = sum(usage.used_bytes for usage in usages)
     return TenantView(
         tenant,
         used_bytes,
         used_bytes / capacity_bytes if capacity_bytes else 0.0,
-        max(usage.quota_bytes for usage in told),
-        max(usage.cluster_quota_bytes for usage in told),
-        sum(usage.num_chunks for usage in told),
-        sum(usage.hits for usage in told),
-        sum(usage.hit_bytes for usage in told),
-        sum(usage.misses for usage in told),
-        sum(usage.evictions for usage in told),
-        sum(usage.evicted_bytes for usage in told),
+        max(usage.quota_bytes for usage in usages),
+        max(usage.cluster_quota_bytes for usage in usages),
+        sum(usage.num_chunks for usage in usages),
+        sum(usage.hits for usage in usages),
+        sum(usage.hit_bytes for usage in usages),
+        sum(usage.misses for usage in usages),
+        sum(usage.evictions for usage in usages),
+        sum(usage.evicted_bytes for usage in usages),
     )
 
 
@@ -122,6 +123,6 @@ def verify(context: Context, node: str, after: str, drop_corrupt: bool, report: 
     """
     after = text("after", after)
     request = m.VerifyRequest(after, drop_corrupt=drop_corrupt, report=report)
-    reply = yield from ask_node(context, node, methods.VERIFY.call(request))
+    reply = yield from call_node(context, node, methods.VERIFY.call(request))
     page: m.VerifiedPage = reply.message
     return page

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from tanghulu.errors import TanghuluError
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.commit import CommitCall, PutOp, commit_by_client, take_results
-from tanghulu.store.client.logic.context import Context, learn_owners
+from tanghulu.store.client.logic.context import Context
+from tanghulu.store.client.logic.directory_client import refresh_owners
 from tanghulu.store.client.logic.effects import (
     MASTER,
     CallPeers,
@@ -238,7 +239,7 @@ def transfer_all(context: Context, deadline: Deadline, fillings: list[Filling], 
     term = NO_TERM if commit is None else commit.term
     yield from _commit_at_nodes(context, deadline, fillings, options, generation, term)
     if commit is not None and commit.moved:
-        yield from learn_owners(context, MASTER)
+        yield from refresh_owners(context, MASTER)
 
 
 def _requests(filling: Filling, link: NodeLink) -> Iterator[TransferRequest]:

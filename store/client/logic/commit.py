@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from tanghulu.errors import KeysMoved, NodeUnavailable, QuotaExceeded, TanghuluError
 from tanghulu.store.client.logic import messages
-from tanghulu.store.client.logic.context import Context, learn_owners
+from tanghulu.store.client.logic.context import Context
+from tanghulu.store.client.logic.directory_client import refresh_owners
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, PeerId
 from tanghulu.store.client.model import Status
 from tanghulu.store.protocol import checksums as sums
@@ -74,64 +75,50 @@ class CommitCall:
     """
 
     def __init__(self, context: Context, node: PeerId, generation: int, items: Sequence[NewChunk]) -> None:
-        self._num_items, self.term, self.moved = len(items), NO_TERM, False
-        self._context, self._news, owners = context, items, context.owners
-        self._parts: list[list[int]] | None = None  # positions, by call; None: one call has all of them
-        self.calls: Sequence[tuple[PeerId, messages.AnyCall]]
+        self.term, self.moved = NO_TERM, False
+        self._masters, self._news, owners = context.masters, items, context.masters.owners
+        self._parts: dict[PeerId, Sequence[int]] = {}  # positions, by call
         if owners is None:
-            term, said = context.fence.newest, []
-            for new in items:
-                said.append(ClientCommit(node, generation, new.key, new.version, new.size_bytes, *term))
-            self.calls = ((MASTER, _call(said)),)
-            return
-        by_owner: dict[PeerId, list[int]] = {}
-        for position, new in enumerate(items):
-            owner = owners.owner_of(owners.range_of(new.key))
-            if owner is not None:
-                by_owner.setdefault(owner, []).append(position)
-        self._parts, calls = list(by_owner.values()), []
-        for peer, positions in by_owner.items():
-            own = [items[position] for position in positions]
-            said = [
-                ClientCommit(node, generation, new.key, new.version, new.size_bytes, *owners.term_of(new.key))
-                for new in own
-            ]
-            calls.append((peer, _call(said)))
-        self.calls = calls
+            self._parts[MASTER] = range(len(items))
+        else:
+            self._parts.update(owners.split((at, owners.range_of(new.key)) for at, new in enumerate(items)))
+        self.calls: list[tuple[PeerId, messages.AnyCall]] = []
+        for peer, positions in self._parts.items():
+            commits = []
+            for new in map(items.__getitem__, positions):
+                term = context.masters.fence.newest if owners is None else owners.term_of(new.key)
+                commits.append(ClientCommit(node, generation, new.key, new.version, new.size_bytes, *term))
+            self.calls.append((peer, _call(commits)))
 
     def results(self, answers: Sequence[messages.AnyReply | TanghuluError | None]) -> list[CommitResult]:
         """One for each item, by an answer for each of ``calls``; ASK_NODE where there is no proper answer."""
-        if self._parts is None:
-            (answer,) = answers
-            self.moved = isinstance(answer, KeysMoved)
-            if answer is None or isinstance(answer, TanghuluError) or self._context.owners is not None:
-                return [CommitResult.ASK_NODE] * self._num_items
-            self.term = Term(answer.message.term, answer.message.term_of)
-            return _told(answer, self._num_items)
-        results, terms = [CommitResult.ASK_NODE] * self._num_items, []
-        for (peer, _), positions, answer in zip(self.calls, self._parts, answers, strict=True):
+        results, terms = [CommitResult.ASK_NODE] * len(self._news), []
+        for (peer, positions), answer in zip(self._parts.items(), answers, strict=True):
             if answer is None or isinstance(answer, TanghuluError):
-                self.moved = self.moved or answer is not None
+                is_away = answer is not None and peer != MASTER
+                self.moved = self.moved or is_away or isinstance(answer, KeysMoved)
             elif self._counts(peer, positions, answer):
                 terms.append(Term(answer.message.term, answer.message.term_of))
-                for position, result in zip(positions, _told(answer, len(positions)), strict=True):
+                for position, result in zip(positions, _results_in(answer, len(positions)), strict=True):
                     results[position] = result
         self.term = min(terms, default=NO_TERM)
         return results
 
     def _counts(self, peer: PeerId, positions: Sequence[int], answer: messages.AnyReply) -> bool:
-        owners = self._context.owners
-        if owners is None:
-            return False
+        owners = self._masters.owners
+        if owners is None or peer == MASTER:
+            return owners is None and peer == MASTER
         numbers = [owners.range_of(self._news[position].key) for position in positions]
         return owners.believes(peer, numbers, answer.message.term, answer.message.term_of)
 
 
-def _call(said: list[ClientCommit]) -> messages.AnyCall:
-    return methods.COMMIT_KEY.call(said[0]) if len(said) == 1 else methods.COMMIT_KEYS.call(CommitKeysRequest(said))
+def _call(commits: list[ClientCommit]) -> messages.AnyCall:
+    if len(commits) == 1:
+        return methods.COMMIT_KEY.call(commits[0])
+    return methods.COMMIT_KEYS.call(CommitKeysRequest(commits))
 
 
-def _told(answer: messages.AnyReply, num_items: int) -> list[CommitResult]:
+def _results_in(answer: messages.AnyReply, num_items: int) -> list[CommitResult]:
     if num_items == 1:
         return [answer.message.commit_result]
     results: list[CommitResult] = answer.message.commit_results
@@ -154,17 +141,17 @@ def commit_by_client(
     if _knows_later_owners(context, node, commit.term):
         results = [CommitResult.ASK_NODE if each is CommitResult.ACCEPTED else each for each in results]
     if commit.moved:
-        yield from learn_owners(context, MASTER)
+        yield from refresh_owners(context, MASTER)
     return results
 
 
 def _knows_later_owners(context: Context, node: PeerId, term: Term) -> bool:
     """Whether the node knows that a range has changed hands since masters answered, who knew no more than ``term``.
 
-    It may have told the new owner already what it holds, without these chunks; so the node has to commit them.
+    It may have reported to the new owner already, without these chunks; so the node has to commit them.
     """
     mapped = context.mapped.get(node)
-    if mapped is None or context.owners is None:
+    if mapped is None or context.masters.owners is None:
         return False
     known = mapped.index.term
     return known.cluster == term.cluster and known.number > term.number
@@ -181,6 +168,6 @@ def take_results(
             op.error = answer
         return
     message: PutReply = answer.message
-    context.fence.admits(message.term, message.term_of)
+    context.masters.fence.admits(message.term, message.term_of)
     for op, result in zip(ops, message.results, strict=True):
         op.take_result(node, result)

@@ -64,7 +64,7 @@ class CallPeers:
 class Notify:
     """Send every call without waiting for its answer; a peer that cannot be reached finds out by itself.
 
-    Calls that follow to the same peer are answered after it has heard these. Result: None.
+    The peer takes them before calls that are sent to it later. Result: None.
     """
 
     calls: Sequence[tuple[PeerId, Call[Any]]]
@@ -137,7 +137,7 @@ class Deadline:
         return Deadline(min(self.until_s, self.now_s() + seconds), self.now_s)
 
     def remaining_ms(self) -> int:
-        """What a peer is told: a little less than is left, so that its typed answer arrives in time."""
+        """The deadline for a peer: a little less than is left, so that its typed answer arrives in time."""
         return max(1, int(self.remaining_s() * 900))
 
     def patience_ms(self, num_others: int) -> int:

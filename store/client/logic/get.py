@@ -25,8 +25,7 @@ from tanghulu.errors import (
 from tanghulu.rpc.wire import Failure
 from tanghulu.runtime.backoff import Backoff
 from tanghulu.store.client.chunk import Chunk
-from tanghulu.store.client.logic import context as common
-from tanghulu.store.client.logic import messages, ranges
+from tanghulu.store.client.logic import directory_client, messages, ranges
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import (
     CallPeers,
@@ -63,7 +62,7 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0002, 0.03
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """Until when, and after which pauses, a master that is rebuilding is asked again."""
+    """The deadline, and the pauses, of calls to a master that is rebuilding."""
 
     deadline: Deadline
     backoff: Backoff
@@ -105,11 +104,19 @@ def fetch(context: Context, deadline: Deadline, ops: Sequence[GetOp], flush: Cal
     yield from _rounds(context, deadline, [op for op in ops if op.result is None], flush)
 
 
-def fetch_one(context: Context, deadline: Deadline, op: GetOp, flush: Callable[[], None]) -> Logic[None]:
-    """``fetch`` for one key, the commonest call by far: with a likely holder it needs no grouping."""
+def fetch_one(context: Context, deadline: Deadline, op: GetOp, flush: Callable[[], None]) -> Logic[Chunk | int]:
+    """``fetch`` for one key, the commonest call by far; returns its result, or raises its error."""
     _look_locally(context, op)
-    if op.result is not None:
-        return
+    if op.result is None:
+        yield from _fetch_one(context, deadline, op, flush)
+    assert op.result is not None
+    if isinstance(op.result, TanghuluError):
+        raise op.result
+    return op.result
+
+
+def _fetch_one(context: Context, deadline: Deadline, op: GetOp, flush: Callable[[], None]) -> Logic[None]:
+    """Ask the likely holder, without the grouping of a round; other holders in rounds."""
     guessed = not op.holders
     if guessed:  # a node of this host is asked before the master, unless its index would have told
         op.holders = [node for node in context.nodes.local_for(op.key, 0)[:1] if node not in context.mapped]
@@ -124,7 +131,7 @@ def fetch_one(context: Context, deadline: Deadline, op: GetOp, flush: Callable[[
 
 
 def _rounds(context: Context, deadline: Deadline, open_ops: list[GetOp], flush: Callable[[], None]) -> Logic[None]:
-    rebuilt = Rebuilt(common.patience(context, deadline), common.rebuilding_backoff(context))
+    rebuilt = Rebuilt(directory_client.patience(context, deadline), directory_client.rebuilding_backoff(context))
     while open_ops:
         unknown = [op for op in open_ops if not op.holders]
         # A master that is away is waited for when nothing else is left to do.
@@ -198,7 +205,9 @@ def find_holders(
     if not unknown:
         return
     try:
-        found, incomplete = yield from common.locate(context, deadline, [op.key for op in unknown], waits=waits)
+        found, incomplete = yield from directory_client.locate(
+            context, deadline, [op.key for op in unknown], waits=waits
+        )
     except TanghuluError as error:
         if not waits and isinstance(error, MasterUnavailable):
             return
@@ -278,15 +287,15 @@ def _await_rebuild(rebuilt: Rebuilt, ops: list[GetOp]) -> Logic[None]:
 def _round(
     context: Context, deadline: Deadline, groups: dict[PeerId, list[GetOp]], flush: Callable[[], None]
 ) -> Logic[None]:
-    asked = {node: ops[:KEYS_PER_GET] for node, ops in groups.items()}
+    called = {node: ops[:KEYS_PER_GET] for node, ops in groups.items()}
     remaining_ms = deadline.remaining_ms()
     calls = [
         (node, messages.get([op.key for op in ops], context.inline_bytes(node), remaining_ms))
-        for node, ops in asked.items()
+        for node, ops in called.items()
     ]
-    others = len(asked) > 1 or any(len(op.holders) > 1 for ops in asked.values() for op in ops)
+    others = len(called) > 1 or any(len(op.holders) > 1 for ops in called.values() for op in ops)
     outcomes = yield CallPeers(calls, _patience_s(deadline) if others else None)
-    answers = [(node, ops, outcome) for (node, ops), outcome in zip(asked.items(), outcomes, strict=True)]
+    answers = [(node, ops, outcome) for (node, ops), outcome in zip(called.items(), outcomes, strict=True)]
     yield from _take_answers(context, deadline, answers, flush)
 
 
@@ -326,7 +335,7 @@ def _take_answer(
     if isinstance(outcome, TanghuluError):
         _node_failed(context, deadline, node, ops, outcome)
         return
-    context.fence.admits(outcome.message.term, outcome.message.term_of)
+    context.masters.fence.admits(outcome.message.term, outcome.message.term_of)
     answers = list(_found(outcome.message, outcome.attachment))
     if not answers:
         _node_failed(context, deadline, node, ops, NodeUnavailable(f"{node} answered nothing"))
@@ -370,7 +379,7 @@ def _node_failed(
 
 
 def _holder_failed(context: Context, op: GetOp, node: PeerId, error: TanghuluError) -> None:
-    """Try the next holder; the last one's error stays, unless it only said that it has not got the key."""
+    """Try the next holder; the last one's error stays, unless it was that the key is not there."""
     op.tried.add(node)
     op.holders.remove(node)
     context.locations.discard(op.key, node)

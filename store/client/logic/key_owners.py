@@ -1,4 +1,4 @@
-"""Which master is asked for which keys, and how the answers of several become one. Pure.
+"""The masters that a client knows: which is called for which keys, and how the answers of several become one. Pure.
 
 As long as a client has heard of one master only, that one is asked for everything, and nothing of this is needed. A
 master that does not own all keys of a call does nothing of it and answers KeysMoved; then the client asks for the map
@@ -43,9 +43,9 @@ from tanghulu.store.protocol.directory_messages import (
     WaitRequest,
 )
 from tanghulu.store.protocol.key_slots import NUM_RANGES, bits_of, range_of
-from tanghulu.store.protocol.messages import LocateReply, LocateRequest, Location
+from tanghulu.store.protocol.messages import LocateReply, LocateRequest, Location, MastersReply
 from tanghulu.store.protocol.range_map import RangeMap
-from tanghulu.store.protocol.terms import Term
+from tanghulu.store.protocol.terms import LeaseProofs, Term, TermFence
 
 #: What one master answered for the keys, or ranges, at these positions of a call.
 Answer: TypeAlias = tuple[Sequence[int], Any]
@@ -63,9 +63,14 @@ class KeyOwners:
         """The range of ``key``, as the masters count it."""
         return range_of(self.key_scope + key)
 
-    def owner_of(self, number: int) -> PeerId | None:
-        """The owner of that range; None: nobody owns it now."""
-        return self._peers[number]
+    def split(self, numbers: Iterable[tuple[int, int]]) -> dict[PeerId, list[int]]:
+        """Of (position, range): the positions by owner of their range, without those that nobody owns now."""
+        by_owner: dict[PeerId, list[int]] = {}
+        for position, number in numbers:
+            owner = self._peers[number]
+            if owner is not None:
+                by_owner.setdefault(owner, []).append(position)
+        return by_owner
 
     def term_of(self, key: str) -> Term:
         """What a master must know that takes a commit of ``key``."""
@@ -80,6 +85,36 @@ class KeyOwners:
 
     def __repr__(self) -> str:
         return f"KeyOwners({self.map})"
+
+
+class KnownMasters:
+    """``owners`` None: one master is known, and is asked for everything. ``fence`` admits terms that are not over."""
+
+    def __init__(self) -> None:
+        self.fence = TermFence()
+        self.owners: KeyOwners | None = None
+        self._leader_proofs = LeaseProofs()
+        self._owner_proofs: dict[PeerId, LeaseProofs] = {}
+
+    def proofs_of(self, peer: PeerId) -> LeaseProofs:
+        """The proofs of the leader's lease, or of an owner's."""
+        return self._owner_proofs.setdefault(peer, LeaseProofs()) if peer else self._leader_proofs
+
+    def owns_keys(self, peer: PeerId) -> bool:
+        """Whether ``peer`` is an owner by the known map."""
+        return self.owners is not None and peer in self.owners.peers
+
+    def take(self, reply: MastersReply) -> frozenset[PeerId] | None:
+        """Take a master's answer to MASTERS: the owners that its map has not any more; None if the map is not newer."""
+        known, latest = self.owners, reply.map
+        if latest is None or not latest.replaces(None if known is None else known.map):
+            return None
+        self.owners = KeyOwners(latest, reply.key_scope) if latest.version else None
+        named = frozenset[PeerId]() if self.owners is None else self.owners.peers
+        gone = frozenset[PeerId]() if known is None else known.peers - named
+        for peer in gone:
+            self._owner_proofs.pop(peer, None)
+        return gone
 
 
 class _Split(NamedTuple):
@@ -101,22 +136,17 @@ class SplitCall:
         keys = self._split.keys
         self._keys = None if keys is None else keys(call.request)
         self._open: Sequence[int] = range(NUM_RANGES if self._keys is None else len(self._keys))
-        self._asked: list[tuple[PeerId, Sequence[int]]] = []
+        self._parts: dict[PeerId, Sequence[int]] = {}
         self._answers: list[Answer] = []
         self.informant = MASTER
 
     def calls(self, owners: KeyOwners | None) -> list[tuple[PeerId, Call[Any]]]:
         """What is open, by owner; what nobody owns now is left out. None: an only master owns everything."""
         if owners is None:
-            self._asked = [(MASTER, self._open)]
+            self._parts = {MASTER: self._open}
         else:
-            by_owner: dict[PeerId, list[int]] = {}
-            for position in self._open:
-                owner = owners.owner_of(self._range(owners, position))
-                if owner is not None:
-                    by_owner.setdefault(owner, []).append(position)
-            self._asked = list(by_owner.items())
-        return [(peer, self._part(positions)) for peer, positions in self._asked]
+            self._parts = dict(owners.split((position, self._range(owners, position)) for position in self._open))
+        return [(peer, self._part(positions)) for peer, positions in self._parts.items()]
 
     def _range(self, owners: KeyOwners, position: int) -> int:
         return position if self._keys is None else owners.range_of(self._keys[position])
@@ -137,7 +167,7 @@ class SplitCall:
         failure: MasterUnavailable | None = None
         self.informant = MASTER
         done: set[int] = set()
-        for (peer, positions), outcome in zip(self._asked, outcomes, strict=True):
+        for (peer, positions), outcome in zip(self._parts.items(), outcomes, strict=True):
             if isinstance(outcome, MasterUnavailable):
                 failure = outcome
                 if isinstance(outcome, KeysMoved) and owners is not None and outcome.version > owners.map.version:
@@ -223,11 +253,11 @@ def _merge_pages(request: ListKeysRequest, answers: Sequence[Answer]) -> ListKey
 
 
 def _sum_up_nodes(request: NodesRequest, answers: Sequence[Answer]) -> NodesReply:
-    """Each node as who has heard of it last tells; a drain is over when it is over for the keys of every owner."""
-    told: dict[str, list[NodeView]] = {}
+    """Each node as the master with its latest report lists it; drained when it is for the keys of every owner."""
+    by_node: dict[str, list[NodeView]] = {}
     for _, reply in answers:
         for node in reply.nodes:
-            told.setdefault(node.id, []).append(node)
+            by_node.setdefault(node.id, []).append(node)
     nodes = [
         replace(
             min(views, key=lambda view: view.last_seen_s),
@@ -236,7 +266,7 @@ def _sum_up_nodes(request: NodesRequest, answers: Sequence[Answer]) -> NodesRepl
             draining=any(view.draining for view in views),
             drained=len(views) == len(answers) and all(view.drained for view in views),
         )
-        for _, views in sorted(told.items())
+        for _, views in sorted(by_node.items())
     ]
     rebuilding = any(reply.rebuilding for _, reply in answers)
     return NodesReply(nodes, rebuilding, sum(reply.num_keys for _, reply in answers))

@@ -1,4 +1,4 @@
-"""Leases that this client holds, and memory that lives under one.
+"""Leases that this client holds, memory that lives under one, and reads to be reported.
 
 Reads without a copy stand on a lease of the node. Whoever still refers to that memory (a Chunk, a numpy array, a torch
 tensor) keeps a LeasedMemory alive; when the last reference goes, its lease is dropped here and given back with the next
@@ -13,6 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tanghulu.store.client.logic.effects import PeerId
+
+#: Reads that are reported to the nodes at the latest.
+REPORT_READS = 64
 
 
 class Leases:
@@ -31,7 +34,7 @@ class Leases:
         self._held.setdefault(node, {})[lease_id] = None
 
     def released(self, node: PeerId, lease_id: int) -> None:
-        """The node was told that the lease is over."""
+        """The node knows that the lease is over, or will with the call that is being made."""
         self._held.setdefault(node, {}).pop(lease_id, None)
 
     def drop(self, node: PeerId, lease_id: int) -> None:
@@ -64,6 +67,39 @@ class Leases:
     def num_held(self) -> int:
         """Leases on all nodes."""
         return sum(len(leases) for leases in self._held.values())
+
+
+class Reads:
+    """Reads without a call to a node, to be reported to it: eviction goes by what is read.
+
+    A read by means of a node's shared index costs no message. Such reads are reported a few at a time: with the
+    ``REPORT_READS``-th, or before the next call that is not a get. ``noted`` are (node, key, size); ``due`` says
+    that they should be reported even if nothing else has to be. Every step is one operation of a deque: safe from any
+    thread.
+    """
+
+    def __init__(self) -> None:
+        self.noted: deque[tuple[PeerId, str, int]] = deque()
+        self.due = False
+
+    def note(self, node: PeerId, key: str, size_bytes: int) -> None:
+        """``key`` was read on ``node``."""
+        self.noted.append((node, key, size_bytes))
+        self.due = len(self.noted) >= REPORT_READS
+
+    def take(self) -> dict[PeerId, tuple[list[str], int]]:
+        """Take (keys in order, bytes), by node, to be reported now."""
+        self.due = False
+        taken: dict[PeerId, tuple[list[str], int]] = {}
+        while self.noted:
+            try:
+                node, key, size = self.noted.popleft()
+            except IndexError:  # another thread was faster
+                break
+            keys, num_bytes = taken.get(node, ([], 0))
+            keys.append(key)
+            taken[node] = keys, num_bytes + size
+        return taken
 
 
 class LeasedMemory:

@@ -134,14 +134,14 @@ def obeyed(
     """
     if isinstance(outcome, TanghuluError) or not outcome.message.term:
         return outcome  # one that was not elected: there is no other
-    message, fence = outcome.message, context.fence
+    message, fence = outcome.message, context.masters.fence
     if peer == MASTER:
         for mapped in tuple(context.mapped.values()):
             fence.admits(*mapped.index.term)
         if not fence.admits(message.term, message.term_of):
             term, newest = message.term, fence.newest.number
             return NotLeader(f"a master of term {term} answered, and one of term {newest} has led since")
-    context.proofs_of(peer).answered(message.term, message.term_of, message.renewals, sent_s)
+    context.masters.proofs_of(peer).answered(message.term, message.term_of, message.renewals, sent_s)
     return outcome
 
 
@@ -153,10 +153,10 @@ def is_proven(context: Context, outcome: Reply[Any] | TanghuluError, peer: PeerI
     if isinstance(outcome, TanghuluError) or not outcome.message.renewals:
         return True
     term = Term(outcome.message.term, outcome.message.term_of)
-    return context.proofs_of(peer).is_proven(term, context.clock.now_s())
+    return context.masters.proofs_of(peer).is_proven(term, context.clock.now_s())
 
 
 def take_proof(context: Context, proof: ProveReply, sent_s: float, peer: PeerId = MASTER) -> None:
     """The answer of ``peer`` to PROVE, which was sent at ``sent_s``."""
     renewals = Renewals(proof.asked_before, Renewals.of(proof.renewals).confirmed)
-    context.proofs_of(peer).told(Term(proof.term, proof.term_of), sent_s, renewals, proof.ttl_ms / 1000)
+    context.masters.proofs_of(peer).told(Term(proof.term, proof.term_of), sent_s, renewals, proof.ttl_ms / 1000)

@@ -76,7 +76,7 @@ def unpin(
     return methods.UNPIN.call(m.UnpinRequest(lease_ids, bytes_read, corrupt, read))
 
 
-def given_back(call: AnyCall) -> Sequence[int]:
+def returned_leases(call: AnyCall) -> Sequence[int]:
     """The leases that ``call`` gives back, if it is an ``unpin``."""
     return call.request.lease_ids if isinstance(call.request, m.UnpinRequest) else ()
 

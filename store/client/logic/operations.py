@@ -12,12 +12,11 @@ from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.store.client import tensors
 from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.logic import admin, ranges
-from tanghulu.store.client.logic import context as common
 from tanghulu.store.client.logic import get as gets
 from tanghulu.store.client.logic import put as puts
 from tanghulu.store.client.logic import query as directory
 from tanghulu.store.client.logic.commit import PutOp
-from tanghulu.store.client.logic.context import Context
+from tanghulu.store.client.logic.context import Context, report_reads
 from tanghulu.store.client.logic.effects import Deadline, Logic
 from tanghulu.store.client.logic.ranges import GetOp
 from tanghulu.store.client.model import KeyInfo, MasterView, NodeView, PutItem, PutOptions, Status, TenantView
@@ -46,7 +45,7 @@ class Operations:
         """One value; raises its error."""
         op = self._put_op(item, options)
         if self._context.reads.noted:
-            yield from common.tell_reads(self._context)
+            yield from report_reads(self._context)
         yield from puts.put_one(self._context, deadline, op, options)
         status = op.status()
         if status.error is not None:
@@ -65,7 +64,7 @@ class Operations:
                 statuses.append(Status(item.key, error=error))
         ops = [each for each in statuses if isinstance(each, PutOp)]
         if ops:
-            yield from common.tell_reads(self._context)
+            yield from report_reads(self._context)
             yield from puts.put_all(self._context, deadline, ops, options)
         ended = [each.status() if isinstance(each, PutOp) else each for each in statuses]
         if raise_errors:
@@ -111,12 +110,9 @@ class Operations:
 
     def get(self, deadline: Deadline, key: str) -> Logic[Chunk]:
         """One chunk; raises its error."""
-        op = GetOp(validate_key(key))
-        yield from gets.fetch_one(self._context, deadline, op, self._flush)
-        assert isinstance(op.result, Chunk | TanghuluError)
-        if isinstance(op.result, TanghuluError):
-            raise op.result
-        return op.result
+        chunk = yield from gets.fetch_one(self._context, deadline, GetOp(validate_key(key)), self._flush)
+        assert isinstance(chunk, Chunk)
+        return chunk
 
     def get_many(
         self, deadline: Deadline, keys: Sequence[str], raise_errors: bool = False
@@ -138,11 +134,9 @@ class Operations:
     def get_range(self, deadline: Deadline, key: str, offset: int, length: int | None) -> Logic[Chunk]:
         """A part of one chunk; raises its error."""
         op = GetOp(validate_key(key), part=ranges.make_range(offset, length))
-        yield from gets.fetch_one(self._context, deadline, op, self._flush)
-        assert isinstance(op.result, Chunk | TanghuluError)
-        if isinstance(op.result, TanghuluError):
-            raise op.result
-        return op.result
+        chunk = yield from gets.fetch_one(self._context, deadline, op, self._flush)
+        assert isinstance(chunk, Chunk)
+        return chunk
 
     def get_into(
         self, deadline: Deadline, key: str, buffer: Any, offset: int = 0, length: int | None = None
@@ -154,11 +148,9 @@ class Operations:
             with chunk:
                 return ranges.scatter(chunk, buffers)
         op = GetOp(validate_key(key), writable(buffer), ranges.make_range(offset, length))
-        yield from gets.fetch_one(self._context, deadline, op, self._flush)
-        assert isinstance(op.result, int | TanghuluError)
-        if isinstance(op.result, TanghuluError):
-            raise op.result
-        return op.result
+        num_bytes = yield from gets.fetch_one(self._context, deadline, op, self._flush)
+        assert isinstance(num_bytes, int)
+        return num_bytes
 
     def get_many_into(
         self,
@@ -206,7 +198,7 @@ class Operations:
 
     def remove(self, deadline: Deadline, key: str) -> Logic[bool]:
         """Drop one chunk; whether there was one. Raises what kept a holder from it."""
-        yield from common.tell_reads(self._context)
+        yield from report_reads(self._context)
         (removed,) = yield from directory.remove(self._context, deadline, [key])
         if isinstance(removed, TanghuluError):
             raise removed
@@ -216,7 +208,7 @@ class Operations:
         self, deadline: Deadline, keys: Sequence[str], raise_errors: bool = False
     ) -> Logic[list[bool | TanghuluError]]:
         """Drop many chunks, with an outcome for each."""
-        yield from common.tell_reads(self._context)
+        yield from report_reads(self._context)
         outcomes = yield from directory.remove(self._context, deadline, as_keys(keys))
         if raise_errors:
             raise_first(outcomes)
@@ -228,7 +220,7 @@ class Operations:
 
     def stat(self, deadline: Deadline, key: str) -> Logic[ChunkInfo]:
         """What the store knows of the chunk."""
-        yield from common.tell_reads(self._context)
+        yield from report_reads(self._context)
         return (yield from directory.stat(self._context, deadline, key))
 
     def stat_at(self, key: str, node: str) -> Logic[ChunkInfo]:
@@ -263,7 +255,7 @@ class Operations:
 
     def eviction_policy(self, deadline: Deadline, node: str, name: str | None) -> Logic[str]:
         """The eviction policy of a node, after switching to ``name`` if one is given."""
-        yield from common.tell_reads(self._context)
+        yield from report_reads(self._context)
         return (yield from directory.eviction_policy(self._context, node, name or ""))
 
     def nodes(self, deadline: Deadline) -> Logic[list[NodeView]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from random import Random
 from typing import NamedTuple
@@ -29,6 +30,8 @@ PROBE_S = 0.5
 AVOID_S = 5.0
 #: Names of nodes that are remembered, those that left included.
 MAX_SEEN = 1 << 14
+#: Keys whose nodes a client remembers, in 20 MB; others are looked up at the master.
+MAX_LOCATIONS = 1 << 16
 
 
 class ListVersion(NamedTuple):
@@ -42,7 +45,7 @@ _NO_VERSION = ListVersion()
 
 
 class NodeTable:
-    """The nodes as last heard of. Safe to use from several threads: it is replaced, never changed."""
+    """The nodes as last listed. Safe to use from several threads: it is replaced, never changed."""
 
     def __init__(self, host_id: str) -> None:
         self._host_id = host_id
@@ -165,7 +168,7 @@ class NodeTable:
 
     @property
     def largest_capacity_bytes(self) -> int:
-        """The largest capacity among the known nodes; 0 when none has told its own."""
+        """The largest capacity among the known nodes; 0 when none has stated its own."""
         return self._largest_bytes
 
     def local_for(self, key: str, size_bytes: int) -> list[PeerId]:
@@ -216,3 +219,47 @@ def _mix(value: int) -> int:
     """Spread the bits of an xor, so that the order of nodes differs from key to key (murmur3's finaliser)."""
     value = (value ^ (value >> 33)) * 0xFF51AFD7ED558CCD & 0xFFFFFFFFFFFFFFFF
     return value ^ (value >> 33)
+
+
+class LocationCache:
+    """Least recently used keys are forgotten first. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._nodes: OrderedDict[str, tuple[PeerId, ...]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> tuple[PeerId, ...]:
+        """The nodes that held ``key`` when that was last known, nearest first; none if it is unknown."""
+        with self._lock:
+            nodes = self._nodes.get(key)
+            if nodes is None:
+                return ()
+            self._nodes.move_to_end(key)
+            return nodes
+
+    def set(self, key: str, nodes: tuple[PeerId, ...]) -> None:
+        """The master, or a put, says where ``key`` is."""
+        with self._lock:
+            self._nodes[key] = nodes
+            self._nodes.move_to_end(key)
+            if len(self._nodes) > MAX_LOCATIONS:
+                self._nodes.popitem(last=False)
+
+    def discard(self, key: str, node: PeerId) -> None:
+        """``node`` turned out not to hold ``key``."""
+        with self._lock:
+            nodes = self._nodes.get(key, ())
+            if node in nodes:
+                rest = tuple(each for each in nodes if each != node)
+                if rest:
+                    self._nodes[key] = rest
+                else:
+                    del self._nodes[key]
+
+    def forget(self, key: str) -> None:
+        """``key`` was removed."""
+        with self._lock:
+            self._nodes.pop(key, None)
+
+    def __len__(self) -> int:
+        return len(self._nodes)

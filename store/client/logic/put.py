@@ -19,8 +19,7 @@ from tanghulu.errors import (
     TanghuluError,
     TransferFailed,
 )
-from tanghulu.store.client.logic import context as common
-from tanghulu.store.client.logic import messages
+from tanghulu.store.client.logic import directory_client, messages
 from tanghulu.store.client.logic.carriers import (
     Filling,
     begin_ahead,
@@ -58,7 +57,7 @@ def put_one(context: Context, deadline: Deadline, op: PutOp, options: PutOptions
     """
     nodes, new = context.nodes, op.new
     if not nodes.is_fresh(context.clock.now_s()):
-        yield from common.refresh_nodes(context, deadline)
+        yield from directory_client.refresh_nodes(context, deadline)
     op.candidates = nodes.local_for(new.key, new.size_bytes)
     if not op.candidates or options.replicas > 1 or options.prefer_node is not None:
         yield from _choose_nodes(context, (op,), options)
@@ -90,7 +89,7 @@ def put_one(context: Context, deadline: Deadline, op: PutOp, options: PutOptions
 
 def put_all(context: Context, deadline: Deadline, ops: Sequence[PutOp], options: PutOptions) -> Logic[None]:
     """Put every item; their ``status()`` then tells what became of each."""
-    yield from common.refresh_nodes(context, deadline)
+    yield from directory_client.refresh_nodes(context, deadline)
     for batch in _slices(ops):
         yield from _put_in_buffers(context, deadline, batch, options)
         rest = [op for op in batch if not op.done]
@@ -135,7 +134,7 @@ def _try_newcomers(context: Context, deadline: Deadline, ops: Sequence[PutOp], o
         return
     before = frozenset(context.nodes.ids())
     context.nodes.expire()
-    yield from common.refresh_nodes(context, deadline)
+    yield from directory_client.refresh_nodes(context, deadline)
     if before.issuperset(context.nodes.ids()):
         return
     for op in lost:
@@ -202,8 +201,8 @@ def _require_known(context: Context, node: PeerId) -> Logic[None]:
     """Raise InvalidRequest for the name of a node that never was one; a node that left may be preferred."""
     if context.nodes.has_seen(node):
         return
-    reply = yield from common.ask_master(messages.nodes())
-    known = common.take_nodes(context, reply)
+    reply = yield from directory_client.call_master(messages.nodes())
+    known = directory_client.take_nodes(context, reply)
     if not reply.message.rebuilding and not context.nodes.has_seen(node):
         names = ", ".join(view.id for view in known) or "none"
         raise InvalidRequest(f"prefer_node={node!r}: no node is called that; there are: {names}")

@@ -1,4 +1,4 @@
-"""What is asked of the directory: exists, prefixes, waiting, listings, removal, stat. Pure logic for the drivers.
+"""Calls to the directory for the user: exists, prefixes, waiting, listings, removal, stat. Pure logic for the drivers.
 
 Whoever waits for keys that others will put is answered by the master when they have been committed, so nothing is
 polled. A call waits for a part of the time only; that, a master that restarts, and another one that leads are all met
@@ -24,9 +24,8 @@ from tanghulu.errors import (
     TanghuluError,
 )
 from tanghulu.runtime.backoff import Backoff
-from tanghulu.store.client.logic import context as common
-from tanghulu.store.client.logic import messages
-from tanghulu.store.client.logic.context import Context
+from tanghulu.store.client.logic import directory_client, messages
+from tanghulu.store.client.logic.context import Context, report_reads
 from tanghulu.store.client.logic.effects import CallPeers, Deadline, Logic, PeerId, Sleep
 from tanghulu.store.client.model import KeyInfo, NodeView
 from tanghulu.store.protocol import methods
@@ -64,9 +63,9 @@ def exists(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[l
 
 
 def _exist(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
-    backoff, patience = common.rebuilding_backoff(context), common.patience(context, deadline)
+    backoff, patience = directory_client.rebuilding_backoff(context), directory_client.patience(context, deadline)
     while True:
-        reply = yield from common.ask_owners(context, deadline, messages.locate(keys, count_only=True))
+        reply = yield from directory_client.call_owners(context, deadline, messages.locate(keys, count_only=True))
         found: list[bool] = reply.message.existence
         incomplete: bool = reply.message.incomplete
         if not incomplete or all(found):
@@ -96,7 +95,7 @@ def wait_for(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic
     Raises MasterUnavailable or Overloaded if it was never answered.
     """
     validate_keys(keys)
-    yield from common.tell_reads(context)
+    yield from report_reads(context)
     found: list[bool] = []
     for start in range(0, len(keys), KEYS_PER_CALL):
         found += yield from _wait(context, deadline, keys[start : start + KEYS_PER_CALL])
@@ -107,12 +106,12 @@ def _wait(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[li
     found: list[bool] | None = None
     backoff = Backoff(_WAIT_PAUSE_S, _WAIT_MOST_S, context.rng)
     while True:
-        wait_s = context.wait_s if context.owners is None else min(context.wait_s, OWNER_WAIT_S)
+        wait_s = context.wait_s if context.masters.owners is None else min(context.wait_s, OWNER_WAIT_S)
         waiting_s = max(min(deadline.remaining_s(), wait_s) - _SLACK_S, 0.0)
         request = WaitRequest(keys, int(waiting_s * 1000))
         failure: TanghuluError | None = None
         try:
-            reply = yield from common.ask_owners(context, deadline, methods.WAIT.call(request), waits=False)
+            reply = yield from directory_client.call_owners(context, deadline, methods.WAIT.call(request), waits=False)
         except (MasterUnavailable, Overloaded) as error:
             failure = error
         else:
@@ -144,7 +143,7 @@ def list_keys(
     more = True
     while more and (limit is None or len(keys) < limit):
         page = KEYS_PER_PAGE if limit is None else min(KEYS_PER_PAGE, limit - len(keys))
-        reply = yield from common.ask_owners(context, deadline, messages.list_keys(prefix, after, page))
+        reply = yield from directory_client.call_owners(context, deadline, messages.list_keys(prefix, after, page))
         got, more = messages.key_page(reply)
         keys += got
         after = got[-1].key if got else after
@@ -200,9 +199,9 @@ def _remove_once(
     located to be removed, the master admits no copy of it, so one that is under way comes to nothing.
     """
     wanted_keys = [keys[index] for index in wanted]
-    holders, incomplete = yield from common.locate(context, deadline, wanted_keys, removing=True)
+    holders, incomplete = yield from directory_client.locate(context, deadline, wanted_keys, removing=True)
     if incomplete:
-        yield from common.refresh_nodes(context)
+        yield from directory_client.refresh_nodes(context)
     by_node: dict[PeerId, list[int]] = {}
     for index, nodes in zip(wanted, holders, strict=True):
         context.locations.forget(keys[index])
@@ -250,9 +249,9 @@ def remove_matching(context: Context, deadline: Deadline, pattern: str) -> Logic
 
 def _await_directory(context: Context, deadline: Deadline) -> Logic[None]:
     """Wait until the masters know all keys."""
-    backoff, patience = common.rebuilding_backoff(context), common.patience(context, deadline)
+    backoff, patience = directory_client.rebuilding_backoff(context), directory_client.patience(context, deadline)
     while True:
-        reply = yield from common.ask_owners(context, deadline, messages.nodes())
+        reply = yield from directory_client.call_owners(context, deadline, messages.nodes())
         if not reply.message.rebuilding:
             return
         pause_s = backoff.pause_s()
@@ -263,7 +262,7 @@ def _await_directory(context: Context, deadline: Deadline) -> Logic[None]:
 
 def stat(context: Context, deadline: Deadline, key: str) -> Logic[ChunkInfo]:
     """What the store knows of the chunk; raises ChunkNotFound, or DirectoryIncomplete of a rebuilding master."""
-    (nodes,), incomplete = yield from common.locate(context, deadline, [validate_key(key)])
+    (nodes,), incomplete = yield from directory_client.locate(context, deadline, [validate_key(key)])
     failure: TanghuluError | None = None
     holders = nodes or (tuple(context.nodes.ids()) if incomplete else ())
     for node in holders:
@@ -297,12 +296,12 @@ def _located(info: ChunkInfo, key: str, nodes: tuple[str, ...]) -> ChunkInfo:
 
 def eviction_policy(context: Context, node: str, name: str) -> Logic[str]:
     """The node's eviction policy, after switching to ``name`` unless that is empty."""
-    reply = yield from ask_node(context, node, methods.EVICTION.call(EvictionPolicy(name)))
+    reply = yield from call_node(context, node, methods.EVICTION.call(EvictionPolicy(name)))
     policy: EvictionPolicy = reply.message
     return policy.name
 
 
-def ask_node(context: Context, node: str, call: messages.AnyCall) -> Logic[messages.AnyReply]:
+def call_node(context: Context, node: str, call: messages.AnyCall) -> Logic[messages.AnyReply]:
     """One call to the node of that id; raises InvalidRequest if there is none, or the node's typed error."""
     if text("node", node) not in context.nodes.ids():
         known = yield from leaders_nodes(context)
@@ -317,16 +316,16 @@ def ask_node(context: Context, node: str, call: messages.AnyCall) -> Logic[messa
 
 def leaders_nodes(context: Context) -> Logic[list[NodeView]]:
     """All nodes as the leader lists them: of several masters it counts the chunks of its own keys only."""
-    reply = yield from common.ask_master(messages.nodes())
-    return common.take_nodes(context, reply)
+    reply = yield from directory_client.call_master(messages.nodes())
+    return directory_client.take_nodes(context, reply)
 
 
 def nodes(context: Context, deadline: Deadline, *, waits: bool = True) -> Logic[list[NodeView]]:
     """All nodes, asked anew; chunks and drains are counted over all masters. ``waits``: see CallPeers."""
-    reply = yield from common.ask_master(messages.nodes(), waits=waits)
-    views = common.take_nodes(context, reply)
+    reply = yield from directory_client.call_master(messages.nodes(), waits=waits)
+    views = directory_client.take_nodes(context, reply)
     if not reply.message.of_part:
         return views
-    reply = yield from common.ask_each_owner(context, deadline, messages.nodes(), waits=waits)
+    reply = yield from directory_client.call_each_owner(context, deadline, messages.nodes(), waits=waits)
     counted: list[NodeView] = reply.message.nodes
     return counted

@@ -187,7 +187,7 @@ class NodeService:
             return None
         self._state.drain_buffers()
         (new,) = request.items
-        chunk = self._puts.arrivals.begin(peer, new)
+        chunk = self._puts.incoming.begin(peer, new)
         if chunk is None:
             return None
         return PayloadSink(self._puts.bytes_of(chunk), lambda: self._arrived(peer, new, request.visible, until_s))
@@ -195,7 +195,7 @@ class NodeService:
     def _arrived(self, peer: Peer, new: NewChunk, visible: bool, until_s: float) -> Later:
         self._state.drain_buffers()
         self._traffic.bytes_written["inline"] += new.size_bytes
-        written = self._puts.commit_arrival(peer, new, visible=visible)
+        written = self._puts.commit_incoming(peer, new, visible=visible)
         self._puts.room_changed()
         return self._settle((written,), visible, until_s)
 

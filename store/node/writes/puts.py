@@ -21,7 +21,7 @@ from tanghulu.store.node.state.chunk import Chunk, ChunkState
 from tanghulu.store.node.state.confirmations import ReportOutcome
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import CommittedBy, Existed, Holder, Reserved, Waiter
-from tanghulu.store.node.writes.arrivals import Arrivals
+from tanghulu.store.node.writes.incoming import IncomingValues
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.types import NewChunk
@@ -79,7 +79,7 @@ class PutService:
         self._waiting: dict[Waiter, asyncio.Future[Reserved | Existed]] = {}
         self._next_step: asyncio.Handle | None = None
         self.waits = Latencies(WaitEnd)
-        self.arrivals = Arrivals(state, self.room_changed)
+        self.incoming = IncomingValues(state, self.room_changed)
         self._steps = ByteSteps()
         self._unwiped: set[Chunk] = set()  # reserved for clients that are not told of them yet
 
@@ -200,10 +200,10 @@ class PutService:
         checksums = new.checksums if new.checksums.parts else sums.compute(self.bytes_of(chunk))
         return self._state.commit(chunk, checksums, CommittedBy.node(visible=visible))
 
-    def commit_arrival(self, peer: Peer, new: NewChunk, *, visible: bool) -> Written:
+    def commit_incoming(self, peer: Peer, new: NewChunk, *, visible: bool) -> Written:
         """The value of ``peer`` has arrived in place: commit it."""
         try:
-            return self._commit(self.arrivals.end(peer), new, visible)
+            return self._commit(self.incoming.end(peer), new, visible)
         except TanghuluError as error:
             return error.with_traceback(None)
 

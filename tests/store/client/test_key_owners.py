@@ -232,4 +232,4 @@ def test_a_map_that_names_a_master_no_more_has_its_connections_closed() -> None:
     assert not context.is_known(PEER_B)
     assert not context.take_masters(MastersReply.of(HALVES.map, MastersRequest())), "an older one"
     assert context.take_masters(MastersReply.of(RangeMap.of_one(None), MastersRequest(50, 7)))
-    assert context.owners is None, "one master owns everything, as before"
+    assert context.masters.owners is None, "one master owns everything, as before"

@@ -12,9 +12,9 @@ from tanghulu.errors import ChunkNotFound, TanghuluError
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.store.client import Client
 from tanghulu.store.client.logic.commit import CommitCall
+from tanghulu.store.client.logic.key_owners import KnownMasters
 from tanghulu.store.master.directory.pending_commits import PENDING_S
 from tanghulu.store.protocol.messages import CommitKeyReply, CommitKeysReply
-from tanghulu.store.protocol.terms import NO_TERM
 from tanghulu.store.protocol.types import RELIED_S, CommitResult, NewChunk
 from tanghulu.types import ChunkKey
 from tests.store.cluster import Cluster, eventually
@@ -129,7 +129,7 @@ def test_a_client_that_was_stopped_on_the_way_goes_on(cluster: Cluster, client: 
 
 def test_answers_of_the_master() -> None:
     items = [NewChunk(ChunkKey(f"k{n}"), n + 1, 100) for n in range(2)]
-    context = SimpleNamespace(owners=None, fence=SimpleNamespace(newest=NO_TERM))
+    context = SimpleNamespace(masters=KnownMasters())
     one, two = (CommitCall(context, "n", 1, news) for news in (items[:1], items))  # type: ignore[arg-type]
     accepted, exists = CommitResult.ACCEPTED, CommitResult.EXISTS
     assert one.results([Reply(CommitKeyReply(accepted), memoryview(b""))]) == [accepted]

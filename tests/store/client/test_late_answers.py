@@ -88,7 +88,7 @@ def test_a_get_that_ends_anywhere_keeps_no_lease() -> None:
         assert not cluster.context.leases.num_held
         assert bool(dropped) == (isinstance(effect, Transfer) or effect.__class__.__name__ == "OpenSegment")
         if was_told:
-            cluster.context.untold(effect.calls)
+            cluster.context.requeue(effect.calls)
             assert cluster.context.leases.take_dropped()
     assert length > 5
 
@@ -108,7 +108,7 @@ def test_a_get_that_was_answered_too_late(nodes: Cluster, transport: str) -> Non
                 store.get(large, deadline_s=SOON_S)
             store.exists(large)
         # What the node has not even read yet holds no lease: all answers have to have come, too.
-        eventually(lambda: store.exists(large) and not store._driver._owing and not leases(nodes))
+        eventually(lambda: store.exists(large) and not store._driver._late and not leases(nodes))
         assert store.get(large) == value(large, 4 * MIB)
         assert store.remove(large)
 
@@ -214,7 +214,7 @@ def test_an_interrupt_at_the_worst_moment(nodes: Cluster, place: str, monkeypatc
         monkeypatch.undo()
         eventually(lambda: reserved(node) > before)
         eventually(lambda: bool(store.exists_many(keys)) and not leases(nodes))
-        assert not driver._owing
+        assert not driver._late
         for key, wanted in items:
             assert not store.put(key, wanted, prefer_node=node.name).existed
             assert store.get(key) == wanted

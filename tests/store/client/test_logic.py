@@ -20,7 +20,8 @@ from tanghulu.errors import (
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.rpc.wire import Failure
 from tanghulu.runtime.clock import ManualClock
-from tanghulu.store.client.logic.context import Context, refresh_nodes
+from tanghulu.store.client.logic.context import Context
+from tanghulu.store.client.logic.directory_client import refresh_nodes
 from tanghulu.store.client.logic.effects import (
     MASTER,
     CallPeers,

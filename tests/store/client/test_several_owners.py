@@ -103,7 +103,7 @@ async def test_each_key_is_asked_of_its_owner(ask: Ask, masters: SeveralMasters,
     assert [info.key for info in await ask("list_keys", "k1", limit=7)] == sorted(k for k in KEYS if k[1] == "1")[:7]
     assert await ask("wait_for_many", KEYS, deadline_s=DEADLINE_S) == [True] * len(KEYS)
     assert await ask("replicate", KEYS, holders=2, for_s=5.0) == len(KEYS)
-    owners = client_of(ask)._driver.context.owners
+    owners = client_of(ask)._driver.context.masters.owners
     assert owners is not None
     assert owners.map == masters.ownerships[0].map
 
@@ -136,7 +136,7 @@ async def test_keys_that_change_hands_in_the_middle_of_a_call_are_asked_of_their
     assert is_right(await ask(name, *args, **how))
     masters.share(lambda number: 0)
     assert is_right(await ask(name, *args, **how))
-    owners = client_of(ask)._driver.context.owners
+    owners = client_of(ask)._driver.context.masters.owners
     assert owners is not None
     assert owners.peers == {owner_peer(masters.addresses[0])}
 
@@ -201,7 +201,7 @@ async def test_a_client_commits_each_key_at_its_owner(masters: SeveralMasters, n
             return await driver.run(commit_by_client(context, deadline, node, 7, items), deadline)
 
         assert not any(await client.exists_many(KEYS, deadline_s=DEADLINE_S)), "both masters know what there is"
-        context.owners = None
+        context.masters.owners = None
         assert [peer for peer, _ in CommitCall(context, node, 7, news).calls] == [MASTER]
         assert await commit(news) == [CommitResult.ASK_NODE] * 3, "one master was asked for all of them"
         assert [peer for peer, _ in CommitCall(context, node, 7, news).calls] == [
@@ -211,11 +211,11 @@ async def test_a_client_commits_each_key_at_its_owner(masters: SeveralMasters, n
         assert await client.exists_many(keys) == [True] * 3
         masters.ownerships[1].on_asked = lambda: masters.share(lambda number: 0)
         assert await commit([new("k39"), *map(new, ("k38", "k37", "k36"))]) != [CommitResult.ACCEPTED] * 4
-        assert context.owners is not None
-        assert context.owners.peers == {owner_peer(masters.addresses[0])}
+        assert context.masters.owners is not None
+        assert context.masters.owners.peers == {owner_peer(masters.addresses[0])}
         again = [NewChunk(ChunkKey(f"again{n}"), 9, 100) for n in range(4)]
         assert await commit(again) == [CommitResult.ACCEPTED] * 4
-        known = context.owners.map
+        known = context.masters.owners.map
         for newest, result in ((known.version, CommitResult.ACCEPTED), (known.version + 1, CommitResult.ASK_NODE)):
             index = SimpleNamespace(term=Term(newest, known.cluster))
             context.mapped[node] = SimpleNamespace(index=index)  # type: ignore[assignment]

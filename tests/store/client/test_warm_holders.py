@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import tanghulu
-from tanghulu.store.client.logic import context, messages
+from tanghulu.store.client.logic import directory_client, messages
 from tanghulu.store.client.logic.effects import MASTER, PeerId
 from tests.store.cluster import Cluster, eventually
 
@@ -17,14 +17,14 @@ A, B, C, D = map(PeerId, "abcd")
 
 @pytest.mark.parametrize("key", [f"k{n}" for n in range(8)])
 def test_near_before_warm_before_cold(key: str) -> None:
-    order = context._in_order(key, (A, B, C, D), 2, frozenset({B, D}))
+    order = directory_client._in_order(key, (A, B, C, D), 2, frozenset({B, D}))
     assert order[:3] == (B, D, A)
-    assert context._in_order(key, (A, B, C, D), 2, frozenset())[:2] in ((A, B), (B, A))
-    assert set(context._in_order(key, (A, B), 0, frozenset())) == {A, B}
+    assert directory_client._in_order(key, (A, B, C, D), 2, frozenset())[:2] in ((A, B), (B, A))
+    assert set(directory_client._in_order(key, (A, B), 0, frozenset())) == {A, B}
 
 
 def test_equals_share_the_reads() -> None:
-    firsts = {context._in_order(f"k{n}", (A, B, C), 3, frozenset())[0] for n in range(64)}
+    firsts = {directory_client._in_order(f"k{n}", (A, B, C), 3, frozenset())[0] for n in range(64)}
     assert firsts == {A, B, C}
 
 

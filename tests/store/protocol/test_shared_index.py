@@ -10,8 +10,8 @@ import xxhash
 
 import tanghulu
 from tanghulu.errors import ChunkNotFound, DeadlineExceeded
-from tanghulu.store.client.logic.context import REPORT_READS, Reads
 from tanghulu.store.client.logic.effects import PeerId
+from tanghulu.store.client.logic.leases import REPORT_READS, Reads
 from tanghulu.store.protocol.shared_index import (
     ENTRIES_PER_BUCKET,
     HEADER_BYTES,

@@ -312,7 +312,7 @@ class SimNode(SimProcess):
         self.state.expire(now_s)
         self.published.beat(now_s)
         self.sessions.forget_ended()
-        self.puts.arrivals.tick()
+        self.puts.incoming.tick()
         self.state.tick_buffers(now_s)
         chunks = self.state.chunks
         chunks.evict_ahead(self.watermarks.wanted(chunks.used_bytes, chunks.tier.free_queue_bytes))
@@ -342,7 +342,7 @@ class SimNode(SimProcess):
         """Assert the invariants of all parts."""
         self.state.check()
         self.sessions.check()
-        self.puts.arrivals.check()
+        self.puts.incoming.check()
         if self.tier is not None and self.alive:
             self.tier.check()
 

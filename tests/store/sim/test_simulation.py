@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tanghulu.store.client.logic import carriers, context, get
+from tanghulu.store.client.logic import carriers, directory_client, get
 from tanghulu.store.client.logic.commit import CommitCall
 from tanghulu.store.client.logic.effects import Sleep
 from tanghulu.store.master.directory.directory import Directory
@@ -25,7 +25,7 @@ from tanghulu.store.node.state.node_chunks import NodeChunks
 from tanghulu.store.node.state.report_queue import ReportQueue
 from tanghulu.store.node.state.slot_report import SlotReport
 from tanghulu.store.node.state.write_buffers import WriteBuffers
-from tanghulu.store.node.writes.arrivals import Arrivals
+from tanghulu.store.node.writes.incoming import IncomingValues
 from tanghulu.store.protocol.key_slots import RANGE_SLOTS, known_below
 from tanghulu.store.protocol.types import CommitResult
 from tests.store.sim.plan import Plan
@@ -120,7 +120,7 @@ def test_what_is_removed_while_it_moves_is_gone() -> None:
 
 
 def test_a_removal_wins_against_moves_however_slow_its_client_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "locate", _slow_to_remove(context.locate))
+    monkeypatch.setattr(directory_client, "locate", _slow_to_remove(directory_client.locate))
     for seed in (6, 8, 9):  # in which the mutation below is caught
         World(seed, _FILLING).run()
 
@@ -161,7 +161,7 @@ def _forgets_removals_of_a_torn_message(original: Callable[..., Any]) -> Callabl
 
 
 def _keeps_the_range_of_a_torn_put(original: Callable[..., Any]) -> Callable[..., Any]:
-    def gone(self: Arrivals, peer: Any) -> None:
+    def gone(self: IncomingValues, peer: Any) -> None:
         chunk = self._by_peer.pop(peer)
         self._num_bytes -= 0 if chunk is None else chunk.size_bytes
 
@@ -266,7 +266,7 @@ def _publishes_without_committing(original: Any) -> Any:
 
 
 def _frees_what_is_still_coming(original: Any) -> Any:
-    def begin(self: Arrivals, *arguments: Any) -> Any:
+    def begin(self: IncomingValues, *arguments: Any) -> Any:
         chunk = original(self, *arguments)
         if chunk is not None:  # as if time alone freed a range
             self._state.chunks.space.allocator.free(chunk.offset, chunk.size_bytes)
@@ -294,11 +294,11 @@ def _does_not_ask_again(original: Any) -> Any:
 MUTATIONS = [
     (ReportQueue, "requeue", _forgets_to_announce, _STORMY),
     (ReportQueue, "requeue", _forgets_removals_of_a_torn_message, _TORN),
-    (Arrivals, "_gone", _keeps_the_range_of_a_torn_put, _STREAMING),
+    (IncomingValues, "_gone", _keeps_the_range_of_a_torn_put, _STREAMING),
     (NodeChunks, "_drop", _frees_what_is_leased, _CROWDED),
     (OffsetAllocator, "free", _hands_out_too_much, _CROWDED),
     (Directory, "entomb", _lets_removed_chunks_return, _LONELY),
-    (context, "locate", _removes_where_the_key_was_seen, _FILLING),
+    (directory_client, "locate", _removes_where_the_key_was_seen, _FILLING),
     (Rebuild, "knows", _is_never_incomplete, _REBORN),
     (Rebuild, "told", _takes_time_for_knowledge, _REBORN),
     (Rebuild, "told", _keeps_what_was_known_once, _LONELY),
@@ -309,7 +309,7 @@ MUTATIONS = [
     (service, "after_drain", _answers_without_looking_at_buffers, _TIDY),
     (CommitCall, "results", _publishes_what_was_refused, _CALM),
     (carriers, "commit_by_client", _publishes_without_committing, _CALM),
-    (Arrivals, "begin", _frees_what_is_still_coming, _STREAMING),
+    (IncomingValues, "begin", _frees_what_is_still_coming, _STREAMING),
     (Directory, "commit_by_client", _accepts_and_forgets, _CALM_REMOTE),
     (CommitCall, "results", _publishes_what_was_refused, _CALM_MANY),
     (PendingCommits, "heard", _keeps_pending_commits_for_ever, _MURDEROUS),

@@ -13,9 +13,8 @@ from tanghulu.transfer_engine.client.handle import TransferHandle
 from tanghulu.transfer_engine.core import leases
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.admission import PeerAdmission
-from tanghulu.transfer_engine.core.fences import Fences
 from tanghulu.transfer_engine.core.leases import LeaseEvent, LeaseState
-from tanghulu.transfer_engine.core.transport import Arrived
+from tanghulu.transfer_engine.core.transport import Arrived, Fences
 from tanghulu.transfer_engine.transports.tcp.listener import TcpConnection
 from tanghulu.transfer_engine.transports.tcp.stream import TcpStream
 from tanghulu.transfer_engine.transports.tcp.transport import TcpLink

@@ -31,7 +31,7 @@ from tanghulu.transfer_engine.transports.onesided.wire import ANSWER_BYTES, Cont
 from tanghulu.transfer_engine.transports.rdma.listener import RdmaEnds
 from tanghulu.transfer_engine.transports.rdma.mover import RdmaMover
 from tanghulu.transfer_engine.transports.rdma.wire import RDMA, QueuePairAddress, pack_asked
-from tanghulu.transfer_engine.transports.ucx import listener as ucx_server
+from tanghulu.transfer_engine.transports.ucx import agent as ucx_agent
 from tanghulu.transfer_engine.transports.ucx import mover as ucx_mover
 from tanghulu.transfer_engine.transports.ucx.agent import UCX
 from tanghulu.transfer_engine.transports.ucx.transport import UcxMovers
@@ -117,7 +117,7 @@ class Owner:
 
 @pytest.fixture
 async def ports(tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Owner]:
-    monkeypatch.setattr(ucx_server, "probe", lambda: "")
+    monkeypatch.setattr(ucx_agent, "probe", lambda: "")
     ports = Owner(tmp_path)
     await ports.start()
     yield ports
@@ -166,7 +166,7 @@ async def test_who_does_not_hang_up_is_hung_up_on(ports: Owner, transport: str, 
 
 @pytest.mark.parametrize("transport", ["tcp", "ucx"])
 async def test_a_version_that_changes_on_the_way_is_nonsense(ports: Owner, transport: str, monkeypatch: Any):
-    monkeypatch.setattr(ucx_server, "Agent", lambda name, serves: StillAgent())
+    monkeypatch.setattr(ucx_agent, "Agent", lambda name, serves: StillAgent())
     reader, writer = await ports.knock(transport)
     writer.write(HELLOS[transport])
     async with asyncio.timeout(30):

@@ -29,7 +29,6 @@ from tanghulu.transfer_engine.transports.onesided.wire import (
     ControlRequest,
 )
 from tanghulu.transfer_engine.transports.ucx import agent as ucx_agent
-from tanghulu.transfer_engine.transports.ucx import listener as ucx_server
 from tanghulu.transfer_engine.transports.ucx.agent import UCX, pack_granted, parse_granted
 from tanghulu.types import Address
 
@@ -126,8 +125,8 @@ class Bench:
 async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     StillAgent.made, StillAgent.may_make, StillAgent.fails = [], threading.Event(), False
     StillAgent.may_make.set()
-    monkeypatch.setattr(ucx_server, "Agent", StillAgent)
-    monkeypatch.setattr(ucx_server, "probe", lambda: "")
+    monkeypatch.setattr(ucx_agent, "Agent", StillAgent)
+    monkeypatch.setattr(ucx_agent, "probe", lambda: "")
     bench = Bench()
     server = bench.server
     await server.start()

@@ -12,10 +12,9 @@ from collections import deque
 from typing import Protocol
 
 from tanghulu.errors import ChecksumMismatch, TanghuluError
-from tanghulu.transfer_engine.core.fences import Fences
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.core.slices import Slice
-from tanghulu.transfer_engine.core.transport import Arrived, Completion, ConnectionBroken, Corrupt, Refused
+from tanghulu.transfer_engine.core.transport import Arrived, Completion, ConnectionBroken, Corrupt, Fences, Refused
 from tanghulu.transfer_engine.core.wire import MalformedMessage, digest_of, typed_error
 from tanghulu.transfer_engine.transports.onesided.control import Control, Digested
 

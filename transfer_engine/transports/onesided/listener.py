@@ -111,7 +111,7 @@ class OneSidedListener:
 
     def endpoints(self) -> list[Endpoint]:
         """One a device, in the order of preference."""
-        address = str(Address(self._listen.told_host, self._port))
+        address = str(Address(self._listen.announced_host, self._port))
         return [Endpoint(self.ends.dialect.protocol, address, name) for name in self.ends.devices]
 
     @property

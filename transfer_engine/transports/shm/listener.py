@@ -17,7 +17,7 @@ import socket
 import structlog
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, TanghuluError, Unauthorized
-from tanghulu.rpc.peer_process import peer_pidfd, peer_process, peer_uid
+from tanghulu.rpc.unix_sockets import peer_pidfd, peer_process, peer_uid
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.segment import MAX_NAME_BYTES, Endpoint, SessionKey
 from tanghulu.transfer_engine.core.transport import ServeContext

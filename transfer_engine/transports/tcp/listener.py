@@ -138,7 +138,7 @@ class TcpListener:
     def endpoints(self) -> list[Endpoint]:
         """One a device, or one for all."""
         listen = self._context.listen
-        devices = listen.tcp_devices or (("", listen.told_host),)
+        devices = listen.tcp_devices or (("", listen.announced_host),)
         return [
             Endpoint("tcp", str(Address(host, self._port)), device, listen.tcp_distances.get(device, 0))
             for device, host in devices

@@ -21,7 +21,6 @@ import socket
 from collections.abc import Sequence
 
 from tanghulu.transfer_engine.core.config import MIB, EngineConfig, TransportLimits
-from tanghulu.transfer_engine.core.fences import Fences
 from tanghulu.transfer_engine.core.links import WiredLink
 from tanghulu.transfer_engine.core.network import KernelNetwork, Network
 from tanghulu.transfer_engine.core.paths import Path
@@ -32,6 +31,7 @@ from tanghulu.transfer_engine.core.transport import (
     Completion,
     ConnectContext,
     ConnectionBroken,
+    Fences,
     ServeContext,
 )
 from tanghulu.transfer_engine.topology.devices import Topology, pair

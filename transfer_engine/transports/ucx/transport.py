@@ -17,20 +17,25 @@ Within the segment a session is trusted, as under shm and rdma: UCX checks the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 
-from tanghulu.errors import NodeUnavailable
+from tanghulu.errors import NodeUnavailable, TanghuluError
+from tanghulu.transfer_engine.core.buffers import Buffer
 from tanghulu.transfer_engine.core.config import MIB, TransportLimits
 from tanghulu.transfer_engine.core.paths import Path, endpoint_paths
+from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.core.transport import Ability, ConnectContext, ServeContext
+from tanghulu.transfer_engine.core.wire import MalformedMessage
 from tanghulu.transfer_engine.topology.devices import Topology
 from tanghulu.transfer_engine.transports.onesided.link import OneSidedPeer
-from tanghulu.transfer_engine.transports.onesided.listener import OneSidedListener
+from tanghulu.transfer_engine.transports.onesided.listener import Grant, OneSidedListener
 from tanghulu.transfer_engine.transports.ucx import agent
-from tanghulu.transfer_engine.transports.ucx.listener import UcxEnds
 from tanghulu.transfer_engine.transports.ucx.mover import UcxMover
 
 NAME = agent.UCX.protocol
+#: Agents at once; each has a thread, some 15 descriptors and 5 MB.
+MAX_AGENTS = 64
 LIMITS = TransportLimits(slice_bytes=4 * MIB, window_bytes=16 * MIB, window_slices=64)
 
 
@@ -64,3 +69,50 @@ class UcxMovers:
 
     def close(self) -> None:
         """Do nothing: links share nothing."""
+
+
+class UcxEnds:
+    """Makes the owner's ends, an agent with the segment registered for each client; UCX finds the devices by itself.
+
+    UCX moves the bytes in the agents' threads; ``onesided.listener`` decides who gets an agent, and when it must go.
+    Closing one takes some milliseconds on the event loop; making one takes longer and is done in a thread.
+    """
+
+    dialect = agent.UCX
+    devices: Sequence[str] = ("",)
+
+    def __init__(self, segment: MemorySegment) -> None:
+        self.max_ends = MAX_AGENTS
+        self._segment = segment
+        self._memory: Buffer | None = None
+
+    async def start(self) -> None:
+        """Raises NodeUnavailable without NIXL."""
+        reason = await asyncio.to_thread(agent.probe)
+        if reason:
+            raise NodeUnavailable(reason)
+        self._memory = Buffer(self._segment.view)
+
+    def admit(self, asked: bytes) -> None:
+        """Anybody can have an agent; raises MalformedMessage."""
+        if asked:
+            raise MalformedMessage(f"a ucx CONNECT with {len(asked)} bytes")
+
+    async def make(self, token: int, asked: bytes, take: Callable[[Grant], None]) -> None:
+        """Hand ``take`` an agent. Raises NodeUnavailable, TransferFailed."""
+        take(await asyncio.to_thread(self._make, token))
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._memory = None
+
+    def _make(self, token: int) -> Grant:
+        memory = self._memory
+        if memory is None:
+            raise NodeUnavailable("the segment's server is closing")
+        own = agent.Agent(f"owner-{token:x}", serves=True)
+        try:
+            return Grant(own, agent.pack_granted(memory.address, own.offer(memory.address, memory.size_bytes)))
+        except TanghuluError:
+            own.close()
+            raise

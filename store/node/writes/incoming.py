@@ -2,10 +2,10 @@
 
 The node itself receives the value, so nobody else ever touches the range, and it has no lease: when the connection
 ends, or is cut because the value takes too long, the range is free. A connection carries one frame after the other, so
-it has one arrival at most.
+at most one value comes on it at a time.
 
 Example: the head of a PUT of k, 1 MiB, comes: a range is reserved, and the socket is read into it. With the last byte
-the arrival ends, and k is committed as if it had been copied there.
+k is committed as if it had been copied there.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tanghulu.store.protocol.types import NewChunk
 #: Share of the node's memory that may be arriving at one time; values beyond it are received elsewhere and copied.
 MAX_FRACTION = 1 / 8
 #: Age of a reservation at which the connection that its value comes on is cut.
-MAX_ARRIVAL_S = 10.0
+MAX_INCOMING_S = 10.0
 
 
-class Arrivals:
-    """The arrivals of all connections. ``on_freed`` is called when the range of an ended connection may be free."""
+class IncomingValues:
+    """Values of all connections. ``on_freed`` is called when the range of an ended connection may be free."""
 
     def __init__(self, state: NodeState, on_freed: Callable[[], None]) -> None:
         self._state, self._chunks = state, state.chunks
@@ -66,7 +66,7 @@ class Arrivals:
     def tick(self) -> None:
         """Hang up on peers whose value takes too long."""
         for peer, chunk in list(self._by_peer.items()):
-            if chunk is not None and self._chunks.age_s(chunk) >= MAX_ARRIVAL_S:
+            if chunk is not None and self._chunks.age_s(chunk) >= MAX_INCOMING_S:
                 peer.hang_up()
 
     def check(self) -> None:
@@ -78,4 +78,4 @@ class Arrivals:
             assert chunk.state is ChunkState.RESERVED, f"{chunk!r} was not committed yet"
 
     def __repr__(self) -> str:
-        return f"Arrivals({self._num_bytes} B)"
+        return f"IncomingValues({self._num_bytes} B)"
