@@ -39,12 +39,12 @@ from tanghulu.transfer_engine.owner.server import SegmentServer
 from tanghulu.types import Address, BlockHash, RequestId
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
+from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.grammar import GrammarCompiler
 from tanghulu.workers.engine.kv_layout import KvMemory
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.engine.probe import EngineProbe
 from tanghulu.workers.engine.speed import SpeedMeter
-from tanghulu.workers.engine.step_plan import KvExport
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
 from tanghulu.workers.kv.peer_reader import PeerReader
@@ -108,7 +108,7 @@ class WorkerServer:
         core, connector = self._engine(stack)
         self._reports = EngineReports(self._spread)
         self._thread = EngineThread(core, self._reports.put, self._engine_failed, self._speed, self._reports.call)
-        connector.attach(core, self._kv.port, self._thread.post, self._thread.post_unhurried)
+        connector.attach(core, self._kv.port, self._thread.post, self._thread.post_lazily)
         await self._peers_in(stack, service, core)
         factory = self._request_factory(core)
         self._probe = EngineProbe(self._thread, factory.probe, SystemClock())
@@ -316,7 +316,7 @@ class _HeldInEngine:
             raise
 
     def give_back(self, name: RequestId) -> None:
-        self._thread.post_unhurried(lambda core: core.release_export(name))
+        self._thread.post_lazily(lambda core: core.release_export(name))
 
 
 __all__: Sequence[str] = ("LoadedModel", "WorkerServer")

@@ -110,7 +110,7 @@ class Rig:
         self.core = EngineCore(runner, config, fetcher=self.connector, sink=self.connector)
         self.reports: queue.Queue[StepReport | BaseException] = queue.Queue()
         self.thread = EngineThread(self.core, self._report, self.reports.put)
-        self.connector.attach(self.core, port, self.thread.post, self.thread.post_unhurried)
+        self.connector.attach(self.core, port, self.thread.post, self.thread.post_lazily)
         self.thread.start()
 
     def _report(self, report: StepReport) -> None:

@@ -1,6 +1,6 @@
 """Blocks that come from another worker's prefill while that goes on, before the request itself is here. Pure.
 
-The conductor names the prompt and the export that grows (`early_exports`). What of it is not cached here gets blocks at
+The conductor names the prompt and the export that grows (`exports`). What of it is not cached here gets blocks at
 once, a transfer fills them in order, and each that has come is committed under its hash, so that anybody may match it.
 The request comes behind its first token, finds them as it would any cached prefix, and fetches what is missing by the
 usual way, from whoever has it: nothing of it depends on how far the pull came.
@@ -8,8 +8,8 @@ usual way, from whoever has it: nothing of it depends on how far the pull came.
     (nothing) --begin--> PULLING --done--> HELD --drop--> (nothing)
                             '--drop--> DRAINING --done--> (nothing)
 
-Nobody has asked for a pull in words of its own: it takes blocks that nothing else needs, and gives them back to
-whoever waits for room (`give_way`); the request then fetches all of its KV when its turn has come.
+A pull takes blocks that nothing else needs, and gives them back to requests that wait for room (`give_way`); its own
+request then fetches all of its KV when its turn has come.
 """
 
 from __future__ import annotations
@@ -101,9 +101,10 @@ class EarlyPulls:
         num_tokens = len(hashes) * self._block_tokens
         return FetchWanted(name, len(there), tuple(coming), tuple(hashes[len(there) :]), num_tokens, peer)
 
-    def is_pulling(self, name: RequestId | None) -> bool:
+    def is_transferring(self, name: RequestId | None) -> bool:
+        """Whether the pull reads its export: another read of it under the same session would take its leases."""
         pull = self._pulls.get(name) if name is not None else None
-        return pull is not None and pull.state is EarlyPullState.PULLING
+        return pull is not None and pull.state is not EarlyPullState.HELD
 
     def arrived(self, name: RequestId, num_blocks: int) -> None:
         """Commit the next ``num_blocks`` blocks of the pull, which the transfer has written whole."""
@@ -143,7 +144,7 @@ class EarlyPulls:
 
     def leave(self, name: RequestId | None) -> None:
         """Have the transfer end soon: the request is here and fetches the rest itself."""
-        if name is not None and self.is_pulling(name):
+        if name is not None and self.is_transferring(name):
             self._left.append(name)
 
     def give_way(self) -> bool:

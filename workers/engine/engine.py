@@ -20,13 +20,14 @@ from tanghulu.runtime.clock import Clock, SystemClock
 from tanghulu.session.outputs import KvSource
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import DEFAULT_EVICTION, BlockPool
+from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.kv_layout import KvBlocks, KvLayout
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.engine.phase_times import PhaseBook
 from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 from tanghulu.workers.engine.requests import EngineRequest, EngineRequestState
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
-from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, KvExport, StepPlan
+from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, StepPlan
 from tanghulu.workers.engine.step_result import Sampled, StepOutcome, StepResult, StepTimings
 
 
@@ -215,18 +216,18 @@ class EngineCore:
         self.scheduler.fetch_done(request_id, num_blocks_ok)
         self._phases.fetched(request_id, self._clock.now_s())
 
-    def release_export(self, request_id: RequestId) -> bool:
-        """Give up a handed-over request's blocks; False if there are none."""
-        return self.scheduler.held.release_export(request_id)
+    def release_export(self, name: RequestId) -> bool:
+        """Release the blocks of an export; False if there is none of that name."""
+        return self.scheduler.exports.release(name)
 
     def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
-        return self.scheduler.held.export_prefix(name, hashes)
+        return self.scheduler.exports.export_prefix(name, hashes)
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        self.scheduler.held.hold(block_ids)
+        self.scheduler.exports.hold(block_ids)
 
     def unhold(self, block_ids: Sequence[int]) -> None:
-        self.scheduler.held.unhold(block_ids)
+        self.scheduler.exports.unhold(block_ids)
 
     def drop_cached(self) -> int:
         """Forget every cached block that nobody uses; returns how many. The next step reports the events."""

@@ -117,14 +117,6 @@ class CommittedBlock(Struct, frozen=True):
     block_hash: BlockHash
 
 
-class KvExport(Struct, frozen=True):
-    """Blocks that a finished request left for a decode worker: KV of its first ``num_tokens`` tokens."""
-
-    request_id: RequestId
-    block_ids: tuple[int, ...]
-    num_tokens: int
-
-
 def plan_fetch(request: EngineRequest, block_tokens: int) -> FetchWanted | None:
     """What of a just admitted request should come from outside; None if nothing is missing or allowed.
 

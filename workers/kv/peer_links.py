@@ -96,6 +96,14 @@ class PeerLinks:
                 self._silent_until_s[instance] = self._clock.now_s() + SILENT_PAUSE_S
             raise
 
+    def use_open(self, instance: str, use: Callable[[PeerLink], None]) -> None:
+        """Call ``use`` with the link to ``instance`` if there is a usable one; opens none. Raises what ``use`` does."""
+        with self._lock:
+            place = self._places.get(instance)
+            link = self._lend(place.link) if place is not None else None
+        if link is not None:
+            self._use(link, use)
+
     def _use_latest(self, instance: str, use: Callable[[PeerLink], _T]) -> _T:
         link, fresh = self._borrow(instance)
         try:

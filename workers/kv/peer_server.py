@@ -26,10 +26,8 @@ from tanghulu.transfer_engine.core.segment import SegmentHello, SegmentWelcome
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.owner.server import SegmentServer
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, LeaseId, RequestId
-from tanghulu.workers.engine.early_exports import EarlyBlocks
+from tanghulu.workers.engine.exports import ExportState, KvExport
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.step_plan import KvExport
-from tanghulu.workers.engine.thread import StepReport
 from tanghulu.workers.kv.exports import Export, ExportTable
 from tanghulu.workers.kv.peer_methods import (
     EXPORT_PIN,
@@ -100,8 +98,7 @@ class PeerServer:
         self._prefixes: set[RequestId] = set()
         self._exports = ExportTable(EXPORT_TTL_S, unguessable_numbers())
         self._session_ids = unguessable_numbers()
-        self._early: dict[RequestId, int] = {}  # the exports that grow, by the name under which their blocks are held
-        self._news = asyncio.Event()  # replaced when it was set
+        self._changed = asyncio.Event()  # replaced when it was set
         self._shown = ShownBlocks(window, layout.layer_bytes, layout.block_bytes)
         self._closed = False
         self._segment: SegmentServer
@@ -125,40 +122,26 @@ class PeerServer:
 
     # --- exports of this worker's own requests
 
-    def add_exports(self, report: StepReport) -> dict[RequestId, KvSource]:
-        """Hold the step's hand-overs ready, and show what was computed of prefills that go on.
+    def add_exports(self, exports: Sequence[KvExport]) -> dict[RequestId, KvSource]:
+        """Show what has changed of the exports of this worker's requests.
 
-        Returns where each hand-over, and each prefill of which nothing was shown before, can be fetched.
+        Returns the source of each that a reader must learn of: new, or complete.
         """
-        now_s = self._clock.now_s()
-        if report.exports:
+        now_s, sources = self._clock.now_s(), dict[RequestId, KvSource]()
+        for kv in exports:
+            if kv.state is ExportState.WITHDRAWN:
+                self._gone(self._exports.withdraw(kv))
+                continue
+            known, export = len(self._exports), self._exports.add(kv, now_s)
+            if len(self._exports) > known or not export.grows:
+                sources[kv.request_id] = self._source(export)
             self.idle.clear()
-        begun = self._show_early(report.early, now_s)
-        return begun | {name: self._source(self._exports.add(kv, now_s)) for name, kv in report.exports.items()}
+        self._wake_watchers()
+        return sources
 
-    def _show_early(self, changes: Sequence[EarlyBlocks], now_s: float) -> dict[RequestId, KvSource]:
-        begun: dict[RequestId, KvSource] = {}
-        for change in changes:
-            known = self._early.get(change.name)
-            if change.over:
-                begun.pop(change.request_id, None)
-                if known is not None:
-                    self.release(known)
-            elif known is not None:
-                self._exports.grow(known, change.block_ids, self._layout.block_tokens)
-            elif change.first == 0:  # else it was given up meanwhile, and its blocks with it
-                num_tokens = len(change.block_ids) * self._layout.block_tokens
-                export = self._exports.add(KvExport(change.name, change.block_ids, num_tokens), now_s)
-                self._early[change.name] = export.export_id
-                self.idle.clear()
-                begun[change.request_id] = self._source(export)
-        if changes:
-            self._tell_watchers()
-        return begun
-
-    def _tell_watchers(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+    def _wake_watchers(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _source(self, export: Export) -> KvSource:
         self._metrics.exports.set(len(self._exports))
@@ -174,7 +157,7 @@ class PeerServer:
     def release(self, export_id: int) -> None:
         """Release the export: no worker will fetch it (any more)."""
         self._gone(self._exports.release(export_id))
-        self._tell_watchers()
+        self._wake_watchers()
 
     def on_freed(self, freed: Sequence[Freed]) -> None:
         """Give back exports whose last lease has ended."""
@@ -193,11 +176,10 @@ class PeerServer:
             self._gone(late)
             self._metrics.export_quarantined_bytes.set(self._access.quarantined_bytes)
 
-    def _gone(self, requests: Sequence[RequestId]) -> None:
-        for request_id in requests:
-            self._prefixes.discard(request_id)
-            self._early.pop(request_id, None)
-            self._holder.give_back(request_id)
+    def _gone(self, names: Sequence[RequestId]) -> None:
+        for name in names:
+            self._prefixes.discard(name)
+            self._holder.give_back(name)
         self._metrics.exports.set(len(self._exports))
         if len(self._exports) == 0:
             self.idle.set()
@@ -224,15 +206,17 @@ class PeerServer:
         return await self._pinned(peer, export, wanted[: request.max_blocks or None])
 
     async def _watch(self, peer: Peer, request: ExportWatchRequest, _: memoryview) -> ExportWatchReply:
-        """Answer as soon as the export has more than the reader knows of; an error says that it will not."""
+        """Answer as soon as the export has more than the reader knows of, or is complete."""
         self._require_known(peer, request.fingerprint)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(request.wait_ms / 1000, MAX_WATCH_S)):
-                while len(self._exports.get(request.export_id).kv.block_ids) <= request.num_known:
-                    await self._news.wait()
+                while (export := self._exports.get(request.export_id)).grows and (
+                    len(export.kv.block_ids) <= request.num_known
+                ):
+                    await self._changed.wait()
         export = self._exports.get(request.export_id)
         self._exports.watched(export, self._clock.now_s())
-        return ExportWatchReply(len(export.kv.block_ids))
+        return ExportWatchReply(len(export.kv.block_ids), not export.grows)
 
     async def _pin_prefix(self, peer: Peer, request: PrefixPinRequest, _: memoryview) -> ExportPinReply:
         self._require_known(peer, request.fingerprint)
@@ -275,7 +259,7 @@ class PeerServer:
         if self._closed:
             raise NodeUnavailable(f"worker {self._identity.instance_id} stops: compute the prompt, or ask another")
         if not block_ids:
-            return ExportPinReply(num_tokens=export.kv.num_tokens)
+            return ExportPinReply()
         offsets = self._window.take(block_ids)
         leases = self._grant(peer.state, offsets)
         self._exports.pinned(export, leases, self._clock.now_s())
@@ -285,7 +269,7 @@ class PeerServer:
             ExportedBlock(offset, size, lease, parts, part_bytes)
             for offset, lease, parts in zip(offsets, leases, checksums, strict=True)
         ]
-        return ExportPinReply(export.kv.num_tokens, blocks)
+        return ExportPinReply(blocks)
 
     def _grant(self, session_id: int, offsets: Sequence[int]) -> list[LeaseId]:
         """Grant a lease on each block, as a mapped range to a reader that maps the segment now."""

@@ -20,7 +20,7 @@ from tanghulu.workers.engine.thread import EngineLoad
 RequestT = TypeVar("RequestT")
 RequestIn = TypeVar("RequestIn", contravariant=True)
 RequestOut = TypeVar("RequestOut", covariant=True)
-#: The cached blocks, the load, and events that no report has told yet and that the blocks already contain.
+#: The cached blocks, the load, and events of no report yet that the blocks already contain.
 TakesSnapshot = Callable[[Sequence[BlockHash], EngineLoad, Sequence[KvEvent]], None]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tanghulu.workers.engine.block_pool import BlockPool
-from tanghulu.workers.engine.early_exports import EarlyBlocks, early_name
 from tanghulu.workers.engine.early_pulls import (
     MAX_PULLS,
     TRANSITIONS,
@@ -13,6 +12,8 @@ from tanghulu.workers.engine.early_pulls import (
     EarlyPulls,
     EarlyPullState,
 )
+from tanghulu.workers.engine.exports import ExportState
+from tanghulu.workers.engine.step_plan import StepPlan
 from tests.workers.engine.test_scheduler import B, ident, req, runs, scheduler, step
 from tests.workers.peers import export_at
 from tests.workers.tiny import request
@@ -34,32 +35,30 @@ def pulls(num_blocks: int = 16) -> EarlyPulls:
 def test_a_prefill_is_shown_block_by_block_until_it_is_handed_over() -> None:
     core = scheduler()  # 8 tokens a step
     core.add(req("a", 20, hold_kv=True))
-    step(core)
-    (first,) = core.early_exports.take()
-    assert (first.request_id, first.first, len(first.block_ids), first.over) == ("a", 0, 2, False)
-    step(core)
-    (second,) = core.early_exports.take()
-    assert (second.first, len(second.block_ids)) == (2, 2)
-    step(core)
-    assert core.early_exports.take() == (EarlyBlocks(ident("a"), early_name(ident("a")), over=True),)
-    handed = core.held.export(ident("a"))
-    assert handed is not None
-    assert handed.block_ids[:4] == first.block_ids + second.block_ids
-    core.held.release_export(ident("a"))
-    assert core.pool.num_in_use == 4, "a reader may still be there"
-    core.held.release_export(early_name(ident("a")))
+    shown = []
+    for _ in range(3):
+        step(core)
+        shown += core.exports.take_changed()
+    assert [export.state for export in shown] == [ExportState.GROWING, ExportState.GROWING, ExportState.COMPLETE]
+    assert [(len(export.block_ids), export.num_tokens) for export in shown] == [(2, 8), (4, 16), (5, 20)]
+    assert shown[2].block_ids[:4] == shown[1].block_ids
+    assert shown[1].block_ids[:2] == shown[0].block_ids
+    assert {export.name for export in shown} == {"a"}
+    core.check()
+    assert core.exports.release(ident("a"))
     assert core.pool.num_in_use == 0
     core.check()
 
 
-def test_what_is_not_handed_over_or_computed_at_once_is_not_shown() -> None:
+def test_what_is_not_handed_over_is_not_shown_and_what_is_computed_at_once_is_complete() -> None:
     core = scheduler()
     core.add(req("whole", 8, hold_kv=True))
     step(core)
+    assert [export.state for export in core.exports.take_changed()] == [ExportState.COMPLETE]
     core.add(req("own", 20))
     for _ in range(3):
         step(core)
-    assert core.early_exports.take() == ()
+    assert core.exports.take_changed() == ()
 
 
 @pytest.mark.parametrize("how", ["abort", "preempt"])
@@ -70,26 +69,46 @@ def test_a_prefill_that_stops_is_shown_no_longer(how: str) -> None:
     core.add(req("a", 24, hold_kv=True))
     step(core)
     step(core)
-    assert not core.early_exports.take()[0].over
+    (growing,) = core.exports.take_changed()
+    assert growing.state is ExportState.GROWING
     if how == "abort":
         core.abort(ident("a"))
     preempted = [name for _ in range(5) for name in step(core)[0].preempted]
     assert preempted == (["a"] if how == "preempt" else [])
-    assert core.early_exports.take()[-1].over
+    (withdrawn,) = core.exports.take_changed()
+    assert withdrawn.state is ExportState.WITHDRAWN
+    assert withdrawn.block_ids[: len(growing.block_ids)] == growing.block_ids
     for _ in range(5):
         step(core)
-    assert core.early_exports.take() == (), "nor when it comes back"
+    assert core.exports.take_changed() == (), "nor when it comes back"
+    core.check()
+    assert core.exports.release(ident("a")), "a reader may still have been there"
+    core.check()
 
 
-def test_a_reader_that_gave_up_is_shown_nothing_more() -> None:
+def test_what_was_preempted_is_handed_over_beside_what_readers_still_have() -> None:
+    core = scheduler(num_blocks=20)
+    core.add(req("a", 20, hold_kv=True))
+    step(core)
+    core._preempt(core._running[0], StepPlan(8))
+    for _ in range(3):
+        step(core)
+    withdrawn, complete = core.exports.take_changed()
+    assert (withdrawn.state, complete.state) == (ExportState.WITHDRAWN, ExportState.COMPLETE)
+    assert (withdrawn.name, complete.name) == ("a", "a/1")
+    assert withdrawn.request_id == complete.request_id == "a"
+    for export in withdrawn, complete:
+        core.check()
+        assert core.exports.release(export.name)
+    assert core.pool.num_in_use == 0
+
+
+def test_an_export_that_grows_is_not_given_back() -> None:
     core = scheduler()
     core.add(req("a", 40, hold_kv=True))
     step(core)
-    core.early_exports.take()
-    core.held.release_export(early_name(ident("a")))
-    step(core)
-    assert core.early_exports.take() == ()
-    core.check()
+    with pytest.raises(AssertionError, match="a still grows"):
+        core.exports.release(ident("a"))
 
 
 # --- what is pulled

@@ -35,10 +35,8 @@ from tanghulu.types import BlockHash, Fingerprint, InstanceId, RequestId
 from tanghulu.workers.compute.device import CPU
 from tanghulu.workers.compute.device_runner import DeviceRunner
 from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.step_plan import KvExport
-from tanghulu.workers.engine.step_result import StepResult
-from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.kv import staging as kv_staging
 from tanghulu.workers.kv.peer_reader import ExportPart, PeerReader
 from tanghulu.workers.kv.peer_server import KvIdentity, PeerServer
@@ -273,11 +271,12 @@ class Holder:
 
     async def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
         blocks = tuple(each[0] for each in hashes if each[0] < 20)
-        return KvExport(name, blocks, len(blocks) * LAYOUT.block_tokens) if blocks else None
+        return KvExport(name, name, blocks, len(blocks) * LAYOUT.block_tokens) if blocks else None
 
     def export(self, blocks: Sequence[int]) -> KvSource:
-        kv = KvExport(RequestId("one"), tuple(blocks), len(blocks) * LAYOUT.block_tokens)
-        source = self.server.add_exports(StepReport(StepResult(), {kv.request_id: kv}, EngineLoad()))[kv.request_id]
+        name = RequestId("one")
+        kv = KvExport(name, name, tuple(blocks), len(blocks) * LAYOUT.block_tokens)
+        source = self.server.add_exports([kv])[name]
         return export_at(f"{self.address}|", source.export_id, kv.num_tokens)
 
 

@@ -23,7 +23,7 @@ from tanghulu.hashing import TokenSequence
 from tanghulu.session.outputs import FinishReason, KvChange, KvSource, Output
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
-from tanghulu.workers.engine.step_plan import KvExport
+from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.step_result import StepResult
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.sessions.port import TakesSnapshot
@@ -94,7 +94,7 @@ class VllmEngine:
         self._tasks: dict[RequestId, asyncio.Task[None]] = {}
         self._beating: asyncio.Task[None] | None = None
         self._outputs: list[Output] = []
-        self._handed: dict[RequestId, KvExport] = {}  # in the outputs above
+        self._handed: list[KvExport] = []  # of the outputs above
         self._events: list[KvEvent] = []
         self._reporting = False
         self._failed = False
@@ -234,7 +234,7 @@ class VllmEngine:
         """
         await self._stored(request.block_hashes)
         name = request.request_id
-        self._handed[name] = KvExport(name, (), len(request.tokens))
+        self._handed.append(KvExport(name, name, num_tokens=len(request.tokens)))
         return Output(name, finish=FinishReason.HANDED_OVER, cached_tokens=last.cached_tokens)
 
     def _ended(self, request_id: RequestId) -> None:
@@ -266,5 +266,5 @@ class VllmEngine:
         self._reporting = False
         outputs, self._outputs = self._outputs, []
         events, self._events = self._events, []
-        handed, self._handed = self._handed, {}
-        self._on_report(StepReport(StepResult(tuple(outputs), kv_events=tuple(events)), handed, self.load()))
+        handed, self._handed = tuple(self._handed), []
+        self._on_report(StepReport(StepResult(tuple(outputs), kv_events=tuple(events)), self.load(), handed))

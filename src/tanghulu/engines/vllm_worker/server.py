@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -35,6 +35,7 @@ from tanghulu.runtime.tasks import beside
 from tanghulu.session.model_card import ModelCard
 from tanghulu.session.outputs import KvSource
 from tanghulu.types import Address, RequestId
+from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.thread import StepReport
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.sessions.beats import EngineBeats
@@ -169,13 +170,10 @@ class VllmWorkerServer:
             secret_check=self._secret.check_value,
         )
 
-    def _handed(self, report: StepReport) -> dict[RequestId, KvSource]:
+    def _handed(self, exports: Sequence[KvExport]) -> dict[RequestId, KvSource]:
         """Who computed the prompts that are handed over; all that there is of them is in the store."""
         address = str(self.address)
-        return {
-            name: KvSource(self.instance_id, address, "", 0, export.num_tokens)
-            for name, export in report.exports.items()
-        }
+        return {export.request_id: KvSource(self.instance_id, address, "", 0, export.num_tokens) for export in exports}
 
     def _report(self, report: StepReport) -> None:
         self._metrics.report([report])
