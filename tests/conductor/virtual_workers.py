@@ -32,7 +32,7 @@ from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.step_plan import FetchWanted, StepPlan
 from tanghulu.workers.engine.step_result import Sampled
-from tanghulu.workers.mock.timing import TIMINGS
+from tanghulu.workers.mock.runner import TIMINGS
 from tests.conductor.fake_worker import TOKENIZER
 
 BLOCK_TOKENS = 64

@@ -19,7 +19,7 @@ from tanghulu.transfer_engine.client.requests import TransferBatch, TransferRequ
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.types import BlockHash, Fingerprint
-from tanghulu.workers.kv.peer_links import PeerLink, PeerLinks, link_of
+from tanghulu.workers.kv.peer_links import PeerLink, PeerLinks, SilenceWatch, link_of
 from tanghulu.workers.kv.peer_methods import (
     EXPORT_PIN,
     EXPORT_RELEASE,
@@ -34,7 +34,6 @@ from tanghulu.workers.kv.peer_methods import (
     PrefixPinRequest,
 )
 from tanghulu.workers.kv.ports import wipe
-from tanghulu.workers.kv.silence import SilenceWatch
 
 _log = structlog.get_logger(__name__)
 

@@ -31,8 +31,7 @@ import torch.nn.functional as F
 from tanghulu.workers.compute.attention.paged import StaticDecode, hidden_tokens, tokens_mask
 from tanghulu.workers.compute.device import upload
 from tanghulu.workers.compute.forward_batch import ForwardBatch, SequenceSpan
-from tanghulu.workers.compute.kv_cache import KvTensors
-from tanghulu.workers.compute.kv_rows import from_rows, to_rows
+from tanghulu.workers.compute.kv_cache import KvTensors, from_rows, to_rows
 
 #: Queries of a prefill run that share a kernel call.
 _PIECE_TOKENS = 128

@@ -3,6 +3,10 @@
 Runs on the process's event loop; vLLM computes in a process of its own. What requests give and what vLLM's cache tells
 is gathered, and leaves as one report behind whatever else the loop does in that turn: the outputs of a step of vLLM are
 one message to each conductor, as a step's of our own engine.
+
+vLLM may keep two blocks of one name, when two requests compute the same prompt at once, and its KV events report each
+of them (`CachedNames`): a name is gone when its last block is. Example: of stored a, stored a, removed a the conductor
+receives "stored a" alone.
 """
 
 from __future__ import annotations
@@ -15,14 +19,13 @@ from typing import Any, Protocol
 
 import structlog
 
-from tanghulu.engines.vllm_worker.cached_names import CachedNames
 from tanghulu.engines.vllm_worker.load_book import LoadBook
 from tanghulu.engines.vllm_worker.requests import VllmRequest, output_of
 from tanghulu.errors import Conflict, DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.hashing import TokenSequence
 from tanghulu.session.outputs import FinishReason, KvChange, KvSource, Output
 from tanghulu.types import BlockHash, RequestId
-from tanghulu.workers.engine.block_pool import KvEvent
+from tanghulu.workers.engine.block_pool import KvEvent, KvEventKind
 from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.step_result import StepResult
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
@@ -268,3 +271,45 @@ class VllmEngine:
         events, self._events = self._events, []
         handed, self._handed = tuple(self._handed), []
         self._on_report(StepReport(StepResult(tuple(outputs), kv_events=tuple(events)), self.load(), handed))
+
+
+class CachedNames:
+    """The names of the cached blocks, with how many blocks each has."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[BlockHash, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def names(self) -> list[BlockHash]:
+        """The names of all cached blocks."""
+        return list(self._blocks)
+
+    def num_leading(self, names: Sequence[BlockHash]) -> int:
+        """How many of the leading ``names`` are cached."""
+        return next((i for i, name in enumerate(names) if name not in self._blocks), len(names))
+
+    def apply(self, change: KvChange) -> list[KvEvent]:
+        """Take one of vLLM's events; returns what changed in the set of names."""
+        events = []
+        if change.cleared:
+            events += [KvEvent(KvEventKind.REMOVED, name) for name in self._blocks]
+            self._blocks.clear()
+        for name in change.stored:
+            count = self._blocks.get(name, 0)
+            self._blocks[name] = count + 1
+            if not count:
+                events.append(KvEvent(KvEventKind.STORED, name))
+        for name in change.removed:
+            count = self._blocks.get(name, 0)
+            if count > 1:
+                self._blocks[name] = count - 1
+            elif count:
+                del self._blocks[name]
+                events.append(KvEvent(KvEventKind.REMOVED, name))
+        return events
+
+    def check(self) -> None:
+        assert all(count > 0 for count in self._blocks.values())
