@@ -36,10 +36,9 @@ from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.metrics import EngineCollector, ServerCollector
 from tanghulu.transfer_engine.options import transfer_settings
 from tanghulu.transfer_engine.owner.server import SegmentServer
-from tanghulu.types import Address, BlockHash, RequestId
+from tanghulu.types import Address
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
-from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.grammar import GrammarCompiler
 from tanghulu.workers.engine.kv_layout import KvMemory
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
@@ -222,7 +221,7 @@ class WorkerServer:
             access,
             clock,
             self._metrics,
-            _HeldInEngine(self._thread),
+            self._thread,
         )
         server = SegmentServer(
             self._segment,
@@ -300,23 +299,6 @@ class WorkerServer:
             async with asyncio.timeout(grace_s):
                 await self._hub.idle.wait()
                 await self._peers.idle.wait()
-
-
-class _HeldInEngine:
-    """The engine's cache as a `KvHolder`: exports are made and released between two steps of its thread."""
-
-    def __init__(self, thread: EngineThread) -> None:
-        self._thread = thread
-
-    async def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
-        try:
-            return await self._thread.call(lambda core: core.export_prefix(name, hashes))
-        except asyncio.CancelledError:  # the reader hung up: what the engine may still hold for it is given back
-            self.give_back(name)
-            raise
-
-    def give_back(self, name: RequestId) -> None:
-        self._thread.post_lazily(lambda core: core.release_export(name))
 
 
 __all__: Sequence[str] = ("LoadedModel", "WorkerServer")

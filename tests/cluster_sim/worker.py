@@ -27,7 +27,6 @@ from tanghulu.runtime.clock import SystemClock
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
 from tanghulu.types import Address, InstanceId, LeaseId, Role
-from tanghulu.workers.assembly import _HeldInEngine
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.probe import EngineProbe
 from tanghulu.workers.engine.speed import SpeedMeter
@@ -106,8 +105,7 @@ class SimWorker(Process):
         self.connector.attach(self.core, blocks, self.thread.post, self.thread.post_lazily)
         self.access = AccessTable(clock, LEASE_MS, len(self.memory), random_bytes=Random(self.generation).randbytes)
         identity = KvIdentity(self.id, self.generation, text.FINGERPRINT)
-        held = _HeldInEngine(self.thread)
-        self.peers = PeerServer(identity, text.LAYOUT, blocks, self.access, clock, metrics, held)
+        self.peers = PeerServer(identity, text.LAYOUT, blocks, self.access, clock, metrics, self.thread)
         service = FastService()
         self.peers.serve(service, self)  # type: ignore[arg-type]
         self.peers.address = str(self.address)

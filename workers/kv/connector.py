@@ -12,14 +12,12 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 
 from tanghulu.errors import TanghuluError
-from tanghulu.session.outputs import KvSource, PrefixHolder
+from tanghulu.session.outputs import KvSource
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.early_pulls import MAX_PULLS
 from tanghulu.workers.engine.engine import EngineCore
@@ -27,7 +25,7 @@ from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted
 from tanghulu.workers.engine.thread import Command
-from tanghulu.workers.kv.peer_reader import TURN_BYTES, ExportPart, Watch, cut
+from tanghulu.workers.kv.peer_reader import TURN_BYTES, ExportPart, PeerReader, Watch, cut
 from tanghulu.workers.kv.ports import BlockPort, Move
 from tanghulu.workers.kv.store_adapter import StoreAdapter
 from tanghulu.workers.kv.store_policy import StorePolicy, WorthKeeping, make_store_policy
@@ -42,25 +40,6 @@ NUM_FETCH_THREADS = 2
 
 #: Hashes that are remembered as written; what is forgotten is at worst written again, which the store finds a hit.
 _MAX_WRITTEN = 65_536
-
-
-class KvPeers(Protocol):
-    """Other workers' exports, as the connector needs them; blocking."""
-
-    def read(self, parts: Sequence[ExportPart], buffers: Sequence[memoryview]) -> int:
-        """Fill ``buffers`` with parts of one worker's exports; returns how many leading blocks arrived whole.
-
-        The exports are held for more until `release`.
-        """
-
-    def watch(self, peer: KvSource) -> AbstractContextManager[Watch]:
-        """Give a function that waits until an export has more blocks than are known; it raises when that is over."""
-
-    def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
-        """Fill ``buffers`` with cached blocks of another worker; returns how many leading ones arrived whole."""
-
-    def release(self, peer: KvSource, bytes_read: int = 0, *, keep: bool = False) -> None:
-        """Tell the export's holder that this worker will not read (more of) it; with ``keep`` others may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +61,7 @@ class KvConnector:
     def __init__(
         self,
         store: StoreAdapter | None,
-        peers: KvPeers,
+        peers: PeerReader,
         metrics: WorkerMetrics,
         speed: SpeedMeter,
         config: ConnectorConfig = ConnectorConfig(),

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import xxhash
 from msgspec import structs
@@ -31,9 +31,10 @@ from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.segment import SegmentHello, SegmentWelcome
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.owner.server import SegmentServer
-from tanghulu.types import BlockHash, Fingerprint, InstanceId, LeaseId, RequestId
+from tanghulu.types import Fingerprint, InstanceId, LeaseId, RequestId
 from tanghulu.workers.engine.exports import ExportState, KvExport
 from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.thread import EngineThread
 from tanghulu.workers.kv.exports import Export, ExportTable
 from tanghulu.workers.kv.peer_methods import (
     EXPORT_PIN,
@@ -69,18 +70,8 @@ class KvIdentity(NamedTuple):
     fingerprint: Fingerprint
 
 
-class KvHolder(Protocol):
-    """Holds blocks of the cache while other workers read them."""
-
-    async def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
-        """Hold the cached blocks of the longest leading run of ``hashes`` as ``name``; None if none is cached."""
-
-    def give_back(self, name: RequestId) -> None:
-        """Release the blocks that were exported under ``name``: no other worker needs them any more."""
-
-
 class PeerServer:
-    """Exports of this worker, whose blocks ``holder`` keeps and ``window`` shows to readers."""
+    """Exports of this worker, whose blocks ``engine`` holds and ``window`` shows to readers."""
 
     def __init__(
         self,
@@ -90,7 +81,7 @@ class PeerServer:
         access: AccessTable,
         clock: Clock,
         metrics: WorkerMetrics,
-        holder: KvHolder,
+        engine: EngineThread,
     ) -> None:
         self._identity = identity
         self._layout = layout
@@ -98,7 +89,7 @@ class PeerServer:
         self._access = access
         self._clock = clock
         self._metrics = metrics
-        self._holder = holder
+        self._engine = engine
         self._prefix_numbers = itertools.count(1)
         self._prefixes: set[RequestId] = set()
         self._exports = ExportTable(EXPORT_TTL_S, unguessable_numbers())
@@ -184,10 +175,13 @@ class PeerServer:
     def _gone(self, names: Sequence[RequestId]) -> None:
         for name in names:
             self._prefixes.discard(name)
-            self._holder.give_back(name)
+            self._give_back(name)
         self._metrics.exports.set(len(self._exports))
         if len(self._exports) == 0:
             self.idle.set()
+
+    def _give_back(self, name: RequestId) -> None:
+        self._engine.post_lazily(lambda core: core.release_export(name))
 
     # --- calls of peers
 
@@ -232,9 +226,10 @@ class PeerServer:
         name = RequestId(f"prefix-{next(self._prefix_numbers)}")
         self._prefixes.add(name)
         try:
-            kv = await self._holder.export_prefix(name, request.block_hashes)
-        except asyncio.CancelledError:
+            kv = await self._engine.call(lambda core: core.export_prefix(name, request.block_hashes))
+        except asyncio.CancelledError:  # the reader hung up; the engine may hold the blocks, now or in a moment
             self._prefixes.remove(name)
+            self._give_back(name)
             raise
         if kv is None:
             self._prefixes.remove(name)

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import random
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -244,7 +244,7 @@ class Holder:
         self.access = access = AccessTable(clock, 10_000, self._size)
         self.service = service
         self.server = PeerServer(
-            KvIdentity(InstanceId("w1"), 1, NAME), LAYOUT, self.window, access, clock, metrics, holder=self
+            KvIdentity(InstanceId("w1"), 1, NAME), LAYOUT, self.window, access, clock, metrics, engine=self
         )
         listen = ListenOptions(transports=("shm", "tcp"), host="127.0.0.1", unix_path=str(self._run_dir / "kv.sock"))
         listen = replace(listen, shm_hang_up_frees=True)
@@ -265,11 +265,19 @@ class Holder:
             await self.server.close()
             self._segment.close()
 
-    def give_back(self, name: RequestId) -> None:
+    # --- the engine's thread, and the core that it runs commands on
+
+    async def call(self, command: Callable[[Holder], KvExport | None]) -> KvExport | None:
+        return command(self)
+
+    def post_lazily(self, command: Callable[[Holder], None]) -> None:
+        command(self)
+
+    def release_export(self, name: RequestId) -> None:
         self.given_back.append(name)
         self.gave_back.set()
 
-    async def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
+    def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
         blocks = tuple(each[0] for each in hashes if each[0] < 20)
         return KvExport(name, name, blocks, len(blocks) * LAYOUT.block_tokens) if blocks else None
 
