@@ -16,7 +16,7 @@ from tanghulu.conductor.dispatch.dispatcher import Dispatcher
 from tanghulu.conductor.dispatch.lifecycle import Flight, Loss
 from tanghulu.conductor.dispatch.request_counts import RequestCounts
 from tanghulu.types import Role
-from tanghulu.workers.engine.early_pulls import EarlyPulls
+from tanghulu.workers.engine.pulls import Pulls
 from tanghulu.workers.engine.scheduler import Scheduler
 from tanghulu.workers.kv.connector import KvConnector
 from tanghulu.workers.kv.peer_server import PeerServer
@@ -141,7 +141,7 @@ def _trusts_what_did_not_come(original: Any) -> Any:
 
 
 def _forgets_what_was_not_pulled(original: Any) -> Any:
-    def done(self: EarlyPulls, name: Any) -> None:
+    def done(self: Pulls, name: Any) -> None:
         self._pool.end_transfer(self._pulls[name].coming)
         self._pulls[name].coming = []
         original(self, name)
@@ -164,7 +164,7 @@ MUTATIONS: list[tuple[Any, str, Callable[[Any], Any], Plan]] = [
     (SessionHub, "_refuse", _refuses_in_silence, _REFUSING),
     (Outbox, "output", _tells_the_last_step_alone, _SLOW),
     (Scheduler, "fetch_done", _trusts_what_did_not_come, _TORN),
-    (EarlyPulls, "done", _forgets_what_was_not_pulled, _CALM),
+    (Pulls, "done", _forgets_what_was_not_pulled, _CALM),
     (PeerServer, "on_freed", _forgets_freed_leases, _CALM),
 ]
 

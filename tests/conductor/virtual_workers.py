@@ -191,7 +191,7 @@ class VirtualWorker:
     # --- steps
 
     def _begin_step(self) -> None:
-        self.scheduler.pulls.take_left()
+        self.scheduler.pulls.take_ending()
         if self._busy or not self.scheduler.has_work:
             return
         plan = self.scheduler.schedule()

@@ -110,7 +110,7 @@ class Outside:
     def pull(self, wanted: FetchWanted) -> None:
         raise AssertionError("nothing is pulled ahead")
 
-    def leave(self, name: RequestId) -> None: ...
+    def end_pull(self, name: RequestId) -> None: ...
 
     def arrive(self, core: EngineCore) -> None:
         """Copy all that was asked for."""

@@ -80,7 +80,7 @@ class KvFetcher(Protocol):
         `EngineCore.pull_arrived` follows as blocks come, in order, then `EngineCore.pull_done` exactly once.
         """
 
-    def leave(self, name: RequestId) -> None:
+    def end_pull(self, name: RequestId) -> None:
         """End the pull soon, wherever it is; no error if it has ended."""
 
 
@@ -175,7 +175,7 @@ class EngineCore:
             )
         self.scheduler.add(request)
         self._phases.added(request.request_id, self._clock.now_s())
-        self._leave_pulls()
+        self._end_pulls()
 
     def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: KvSource) -> bool:
         """Begin to pull the prompt ``sequence`` from a prefill under way; False if there is no room or nothing to do.
@@ -193,10 +193,10 @@ class EngineCore:
     def pull_done(self, name: RequestId) -> None:
         self.scheduler.pulls.done(name)
 
-    def _leave_pulls(self) -> None:
+    def _end_pulls(self) -> None:
         if self._fetcher is not None:
-            for name in self.scheduler.pulls.take_left():
-                self._fetcher.leave(name)
+            for name in self.scheduler.pulls.take_ending():
+                self._fetcher.end_pull(name)
 
     def abort(self, request_id: RequestId) -> bool:
         """Drop the request, or the pull, without further output; False if the engine does not have it (any more).
@@ -209,7 +209,7 @@ class EngineCore:
             self._fetcher.forgo(peer)
         self._phases.dropped(request_id)
         dropped = self.scheduler.abort(request_id) if request is not None else self.scheduler.pulls.drop(request_id)
-        self._leave_pulls()
+        self._end_pulls()
         return dropped
 
     def fetch_done(self, request_id: RequestId, num_blocks_ok: int) -> None:
@@ -237,7 +237,7 @@ class EngineCore:
         """Plan, compute and sample once. Takes as long as the model takes."""
         started = self._clock.now_s()
         plan = self.scheduler.schedule()
-        self._leave_pulls()
+        self._end_pulls()
         if self._sink is not None and plan.displaced:
             self._sink.blocks_preempted(plan.displaced)
         if self._fetcher is not None:

@@ -34,9 +34,9 @@ from tanghulu.rpc.wire import Failure
 from tanghulu.session.outputs import FinishReason, KvSource, Output, TokenLogprobs
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
-from tanghulu.workers.engine.early_pulls import EarlyPulls
 from tanghulu.workers.engine.exports import Exports
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
+from tanghulu.workers.engine.pulls import Pulls
 from tanghulu.workers.engine.requests import EngineRequest, EngineRequestEvent, EngineRequestState
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, StepPlan, plan_fetch
 from tanghulu.workers.engine.step_result import Sampled, StepOutcome
@@ -82,7 +82,7 @@ class Scheduler:
         self._block_tokens = config.block_tokens
         self.pool = pool
         self.exports = Exports(pool, config.block_tokens)
-        self.pulls = EarlyPulls(pool, config.block_tokens)
+        self.pulls = Pulls(pool, config.block_tokens)
         self.max_tokens = min(config.max_context, pool.num_blocks * config.block_tokens)
         self._requests: dict[RequestId, EngineRequest] = {}
         self._waiting: list[EngineRequest] = []
@@ -115,7 +115,7 @@ class Scheduler:
         self._num_added += 1
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=_order)
-        self.pulls.leave(request.ahead)
+        self.pulls.end_soon(request.ahead)
 
     def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: KvSource) -> FetchWanted | None:
         """Begin to pull the full blocks of ``sequence`` from ``peer``, as far as no request needs the room."""

@@ -19,9 +19,9 @@ import structlog
 from tanghulu.errors import TanghuluError
 from tanghulu.session.outputs import KvSource
 from tanghulu.types import BlockHash, RequestId
-from tanghulu.workers.engine.early_pulls import MAX_PULLS
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.pulls import MAX_PULLS
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted
 from tanghulu.workers.engine.thread import Command
@@ -132,7 +132,7 @@ class KvConnector:
         left = self._pulls[wanted.request_id] = threading.Event()
         self._pullers.submit(self._pull, wanted, left)
 
-    def leave(self, name: RequestId) -> None:
+    def end_pull(self, name: RequestId) -> None:
         if (left := self._pulls.get(name)) is not None:
             left.set()
 

@@ -5,14 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tanghulu.workers.engine.block_pool import BlockPool
-from tanghulu.workers.engine.early_pulls import (
-    MAX_PULLS,
-    TRANSITIONS,
-    EarlyPullEvent,
-    EarlyPulls,
-    EarlyPullState,
-)
 from tanghulu.workers.engine.exports import ExportState
+from tanghulu.workers.engine.pulls import MAX_PULLS, Pulls
 from tanghulu.workers.engine.step_plan import StepPlan
 from tests.workers.engine.test_scheduler import B, ident, req, runs, scheduler, step
 from tests.workers.peers import export_at
@@ -25,8 +19,8 @@ def hashes(count: int) -> list:
     return list(request("any", range(count * B), block_tokens=B).sequence.block_hashes)
 
 
-def pulls(num_blocks: int = 16) -> EarlyPulls:
-    return EarlyPulls(BlockPool(num_blocks), B)
+def pulls(num_blocks: int = 16) -> Pulls:
+    return Pulls(BlockPool(num_blocks), B)
 
 
 # --- what is shown of a prefill
@@ -114,18 +108,16 @@ def test_an_export_that_grows_is_not_given_back() -> None:
 # --- what is pulled
 
 
-@pytest.mark.parametrize("state", EarlyPullState)
-@pytest.mark.parametrize("event", EarlyPullEvent)
-def test_every_pair_of_state_and_event_is_in_the_table_or_asserts(state, event) -> None:
+@pytest.mark.parametrize("ends", [("done", "drop"), ("drop", "done")])
+def test_a_pull_is_forgotten_when_its_transfer_is_over_and_nobody_wants_it(ends: tuple[str, str]) -> None:
     made = pulls()
     made.begin(ident("p"), hashes(2), PEER, 0)
-    pull = made._pulls[ident("p")]
-    pull.state = state
-    if (state, event) in TRANSITIONS:
-        assert pull.on(event) is TRANSITIONS[state, event]
-    else:
-        with pytest.raises(AssertionError, match=event.name):
-            pull.on(event)
+    for end in ends:
+        assert len(made) == 1
+        getattr(made, end)(ident("p"))
+        made.check()
+    assert (len(made), made._pool.num_in_use) == (0, 0)
+    assert made.take_ending() == (["p"] if ends[0] == "drop" else [])
 
 
 def test_blocks_that_came_can_be_matched_before_the_last_one_has() -> None:
@@ -161,7 +153,7 @@ def test_a_dropped_pull_keeps_its_blocks_until_its_transfer_has_ended() -> None:
     made.begin(ident("p"), hashes(4), PEER, 0)
     made.arrived(ident("p"), 1)
     assert made.drop(ident("p"))
-    assert made.take_left() == ["p"]
+    assert made.take_ending() == ["p"]
     assert (made._pool.num_in_use, made._pool.num_in_transfer) == (3, 3)
     made.arrived(ident("p"), 1)  # was under way
     assert made._pool.num_in_use == 2
@@ -189,7 +181,7 @@ def test_the_request_finds_what_was_pulled_and_fetches_the_rest() -> None:
     assert len(wanted.block_ids) == 4
     core.pulls.arrived(ident("p"), 3)
     core.add(made)
-    assert core.pulls.take_left() == ["p"], "its transfer is told to end"
+    assert core.pulls.take_ending() == ["p"], "its transfer is told to end"
     core.add(req("b", [80]))
     assert list(runs(step(core)[0])) == ["b"], "it waits for the pull's end, and holds up nobody"
     core.pulls.done(ident("p"))
@@ -237,9 +229,9 @@ def test_an_aborted_request_gives_up_its_pull() -> None:
     made = req("a", 16, ahead=ident("p"))
     core.pull_ahead(ident("p"), made.sequence, PEER)
     core.add(made)
-    core.pulls.take_left()
+    core.pulls.take_ending()
     core.abort(ident("a"))
-    assert core.pulls.take_left() == ["p"]
+    assert core.pulls.take_ending() == ["p"]
     core.pulls.done(ident("p"))
     assert core.pool.num_in_use == 0
     core.check()
