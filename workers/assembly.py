@@ -60,7 +60,7 @@ from tanghulu.workers.sessions.wire import RequestFactory, model_card
 
 _log = structlog.get_logger(__name__)
 _WITHOUT_SECRET = (
-    "whoever may write to the store can put KV that this worker loads; --cluster-secret @FILE, the same for all "
+    "anybody who may write to the store can put KV that this worker loads; --cluster-secret @FILE, the same for all "
     "conductors and workers, lets it load only what they have stored"
 )
 _LEASE_MS = 20_000

@@ -34,7 +34,7 @@ from tanghulu.workers.engine.step_result import Sampled, StepOutcome, StepResult
 class Computed(Struct, frozen=True):
     """What a runner made of a plan: the tokens of each run that samples, in order, and where the time went.
 
-    ``scores`` are the log probabilities of prompts that its runs owed.
+    ``scores`` are the log probabilities of prompts that its runs computed.
     """
 
     sampled: Sampled
@@ -85,7 +85,7 @@ class KvFetcher(Protocol):
 
 
 class KvSink(Protocol):
-    """Hears of blocks that are worth keeping outside the engine."""
+    """Receives blocks that are worth keeping outside the engine."""
 
     def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
         """Their bytes stay valid during this call; `EngineCore.hold` them to read them later."""

@@ -3,7 +3,7 @@
 The conductor names the prompt and the export that grows (`exports`). What of it is not cached here gets blocks at
 once, a transfer fills them in order, and each that has come is committed under its hash, so that anybody may match it.
 The request comes behind its first token, finds them as it would any cached prefix, and fetches what is missing by the
-usual way, from whoever has it: nothing of it depends on how far the pull came.
+usual way, from any source: nothing of it depends on how far the pull came.
 
 A pull has two ends, in any order: its transfer is over (`done`), and nobody wants it any more (`drop`): the request has
 references of its own, or is not coming, or others need the room. What came is kept for the request until it is
@@ -130,7 +130,7 @@ class Pulls:
 
     @property
     def num_blocks(self) -> int:
-        """At most so many blocks come back when all pulls have given way."""
+        """The most blocks that come back when all pulls have given way."""
         return sum(len(pull.there) + len(pull.coming) for pull in self._pulls.values())
 
     @property

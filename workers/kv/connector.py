@@ -1,7 +1,7 @@
 """Between the engine and the outside: prefixes come in before they are computed, new blocks go out behind it.
 
-The engine says what it wants (`FetchWanted`) and what it made (`CommittedBlock`) and goes on; threads of the
-connector move the bytes, straight into and out of the cache's blocks. Whatever fails, the engine is told how many
+The engine names the blocks that it wants (`FetchWanted`) and those that it made (`CommittedBlock`) and goes on; threads
+of the connector move the bytes, straight into and out of the cache's blocks. Whatever fails, the engine learns how many
 leading blocks arrived whole (0 is always an answer), and computes the rest.
 """
 
@@ -199,7 +199,7 @@ class KvConnector:
         return self._config.max_pending_bytes // self._layout.block_bytes - self._pending_blocks
 
     def _write(self, hashes: list[BlockHash], save: Callable[[StoreAdapter], int], held: list[int]) -> None:
-        """Run ``save`` in the writer's thread, which says how many it kept; ``held`` are blocks to give back then."""
+        """Run ``save`` in the writer's thread, which returns how many it kept; ``held`` blocks are given back then."""
         self._count_pending(len(hashes))
         self._written.update(dict.fromkeys(hashes))
         while len(self._written) > _MAX_WRITTEN:
@@ -251,7 +251,7 @@ class KvConnector:
         try:
             block_ids = [block for each in wanted for block in each.block_ids]
             num_ok = self._port.fill(block_ids, lambda at, buffers: self._read_exports(parts, at, buffers))
-        except TanghuluError as error:  # each is asked for once more, alone, and then counted
+        except TanghuluError as error:  # each is fetched once more, alone, and then counted
             _log.info("fetch.together_failed", code=error.code, error=error.message)
         except Exception:  # noqa: BLE001 - as in `_fetch`
             _log.exception("fetch.together_failed")
@@ -314,7 +314,7 @@ class KvConnector:
         try:
             with self._peers.watch(peer) as watch:
                 self._pull_turns(wanted, left, watch)
-        except TanghuluError as error:  # over, or away: the request will ask whoever has the rest
+        except TanghuluError as error:  # over, or away: the request fetches the rest from any source
             _log.debug("pull.ended", name=name, code=error.code, error=error.message)
         except Exception:  # noqa: BLE001 - a bug here must not keep the blocks for ever: the request fetches them
             _log.exception("pull.failed", name=name)
@@ -329,7 +329,7 @@ class KvConnector:
 
     def _pull_turns(self, wanted: FetchWanted, left: threading.Event, watch: Watch) -> None:
         at, ids = 0, wanted.block_ids
-        # After each turn a pull says what has come and looks whether it is still wanted.
+        # After each turn a pull reports the blocks that came, and ends if it is no longer wanted.
         while at < len(ids) and not left.is_set():
             shown = watch(wanted.first_block + at)
             until = min(shown.num_blocks - wanted.first_block, len(ids), at + self._turn_blocks)

@@ -1,4 +1,4 @@
-"""KV that prefills hold for other workers: which export, who reads it, when its blocks are given back.
+"""KV that prefills hold for other workers: exports, their readers, and when their blocks are given back.
 
     HELD --release--> FREE           nobody reads
     HELD --pin--> READ --release--> CLOSING --last reader gone--> FREE
@@ -151,7 +151,7 @@ class ExportTable:
         return self._drop_if_free(export)
 
     def expire(self, now_s: float) -> list[RequestId]:
-        """Release the exports that no worker asked for in time."""
+        """Release the exports that no worker read in time."""
         late = [e for e in self._exports.values() if e.expires_at_s <= now_s and e.state is not ReadState.CLOSING]
         return [name for export in late for name in self.release(export.export_id)]
 

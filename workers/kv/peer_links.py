@@ -34,9 +34,9 @@ _T = TypeVar("_T")
 
 #: Of the first call on a connection.
 HELLO_DEADLINE_S = 10.0
-#: A connection that was not used for so long is closed: its worker may have gone, or come back at another address.
+#: Seconds without use after which a connection is closed: its worker may have gone, or have another address now.
 MAX_IDLE_S = 300.0
-#: A worker that let somebody wait for a deadline in vain is asked by nobody for so long: each would wait as long again.
+#: Seconds for which a worker that let a deadline pass is left alone: every other caller would wait as long again.
 SILENT_PAUSE_S = 5.0
 
 

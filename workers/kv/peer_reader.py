@@ -41,7 +41,7 @@ _log = structlog.get_logger(__name__)
 PREFIX_DEADLINE_S = 5.0
 #: Of every other call, and of each turn of a read: a whole export takes as long as the wire needs.
 DEADLINE_S = 10.0
-#: What is asked for in one turn, at least a block.
+#: Bytes of one turn, which has at least a block.
 TURN_BYTES = 16 << 20
 #: Of a release that a request waits for: what is not sent in time ends by the leases' time limit.
 RELEASE_S = 1.0
@@ -83,7 +83,7 @@ class _Pin(NamedTuple):
 
 
 class _Shown(NamedTuple):
-    """What a peer shows at once: leading blocks of what was asked for, and why the next one is not there, if it said.
+    """The blocks that a peer shows at once, leading ones of the request, and the error in place of the next, if any.
 
     ``unused``: exports of which something is pinned behind that one. ``made``: exports that the pins have made.
     """
@@ -197,8 +197,8 @@ class PeerReader:
         """Tell the export's holder that this worker reads no more of it, without waiting for its answer.
 
         Raises NodeUnavailable or DeadlineExceeded.
-        ``keep``: another worker, or a later read of this one, still needs the export; nothing is left to be told where
-        the session of the reads is gone.
+        ``keep``: another worker, or a later read of this one, still needs the export; nothing is sent where the
+        session of the reads is gone.
         """
 
         def tell(link: PeerLink) -> None:

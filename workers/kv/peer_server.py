@@ -55,7 +55,7 @@ from tanghulu.workers.kv.ports import ExportWindow
 from tanghulu.workers.metrics import WorkerMetrics
 
 EXPORT_TTL_S = 30.0
-#: Cached prefixes that other workers read at a time; who asks for more computes or asks the store.
+#: Cached prefixes that other workers read at a time; further readers compute, or load from the store.
 MAX_PREFIXES = 16
 SWEEP_S = 1.0
 #: The longest that a reader's question for more of an export is left open.
@@ -239,7 +239,7 @@ class PeerServer:
         self._metrics.exports.set(len(self._exports))
         try:
             reply = await self._pinned(peer, export, kv.block_ids)
-        except BaseException:  # no reader has heard of it, or will; raised on
+        except BaseException:  # no reader knows of it, or will; raised on
             self.release(export.export_id)
             raise
         return structs.replace(reply, export_id=export.export_id)
@@ -250,7 +250,7 @@ class PeerServer:
         own = self._identity
         if fingerprint != own.fingerprint:
             raise InvalidRequest(
-                f"KV of {fingerprint.hex() or 'no fingerprint'} was asked for, {own.instance_id} holds KV of "
+                f"KV of {fingerprint.hex() or 'no fingerprint'} was requested, {own.instance_id} holds KV of "
                 f"{own.fingerprint.hex()}: model, --dtype, --kv-dtype, block size and --tp must be equal on both sides"
             )
 
@@ -308,7 +308,7 @@ Checksums = list[list[int]]
 
 
 class _Asked(NamedTuple):
-    """Blocks, which are held meanwhile, where they are to be read, and who waits for their checksums."""
+    """Blocks, which are held meanwhile, where they are to be read, and the future of their checksums."""
 
     block_ids: Sequence[int]
     offsets: Sequence[int]
@@ -326,7 +326,7 @@ class ShownBlocks:
         self._showing: set[asyncio.Future[None]] = set()
 
     def show(self, block_ids: Sequence[int], offsets: Sequence[int]) -> asyncio.Future[Checksums]:
-        """Bring the blocks to their ``offsets``, also if whoever waits for it goes away; gives their checksums."""
+        """Bring the blocks to their ``offsets``, also if the waiter is cancelled; gives their checksums."""
         loop = asyncio.get_running_loop()
         if not self._asked:
             loop.call_soon(self._begin)
@@ -346,7 +346,7 @@ class ShownBlocks:
             task.add_done_callback(self._showing.discard)
 
     def _shares(self) -> Iterator[list[_Asked]]:
-        """What was asked for since the last turn of the loop, in the parts that a thread shows at a time."""
+        """The pins since the last turn of the loop, in the parts that a thread shows at a time."""
         share: list[_Asked] = []
         num_free = max_blocks = SHARED_BYTES // self._block_bytes
         for each in self._asked:
@@ -362,7 +362,7 @@ class ShownBlocks:
     async def _show(self, together: list[_Asked]) -> None:
         results = await asyncio.to_thread(lambda: [self._checksums(each) for each in together])
         for each, result in zip(together, results, strict=True):
-            if each.shown.done():  # whoever waited has gone
+            if each.shown.done():  # the waiter was cancelled
                 continue
             if isinstance(result, Exception):
                 each.shown.set_exception(result)

@@ -185,7 +185,7 @@ class SlotTable:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Take up to ``count`` free slots; the table must be told when the block of each arrived and is given back."""
+        """Take up to ``count`` free slots; `on` must follow when each has its block, and is given back."""
         taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
         for slot in taken:
             self.on(slot, WindowSlotEvent.TAKE)

@@ -35,7 +35,7 @@ class WorthKeeping:
 
 
 class StorePolicy(Protocol):
-    """Decides which blocks are written; hears of every use of a block and answers with what to write now."""
+    """Decides which blocks are written: every use of a block is reported, and answered with the blocks to write now."""
 
     num_dropped: int
 
@@ -44,10 +44,10 @@ class StorePolicy(Protocol):
         """Blocks that wait for `idle`."""
 
     def committed(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
-        """Hear of blocks that were computed and can be matched from now on."""
+        """Note blocks that were computed and can be matched from now on."""
 
     def reused(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
-        """Hear of blocks that a request found in the worker's cache."""
+        """Note blocks that a request found in the worker's cache."""
 
     def idle(self, max_blocks: int) -> list[WorthKeeping]:
         """Return up to ``max_blocks`` deferred blocks, because the engine has nothing to do."""

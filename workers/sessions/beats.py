@@ -38,5 +38,5 @@ class EngineBeats:
                 self._alive()
 
     def on_report(self, report: StepReport) -> None:
-        """Hear every report of the engine."""
+        """Note a report of the engine."""
         self._requested, self._reported = False, True

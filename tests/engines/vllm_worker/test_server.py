@@ -41,7 +41,7 @@ async def test_a_start_that_is_broken_off(worker, process, monkeypatch):
     monkeypatch.setattr(module, "BREAK_OFF_S", 0.001)
     monkeypatch.setattr(module.LoadedVllm, "break_off", break_off)
     process.stopping.set()
-    with pytest.raises(NodeUnavailable, match="told to end"):
+    with pytest.raises(NodeUnavailable, match="stopped before"):
         await worker._loaded(start())
     assert len(tries) == 2
 

@@ -45,7 +45,7 @@ class AttentionBackend(Protocol):
     ) -> PagedPlan:
         """Prepare ``batch``, whose queries will be of ``dtype``; the plan is valid for this one step.
 
-        With a ``window`` a query sees the last so many positions only, its own included.
+        With a ``window`` a query sees that many positions only, the last ones, its own included.
         """
 
 

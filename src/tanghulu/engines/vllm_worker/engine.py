@@ -34,7 +34,7 @@ from tanghulu.workers.sessions.port import TakesSnapshot
 _log = structlog.get_logger(__name__)
 #: How often vLLM's process is looked after.
 LOOK_S = 0.5
-#: How long a vLLM that was told to forget its cache may take, and how often it is told: saves hold blocks for a moment.
+#: The time in which vLLM must have dropped its cache, and between requests to drop it: saves hold blocks for a moment.
 DROP_S, DROP_AGAIN_S = 10.0, 0.1
 
 
@@ -132,7 +132,7 @@ class VllmEngine:
             task.cancel()
 
     def snapshot(self, take: TakesSnapshot) -> None:
-        """Give ``take`` the names of the cached blocks, and the events of them that no report has told yet."""
+        """Give ``take`` the names of the cached blocks, and their events that are in no report yet."""
         events, self._events = self._events, []
         take(self._mirror.names, self.load(), events)
 
@@ -232,7 +232,7 @@ class VllmEngine:
     async def _hand_over(self, request: VllmRequest, last: Output) -> Output:
         """Wait until the prompt's blocks are in the store; then others may go on.
 
-        The token that vLLM drew is not told: the next worker draws it again, as the first of the whole answer, with its
+        The token that vLLM drew is dropped: the next worker draws it again, as the first of the whole answer, with its
         grammar, its seed and its penalties. So do vLLM's own ways to part the phases.
         """
         await self._stored(request.block_hashes)

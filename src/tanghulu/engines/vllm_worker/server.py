@@ -51,7 +51,7 @@ from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets, assets_of
 _log = structlog.get_logger(__name__)
 #: Requests that may be here at once, running and waiting.
 MAX_REQUESTS = 1024
-#: How often a vLLM that is starting is told to end.
+#: Between two attempts to end a vLLM that is starting.
 BREAK_OFF_S = 0.5
 
 
@@ -112,7 +112,7 @@ class VllmWorkerServer:
         _log.info("vllm.loaded", model=self.model_name, fingerprint=facts.fingerprint.hex(), blocks=facts.num_blocks)
 
     async def _loaded(self, loads: Coroutine[Any, Any, LoadedVllm]) -> LoadedVllm:
-        """Wait for vLLM, which takes a minute; told to end meanwhile, break it off and raise NodeUnavailable."""
+        """Wait for vLLM, which takes a minute; stopped meanwhile, break it off and raise NodeUnavailable."""
         loading, stopping = asyncio.create_task(loads), asyncio.create_task(self._process.stopping.wait())
         await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -120,7 +120,7 @@ class VllmWorkerServer:
             LoadedVllm.break_off()
             await asyncio.wait((loading,), timeout=BREAK_OFF_S)
         if self._process.stopping.is_set() and loading.exception() is not None:
-            raise NodeUnavailable("told to end before vLLM had started") from loading.exception()
+            raise NodeUnavailable("stopped before vLLM had started") from loading.exception()
         return loading.result()
 
     async def _serve(
