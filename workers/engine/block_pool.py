@@ -90,11 +90,6 @@ class BlockPool:
     def num_in_transfer(self) -> int:
         return len(self._in_transfer)
 
-    @property
-    def num_matchable(self) -> int:
-        """Hashes that a prompt could hit now, in use or not."""
-        return len(self._by_hash)
-
     def allocate(self, count: int) -> list[int] | None:
         """``count`` blocks with one reference each, evicting cached ones as needed.
 

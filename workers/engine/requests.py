@@ -142,11 +142,6 @@ class EngineRequest:
         return len(self.sequence) - self.num_prompt_tokens
 
     @property
-    def num_pending(self) -> int:
-        """Tokens whose KV is not computed yet; 1 while decoding."""
-        return len(self.sequence) - self.num_computed
-
-    @property
     def first_unscored(self) -> int | None:
         """The first position of the prompt whose log probability is still to be computed; None if there is none."""
         if self.scoring is None:

@@ -295,7 +295,7 @@ def test_nothing_arrived() -> None:
     step(core)
     core.fetch_done(ident("a"), 0)
     assert runs(step(core)[0]) == {"a": (0, 8)}
-    assert core.pool.num_matchable == 2
+    assert len(core.pool.matchable_hashes()) == 2
 
 
 def test_abort_while_fetching_keeps_the_blocks_until_the_transfer_ends() -> None:

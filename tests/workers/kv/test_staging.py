@@ -46,8 +46,6 @@ from tanghulu.workers.kv.staging import (
     SlotTable,
     StagedPort,
     StagedWindow,
-    WindowSlotEvent,
-    WindowSlotState,
 )
 from tanghulu.workers.metrics import WorkerMetrics
 from tests.workers.peers import export_at, prefix_at
@@ -197,18 +195,21 @@ class TestSlots:
                 read.update(taken)
             elif step == "arrive" and copying:
                 slot = data.draw(st.sampled_from(sorted(copying)))
-                table.on(slot, WindowSlotEvent.ARRIVED)
+                table.arrived(slot)
                 copying.remove(slot)
             elif step == "give back" and read:
                 slot = data.draw(st.sampled_from(sorted(read)))
-                table.on(slot, WindowSlotEvent.GIVE_BACK)
+                table.give_back(slot)
                 read.remove(slot)
             table.check()
         assert table.num_free == 4 - len(copying | read)
 
-    def test_every_state_is_reached(self):
-        assert set(kv_staging.TRANSITIONS.values()) == set(WindowSlotState)
-        assert {event for _, event in kv_staging.TRANSITIONS} == set(WindowSlotEvent)
+    def test_a_slot_that_is_not_taken_neither_arrives_nor_is_given_back(self):
+        table = SlotTable(2)
+        for event in table.arrived, table.give_back:
+            with pytest.raises(KeyError):
+                event(0)
+        table.check()
 
     def test_a_full_window_is_refused_and_what_is_left_is_free_again(self):
         window = StagedWindow(DeviceBlocks(noise(6, [8])), memoryview(bytearray(3 * 8)), LateCopier())
