@@ -1,8 +1,7 @@
 """KV that prefills hold for other workers: exports, their readers, and when their blocks are given back.
 
-    HELD --release--> FREE           nobody reads
-    HELD --pin--> READ --release--> CLOSING --last reader gone--> FREE
-    READ --last reader gone--> HELD  (a reader died; another may come, unless only that one knew of it)
+An export is held until it is released and its last reader has gone, whichever comes last. Once released it is shown to
+nobody; if only its readers have gone (one died), another may come, unless that one alone knew of it.
 
 An export that grows is ended by its own worker alone, which completes or withdraws it. A complete one that nobody has
 read within ``ttl_s`` is released. Pure: what to do comes back as data.
@@ -15,40 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 
 from tanghulu.errors import ChunkNotFound
 from tanghulu.types import LeaseId, RequestId
 from tanghulu.workers.engine.exports import ExportState, KvExport
-
-
-class ReadState(Enum):
-    """Whether an export is read."""
-
-    HELD = "held"  # waits for a reader
-    READ = "read"  # somebody holds leases on its blocks
-    CLOSING = "closing"  # nobody needs it, but a reader may still touch its blocks
-    FREE = "free"  # its blocks are given back
-
-
-class ReadEvent(Enum):
-    """What happens to an export."""
-
-    PIN = "pin"
-    RELEASE = "release"
-    READERS_GONE = "readers gone"
-
-
-_S, _E = ReadState, ReadEvent
-TRANSITIONS: dict[tuple[ReadState, ReadEvent], ReadState] = {
-    (_S.HELD, _E.PIN): _S.READ,
-    (_S.HELD, _E.RELEASE): _S.FREE,
-    (_S.READ, _E.PIN): _S.READ,
-    (_S.READ, _E.RELEASE): _S.CLOSING,
-    (_S.READ, _E.READERS_GONE): _S.HELD,
-    (_S.CLOSING, _E.RELEASE): _S.CLOSING,
-    (_S.CLOSING, _E.READERS_GONE): _S.FREE,
-}
 
 
 @dataclass(slots=True, eq=False)
@@ -59,18 +28,12 @@ class Export:
     kv: KvExport
     expires_at_s: float
     one_reader: bool = False
-    state: ReadState = ReadState.HELD
+    released: bool = False
     leases: set[LeaseId] = field(default_factory=set)
 
     @property
     def grows(self) -> bool:
         return self.kv.state is ExportState.GROWING
-
-    def on(self, event: ReadEvent) -> None:
-        """Move along the table; an unknown pair is a programmer's error."""
-        following = TRANSITIONS.get((self.state, event))
-        assert following is not None, f"export {self.export_id}: {event} in {self.state}"
-        self.state = following
 
 
 class ExportTable:
@@ -113,13 +76,12 @@ class ExportTable:
     def get(self, export_id: int) -> Export:
         """The export; raises ChunkNotFound when it was released or its time ran out."""
         export = self._exports.get(export_id)
-        if export is None or export.state is ReadState.CLOSING:
+        if export is None or export.released:
             raise ChunkNotFound(f"export {export_id} is not held here (any more); compute the prompt instead")
         return export
 
     def pinned(self, export: Export, leases: list[LeaseId], now_s: float) -> None:
         """Note that a reader was given ``leases`` on the export's blocks."""
-        export.on(ReadEvent.PIN)
         export.leases.update(leases)
         export.expires_at_s = now_s + self._ttl_s
         self._by_lease.update(dict.fromkeys(leases, export))
@@ -134,7 +96,7 @@ class ExportTable:
         export = self._exports.get(export_id)
         if export is None or export.grows:
             return []
-        export.on(ReadEvent.RELEASE)
+        export.released = True
         return self._drop_if_free(export)
 
     def lease_freed(self, lease_id: LeaseId) -> list[RequestId]:
@@ -143,20 +105,16 @@ class ExportTable:
         if export is None:
             return []
         export.leases.discard(lease_id)
-        if export.leases:
-            return []
-        export.on(ReadEvent.READERS_GONE)
-        if export.one_reader and export.state is ReadState.HELD:
-            export.on(ReadEvent.RELEASE)
+        export.released = export.released or (export.one_reader and not export.leases)
         return self._drop_if_free(export)
 
     def expire(self, now_s: float) -> list[RequestId]:
         """Release the exports that no worker read in time."""
-        late = [e for e in self._exports.values() if e.expires_at_s <= now_s and e.state is not ReadState.CLOSING]
+        late = [e for e in self._exports.values() if e.expires_at_s <= now_s and not e.released]
         return [name for export in late for name in self.release(export.export_id)]
 
     def _drop_if_free(self, export: Export) -> list[RequestId]:
-        if export.state is not ReadState.FREE:
+        if export.leases or not export.released:
             return []
         del self._exports[export.export_id]
         return [export.kv.name]
@@ -165,5 +123,4 @@ class ExportTable:
         held = {lease for export in self._exports.values() for lease in export.leases}
         assert held == self._by_lease.keys()
         assert all(self._exports[export.export_id] is export and export.grows for export in self._growing.values())
-        for export in self._exports.values():
-            assert bool(export.leases) == (export.state in (ReadState.READ, ReadState.CLOSING)), export
+        assert all(export.leases or not export.released for export in self._exports.values())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tanghulu.errors import ChunkNotFound
 from tanghulu.types import LeaseId, RequestId
 from tanghulu.workers.engine.exports import ExportState, KvExport
-from tanghulu.workers.kv.exports import ExportTable, ReadState
+from tanghulu.workers.kv.exports import ExportTable
 
 
 def _kv(name: str, *blocks: int, state: ExportState = ExportState.COMPLETE) -> KvExport:
@@ -43,7 +43,8 @@ def test_after_a_dead_reader_another_may_come() -> None:
     export = table.add(_kv("a"), 0)
     table.pinned(export, [LeaseId(1)], 0)
     assert table.lease_freed(LeaseId(1)) == []
-    assert table.get(export.export_id).state is ReadState.HELD
+    assert table.get(export.export_id) is export
+    assert not export.leases
 
 
 def test_what_only_a_dead_reader_knew_of_is_free_at_once() -> None:
@@ -83,7 +84,7 @@ def test_every_export_is_given_back_once_and_never_while_read(events: list[tuple
         if event == "add":
             made += 1
             table.add(_kv(str(made)), now_s)
-        elif event == "pin" and target is not None and target.state is not ReadState.CLOSING:
+        elif event == "pin" and target is not None and not target.released:
             leases += 1
             open_leases[leases] = target.kv.name
             table.pinned(target, [LeaseId(leases)], now_s)
