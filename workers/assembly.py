@@ -36,7 +36,7 @@ from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.metrics import EngineCollector, ServerCollector
 from tanghulu.transfer_engine.options import transfer_settings
 from tanghulu.transfer_engine.owner.server import SegmentServer
-from tanghulu.types import Address, BlockHash, RequestId
+from tanghulu.types import Address
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.grammar import GrammarCompiler
@@ -44,7 +44,6 @@ from tanghulu.workers.engine.kv_layout import KvMemory
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.engine.probe import EngineProbe
 from tanghulu.workers.engine.speed import SpeedMeter
-from tanghulu.workers.engine.step_plan import KvExport
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
 from tanghulu.workers.kv.peer_reader import PeerReader
@@ -61,7 +60,7 @@ from tanghulu.workers.sessions.wire import RequestFactory, model_card
 
 _log = structlog.get_logger(__name__)
 _WITHOUT_SECRET = (
-    "whoever may write to the store can put KV that this worker loads; --cluster-secret @FILE, the same for all "
+    "anybody who may write to the store can put KV that this worker loads; --cluster-secret @FILE, the same for all "
     "conductors and workers, lets it load only what they have stored"
 )
 _LEASE_MS = 20_000
@@ -108,7 +107,7 @@ class WorkerServer:
         core, connector = self._engine(stack)
         self._reports = EngineReports(self._spread)
         self._thread = EngineThread(core, self._reports.put, self._engine_failed, self._speed, self._reports.call)
-        connector.attach(core, self._kv.port, self._thread.post, self._thread.post_unhurried)
+        connector.attach(core, self._kv.port, self._thread.post, self._thread.post_lazily)
         await self._peers_in(stack, service, core)
         factory = self._request_factory(core)
         self._probe = EngineProbe(self._thread, factory.probe, SystemClock())
@@ -218,7 +217,7 @@ class WorkerServer:
             access,
             clock,
             self._metrics,
-            _HeldInEngine(self._thread),
+            self._thread,
         )
         server = SegmentServer(
             self._segment,
@@ -296,23 +295,6 @@ class WorkerServer:
             async with asyncio.timeout(grace_s):
                 await self._hub.idle.wait()
                 await self._peers.idle.wait()
-
-
-class _HeldInEngine:
-    """The engine's cache as a `KvHolder`: exports are made and released between two steps of its thread."""
-
-    def __init__(self, thread: EngineThread) -> None:
-        self._thread = thread
-
-    async def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
-        try:
-            return await self._thread.call(lambda core: core.export_prefix(name, hashes))
-        except asyncio.CancelledError:  # the reader hung up: what the engine may still hold for it is given back
-            self.give_back(name)
-            raise
-
-    def give_back(self, name: RequestId) -> None:
-        self._thread.post_unhurried(lambda core: core.release_export(name))
 
 
 __all__: Sequence[str] = ("LoadedModel", "WorkerServer")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 async def serve(process: Process, config: WorkerConfig) -> None:
-    """Look for the others, load the model, open the port, serve sessions until told to stop, then drain."""
+    """Look for the others, load the model, open the port, serve sessions until stopped, then drain."""
     async with open_discovery(config.discovery, config.master) as discovery:
         await process.unless_stopping(meet(discovery))
         process.progress("importing torch", 0.0)

@@ -275,7 +275,7 @@ class Bench:
         bounds = ConnectorConfig(max_pending_bytes=runner.cache.capacity_bytes)
         connector = KvConnector(store, NoPeers(), metrics, SpeedMeter(budget), bounds)
         served = Served(self.engine(runner, budget, fetcher=connector, sink=connector), connector)
-        connector.attach(served.core, self._port(runner, ring_bytes), served.thread.post, served.thread.post_unhurried)
+        connector.attach(served.core, self._port(runner, ring_bytes), served.thread.post, served.thread.post_lazily)
         ttfts: dict[str, list[float]] = {"cold": [], "90 % in the store": [], "90 % in the cache": []}
         with served.running():
             for number in range(rounds + 1):

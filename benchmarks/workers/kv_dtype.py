@@ -22,8 +22,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from tanghulu.workers.compute.forward_batch import SequenceChunk
-from tanghulu.workers.compute.kv_cache import KvCache
-from tanghulu.workers.compute.kv_rows import to_rows
+from tanghulu.workers.compute.kv_cache import KvCache, to_rows
 from tanghulu.workers.compute.lanes import LanedForward
 from tanghulu.workers.compute.models.registry import Model, load_model, pick_dtype
 from tanghulu.workers.engine.kv_layout import KvLayout

@@ -233,6 +233,9 @@ class Dispatcher:
         """Hand each request its part of the step."""
         now_s = self._clock.now_s()
         for output in step.outputs:
+            if output.source is not None and output.finish is None:  # the prefill goes on
+                self._pass_on(output.request_id, partial(Flight.on_export, source=output.source))
+                continue
             worker.load.on_report(output.request_id)
             self.router.on_tokens(output.request_id, len(output.tokens))
             self.own.prefilled(output.request_id)
@@ -244,8 +247,6 @@ class Dispatcher:
                     self._perform(entry, entry.flight.on_output(output))
             elif output.source is not None:  # the request ended while the hand-over was on its way here
                 self._release(worker.id, output.source.export_id)
-        for begun in step.begun:
-            self._pass_on(begun.request_id, partial(Flight.on_begun, source=begun.source))
         for scores in step.scores:
             self._pass_on(scores.request_id, partial(Flight.on_scores, scores=PromptLogprobs.of(scores)))
         if step.load is not None:

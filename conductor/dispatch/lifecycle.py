@@ -262,7 +262,7 @@ class Flight:
         submit = self._submit_to(prefill, self._hand_over, None)
         return [submit] if self._hand_over else [submit, *self._cancel_pull()]
 
-    def on_begun(self, source: KvSource) -> list[Instruction]:
+    def on_export(self, source: KvSource) -> list[Instruction]:
         """Let the KV be pulled as it is computed, if it will be needed elsewhere."""
         return [PickPull(source)] if self._hand_over else []
 

@@ -22,8 +22,7 @@ from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.mock.loading import load
-from tanghulu.workers.mock.runner import MockRunner
-from tanghulu.workers.mock.timing import MockTiming
+from tanghulu.workers.mock.runner import MockRunner, MockTiming
 
 BLOCK_TOKENS = 8
 MAX_NEW = 40

@@ -27,7 +27,6 @@ from tanghulu.runtime.clock import SystemClock
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
 from tanghulu.types import Address, InstanceId, LeaseId, Role
-from tanghulu.workers.assembly import _HeldInEngine
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.probe import EngineProbe
 from tanghulu.workers.engine.speed import SpeedMeter
@@ -103,11 +102,10 @@ class SimWorker(Process):
         self.reports = EngineReports(self._spread)
         self.thread = EngineThread(self.core, self.reports.put, self._engine_failed, speed, self.reports.call)
         blocks = HostBlocks(runner.cache)
-        self.connector.attach(self.core, blocks, self.thread.post, self.thread.post_unhurried)
+        self.connector.attach(self.core, blocks, self.thread.post, self.thread.post_lazily)
         self.access = AccessTable(clock, LEASE_MS, len(self.memory), random_bytes=Random(self.generation).randbytes)
         identity = KvIdentity(self.id, self.generation, text.FINGERPRINT)
-        held = _HeldInEngine(self.thread)
-        self.peers = PeerServer(identity, text.LAYOUT, blocks, self.access, clock, metrics, held)
+        self.peers = PeerServer(identity, text.LAYOUT, blocks, self.access, clock, metrics, self.thread)
         service = FastService()
         self.peers.serve(service, self)  # type: ignore[arg-type]
         self.peers.address = str(self.address)
@@ -213,19 +211,18 @@ class SimWorker(Process):
         left = {
             "requests": len(scheduler._requests),
             "pulls": len(scheduler.pulls),
-            "exports held": scheduler.held.num_exports,
+            "exports held": len(scheduler.exports),
             "blocks in use": pool.num_in_use,
             "blocks in transfer": pool.num_in_transfer,
             "owned": hub.num_requests,
             "exports": len(self.peers._exports),
-            "early exports": len(self.peers._early),
             "prefixes": len(self.peers._prefixes),
             "leases": self.access.num_leases,
             "pulls under way": len(self.connector._pulls),
             "blocks on their way to the store": self.connector._pending_blocks,
             "probes": len(self.probe._waiting),
             "requests of sessions": sum(len(session.requests) for session in hub._sessions),
-            "untold": sum(len(session.untold._outputs) for session in hub._sessions),
+            "unsent": sum(len(session.outbox._outputs) for session in hub._sessions),
         }
         found = {name: count for name, count in left.items() if count}
         assert not found, f"{self.host} still has {found}"

@@ -22,16 +22,17 @@ from tanghulu.hashing import Tokens, TokenSequence, root_hash
 from tanghulu.session.load import WorkerLoad
 from tanghulu.session.messages import SessionWelcome, StepOutput
 from tanghulu.session.model_card import ModelCard
-from tanghulu.session.outputs import BegunExport, FinishReason, KvChange, KvSource, Output
+from tanghulu.session.outputs import KvChange, KvSource, Output
 from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import Address, Fingerprint, InstanceId, RequestId, Role
 from tanghulu.workers.engine.block_pool import BlockPool, KvEventKind
+from tanghulu.workers.engine.exports import ExportState, KvExport
 from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.step_plan import FetchWanted, StepPlan
 from tanghulu.workers.engine.step_result import Sampled
-from tanghulu.workers.mock.timing import TIMINGS
+from tanghulu.workers.mock.runner import TIMINGS
 from tests.conductor.fake_worker import TOKENIZER
 
 BLOCK_TOKENS = 64
@@ -94,20 +95,20 @@ class VirtualPull:
 
 
 class VirtualExport:
-    """What is shown of a prefill, and who reads it."""
+    """What is shown of a prompt, and who reads it."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self.num_shown = number, 0
+    def __init__(self, number: int, kv: KvExport) -> None:
+        self.number, self.kv = number, kv
         self.pulls: list[VirtualPull] = []
 
-    def grow(self, num_blocks: int) -> None:
-        self.num_shown += num_blocks
+    def show(self, kv: KvExport) -> None:
+        self.kv = kv
         for pull in self.pulls:
-            pull.sees(self.num_shown)
-
-    def end(self) -> None:
-        for pull in self.pulls:
-            pull.end()
+            pull.sees(len(kv.block_ids))
+            if kv.state is not ExportState.GROWING:
+                pull.end()
+        if kv.state is not ExportState.GROWING:
+            self.pulls.clear()
 
 
 class VirtualWorker:
@@ -125,11 +126,10 @@ class VirtualWorker:
         self.scheduler = Scheduler(SchedulerConfig(BLOCK_TOKENS, 131_072, step_tokens, 32, can_fetch=True), self.pool)
         self.num_hand_overs = self.num_pulled = 0
         self._numbers = itertools.count(10**9)
-        self._shown: dict[RequestId, VirtualExport] = {}
         self._cluster, self._time = cluster, cluster.time
         self._speed, self._timing = SpeedMeter(step_tokens), TIMINGS["gpu-8b"]
         self._busy, self._sequence = False, 0
-        self._exports: dict[int, RequestId] = {}
+        self._exports: dict[int, VirtualExport] = {}
         address = Address(name, 1)
         self.registered = RegisteredWorker(Instance(InstanceId(name), role, address))
         self.registered.card, self.registered.session = _CARD, self
@@ -172,15 +172,16 @@ class VirtualWorker:
         def abort() -> None:
             if not self.scheduler.abort(RequestId(wire_id)):
                 self.scheduler.pulls.drop(RequestId(wire_id))
-            self._show_early()
+            self._show_exports()
             self._begin_step()
 
         self._time.after(WIRE_S, abort)
 
     def release(self, export_id: int) -> None:
-        name = self._exports.pop(export_id, None)  # by its reader, or by the conductor
-        if name is not None:
-            self._time.after(WIRE_S, lambda: self.scheduler.held.release_export(name))
+        export = self._exports.get(export_id)  # by its reader, or by the conductor
+        if export is not None and export.kv.state is ExportState.COMPLETE:
+            del self._exports[export_id]
+            self._time.after(WIRE_S, lambda: self.scheduler.exports.release(export.kv.name))
 
     def _add(self, request: EngineRequest) -> None:
         self.scheduler.add(request)
@@ -190,7 +191,7 @@ class VirtualWorker:
     # --- steps
 
     def _begin_step(self) -> None:
-        self.scheduler.pulls.take_left()
+        self.scheduler.pulls.take_ending()
         if self._busy or not self.scheduler.has_work:
             return
         plan = self.scheduler.schedule()
@@ -210,33 +211,37 @@ class VirtualWorker:
         outcome = self.scheduler.step_done(Sampled([1] * num_samples, [None] * num_samples))
         self._busy = False
         self._speed.step(plan.num_tokens, len(plan.runs), seconds, plan.work)
-        begun = self._show_early()
-        self._report([self._output(output) for output in outcome.outputs], begun)
+        sources = self._show_exports()
+        for output in outcome.outputs:
+            output.source = sources.pop(output.request_id, None)
+        begun = [Output(name, source=source) for name, source in sources.items()]
+        self._report([*begun, *outcome.outputs])
         self._begin_step()
 
-    def _show_early(self) -> list[BegunExport]:
-        begun = []
-        for change in self.scheduler.early_exports.take():
-            if change.over:
-                self._shown.pop(change.name).end()
-                self.scheduler.held.release_export(change.name)
+    def _show_exports(self) -> dict[RequestId, KvSource]:
+        """Show readers what has changed; returns the sources of which conductors learn."""
+        sources = {}
+        for kv in self.scheduler.exports.take_changed():
+            known = next((each for each in self._exports.values() if each.kv.name == kv.name), None)
+            export = known or VirtualExport(next(self._numbers), kv)
+            export.show(kv)
+            if kv.state is ExportState.WITHDRAWN:
+                self._exports.pop(export.number, None)
+                self.scheduler.exports.release(kv.name)
                 continue
-            shown = self._shown.get(change.name)
-            if shown is None:
-                shown = self._shown[change.name] = VirtualExport(next(self._numbers))
+            self._exports[export.number] = export
+            if known is None or kv.state is ExportState.COMPLETE:
                 address = str(self.registered.instance.address)
-                source = KvSource(self.registered.id, address, "", shown.number, 0)
-                begun.append(BegunExport(change.request_id, source))
-            shown.grow(len(change.block_ids))
-        return begun
+                sources[kv.request_id] = KvSource(self.registered.id, address, "", export.number, kv.num_tokens)
+        return sources
 
     def read_early(self, number: int, pull: VirtualPull) -> None:
-        shown = next((shown for shown in self._shown.values() if shown.number == number), None)
-        if shown is None:
+        export = self._exports.get(number)
+        if export is None:
             pull.end()
         else:
-            shown.pulls.append(pull)
-            shown.grow(0)
+            export.pulls.append(pull)
+            export.show(export.kv)
 
     def pulled(self, name: RequestId, num_blocks: int, ended: bool) -> None:
         """After what a fetch takes, blocks have come, or the pull has ended."""
@@ -249,16 +254,6 @@ class VirtualWorker:
                 self._begin_step()
 
         self._time.after(FETCH_S, arrive)
-
-    def _output(self, output: Output) -> Output:
-        if output.finish is FinishReason.HANDED_OVER:
-            number = len(self._exports) + 1000 * self._sequence
-            self._exports[number] = output.request_id
-            export = self.scheduler.held.export(output.request_id)
-            assert export is not None
-            address = str(self.registered.instance.address)
-            output.source = KvSource(self.registered.id, address, "", number, export.num_tokens)
-        return output
 
     def _fetch(self, wanted: FetchWanted) -> None:
         def arrive() -> None:
@@ -275,12 +270,12 @@ class VirtualWorker:
 
     # --- what it tells
 
-    def _report(self, outputs: list[Output], begun: Sequence[BegunExport] = ()) -> None:
+    def _report(self, outputs: list[Output]) -> None:
         changes = []
         for kind, events in itertools.groupby(self.pool.take_events(), key=lambda event: event.kind):
             hashes = tuple(event.block_hash for event in events)
             changes.append(KvChange(stored=hashes) if kind is KvEventKind.STORED else KvChange(removed=hashes))
-        step = StepOutput(outputs, self._sequence, tuple(changes), self._load(), begun=begun)
+        step = StepOutput(outputs, self._sequence, tuple(changes), self._load())
         self._sequence += len(changes)
         self._time.after(WIRE_S, lambda: self._cluster.dispatcher.worker_step(self.registered, step))
 

@@ -20,7 +20,7 @@ from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig, ModelRu
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineThread, StepReport
-from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector, KvPeers
+from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
 from tanghulu.workers.kv.peer_reader import ExportPart, PeerReader
 from tanghulu.workers.kv.ports import BlockPort, HostBlocks
 from tanghulu.workers.kv.store_adapter import StoreAdapter
@@ -87,7 +87,7 @@ class Rig:
         self,
         model: Model,
         store: DictStore | None,
-        peers: KvPeers | None = None,
+        peers: Any = None,
         runner: ModelRunner | None = None,
         port: BlockPort | None = None,
         *,
@@ -110,7 +110,7 @@ class Rig:
         self.core = EngineCore(runner, config, fetcher=self.connector, sink=self.connector)
         self.reports: queue.Queue[StepReport | BaseException] = queue.Queue()
         self.thread = EngineThread(self.core, self._report, self.reports.put)
-        self.connector.attach(self.core, port, self.thread.post, self.thread.post_unhurried)
+        self.connector.attach(self.core, port, self.thread.post, self.thread.post_lazily)
         self.thread.start()
 
     def _report(self, report: StepReport) -> None:

@@ -110,13 +110,13 @@ class Outside:
     def pull(self, wanted: FetchWanted) -> None:
         raise AssertionError("nothing is pulled ahead")
 
-    def leave(self, name: RequestId) -> None: ...
+    def end_pull(self, name: RequestId) -> None: ...
 
     def arrive(self, core: EngineCore) -> None:
         """Copy all that was asked for."""
         while self._wanted:
             wanted = self._wanted.pop()
-            export = self._holder.scheduler.held.export(wanted.request_id)
+            export = self._holder.scheduler.exports.get(wanted.request_id)
             assert export is not None
             sources = export.block_ids[wanted.first_block :]
             for source, block in zip(sources, wanted.block_ids, strict=True):
@@ -190,7 +190,7 @@ def handed_off(served: Served) -> list[Answer]:
     decode = served.engine(size, outside)
     for index in found:
         rest = served.request(index, found[index][0])
-        export = prefill.scheduler.held.export(rest.request_id)
+        export = prefill.scheduler.exports.get(rest.request_id)
         assert export is not None
         rest.peer = export_at("prefill", rest.request_id, export.num_tokens)
         decode.add(rest)

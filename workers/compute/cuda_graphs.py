@@ -17,8 +17,8 @@ import numpy.typing as npt
 import structlog
 import torch
 
-from tanghulu.workers.compute.decode_batch import DecodeShape, decode_batch, pack_decodes
 from tanghulu.workers.compute.device import staged_for
+from tanghulu.workers.compute.forward_batch import DecodeShape, decode_batch, pack_decodes
 from tanghulu.workers.compute.kv_cache import DeviceKvCache
 from tanghulu.workers.compute.models.registry import Model
 

@@ -15,10 +15,16 @@ import torch
 
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.workers.compute.cuda_graphs import DecodeGraphs
-from tanghulu.workers.compute.decode_batch import DecodeShape, decode_batch, is_decode, pack_decodes
 from tanghulu.workers.compute.device import upload, wait_for
 from tanghulu.workers.compute.device_sampling import sample_on_device
-from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
+from tanghulu.workers.compute.forward_batch import (
+    DecodeShape,
+    SequenceChunk,
+    build_forward_batch,
+    decode_batch,
+    is_decode,
+    pack_decodes,
+)
 from tanghulu.workers.compute.kv_cache import DeviceKvCache
 from tanghulu.workers.compute.models.registry import Model, kv_dtype_name
 from tanghulu.workers.compute.torch_runner import chunk_of, rows_of, scores_of

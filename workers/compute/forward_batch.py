@@ -5,20 +5,89 @@ Built from plain numbers by `build_forward_batch`; the model and the attention b
 Worked example, blocks of 4 tokens. Sequence A (blocks 7, 2) has 5 tokens cached and computes its 6th and 7th;
 sequence B (block 9) decodes its 3rd token. Then ``token_ids`` has 3 entries, ``positions`` = [5, 6, 2], and the
 places in the cache are block 2 offsets 1 and 2, block 9 offset 2. Logits are wanted for rows 1 and 2.
+
+Lanes (`tanghulu.workers.compute.lanes`) wait for each other where a sequence was cut in two: it attends to its own
+earlier half. Rows of a step meet nowhere but in attention, and there the later rows of a sequence see the earlier ones
+and not the other way round. So a lane waits, layer by layer, until the lane before has written its K and V, and for
+nothing else (`LaneTurn`); the first never waits.
+
+A step in which every sequence decodes one token is one tensor of static shape (`decode_batch`). Shapes are rounded up
+to powers of two, so that a few captured graphs (`cuda_graphs`) serve all steps. What fills up is harmless: a filling
+row is a sequence of one token in the scratch block, which nobody else reads; a filling column names the scratch block,
+and the mask hides it.
+
+The tensor is int64 [sequences, 2 + blocks]: token, position, block table. All else follows from it on the device, so a
+step uploads nothing more. Worked example, blocks of 4 tokens, scratch block 50: sequence A (blocks 7, 2) decodes its
+7th token 11, B (block 9) its 3rd token 12, C (blocks 4, 5, 6) its 9th token 13. Filled up to 4 sequences of 4 blocks:
+
+    [[11, 6, 7, 2, 50, 50],
+     [12, 2, 9, 50, 50, 50],
+     [13, 8, 4, 5, 6, 50],
+     [0, 0, 50, 50, 50, 50]]
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tanghulu.workers.compute.device import CPU, upload
-from tanghulu.workers.compute.lane_turn import LaneTurn
 from tanghulu.workers.compute.prompt_scoring import ScoredRows
 from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
+
+
+class LaneGate:
+    """Counts the layers of K and V that a lane has written; the next lane waits here."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_written = 0
+        self._ended = False
+
+    def open(self, layer: int) -> None:
+        """Say that the layers up to and including ``layer`` are written."""
+        with self._changed:
+            self._num_written = layer + 1
+            self._changed.notify()
+
+    def end(self) -> None:
+        """Say that the lane will write nothing more."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+
+    def wait(self, layer: int) -> None:
+        """Wait until ``layer`` is written; raises RuntimeError if the lane before ended without writing it."""
+        with self._changed:
+            while self._num_written <= layer:
+                if self._ended:
+                    raise RuntimeError(f"the lane before ended with {self._num_written} layers of KV, not {layer + 1}")
+                self._changed.wait()
+
+
+class LaneTurn:
+    """A lane's place among its neighbours: the gate it waits at and the one it opens, each if there is one."""
+
+    def __init__(self, before: LaneGate | None, after: LaneGate | None) -> None:
+        self._before, self._after = before, after
+
+    def written(self, layer: int) -> None:
+        """Say that the lane wrote K and V of ``layer``; returns when the lanes before have written theirs."""
+        if self._before is not None:
+            self._before.wait(layer)
+        if self._after is not None:
+            self._after.open(layer)
+
+    def end(self) -> None:
+        """Say that the lane is done or failed, so that the next one does not wait for it."""
+        if self._after is not None:
+            self._after.end()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,3 +201,63 @@ def _scored_rows(chunk: SequenceChunk, first_row: int) -> ScoredRows | None:
         return None
     part = scores.part(first - scores.position, end - scores.position)
     return ScoredRows(first_row + first - 1 - chunk.start, part)
+
+
+#: The narrowest table: fewer blocks cost nothing to hide, and every width is a graph of its own.
+MIN_BLOCKS = 4
+_NUM_FIELDS = 2
+
+
+class DecodeShape(NamedTuple):
+    """The shape of a batch of decodes: its number of sequences, and of blocks of each."""
+
+    num_sequences: int
+    num_blocks: int
+
+    @classmethod
+    def of(cls, chunks: Sequence[SequenceChunk], block_tokens: int) -> DecodeShape:
+        """Return the smallest shape of powers of two into which ``chunks`` fit."""
+        widest = max(-(-chunk.end // block_tokens) for chunk in chunks)
+        return cls(_power_of_two(len(chunks)), max(MIN_BLOCKS, _power_of_two(widest)))
+
+    @property
+    def packed(self) -> tuple[int, int]:
+        return (self.num_sequences, _NUM_FIELDS + self.num_blocks)
+
+
+def is_decode(chunks: Sequence[SequenceChunk]) -> bool:
+    """Whether every sequence computes one token and wants its logits."""
+    return all(len(chunk.token_ids) == 1 and chunk.wants_logits and chunk.scores is None for chunk in chunks)
+
+
+def pack_decodes(
+    chunks: Sequence[SequenceChunk], shape: DecodeShape, block_tokens: int, scratch: int
+) -> npt.NDArray[np.int64]:
+    """Lay ``chunks`` (`is_decode`) as rows into an array of ``shape``, filled up with block ``scratch``."""
+    packed = np.zeros(shape.packed, dtype=np.int64)
+    packed[:, _NUM_FIELDS:] = scratch
+    for row, chunk in zip(packed, chunks, strict=False):
+        num_blocks = -(-chunk.end // block_tokens)
+        row[:_NUM_FIELDS] = chunk.token_ids[0], chunk.start
+        row[_NUM_FIELDS : _NUM_FIELDS + num_blocks] = chunk.block_ids[:num_blocks]
+    return packed
+
+
+def decode_batch(packed: torch.Tensor, block_tokens: int) -> ForwardBatch:
+    """Make the batch that ``packed`` describes, by operations on its device alone. Logits of all rows are wanted."""
+    token_ids, positions, tables = packed[:, 0], packed[:, 1], packed[:, _NUM_FIELDS:]
+    blocks = tables.gather(1, (positions // block_tokens)[:, None])[:, 0]
+    return ForwardBatch(
+        token_ids=token_ids,
+        positions=positions,
+        blocks=blocks,
+        offsets=positions % block_tokens,
+        spans=(),
+        logit_rows=torch.arange(len(packed), device=packed.device),
+        decodes=DecodeTables(tables, positions + 1),
+    )
+
+
+def _power_of_two(count: int) -> int:
+    """The least power of two that is at least ``count``."""
+    return 1 << (count - 1).bit_length()

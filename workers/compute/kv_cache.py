@@ -3,6 +3,14 @@
 In main memory they are the same bytes as `kv_layout.KvMemory`, which transfers read and write in place. On a GPU bytes
 come and go through pinned memory (`kv.staging`). Inside a block each layer is one contiguous range, so that layers can
 be used as they arrive.
+
+K and V of a token become elements of the cache (`to_rows`), and come back (`from_rows`), rounded to its type, or in
+int8 with a scale. In int8 each head of each token has a scale of its own, its largest magnitude / 127, which follows
+its values in the cache (`KvLayout`). So a row hangs on nothing but its token: whatever is computed beside it, it is the
+same bytes. A value comes back within half a scale. A row with a value that is not finite comes back as NaN throughout:
+what overflowed is not hidden. Worked example, a head of four values:
+
+    .5, -2.54, 0, 1.273  ->  scale 2.54 / 127 = .02  ->  25, -127, 0, 64  ->  .5, -2.54, 0, 1.28
 """
 
 from __future__ import annotations
@@ -11,14 +19,14 @@ from typing import Protocol
 
 import torch
 
-from tanghulu.workers.engine.kv_layout import KvBlocks, KvLayout, KvMemory
+from tanghulu.workers.engine.kv_layout import SCALE_BYTES, KvBlocks, KvLayout, KvMemory
 
 
 class KvTensors(Protocol):
     """What attention reads and writes.
 
     ``blocks`` [num_blocks, *layout.part_shape], one part of each, and ``rows`` [-1, kv_heads, head_items], all parts,
-    of the same memory: elements as `kv_rows` makes and reads them.
+    of the same memory: elements as `to_rows` makes and `from_rows` reads them.
     """
 
     layout: KvLayout
@@ -71,3 +79,36 @@ class DeviceKvCache(KvBlocks):
 
     def row_of(self, layer: int, kv: int) -> int:
         return (layer * 2 + kv) * self.layout.block_tokens
+
+
+_LEVELS = 127
+#: A row's largest magnitude counts as at least this, so that scales are normal numbers; rows of far less are zero.
+LEAST_MAGNITUDE = 1e-30
+
+
+def to_rows(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bring ``values`` [..., head_dim] into a cache of ``dtype``: returns [..., `KvLayout.head_items`]."""
+    if dtype != torch.int8:
+        return values.to(dtype)
+    values = values.float()
+    scale = values.abs().amax(dim=-1, keepdim=True).clamp_(min=LEAST_MAGNITUDE).div_(_LEVELS)
+    return torch.cat((values.div(scale).round_().to(torch.int8), scale.view(torch.int8)), dim=-1)
+
+
+def from_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what ``rows`` [..., head_items] of a cache hold, as ``dtype`` [..., head_dim]; not a copy if it is theirs.
+
+    In int8 rows must lie as they do in the cache: their scales are read in place.
+    """
+    if rows.dtype != torch.int8:
+        return rows.to(dtype)
+    values, scale = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:].view(torch.float32)
+    return values.to(torch.float32).mul_(scale).to(dtype)
+
+
+def gathered_item_bytes(kept: torch.dtype, computed: torch.dtype) -> int:
+    """Bytes that attention needs at a time for each value that it gathers from a cache of ``kept`` as ``computed``."""
+    if kept == computed:
+        return kept.itemsize
+    between = torch.float32.itemsize if kept == torch.int8 and computed != torch.float32 else 0
+    return kept.itemsize + between + computed.itemsize

@@ -3,7 +3,7 @@
 The usual way gives every product to all threads, which then meet some two hundred times a step, and leaves what lies
 between the products to one of them. But the rows of a step are independent save in attention, where the later rows of
 a sequence see the earlier. So the step is cut into runs of rows of equal work, and each run is a step of its own on
-one thread, which at every layer waits for the K and V of the lane before and for nothing else (`lane_turn`).
+one thread, which at every layer waits for the K and V of the lane before and for nothing else (`LaneTurn`).
 
 Worked example: two prompts of 300 tokens on two threads, where attending to 2,000 tokens costs as much as all the rest
 of a row. Row i of a prompt costs 1 + i / 2000, a prompt 322.6; the cut at half of the sum falls between the prompts,
@@ -20,9 +20,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
+from tanghulu.workers.compute.forward_batch import LaneGate, LaneTurn, SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import KvTensors
-from tanghulu.workers.compute.lane_turn import LaneGate, LaneTurn
 from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.weights.model_config import ModelConfig
 

@@ -11,7 +11,7 @@ A block is in exactly one of four conditions:
 * *in transfer*: in use, and a transfer writes into it: nobody may match or read it before it has arrived;
 * *cached*: referenced by nobody, committed under its hash, waiting to be matched or evicted.
 
-Which cached block goes first is an eviction policy's business, the same classes that the store's nodes have. It is told
+Which cached block goes first is an eviction policy's business, the same classes that the store's nodes have. It learns
 of a use when a request gives its blocks back. Prefixes hang together: block i of a prompt is worth nothing without
 blocks 0..i-1. So a request's blocks are released tail first, and under LRU a leaf always goes before the prefix it
 stands on. Example: blocks 5, 8, 2 of a finished prompt are released; the order is 2, 8, 5, and the next allocation that
@@ -89,11 +89,6 @@ class BlockPool:
     @property
     def num_in_transfer(self) -> int:
         return len(self._in_transfer)
-
-    @property
-    def num_matchable(self) -> int:
-        """Hashes that a prompt could hit now, in use or not."""
-        return len(self._by_hash)
 
     def allocate(self, count: int) -> list[int] | None:
         """``count`` blocks with one reference each, evicting cached ones as needed.

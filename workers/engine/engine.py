@@ -20,20 +20,21 @@ from tanghulu.runtime.clock import Clock, SystemClock
 from tanghulu.session.outputs import KvSource
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import DEFAULT_EVICTION, BlockPool
+from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.kv_layout import KvBlocks, KvLayout
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.engine.phase_times import PhaseBook
 from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 from tanghulu.workers.engine.requests import EngineRequest, EngineRequestState
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
-from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, KvExport, StepPlan
+from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, StepPlan
 from tanghulu.workers.engine.step_result import Sampled, StepOutcome, StepResult, StepTimings
 
 
 class Computed(Struct, frozen=True):
     """What a runner made of a plan: the tokens of each run that samples, in order, and where the time went.
 
-    ``scores`` are the log probabilities of prompts that its runs owed.
+    ``scores`` are the log probabilities of prompts that its runs computed.
     """
 
     sampled: Sampled
@@ -79,12 +80,12 @@ class KvFetcher(Protocol):
         `EngineCore.pull_arrived` follows as blocks come, in order, then `EngineCore.pull_done` exactly once.
         """
 
-    def leave(self, name: RequestId) -> None:
+    def end_pull(self, name: RequestId) -> None:
         """End the pull soon, wherever it is; no error if it has ended."""
 
 
 class KvSink(Protocol):
-    """Hears of blocks that are worth keeping outside the engine."""
+    """Receives blocks that are worth keeping outside the engine."""
 
     def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
         """Their bytes stay valid during this call; `EngineCore.hold` them to read them later."""
@@ -174,7 +175,7 @@ class EngineCore:
             )
         self.scheduler.add(request)
         self._phases.added(request.request_id, self._clock.now_s())
-        self._leave_pulls()
+        self._end_pulls()
 
     def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: KvSource) -> bool:
         """Begin to pull the prompt ``sequence`` from a prefill under way; False if there is no room or nothing to do.
@@ -192,10 +193,10 @@ class EngineCore:
     def pull_done(self, name: RequestId) -> None:
         self.scheduler.pulls.done(name)
 
-    def _leave_pulls(self) -> None:
+    def _end_pulls(self) -> None:
         if self._fetcher is not None:
-            for name in self.scheduler.pulls.take_left():
-                self._fetcher.leave(name)
+            for name in self.scheduler.pulls.take_ending():
+                self._fetcher.end_pull(name)
 
     def abort(self, request_id: RequestId) -> bool:
         """Drop the request, or the pull, without further output; False if the engine does not have it (any more).
@@ -208,25 +209,25 @@ class EngineCore:
             self._fetcher.forgo(peer)
         self._phases.dropped(request_id)
         dropped = self.scheduler.abort(request_id) if request is not None else self.scheduler.pulls.drop(request_id)
-        self._leave_pulls()
+        self._end_pulls()
         return dropped
 
     def fetch_done(self, request_id: RequestId, num_blocks_ok: int) -> None:
         self.scheduler.fetch_done(request_id, num_blocks_ok)
         self._phases.fetched(request_id, self._clock.now_s())
 
-    def release_export(self, request_id: RequestId) -> bool:
-        """Give up a handed-over request's blocks; False if there are none."""
-        return self.scheduler.held.release_export(request_id)
+    def release_export(self, name: RequestId) -> bool:
+        """Release the blocks of an export; False if there is none of that name."""
+        return self.scheduler.exports.release(name)
 
     def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
-        return self.scheduler.held.export_prefix(name, hashes)
+        return self.scheduler.exports.export_prefix(name, hashes)
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        self.scheduler.held.hold(block_ids)
+        self.scheduler.exports.hold(block_ids)
 
     def unhold(self, block_ids: Sequence[int]) -> None:
-        self.scheduler.held.unhold(block_ids)
+        self.scheduler.exports.unhold(block_ids)
 
     def drop_cached(self) -> int:
         """Forget every cached block that nobody uses; returns how many. The next step reports the events."""
@@ -236,7 +237,7 @@ class EngineCore:
         """Plan, compute and sample once. Takes as long as the model takes."""
         started = self._clock.now_s()
         plan = self.scheduler.schedule()
-        self._leave_pulls()
+        self._end_pulls()
         if self._sink is not None and plan.displaced:
             self._sink.blocks_preempted(plan.displaced)
         if self._fetcher is not None:

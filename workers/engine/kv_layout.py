@@ -4,7 +4,7 @@ Block first, so that a block is one contiguous range of bytes:
 
     [num_blocks, parts, layers, 2 (K, V), block_tokens, kv_heads, head_dim]
 
-In int8 a head's values are followed by the four bytes of their scale (`compute.kv_rows`), which so is transferred,
+In int8 a head's values are followed by the four bytes of their scale (`compute.kv_cache`), which so is transferred,
 stored and checksummed with what it scales. Example, heads of 64: a head of a token takes 68 bytes, 128 in bfloat16.
 
 A part is a tensor-parallel rank's share of the KV heads; without tensor parallelism there is one.

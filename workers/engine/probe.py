@@ -21,7 +21,7 @@ PRIORITY = (1 << 31) - 1
 
 
 class EngineProbe:
-    """Probes of one engine; ``make`` builds the request of a given name, ``on_report`` must hear every report."""
+    """Probes of one engine; ``make`` builds the request of a given name, ``on_report`` must receive every report."""
 
     def __init__(self, engine: EngineThread, make: Callable[[RequestId], EngineRequest], clock: Clock) -> None:
         self._engine = engine

@@ -6,7 +6,7 @@ to compute everything from token s - 1 on, whatever is cached (`EngineRequest.mo
 2: two tokens are reused, the runs 2 .. 6 and 6 .. 10 score 4 .. 6 and 7 .. 9; the logits of token 9 are those that the
 first new token is drawn from.
 
-Knows nothing of tensors: whoever computes the logits writes into the arrays.
+Knows nothing of tensors: the code that computes the logits writes into the arrays.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class PromptScoreArrays:
     def of(cls, run: ScheduledRun, vocab: int) -> Self | None:
         """Make room for the scores that ``run`` owes its request; None where it owes none."""
         request = run.request
-        owed = request.owed_position
-        if owed is None or request.scoring is None:
+        first_unscored = request.first_unscored
+        if first_unscored is None or request.scoring is None:
             return None
-        first, end = max(owed, run.start + 1), min(run.start + run.num_tokens + 1, request.num_prompt_tokens)
+        first, end = max(first_unscored, run.start + 1), min(run.start + run.num_tokens + 1, request.num_prompt_tokens)
         count = end - first
         if count <= 0:
             return None

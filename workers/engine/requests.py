@@ -142,12 +142,7 @@ class EngineRequest:
         return len(self.sequence) - self.num_prompt_tokens
 
     @property
-    def num_pending(self) -> int:
-        """Tokens whose KV is not computed yet; 1 while decoding."""
-        return len(self.sequence) - self.num_computed
-
-    @property
-    def owed_position(self) -> int | None:
+    def first_unscored(self) -> int | None:
         """The first position of the prompt whose log probability is still to be computed; None if there is none."""
         if self.scoring is None:
             return None
@@ -157,8 +152,8 @@ class EngineRequest:
     @property
     def most_reused(self) -> int:
         """Leading tokens whose KV need not be computed here: their logits are not needed."""
-        owed = self.owed_position
-        return self.num_tokens - 1 if owed is None else owed - 1
+        unscored = self.first_unscored
+        return self.num_tokens - 1 if unscored is None else unscored - 1
 
     @property
     def num_cached_tokens(self) -> int:

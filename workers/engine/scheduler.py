@@ -34,12 +34,11 @@ from tanghulu.rpc.wire import Failure
 from tanghulu.session.outputs import FinishReason, KvSource, Output, TokenLogprobs
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
-from tanghulu.workers.engine.early_exports import EarlyExports
-from tanghulu.workers.engine.early_pulls import EarlyPulls
-from tanghulu.workers.engine.held_blocks import HeldBlocks
+from tanghulu.workers.engine.exports import Exports
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
+from tanghulu.workers.engine.pulls import Pulls
 from tanghulu.workers.engine.requests import EngineRequest, EngineRequestEvent, EngineRequestState
-from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, KvExport, StepPlan, plan_fetch
+from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, StepPlan, plan_fetch
 from tanghulu.workers.engine.step_result import Sampled, StepOutcome
 
 _GRAMMAR_FAILED = Failure.of(
@@ -82,9 +81,8 @@ class Scheduler:
         self.config = config
         self._block_tokens = config.block_tokens
         self.pool = pool
-        self.held = HeldBlocks(pool, config.block_tokens)
-        self.early_exports = EarlyExports(self.held)
-        self.pulls = EarlyPulls(pool, config.block_tokens)
+        self.exports = Exports(pool, config.block_tokens)
+        self.pulls = Pulls(pool, config.block_tokens)
         self.max_tokens = min(config.max_context, pool.num_blocks * config.block_tokens)
         self._requests: dict[RequestId, EngineRequest] = {}
         self._waiting: list[EngineRequest] = []
@@ -100,7 +98,7 @@ class Scheduler:
         """Queue ``request``. Raises ContextLengthExceeded, InvalidRequest or Overloaded, and then keeps nothing."""
         assert request.state is EngineRequestState.WAITING
         assert request.sequence.block_tokens == self.config.block_tokens
-        if request.request_id in self._requests or self.held.export(request.request_id) is not None:
+        if request.request_id in self._requests or self.exports.get(request.request_id) is not None:
             raise InvalidRequest(f"request {request.request_id} is here already")
         if request.num_tokens >= self.max_tokens:
             raise ContextLengthExceeded(
@@ -117,7 +115,7 @@ class Scheduler:
         self._num_added += 1
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=_order)
-        self.pulls.leave(request.ahead)
+        self.pulls.end_soon(request.ahead)
 
     def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: KvSource) -> FetchWanted | None:
         """Begin to pull the full blocks of ``sequence`` from ``peer``, as far as no request needs the room."""
@@ -181,7 +179,7 @@ class Scheduler:
             if computed // self._block_tokens > request.num_committed_blocks:
                 committed += self._commit_full_blocks(request)
             if not run.samples:
-                self.early_exports.filled(request)
+                self.exports.grow(request)
                 continue
             outputs.append(self._append(request, tokens[first], logprobs[first]))
             for at, proposed in enumerate(run.draft, first):
@@ -268,6 +266,7 @@ class Scheduler:
 
     def _preempt(self, victim: EngineRequest, plan: StepPlan) -> None:
         plan.drop_runs(victim)
+        self.exports.withdraw(victim)
         plan.preempted.append(victim.request_id)
         victim.on(EngineRequestEvent.PREEMPT)
         victim.num_preemptions += 1
@@ -275,7 +274,6 @@ class Scheduler:
         if self.config.moves_preempted:
             plan.displaced += self._own_blocks(victim)
             victim.fetch_blocks = victim.num_committed_blocks
-        self.early_exports.over(victim.request_id)
         self._give_back_blocks(victim)
         insort(self._waiting, victim, key=_order)
 
@@ -312,8 +310,8 @@ class Scheduler:
                     request.peer = None
 
     def _admissible(self) -> Iterator[EngineRequest]:
-        """Those who wait, in order, without those of whom a last part is just being pulled."""
-        return (request for request in self._waiting if not self.pulls.is_pulling(request.ahead))
+        """Those who wait, in order, without those for whom a last part is just being pulled."""
+        return (request for request in self._waiting if not self.pulls.is_transferring(request.ahead))
 
     def _take_blocks(self, request: EngineRequest) -> bool:
         """Match what is cached and allocate the rest of the blocks; False (and nothing taken) if too few are left."""
@@ -362,15 +360,11 @@ class Scheduler:
         request.on(EngineRequestEvent.FINISH)
         self._running.remove(request)
         if reason is FinishReason.HANDED_OVER:
-            used = self._num_blocks(request.num_computed)
-            self.pool.release(request.block_ids[used:])
-            export = KvExport(request.request_id, tuple(request.block_ids[:used]), request.num_computed)
-            self.held.add(export)
-            request.block_ids = []
+            self.exports.complete(request)
         self._drop(request)
 
     def _drop(self, request: EngineRequest) -> None:
-        self.early_exports.over(request.request_id)
+        self.exports.withdraw(request)
         if request.ahead is not None:
             self.pulls.drop(request.ahead)
         self._give_back_blocks(request)
@@ -451,7 +445,7 @@ class Scheduler:
         assert self._running == sorted(self._running, key=_order)
         assert len(self._running) + len(self._fetches) <= self.config.max_num_seqs
         self.pulls.check()
-        holders = self.held.references() + self.pulls.references()
+        holders = self.exports.references() + self.pulls.references()
         for request in live:
             request.check(self.config.block_tokens)
             holders.update(request.block_ids)
@@ -462,7 +456,7 @@ class Scheduler:
     def __repr__(self) -> str:
         return (
             f"Scheduler({self.num_waiting} waiting, {self.num_fetching} fetching, {self.num_running} running, "
-            f"{self.held.num_exports} exported, {self.pool!r})"
+            f"{len(self.exports)} exported, {self.pool!r})"
         )
 
 

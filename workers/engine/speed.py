@@ -1,7 +1,7 @@
 """The speed of this worker, from its steps and transfers: tokens or bytes over seconds, the past fading. Pure.
 
-The engine's thread owns it. Only steps of many tokens say how fast prefill is: a prompt of 37 tokens takes about as
-long as one of 5, because reading the weights dominates, and 84 tokens/s would be a wrong promise for the next 2,000.
+The engine's thread owns it. Only steps of many tokens measure the speed of prefill: a prompt of 37 tokens takes about
+as long as one of 5, because reading the weights dominates, and 84 tokens/s would be a wrong promise for the next 2,000.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Rate:
 class SpeedMeter:
     """Feed it steps (of at most ``max_step_tokens``) and fetches; read ``speeds``.
 
-    Without ``reads_peers`` it says that nothing can be read from other workers' caches.
+    Without ``reads_peers`` it reports that nothing can be read from other workers' caches.
     """
 
     def __init__(self, max_step_tokens: int = DEFAULT_STEP_TOKENS, reads_peers: bool = True) -> None:

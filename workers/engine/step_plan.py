@@ -30,7 +30,7 @@ class ScheduledRun(Struct, frozen=True):
 
 
 class FetchWanted(Struct, frozen=True):
-    """Write KV into ``block_ids``, the prompt's blocks from number ``first_block`` on, then tell `fetch_done`.
+    """Write KV into ``block_ids``, the prompt's blocks from number ``first_block`` on, then call `fetch_done`.
 
     ``num_tokens`` counts from the prompt's first token: the last block is partial if it is no multiple of the
     block size, which happens only with ``peer``. ``block_hashes`` are those of the full blocks among them. The
@@ -117,16 +117,8 @@ class CommittedBlock(Struct, frozen=True):
     block_hash: BlockHash
 
 
-class KvExport(Struct, frozen=True):
-    """Blocks that a finished request left for a decode worker: KV of its first ``num_tokens`` tokens."""
-
-    request_id: RequestId
-    block_ids: tuple[int, ...]
-    num_tokens: int
-
-
 def plan_fetch(request: EngineRequest, block_tokens: int) -> FetchWanted | None:
-    """What of a just admitted request should come from outside; None if nothing is missing or allowed.
+    """Plan the fetch of a just admitted request; None if nothing is missing or allowed.
 
     ``request.num_computed`` tokens (whole blocks) were found here. From a peer's export everything is wanted,
     the partial last block included; from the store whole blocks, and never the one with the last token, so
@@ -135,7 +127,7 @@ def plan_fetch(request: EngineRequest, block_tokens: int) -> FetchWanted | None:
     usable = request.most_reused // block_tokens
     if request.peer is not None:
         num_tokens = min(request.peer.num_tokens, request.num_tokens)
-        if request.owed_position is not None:
+        if request.first_unscored is not None:
             num_tokens = min(num_tokens, block_tokens * usable)
     else:
         num_tokens = block_tokens * (usable if request.fetch_blocks is None else min(usable, request.fetch_blocks))

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -21,14 +21,13 @@ from msgspec import Struct, structs
 from tanghulu.errors import TanghuluError
 from tanghulu.hashing import TokenSequence
 from tanghulu.session.load import PeerRead, WorkerLoad
-from tanghulu.session.outputs import FinishReason, KvSource, Output
+from tanghulu.session.outputs import KvSource
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
-from tanghulu.workers.engine.early_exports import EarlyBlocks
 from tanghulu.workers.engine.engine import EngineCore
+from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.speed import SpeedMeter
-from tanghulu.workers.engine.step_plan import KvExport
 from tanghulu.workers.engine.step_result import StepResult
 
 _log = structlog.get_logger(__name__)
@@ -57,15 +56,11 @@ class EngineLoad(Struct, frozen=True):
 
 
 class StepReport(Struct, frozen=True):
-    """What leaves the engine after a step: its result, new exports of handed-over requests, the load.
-
-    ``early``: what may be read of prefills under way, in order, and before ``exports``.
-    """
+    """The result of a step, the load, and the exports of requests that have changed."""
 
     result: StepResult
-    exports: Mapping[RequestId, KvExport]
     load: EngineLoad
-    early: tuple[EarlyBlocks, ...] = ()
+    exports: tuple[KvExport, ...] = ()
 
 
 class EngineThread:
@@ -105,7 +100,7 @@ class EngineThread:
             self._commands.append(command)
             self._wake.notify()
 
-    def post_unhurried(self, command: Command) -> None:
+    def post_lazily(self, command: Command) -> None:
         """Run ``command``, which gives blocks back, before the next step; any thread may call.
 
         It wakes the thread only for requests that wait for blocks. With nothing to do it runs ``MAX_REST_S`` later at
@@ -187,7 +182,7 @@ class EngineThread:
                     command(self._core)
                 if stopping:
                     return
-                self._advance(told=bool(commands))
+                self._advance(commanded=bool(commands))
         except BaseException as error:  # noqa: BLE001 - the engine's state is unknown now: the process must end
             _log.exception("engine.failed")
             self._on_failure(error)
@@ -205,7 +200,7 @@ class EngineThread:
 
     _can_step = False
 
-    def _advance(self, *, told: bool) -> None:
+    def _advance(self, *, commanded: bool) -> None:
         scheduler = self._core.scheduler
         result = self._core.step() if scheduler.has_work else StepResult()
         self._core.rest()
@@ -216,26 +211,21 @@ class EngineThread:
             seconds = result.timings.forward_s + result.timings.sample_s
             num_tokens = result.num_computed_tokens - result.num_drafted_tokens
             self._speed.step(num_tokens, result.num_sequences, seconds, result.work)
-        early = scheduler.early_exports.take()
-        if told or events or early or not result.idle:
-            ended = [output for output in result.outputs if output.finish is not None]
-            goes_on = not (told or events or early or ended or result.preempted or result.work.prefill_tokens)
+        exports = scheduler.exports.take_changed()
+        if commanded or events or exports or not result.idle:
+            ended = any(output.finish is not None for output in result.outputs)
+            goes_on = not (commanded or events or exports or ended or result.preempted or result.work.prefill_tokens)
             load = self._load_after(goes_on=goes_on)
-            self._on_report(StepReport(_with_events(result, events), self._exports(ended), load, early))
+            self._on_report(StepReport(_with_events(result, events), load, exports))
 
     def _load_after(self, *, goes_on: bool) -> EngineLoad:
         """The load after a step; steps that decode and nothing else (``goes_on``) change it little and share one."""
         self._num_shared += 1
         if not goes_on or self._num_shared >= MAX_STEPS_A_LOAD:
             self._load = self.load(self._speed.take_reads())
-            # What was read from peers is told once.
+            # What was read from peers is commanded once.
             self._num_shared = MAX_STEPS_A_LOAD if self._load.shared.reads else 0
         return self._load
-
-    def _exports(self, ended: Sequence[Output]) -> dict[RequestId, KvExport]:
-        held = self._core.scheduler.held
-        handed = [output.request_id for output in ended if output.finish is FinishReason.HANDED_OVER]
-        return {name: export for name in handed if (export := held.export(name)) is not None}
 
     def load(self, reads: tuple[PeerRead, ...] = ()) -> EngineLoad:
         """The engine's load now, to be called in the engine's thread (by a command); with ``reads`` from peers."""

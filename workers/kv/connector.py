@@ -1,7 +1,7 @@
 """Between the engine and the outside: prefixes come in before they are computed, new blocks go out behind it.
 
-The engine says what it wants (`FetchWanted`) and what it made (`CommittedBlock`) and goes on; threads of the
-connector move the bytes, straight into and out of the cache's blocks. Whatever fails, the engine is told how many
+The engine names the blocks that it wants (`FetchWanted`) and those that it made (`CommittedBlock`) and goes on; threads
+of the connector move the bytes, straight into and out of the cache's blocks. Whatever fails, the engine learns how many
 leading blocks arrived whole (0 is always an answer), and computes the rest.
 """
 
@@ -12,22 +12,20 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 
 from tanghulu.errors import TanghuluError
-from tanghulu.session.outputs import KvSource, PrefixHolder
+from tanghulu.session.outputs import KvSource
 from tanghulu.types import BlockHash, RequestId
-from tanghulu.workers.engine.early_pulls import MAX_PULLS
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.pulls import MAX_PULLS
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted
 from tanghulu.workers.engine.thread import Command
-from tanghulu.workers.kv.peer_reader import TURN_BYTES, ExportPart, Watch, cut
+from tanghulu.workers.kv.peer_reader import TURN_BYTES, ExportPart, PeerReader, Watch, cut
 from tanghulu.workers.kv.ports import BlockPort, Move
 from tanghulu.workers.kv.store_adapter import StoreAdapter
 from tanghulu.workers.kv.store_policy import StorePolicy, WorthKeeping, make_store_policy
@@ -42,25 +40,6 @@ NUM_FETCH_THREADS = 2
 
 #: Hashes that are remembered as written; what is forgotten is at worst written again, which the store finds a hit.
 _MAX_WRITTEN = 65_536
-
-
-class KvPeers(Protocol):
-    """Other workers' exports, as the connector needs them; blocking."""
-
-    def read(self, parts: Sequence[ExportPart], buffers: Sequence[memoryview]) -> int:
-        """Fill ``buffers`` with parts of one worker's exports; returns how many leading blocks arrived whole.
-
-        The exports are held for more until `release`.
-        """
-
-    def watch(self, peer: KvSource) -> AbstractContextManager[Watch]:
-        """Give a function that waits until an export has more blocks than are known; it raises when that is over."""
-
-    def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
-        """Fill ``buffers`` with cached blocks of another worker; returns how many leading ones arrived whole."""
-
-    def release(self, peer: KvSource, bytes_read: int = 0, *, keep: bool = False) -> None:
-        """Tell the export's holder that this worker will not read (more of) it; with ``keep`` others may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +61,7 @@ class KvConnector:
     def __init__(
         self,
         store: StoreAdapter | None,
-        peers: KvPeers,
+        peers: PeerReader,
         metrics: WorkerMetrics,
         speed: SpeedMeter,
         config: ConnectorConfig = ConnectorConfig(),
@@ -96,7 +75,7 @@ class KvConnector:
         self._layout: KvLayout
         self._port: BlockPort
         self._post: Callable[[Command], None]
-        self._post_unhurried: Callable[[Command], None]
+        self._post_lazily: Callable[[Command], None]
         self._policy: StorePolicy
         self._fetchers = ThreadPoolExecutor(NUM_FETCH_THREADS, "kv-fetch")
         self._handed: deque[FetchWanted] = deque()  # hand-overs that no fetcher has begun with
@@ -114,14 +93,14 @@ class KvConnector:
         core: EngineCore,
         port: BlockPort,
         post: Callable[[Command], None],
-        post_unhurried: Callable[[Command], None],
+        post_lazily: Callable[[Command], None],
     ) -> None:
         """Connect to the engine before its first step: its blocks, and what runs commands in its thread.
 
-        ``post`` wakes the thread for its command, ``post_unhurried`` need not.
+        ``post`` wakes the thread for its command, ``post_lazily`` need not.
         """
         self._core, self._layout, self._port = core, core.cache.layout, port
-        self._post, self._post_unhurried = post, post_unhurried
+        self._post, self._post_lazily = post, post_lazily
         max_deferred = self._config.max_deferred_bytes // core.cache.layout.block_bytes
         self._policy = make_store_policy(self._config.store_policy, max_deferred)
 
@@ -138,7 +117,7 @@ class KvConnector:
 
     def fetch(self, wanted: FetchWanted) -> None:
         if wanted.peer is None and wanted.holder is None and not self._store_answers:
-            self._done(wanted, 0)
+            self._done([(wanted.request_id, 0)])
             return
         if wanted.peer is None:
             self._fetchers.submit(self._fetch, wanted)
@@ -147,13 +126,13 @@ class KvConnector:
             self._fetchers.submit(self._fetch_handed)
 
     def forgo(self, peer: KvSource) -> None:
-        self._release(peer)
+        self._releaser.submit(self._released, peer, 0, keep=False)
 
     def pull(self, wanted: FetchWanted) -> None:
         left = self._pulls[wanted.request_id] = threading.Event()
         self._pullers.submit(self._pull, wanted, left)
 
-    def leave(self, name: RequestId) -> None:
+    def end_pull(self, name: RequestId) -> None:
         if (left := self._pulls.get(name)) is not None:
             left.set()
 
@@ -220,7 +199,7 @@ class KvConnector:
         return self._config.max_pending_bytes // self._layout.block_bytes - self._pending_blocks
 
     def _write(self, hashes: list[BlockHash], save: Callable[[StoreAdapter], int], held: list[int]) -> None:
-        """Run ``save`` in the writer's thread, which says how many it kept; ``held`` are blocks to give back then."""
+        """Run ``save`` in the writer's thread, which returns how many it kept; ``held`` blocks are given back then."""
         self._count_pending(len(hashes))
         self._written.update(dict.fromkeys(hashes))
         while len(self._written) > _MAX_WRITTEN:
@@ -272,7 +251,7 @@ class KvConnector:
         try:
             block_ids = [block for each in wanted for block in each.block_ids]
             num_ok = self._port.fill(block_ids, lambda at, buffers: self._read_exports(parts, at, buffers))
-        except TanghuluError as error:  # each is asked for once more, alone, and then counted
+        except TanghuluError as error:  # each is fetched once more, alone, and then counted
             _log.info("fetch.together_failed", code=error.code, error=error.message)
         except Exception:  # noqa: BLE001 - as in `_fetch`
             _log.exception("fetch.together_failed")
@@ -281,24 +260,15 @@ class KvConnector:
             if num_blocks + len(each.block_ids) > num_ok:
                 break
             num_came, num_blocks = num_came + 1, num_blocks + len(each.block_ids)
-        if num_came:
-            self._came_together(wanted[:num_came], num_blocks, time.monotonic() - started_s)
+        came, seconds = wanted[:num_came], time.monotonic() - started_s
+        if came:
+            for each in came:
+                self._count_fetch(each, "peer", 0, len(each.block_ids), seconds)
+            note = self._speed_note(came[0], "peer", num_blocks, seconds)
+            self._done([(each.request_id, len(each.block_ids)) for each in came], [note])
+        for each in came:
+            self._release_read(each, len(each.block_ids))
         return list(wanted[num_came:])
-
-    def _came_together(self, wanted: Sequence[FetchWanted], num_blocks: int, seconds: float) -> None:
-        for each in wanted:
-            self._count_fetch(each, "peer", 0, len(each.block_ids), seconds)
-        note = self._speed_note(wanted[0], "peer", num_blocks, seconds)
-
-        def done(core: EngineCore) -> None:
-            note(core)
-            for each in wanted:
-                core.fetch_done(each.request_id, len(each.block_ids))
-
-        self._post(done)
-        for each in wanted:
-            assert each.peer is not None
-            self._released(each.peer, len(each.block_ids) * self._layout.block_bytes, keep=False)
 
     @property
     def _turn_blocks(self) -> int:
@@ -310,15 +280,14 @@ class KvConnector:
         try:
             for source, end, read in self._sources(wanted):
                 if num_ok < end:
-                    num_ok += self._fetch_from(source, wanted, range(num_ok, end), read, noted)
+                    num_ok += self._fill_or_fail(source, wanted, range(num_ok, end), read, noted)
                 if source == "peer":
                     num_peer = num_ok
         except Exception:  # noqa: BLE001 - a bug here must not leave the request waiting for ever: it is computed
             _log.exception("fetch.failed", request=wanted.request_id)
         finally:
-            self._done(wanted, num_ok, noted)
-        if wanted.peer is not None:  # the request need not wait for that
-            self._released(wanted.peer, num_peer * self._layout.block_bytes, keep=False)
+            self._done([(wanted.request_id, num_ok)], noted)
+        self._release_read(wanted, num_peer)  # the request need not wait for that
 
     def _sources(self, wanted: FetchWanted) -> Iterator[tuple[str, int, Move]]:
         """Yield each source in order: its name, the number up to which it may have blocks, and how to read from it.
@@ -327,8 +296,7 @@ class KvConnector:
         """
         peer, holder, store, hashes = wanted.peer, wanted.holder, self._store, wanted.block_hashes
         if peer is not None:
-            parts = [ExportPart(peer, wanted.first_block, len(wanted.block_ids))]
-            yield "peer", len(wanted.block_ids), lambda at, buffers: self._read_exports(parts, at, buffers)
+            yield "peer", len(wanted.block_ids), self._reading(wanted)
         if holder is not None and (held := min(holder.num_blocks - wanted.first_block, len(hashes))) > 0:
             named = hashes[:held]
             yield (
@@ -344,27 +312,30 @@ class KvConnector:
         peer, name = wanted.peer, wanted.request_id
         assert peer is not None
         try:
-            with self._peers.watch(peer) as num_blocks:
-                self._pull_turns(wanted, left, num_blocks)
-        except TanghuluError as error:  # over, or away: the request will ask whoever has the rest
+            with self._peers.watch(peer) as watch:
+                self._pull_turns(wanted, left, watch)
+        except TanghuluError as error:  # over, or away: the request fetches the rest from any source
             _log.debug("pull.ended", name=name, code=error.code, error=error.message)
         except Exception:  # noqa: BLE001 - a bug here must not keep the blocks for ever: the request fetches them
             _log.exception("pull.failed", name=name)
         finally:
-            self._release(peer, keep=True)
+            # In front of the request's own read of the export, which is under the same session.
+            self._released(peer, 0, keep=True)
             self._post(lambda core: self._pulled(core, name))
 
     def _pulled(self, core: EngineCore, name: RequestId) -> None:
         del self._pulls[name]
         core.pull_done(name)
 
-    def _pull_turns(self, wanted: FetchWanted, left: threading.Event, num_blocks: Watch) -> None:
+    def _pull_turns(self, wanted: FetchWanted, left: threading.Event, watch: Watch) -> None:
         at, ids = 0, wanted.block_ids
-        # After each turn a pull says what has come and looks whether it is still wanted.
+        # After each turn a pull reports the blocks that came, and ends if it is no longer wanted.
         while at < len(ids) and not left.is_set():
-            complete = num_blocks(wanted.first_block + at) - wanted.first_block
-            until = min(complete, len(ids), at + self._turn_blocks)
+            shown = watch(wanted.first_block + at)
+            until = min(shown.num_blocks - wanted.first_block, len(ids), at + self._turn_blocks)
             if until <= at or left.is_set():
+                if shown.complete:
+                    return
                 continue
             num_ok = self._fetchers.submit(self._pull_turn, wanted, at, until).result()
             if num_ok < until - at:
@@ -373,47 +344,54 @@ class KvConnector:
 
     def _pull_turn(self, wanted: FetchWanted, at: int, until: int) -> int:
         """Fetch the wanted blocks from number ``at`` up to ``until``, called in a fetcher's thread."""
-        peer, started_s = wanted.peer, time.monotonic()
-        assert peer is not None
-        parts = [ExportPart(peer, wanted.first_block + at, until - at)]
-        num_ok = self._port.fill(wanted.block_ids[at:until], lambda n, buffers: self._read_exports(parts, n, buffers))
-        if num_ok:
-            seconds = time.monotonic() - started_s
-            self._count_fetch(wanted, "peer", at, num_ok, seconds)
-            note = self._speed_note(wanted, "peer", num_ok, seconds)
+        noted: list[Command] = []
+        num_ok = self._fill("peer", wanted, range(at, until), self._reading(wanted), noted)
 
-            def arrived(core: EngineCore) -> None:
+        def arrived(core: EngineCore) -> None:
+            for note in noted:
                 note(core)
-                core.pull_arrived(wanted.request_id, num_ok)
+            core.pull_arrived(wanted.request_id, num_ok)
 
+        if num_ok:
             self._post(arrived)
         return num_ok
+
+    def _reading(self, wanted: FetchWanted) -> Move:
+        """Return what reads the wanted blocks of the peer's export."""
+        assert wanted.peer is not None
+        parts = [ExportPart(wanted.peer, wanted.first_block, len(wanted.block_ids))]
+        return lambda at, buffers: self._read_exports(parts, at, buffers)
 
     def _read_exports(self, parts: Sequence[ExportPart], at: int, buffers: Sequence[memoryview]) -> int:
         return self._peers.read(cut(parts, at, len(buffers)), buffers)
 
-    def _fetch_from(self, source: str, wanted: FetchWanted, numbers: range, read: Move, noted: list[Command]) -> int:
-        """Fetch the wanted blocks of these ``numbers``; returns how many leading ones arrived, 0 after a failure.
+    def _fill_or_fail(self, source: str, wanted: FetchWanted, numbers: range, read: Move, noted: list[Command]) -> int:
+        """As `_fill`; 0 after a failure, which is counted."""
+        try:
+            return self._fill(source, wanted, numbers, read, noted)
+        except TanghuluError as error:
+            self._metrics.fetch_failures.labels(source).inc()
+            _log.warning("fetch.failed", source=source, code=error.code, error=error.message)
+            return 0
+
+    def _fill(self, source: str, wanted: FetchWanted, numbers: range, read: Move, noted: list[Command]) -> int:
+        """Fetch the wanted blocks of these ``numbers``; returns how many leading ones arrived.
 
         How fast they came is ``noted``, for the engine's thread.
         """
         started_s, first = time.monotonic(), numbers.start
         blocks = wanted.block_ids[first : numbers.stop]
-        num_ok = 0
-        try:
-            num_ok = self._port.fill(blocks, lambda at, buffers: read(first + at, buffers))
-        except TanghuluError as error:
-            self._failed(source, error)
-            return 0
+        num_ok = self._port.fill(blocks, lambda at, buffers: read(first + at, buffers))
         if num_ok:
             seconds = time.monotonic() - started_s
             self._count_fetch(wanted, source, first, num_ok, seconds)
             noted.append(self._speed_note(wanted, source, num_ok, seconds))
         return num_ok
 
-    def _release(self, peer: KvSource, *, keep: bool = False) -> None:
-        """Have the export's holder told that this worker needs none of it any more, whatever came of it."""
-        self._releaser.submit(self._released, peer, 0, keep=keep)
+    def _release_read(self, wanted: FetchWanted, num_blocks: int) -> None:
+        """Release the peer's export, if the fetch has one, of which ``num_blocks`` were read."""
+        if wanted.peer is not None:
+            self._released(wanted.peer, num_blocks * self._layout.block_bytes, keep=False)
 
     def _released(self, peer: KvSource, bytes_read: int, *, keep: bool) -> None:
         try:
@@ -437,17 +415,14 @@ class KvConnector:
         address = peer.address if peer is not None else ""
         return lambda _: self._speed.read_from_peer(num_bytes, seconds, address)
 
-    def _failed(self, source: str, error: TanghuluError) -> None:
-        self._metrics.fetch_failures.labels(source).inc()
-        _log.warning("fetch.failed", source=source, code=error.code, error=error.message)
-
-    def _done(self, wanted: FetchWanted, num_ok: int, noted: Sequence[Command] = ()) -> None:
-        """Tell the engine, in one command: each makes its thread report."""
+    def _done(self, ended: Sequence[tuple[RequestId, int]], noted: Sequence[Command] = ()) -> None:
+        """Report the ends of fetches to the engine, in one command: each makes its thread report."""
 
         def done(core: EngineCore) -> None:
             for note in noted:
                 note(core)
-            core.fetch_done(wanted.request_id, num_ok)
+            for request_id, num_ok in ended:
+                core.fetch_done(request_id, num_ok)
 
         self._post(done)
 
@@ -462,7 +437,7 @@ class KvConnector:
         self._metrics.store_failures.inc(len(hashes) - num_saved)
         lost = hashes if num_saved < len(hashes) else []
         # Blocks that wait to be written while the engine is idle go on when these are there.
-        post = self._post if self._policy.num_deferred else self._post_unhurried
+        post = self._post if self._policy.num_deferred else self._post_lazily
         post(lambda core: self._saved(core, len(hashes), lost, held))
 
     def _saved(self, core: EngineCore, num_blocks: int, lost: list[BlockHash], held: list[int]) -> None:

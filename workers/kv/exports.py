@@ -1,10 +1,10 @@
-"""KV that finished prefills hold for other workers: which export, who reads it, when its blocks are given back.
+"""KV that prefills hold for other workers: exports, their readers, and when their blocks are given back.
 
-    HELD --release--> FREE           nobody reads
-    HELD --pin--> READ --release--> CLOSING --last reader gone--> FREE
-    READ --last reader gone--> HELD  (a reader died; another may come, unless only that one knew of it)
+An export is held until it is released and its last reader has gone, whichever comes last. Once released it is shown to
+nobody; if only its readers have gone (one died), another may come, unless that one alone knew of it.
 
-An export that nobody asked for within ``ttl_s`` is released. Pure: what to do comes back as data.
+An export that grows is ended by its own worker alone, which completes or withdraws it. A complete one that nobody has
+read within ``ttl_s`` is released. Pure: what to do comes back as data.
 
 Ids are random: nobody guesses another's, and at the same address an id of the run before names nothing, and never
 another prompt's KV.
@@ -14,87 +14,60 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
-
-from msgspec import structs
 
 from tanghulu.errors import ChunkNotFound
 from tanghulu.types import LeaseId, RequestId
-from tanghulu.workers.engine.step_plan import KvExport
-
-
-class ExportState(Enum):
-    """Where an export stands."""
-
-    HELD = "held"  # waits for a reader
-    READ = "read"  # somebody holds leases on its blocks
-    CLOSING = "closing"  # nobody needs it, but a reader may still touch its blocks
-    FREE = "free"  # its blocks are given back
-
-
-class ExportEvent(Enum):
-    """What happens to an export."""
-
-    PIN = "pin"
-    RELEASE = "release"
-    READERS_GONE = "readers gone"
-
-
-_S, _E = ExportState, ExportEvent
-TRANSITIONS: dict[tuple[ExportState, ExportEvent], ExportState] = {
-    (_S.HELD, _E.PIN): _S.READ,
-    (_S.HELD, _E.RELEASE): _S.FREE,
-    (_S.READ, _E.PIN): _S.READ,
-    (_S.READ, _E.RELEASE): _S.CLOSING,
-    (_S.READ, _E.READERS_GONE): _S.HELD,
-    (_S.CLOSING, _E.RELEASE): _S.CLOSING,
-    (_S.CLOSING, _E.READERS_GONE): _S.FREE,
-}
+from tanghulu.workers.engine.exports import ExportState, KvExport
 
 
 @dataclass(slots=True, eq=False)
 class Export:
-    """One request's KV, held ready. ``leases`` are those of its readers; ``one_reader``: no other knows of it."""
+    """The KV of one prompt. ``leases`` are those of its readers; ``one_reader``: no other knows of it."""
 
     export_id: int
-    request_id: RequestId
     kv: KvExport
     expires_at_s: float
     one_reader: bool = False
-    state: ExportState = ExportState.HELD
+    released: bool = False
     leases: set[LeaseId] = field(default_factory=set)
 
-    def on(self, event: ExportEvent) -> None:
-        """Move along the table; an unknown pair is a programmer's error."""
-        following = TRANSITIONS.get((self.state, event))
-        assert following is not None, f"export {self.export_id}: {event} in {self.state}"
-        self.state = following
+    @property
+    def grows(self) -> bool:
+        return self.kv.state is ExportState.GROWING
 
 
 class ExportTable:
-    """All exports of a worker. Calls that may free one return the requests whose blocks to give back now."""
+    """All exports of a worker. Calls that may free some return the names of those whose blocks to give back now."""
 
     def __init__(self, ttl_s: float, ids: Iterator[int]) -> None:
         self._ttl_s = ttl_s
         self._ids = ids
         self._exports: dict[int, Export] = {}
+        self._growing: dict[RequestId, Export] = {}  # by their names
         self._by_lease: dict[LeaseId, Export] = {}
 
     def __len__(self) -> int:
         return len(self._exports)
 
     def add(self, kv: KvExport, now_s: float, *, one_reader: bool = False) -> Export:
-        """Hold ``kv`` ready for ``ttl_s``, or, for ``one_reader``, no longer than that one may read."""
-        export = Export(next(self._ids), kv.request_id, kv, now_s + self._ttl_s, one_reader)
+        """Hold ``kv`` ready, for ``ttl_s`` once it is complete; for ``one_reader`` no longer than that one may read.
+
+        An export that grows is known by its name, and goes on.
+        """
+        export = self._growing.pop(kv.name, None) or Export(next(self._ids), kv, 0.0, one_reader)
+        export.kv, export.expires_at_s = kv, now_s + self._ttl_s
         self._exports[export.export_id] = export
+        if export.grows:
+            self._growing[kv.name] = export
         return export
 
-    def grow(self, export_id: int, block_ids: tuple[int, ...], block_tokens: int) -> None:
-        """Add blocks to the export of a prefill under way; one that was released meanwhile is no error."""
-        export = self._exports.get(export_id)
-        if export is not None:
-            blocks = (*export.kv.block_ids, *block_ids)
-            export.kv = structs.replace(export.kv, block_ids=blocks, num_tokens=len(blocks) * block_tokens)
+    def withdraw(self, kv: KvExport) -> list[RequestId]:
+        """Release an export that grew; if no reader could know of it yet its blocks are given back at once."""
+        export = self._growing.pop(kv.name, None)
+        if export is None:
+            return [kv.name]
+        export.kv = kv
+        return self.release(export.export_id)
 
     def watched(self, export: Export, now_s: float) -> None:
         """Note that a reader waits for more of the export."""
@@ -103,13 +76,12 @@ class ExportTable:
     def get(self, export_id: int) -> Export:
         """The export; raises ChunkNotFound when it was released or its time ran out."""
         export = self._exports.get(export_id)
-        if export is None or export.state is ExportState.CLOSING:
+        if export is None or export.released:
             raise ChunkNotFound(f"export {export_id} is not held here (any more); compute the prompt instead")
         return export
 
     def pinned(self, export: Export, leases: list[LeaseId], now_s: float) -> None:
         """Note that a reader was given ``leases`` on the export's blocks."""
-        export.on(ExportEvent.PIN)
         export.leases.update(leases)
         export.expires_at_s = now_s + self._ttl_s
         self._by_lease.update(dict.fromkeys(leases, export))
@@ -120,11 +92,11 @@ class ExportTable:
         return sorted(export.leases) if export is not None else []
 
     def release(self, export_id: int) -> list[RequestId]:
-        """Release the export, which no worker needs any more; one that is gone already is no error."""
+        """Release the export, which no worker needs any more; one that grows, or is gone already, is no error."""
         export = self._exports.get(export_id)
-        if export is None:
+        if export is None or export.grows:
             return []
-        export.on(ExportEvent.RELEASE)
+        export.released = True
         return self._drop_if_free(export)
 
     def lease_freed(self, lease_id: LeaseId) -> list[RequestId]:
@@ -133,26 +105,22 @@ class ExportTable:
         if export is None:
             return []
         export.leases.discard(lease_id)
-        if export.leases:
-            return []
-        export.on(ExportEvent.READERS_GONE)
-        if export.one_reader and export.state is ExportState.HELD:
-            export.on(ExportEvent.RELEASE)
+        export.released = export.released or (export.one_reader and not export.leases)
         return self._drop_if_free(export)
 
     def expire(self, now_s: float) -> list[RequestId]:
-        """Release the exports that no worker asked for in time."""
-        late = [e for e in self._exports.values() if e.expires_at_s <= now_s and e.state is not ExportState.CLOSING]
-        return [request_id for export in late for request_id in self.release(export.export_id)]
+        """Release the exports that no worker read in time."""
+        late = [e for e in self._exports.values() if e.expires_at_s <= now_s and not e.released]
+        return [name for export in late for name in self.release(export.export_id)]
 
     def _drop_if_free(self, export: Export) -> list[RequestId]:
-        if export.state is not ExportState.FREE:
+        if export.leases or not export.released:
             return []
         del self._exports[export.export_id]
-        return [export.request_id]
+        return [export.kv.name]
 
     def check(self) -> None:
         held = {lease for export in self._exports.values() for lease in export.leases}
         assert held == self._by_lease.keys()
-        for export in self._exports.values():
-            assert bool(export.leases) == (export.state in (ExportState.READ, ExportState.CLOSING)), export
+        assert all(self._exports[export.export_id] is export and export.grows for export in self._growing.values())
+        assert all(export.leases or not export.released for export in self._exports.values())

@@ -6,8 +6,9 @@ thread that reads has ended; that it is unmapped then tells the other worker tha
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -33,9 +34,9 @@ _T = TypeVar("_T")
 
 #: Of the first call on a connection.
 HELLO_DEADLINE_S = 10.0
-#: A connection that was not used for so long is closed: its worker may have gone, or come back at another address.
+#: Seconds without use after which a connection is closed: its worker may have gone, or have another address now.
 MAX_IDLE_S = 300.0
-#: A worker that let somebody wait for a deadline in vain is asked by nobody for so long: each would wait as long again.
+#: Seconds for which a worker that let a deadline pass is left alone: every other caller would wait as long again.
 SILENT_PAUSE_S = 5.0
 
 
@@ -95,6 +96,14 @@ class PeerLinks:
             with self._lock:
                 self._silent_until_s[instance] = self._clock.now_s() + SILENT_PAUSE_S
             raise
+
+    def use_open(self, instance: str, use: Callable[[PeerLink], None]) -> None:
+        """Call ``use`` with the link to ``instance`` if there is a usable one; opens none. Raises what ``use`` does."""
+        with self._lock:
+            place = self._places.get(instance)
+            link = self._lend(place.link) if place is not None else None
+        if link is not None:
+            self._use(link, use)
 
     def _use_latest(self, instance: str, use: Callable[[PeerLink], _T]) -> _T:
         link, fresh = self._borrow(instance)
@@ -241,3 +250,53 @@ class PeerLinks:
             links = self._drop(*[place.link for place in self._places.values()])
             self._places.clear()
         self._hang_up(links)
+
+
+#: How often the connections are looked at, under which something is being read.
+LOOK_S = 0.5
+
+
+class SilenceWatch:
+    """Looks at connections from a thread of its own, as long as there are any. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watched: dict[object, tuple[FastConnection, Callable[[], None], list[NodeUnavailable]]] = {}
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+
+    @contextlib.contextmanager
+    def over(self, connection: FastConnection, cancel: Callable[[], None]) -> Iterator[list[NodeUnavailable]]:
+        """Call ``cancel``, from another thread, if ``connection`` is lost inside the block; gives a list for why."""
+        key, reasons = object(), list[NodeUnavailable]()
+        with self._lock:
+            self._watched[key] = connection, cancel, reasons
+            if self._thread is None and not self._ended.is_set():
+                self._thread = threading.Thread(target=self._run, name="peer silence", daemon=True)
+                self._thread.start()
+        try:
+            yield reasons
+        finally:
+            with self._lock:
+                del self._watched[key]
+
+    def close(self) -> None:
+        """Look no more."""
+        self._ended.set()
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            with self._lock:
+                watched = list(self._watched.values())
+                if not watched:
+                    self._thread = None
+                    return
+            for connection, cancel, reasons in watched:
+                reason = connection.failure()
+                if reason is not None:
+                    reasons.append(reason)
+                    cancel()

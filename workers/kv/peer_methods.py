@@ -50,7 +50,6 @@ class ExportPinReply(FastMessage, frozen=True):
     ``export_id`` names the export that a PrefixPinRequest has made; 0 where nothing was cached.
     """
 
-    num_tokens: U32 = 0
     blocks: Sequence[ExportedBlock] = ()
     export_id: U64 = 0
 
@@ -58,7 +57,7 @@ class ExportPinReply(FastMessage, frozen=True):
 class ExportReleaseRequest(FastMessage, frozen=True):
     """The caller reads no more; the export's blocks are given back once all their readers are gone.
 
-    ``keep``: only the caller's pins are given back, the export stays for others.
+    ``keep``: only the caller's pins are given back, the export stays for others; so does one that grows.
     """
 
     export_id: U64
@@ -71,7 +70,7 @@ class ExportReleaseReply(FastMessage, frozen=True):
 
 
 class ExportWatchRequest(FastMessage, frozen=True):
-    """A long poll, answered when the export has more than ``num_known`` blocks, at the latest after ``wait_ms``."""
+    """A long poll, answered when the export has more than ``num_known`` blocks or is complete, or after ``wait_ms``."""
 
     export_id: U64
     num_known: U32 = 0
@@ -80,9 +79,10 @@ class ExportWatchRequest(FastMessage, frozen=True):
 
 
 class ExportWatchReply(FastMessage, frozen=True):
-    """The number of leading blocks that are complete."""
+    """The number of leading blocks that can be read; the export grows no further where it is ``complete``."""
 
     num_blocks: U32
+    complete: bool = False
 
 
 def _of_the_cluster(name: str) -> Rule:

@@ -19,7 +19,7 @@ from tanghulu.transfer_engine.client.requests import TransferBatch, TransferRequ
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.types import BlockHash, Fingerprint
-from tanghulu.workers.kv.peer_links import PeerLink, PeerLinks, link_of
+from tanghulu.workers.kv.peer_links import PeerLink, PeerLinks, SilenceWatch, link_of
 from tanghulu.workers.kv.peer_methods import (
     EXPORT_PIN,
     EXPORT_RELEASE,
@@ -29,11 +29,11 @@ from tanghulu.workers.kv.peer_methods import (
     ExportPinReply,
     ExportPinRequest,
     ExportReleaseRequest,
+    ExportWatchReply,
     ExportWatchRequest,
     PrefixPinRequest,
 )
 from tanghulu.workers.kv.ports import wipe
-from tanghulu.workers.kv.silence import SilenceWatch
 
 _log = structlog.get_logger(__name__)
 
@@ -41,16 +41,18 @@ _log = structlog.get_logger(__name__)
 PREFIX_DEADLINE_S = 5.0
 #: Of every other call, and of each turn of a read: a whole export takes as long as the wire needs.
 DEADLINE_S = 10.0
-#: What is asked for in one turn, at least a block.
+#: Bytes of one turn, which has at least a block.
 TURN_BYTES = 16 << 20
+#: Of a release that a request waits for: what is not sent in time ends by the leases' time limit.
+RELEASE_S = 1.0
 #: Of one question for more of an export, after which the reader may think again.
 WATCH_S = 0.2
 #: Before a peer whose pinned memory others read is asked once more.
 OVERLOADED_PAUSE_S = 0.1
 
 
-#: Waits for more blocks of an export than it is told are known; returns how many are complete.
-Watch = Callable[[int], int]
+#: Waits for an export to have more blocks than the given number, or to be complete.
+Watch = Callable[[int], ExportWatchReply]
 
 
 class ExportPart(NamedTuple):
@@ -81,7 +83,7 @@ class _Pin(NamedTuple):
 
 
 class _Shown(NamedTuple):
-    """What a peer shows at once: leading blocks of what was asked for, and why the next one is not there, if it said.
+    """The blocks that a peer shows at once, leading ones of the request, and the error in place of the next, if any.
 
     ``unused``: exports of which something is pinned behind that one. ``made``: exports that the pins have made.
     """
@@ -176,18 +178,18 @@ class PeerReader:
     def watch(self, peer: KvSource) -> Iterator[Watch]:
         """Give a function that waits for an export to have more blocks than the ``num_known`` it is called with.
 
-        It returns how many are complete, after ``WATCH_S`` also if none came; it raises ChunkNotFound when the export
-        is over. No other read waits meanwhile. Raises NodeUnavailable or DeadlineExceeded, as the function does.
+        It returns after ``WATCH_S`` also if none came; it raises ChunkNotFound when the export was withdrawn. No other
+        read waits meanwhile. Raises NodeUnavailable or DeadlineExceeded, as the function does.
         """
         connection = self._links.open_apart(link_of(peer))
 
-        def num_blocks(num_known: int) -> int:
+        def wait(num_known: int) -> ExportWatchReply:
             request = ExportWatchRequest(peer.export_id, num_known, self._fingerprint, int(1000 * WATCH_S))
             reply = connection.call(EXPORT_WATCH.number, request, EXPORT_WATCH.reply, deadline_s=WATCH_S + DEADLINE_S)
-            return reply.message.num_blocks
+            return reply.message
 
         try:
-            yield num_blocks
+            yield wait
         finally:
             connection.close()
 
@@ -195,9 +197,17 @@ class PeerReader:
         """Tell the export's holder that this worker reads no more of it, without waiting for its answer.
 
         Raises NodeUnavailable or DeadlineExceeded.
-        ``keep``: another worker, or a later read of this one, still needs the export.
+        ``keep``: another worker, or a later read of this one, still needs the export; nothing is sent where the
+        session of the reads is gone.
         """
-        self._links.use(link_of(peer), lambda link: _release(link, peer.export_id, bytes_read, keep=keep))
+
+        def tell(link: PeerLink) -> None:
+            _release(link, peer.export_id, bytes_read, keep=keep)
+
+        if keep:
+            self._links.use_open(link_of(peer), tell)
+        else:
+            self._links.use(link_of(peer), tell)
 
     def _transfer(
         self,
@@ -243,7 +253,8 @@ class PeerReader:
 
 def _release(link: PeerLink, export_id: int, bytes_read: int, *, keep: bool = False) -> None:
     request = ExportReleaseRequest(export_id, bytes_read, keep)
-    link.connection.post(EXPORT_RELEASE.call(request), deadline_s=DEADLINE_S)  # what is lost ends by its time limit
+    deadline_s = RELEASE_S if keep else DEADLINE_S
+    link.connection.post(EXPORT_RELEASE.call(request), deadline_s=deadline_s)  # what is lost ends by its time limit
 
 
 def _shown(pins: Sequence[_Pin], outcomes: Sequence[Reply[ExportPinReply] | TanghuluError]) -> _Shown:

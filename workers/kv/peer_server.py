@@ -2,6 +2,11 @@
 
 Runs on the process's event loop. Bytes are moved by the reader (shm) or by the segment server (tcp); this
 module grants the leases, adds the checksums and gives blocks back.
+
+Pinned blocks are brought to where they are read, and summed up, in threads (`ShownBlocks`). Pins that come in company
+are small and many: each by itself would wake a thread, and the event loop once more for its result. So those of one
+turn of the loop share a thread, as long as they are small; a large one has its own. Example: pins of 4, 4 and 64 blocks
+of 1 MiB come at once; the first two, 8 MiB, go together, the third alone.
 """
 
 from __future__ import annotations
@@ -9,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+import xxhash
 from msgspec import structs
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
@@ -25,11 +31,10 @@ from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.segment import SegmentHello, SegmentWelcome
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.owner.server import SegmentServer
-from tanghulu.types import BlockHash, Fingerprint, InstanceId, LeaseId, RequestId
-from tanghulu.workers.engine.early_exports import EarlyBlocks
+from tanghulu.types import Fingerprint, InstanceId, LeaseId, RequestId
+from tanghulu.workers.engine.exports import ExportState, KvExport
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.step_plan import KvExport
-from tanghulu.workers.engine.thread import StepReport
+from tanghulu.workers.engine.thread import EngineThread
 from tanghulu.workers.kv.exports import Export, ExportTable
 from tanghulu.workers.kv.peer_methods import (
     EXPORT_PIN,
@@ -47,11 +52,10 @@ from tanghulu.workers.kv.peer_methods import (
     PrefixPinRequest,
 )
 from tanghulu.workers.kv.ports import ExportWindow
-from tanghulu.workers.kv.shown_blocks import ShownBlocks
 from tanghulu.workers.metrics import WorkerMetrics
 
 EXPORT_TTL_S = 30.0
-#: Cached prefixes that other workers read at a time; who asks for more computes or asks the store.
+#: Cached prefixes that other workers read at a time; further readers compute, or load from the store.
 MAX_PREFIXES = 16
 SWEEP_S = 1.0
 #: The longest that a reader's question for more of an export is left open.
@@ -66,18 +70,8 @@ class KvIdentity(NamedTuple):
     fingerprint: Fingerprint
 
 
-class KvHolder(Protocol):
-    """Holds blocks of the cache while other workers read them."""
-
-    async def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
-        """Hold the cached blocks of the longest leading run of ``hashes`` as ``name``; None if none is cached."""
-
-    def give_back(self, name: RequestId) -> None:
-        """Release the blocks that were exported under ``name``: no other worker needs them any more."""
-
-
 class PeerServer:
-    """Exports of this worker, whose blocks ``holder`` keeps and ``window`` shows to readers."""
+    """Exports of this worker, whose blocks ``engine`` holds and ``window`` shows to readers."""
 
     def __init__(
         self,
@@ -87,7 +81,7 @@ class PeerServer:
         access: AccessTable,
         clock: Clock,
         metrics: WorkerMetrics,
-        holder: KvHolder,
+        engine: EngineThread,
     ) -> None:
         self._identity = identity
         self._layout = layout
@@ -95,13 +89,12 @@ class PeerServer:
         self._access = access
         self._clock = clock
         self._metrics = metrics
-        self._holder = holder
+        self._engine = engine
         self._prefix_numbers = itertools.count(1)
         self._prefixes: set[RequestId] = set()
         self._exports = ExportTable(EXPORT_TTL_S, unguessable_numbers())
         self._session_ids = unguessable_numbers()
-        self._early: dict[RequestId, int] = {}  # the exports that grow, by the name under which their blocks are held
-        self._news = asyncio.Event()  # replaced when it was set
+        self._changed = asyncio.Event()  # replaced when it was set
         self._shown = ShownBlocks(window, layout.layer_bytes, layout.block_bytes)
         self._closed = False
         self._segment: SegmentServer
@@ -125,40 +118,26 @@ class PeerServer:
 
     # --- exports of this worker's own requests
 
-    def add_exports(self, report: StepReport) -> dict[RequestId, KvSource]:
-        """Hold the step's hand-overs ready, and show what was computed of prefills that go on.
+    def add_exports(self, exports: Sequence[KvExport]) -> dict[RequestId, KvSource]:
+        """Show what has changed of the exports of this worker's requests.
 
-        Returns where each hand-over, and each prefill of which nothing was shown before, can be fetched.
+        Returns the source of each that a reader must learn of: new, or complete.
         """
-        now_s = self._clock.now_s()
-        if report.exports:
+        now_s, sources = self._clock.now_s(), dict[RequestId, KvSource]()
+        for kv in exports:
+            if kv.state is ExportState.WITHDRAWN:
+                self._gone(self._exports.withdraw(kv))
+                continue
+            known, export = len(self._exports), self._exports.add(kv, now_s)
+            if len(self._exports) > known or not export.grows:
+                sources[kv.request_id] = self._source(export)
             self.idle.clear()
-        begun = self._show_early(report.early, now_s)
-        return begun | {name: self._source(self._exports.add(kv, now_s)) for name, kv in report.exports.items()}
+        self._wake_watchers()
+        return sources
 
-    def _show_early(self, changes: Sequence[EarlyBlocks], now_s: float) -> dict[RequestId, KvSource]:
-        begun: dict[RequestId, KvSource] = {}
-        for change in changes:
-            known = self._early.get(change.name)
-            if change.over:
-                begun.pop(change.request_id, None)
-                if known is not None:
-                    self.release(known)
-            elif known is not None:
-                self._exports.grow(known, change.block_ids, self._layout.block_tokens)
-            elif change.first == 0:  # else it was given up meanwhile, and its blocks with it
-                num_tokens = len(change.block_ids) * self._layout.block_tokens
-                export = self._exports.add(KvExport(change.name, change.block_ids, num_tokens), now_s)
-                self._early[change.name] = export.export_id
-                self.idle.clear()
-                begun[change.request_id] = self._source(export)
-        if changes:
-            self._tell_watchers()
-        return begun
-
-    def _tell_watchers(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+    def _wake_watchers(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _source(self, export: Export) -> KvSource:
         self._metrics.exports.set(len(self._exports))
@@ -174,7 +153,7 @@ class PeerServer:
     def release(self, export_id: int) -> None:
         """Release the export: no worker will fetch it (any more)."""
         self._gone(self._exports.release(export_id))
-        self._tell_watchers()
+        self._wake_watchers()
 
     def on_freed(self, freed: Sequence[Freed]) -> None:
         """Give back exports whose last lease has ended."""
@@ -193,14 +172,16 @@ class PeerServer:
             self._gone(late)
             self._metrics.export_quarantined_bytes.set(self._access.quarantined_bytes)
 
-    def _gone(self, requests: Sequence[RequestId]) -> None:
-        for request_id in requests:
-            self._prefixes.discard(request_id)
-            self._early.pop(request_id, None)
-            self._holder.give_back(request_id)
+    def _gone(self, names: Sequence[RequestId]) -> None:
+        for name in names:
+            self._prefixes.discard(name)
+            self._give_back(name)
         self._metrics.exports.set(len(self._exports))
         if len(self._exports) == 0:
             self.idle.set()
+
+    def _give_back(self, name: RequestId) -> None:
+        self._engine.post_lazily(lambda core: core.release_export(name))
 
     # --- calls of peers
 
@@ -224,15 +205,17 @@ class PeerServer:
         return await self._pinned(peer, export, wanted[: request.max_blocks or None])
 
     async def _watch(self, peer: Peer, request: ExportWatchRequest, _: memoryview) -> ExportWatchReply:
-        """Answer as soon as the export has more than the reader knows of; an error says that it will not."""
+        """Answer as soon as the export has more than the reader knows of, or is complete."""
         self._require_known(peer, request.fingerprint)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(request.wait_ms / 1000, MAX_WATCH_S)):
-                while len(self._exports.get(request.export_id).kv.block_ids) <= request.num_known:
-                    await self._news.wait()
+                while (export := self._exports.get(request.export_id)).grows and (
+                    len(export.kv.block_ids) <= request.num_known
+                ):
+                    await self._changed.wait()
         export = self._exports.get(request.export_id)
         self._exports.watched(export, self._clock.now_s())
-        return ExportWatchReply(len(export.kv.block_ids))
+        return ExportWatchReply(len(export.kv.block_ids), not export.grows)
 
     async def _pin_prefix(self, peer: Peer, request: PrefixPinRequest, _: memoryview) -> ExportPinReply:
         self._require_known(peer, request.fingerprint)
@@ -243,9 +226,10 @@ class PeerServer:
         name = RequestId(f"prefix-{next(self._prefix_numbers)}")
         self._prefixes.add(name)
         try:
-            kv = await self._holder.export_prefix(name, request.block_hashes)
-        except asyncio.CancelledError:
+            kv = await self._engine.call(lambda core: core.export_prefix(name, request.block_hashes))
+        except asyncio.CancelledError:  # the reader hung up; the engine may hold the blocks, now or in a moment
             self._prefixes.remove(name)
+            self._give_back(name)
             raise
         if kv is None:
             self._prefixes.remove(name)
@@ -255,7 +239,7 @@ class PeerServer:
         self._metrics.exports.set(len(self._exports))
         try:
             reply = await self._pinned(peer, export, kv.block_ids)
-        except BaseException:  # no reader has heard of it, or will; raised on
+        except BaseException:  # no reader knows of it, or will; raised on
             self.release(export.export_id)
             raise
         return structs.replace(reply, export_id=export.export_id)
@@ -266,7 +250,7 @@ class PeerServer:
         own = self._identity
         if fingerprint != own.fingerprint:
             raise InvalidRequest(
-                f"KV of {fingerprint.hex() or 'no fingerprint'} was asked for, {own.instance_id} holds KV of "
+                f"KV of {fingerprint.hex() or 'no fingerprint'} was requested, {own.instance_id} holds KV of "
                 f"{own.fingerprint.hex()}: model, --dtype, --kv-dtype, block size and --tp must be equal on both sides"
             )
 
@@ -275,7 +259,7 @@ class PeerServer:
         if self._closed:
             raise NodeUnavailable(f"worker {self._identity.instance_id} stops: compute the prompt, or ask another")
         if not block_ids:
-            return ExportPinReply(num_tokens=export.kv.num_tokens)
+            return ExportPinReply()
         offsets = self._window.take(block_ids)
         leases = self._grant(peer.state, offsets)
         self._exports.pinned(export, leases, self._clock.now_s())
@@ -285,7 +269,7 @@ class PeerServer:
             ExportedBlock(offset, size, lease, parts, part_bytes)
             for offset, lease, parts in zip(offsets, leases, checksums, strict=True)
         ]
-        return ExportPinReply(export.kv.num_tokens, blocks)
+        return ExportPinReply(blocks)
 
     def _grant(self, session_id: int, offsets: Sequence[int]) -> list[LeaseId]:
         """Grant a lease on each block, as a mapped range to a reader that maps the segment now."""
@@ -314,3 +298,82 @@ class PeerServer:
             lease = self._access.lease(lease_id)
             if lease is not None and lease.session_id == session_id:
                 self.on_freed(self._access.release(lease_id))
+
+
+#: Bytes that are shown together; a pin of more has a thread to itself.
+SHARED_BYTES = 8 << 20
+
+#: The xxh3_64 of each layer of each block.
+Checksums = list[list[int]]
+
+
+class _Asked(NamedTuple):
+    """Blocks, which are held meanwhile, where they are to be read, and the future of their checksums."""
+
+    block_ids: Sequence[int]
+    offsets: Sequence[int]
+    shown: asyncio.Future[Checksums]
+
+
+class ShownBlocks:
+    """Shows blocks of ``layer_bytes`` a layer in ``window``. To be used in the event loop alone."""
+
+    def __init__(self, window: ExportWindow, layer_bytes: int, block_bytes: int) -> None:
+        self._window = window
+        self._layer_bytes = layer_bytes
+        self._block_bytes = block_bytes
+        self._asked: list[_Asked] = []
+        self._showing: set[asyncio.Future[None]] = set()
+
+    def show(self, block_ids: Sequence[int], offsets: Sequence[int]) -> asyncio.Future[Checksums]:
+        """Bring the blocks to their ``offsets``, also if the waiter is cancelled; gives their checksums."""
+        loop = asyncio.get_running_loop()
+        if not self._asked:
+            loop.call_soon(self._begin)
+        shown: asyncio.Future[Checksums] = loop.create_future()
+        self._asked.append(_Asked(block_ids, offsets, shown))
+        return shown
+
+    async def close(self) -> None:
+        """Wait until no thread touches the blocks any more."""
+        self._begin()
+        await asyncio.gather(*self._showing)
+
+    def _begin(self) -> None:
+        for together in self._shares():
+            task = asyncio.ensure_future(self._show(together))
+            self._showing.add(task)
+            task.add_done_callback(self._showing.discard)
+
+    def _shares(self) -> Iterator[list[_Asked]]:
+        """The pins since the last turn of the loop, in the parts that a thread shows at a time."""
+        share: list[_Asked] = []
+        num_free = max_blocks = SHARED_BYTES // self._block_bytes
+        for each in self._asked:
+            if share and len(each.block_ids) > num_free:
+                yield share
+                share, num_free = [], max_blocks
+            share.append(each)
+            num_free -= len(each.block_ids)
+        if share:
+            yield share
+        self._asked.clear()
+
+    async def _show(self, together: list[_Asked]) -> None:
+        results = await asyncio.to_thread(lambda: [self._checksums(each) for each in together])
+        for each, result in zip(together, results, strict=True):
+            if each.shown.done():  # the waiter was cancelled
+                continue
+            if isinstance(result, Exception):
+                each.shown.set_exception(result)
+            else:
+                each.shown.set_result(result)
+
+    def _checksums(self, asked: _Asked) -> Checksums | Exception:
+        """Show the blocks, in a thread. They are held, so their bytes stay."""
+        step = self._layer_bytes
+        try:
+            views = self._window.show(asked.block_ids, asked.offsets)
+            return [[xxhash.xxh3_64_intdigest(v[i : i + step]) for i in range(0, len(v), step)] for v in views]
+        except Exception as error:  # noqa: BLE001 - raised where the pin waits; the others of its company are shown
+            return error

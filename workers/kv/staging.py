@@ -6,10 +6,8 @@ engine's own copies of what it preempts.
 
 Two things are kept apart. What this worker fetches and stores passes through rings of the transfer engine
 (`transfer_engine.gpu.staging`), in which the device copies one half while the other is being moved. What other workers
-read lies in the segment that is offered to them, cut into slots of a block each, for as long as they hold leases on it:
-
-    FREE -- take --> FILLING -- arrived --> SHOWN -- give back --> FREE
-                     FILLING -- give back --> LEFT -- arrived --> FREE   (the reader is gone before the copy has ended)
+read lies in the segment that is offered to them, cut into slots of a block each, for as long as they hold leases on it.
+A slot is free again when its copy has ended and its reader has gone, whichever comes last.
 
 No copy waits for what the device computes: a step has been computed before its blocks are committed, and a block is
 given to a transfer only when no step uses it (`compute.device_runner`).
@@ -21,7 +19,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
 
 import structlog
 import torch
@@ -141,43 +138,14 @@ class _Passage:
         self._ended = count < len(pieces)
 
 
-class WindowSlotState(Enum):
-    """What a slot of the segment holds."""
-
-    #: Nothing, and nobody writes it.
-    FREE = "free"
-    #: A block is on its way into it, or soon will be.
-    FILLING = "filling"
-    #: A block that a reader may read.
-    SHOWN = "shown"
-    #: A block is on its way into it and nobody wants it any more.
-    LEFT = "left"
-
-
-class WindowSlotEvent(Enum):
-    """What happens to a slot."""
-
-    TAKE = "take"
-    ARRIVED = "arrived"
-    GIVE_BACK = "give back"
-
-
-TRANSITIONS: dict[tuple[WindowSlotState, WindowSlotEvent], WindowSlotState] = {
-    (WindowSlotState.FREE, WindowSlotEvent.TAKE): WindowSlotState.FILLING,
-    (WindowSlotState.FILLING, WindowSlotEvent.ARRIVED): WindowSlotState.SHOWN,
-    (WindowSlotState.FILLING, WindowSlotEvent.GIVE_BACK): WindowSlotState.LEFT,
-    (WindowSlotState.LEFT, WindowSlotEvent.ARRIVED): WindowSlotState.FREE,
-    (WindowSlotState.SHOWN, WindowSlotEvent.GIVE_BACK): WindowSlotState.FREE,
-}
-
-
 class SlotTable:
-    """Which of ``num_slots`` slots is in which state. Pure."""
+    """Slots of the segment. One is free unless a block is on its way into it, or a reader wants it, or both. Pure."""
 
     def __init__(self, num_slots: int) -> None:
         assert num_slots > 0
         self.num_slots = num_slots
-        self._states = [WindowSlotState.FREE] * num_slots
+        self._filling: set[int] = set()
+        self._wanted: set[int] = set()
         self._free = list(range(num_slots - 1, -1, -1))
 
     @property
@@ -185,24 +153,26 @@ class SlotTable:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Take up to ``count`` free slots; the table must be told when the block of each arrived and is given back."""
+        """Take up to ``count`` free slots; for each `arrived` and `give_back` must follow, in any order."""
         taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
-        for slot in taken:
-            self.on(slot, WindowSlotEvent.TAKE)
+        self._filling.update(taken)
+        self._wanted.update(taken)
         return taken
 
-    def on(self, slot: int, event: WindowSlotEvent) -> None:
-        """Move along the table; an unknown pair is a programmer's error."""
-        following = TRANSITIONS.get((self._states[slot], event))
-        assert following is not None, f"slot {slot} cannot take {event.value} in {self._states[slot].value}"
-        self._states[slot] = following
-        if following is WindowSlotState.FREE:
+    def arrived(self, slot: int) -> None:
+        """Note that the copy into the slot has ended."""
+        self._filling.remove(slot)
+        if slot not in self._wanted:
+            self._free.append(slot)
+
+    def give_back(self, slot: int) -> None:
+        """Note that no reader wants the slot any more."""
+        self._wanted.remove(slot)
+        if slot not in self._filling:
             self._free.append(slot)
 
     def check(self) -> None:
-        free = {slot for slot, state in enumerate(self._states) if state is WindowSlotState.FREE}
-        assert free == set(self._free)
-        assert len(free) == len(self._free)
+        assert sorted([*self._free, *(self._filling | self._wanted)]) == list(range(self.num_slots))
 
 
 class StagedWindow:
@@ -243,22 +213,22 @@ class StagedWindow:
                     self._copier.copy(0, staged, there)
         finally:
             self._copier.wait(0)
-            self._each(offsets, WindowSlotEvent.ARRIVED)
+            self._each(offsets, self.slots.arrived)
         return [self._segment[offset : offset + size] for offset in offsets]
 
     def give_back(self, offset: int) -> None:
         """Free the slot, as soon as no copy into it is under way."""
-        self._each([offset], WindowSlotEvent.GIVE_BACK)
+        self._each([offset], self.slots.give_back)
 
     def leave(self, offsets: Sequence[int]) -> None:
         """Free slots that were taken and will not be shown."""
-        self._each(offsets, WindowSlotEvent.GIVE_BACK)
-        self._each(offsets, WindowSlotEvent.ARRIVED)
+        self._each(offsets, self.slots.give_back)
+        self._each(offsets, self.slots.arrived)
 
-    def _each(self, offsets: Sequence[int], event: WindowSlotEvent) -> None:
+    def _each(self, offsets: Sequence[int], event: Callable[[int], None]) -> None:
         with self._lock:
             for offset in offsets:
-                self.slots.on(offset // self._blocks.block_bytes, event)
+                event(offset // self._blocks.block_bytes)
 
 
 class DeviceStaging:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from tanghulu.types import BlockHash
 from tanghulu.workers.engine.step_plan import CommittedBlock
@@ -34,51 +33,40 @@ class WorthKeeping:
     block_hash: BlockHash
 
 
-class StorePolicy(Protocol):
-    """Decides which blocks are written; hears of every use of a block and answers with what to write now."""
+class StorePolicy:
+    """Decides which blocks are written: every use of a block is reported, and answered with the blocks to write now.
 
-    num_dropped: int
+    This one is *none*.
+    """
+
+    num_dropped = 0
 
     @property
     def num_deferred(self) -> int:
         """Blocks that wait for `idle`."""
+        return 0
 
     def committed(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
-        """Hear of blocks that were computed and can be matched from now on."""
+        """Note blocks that were computed and can be matched from now on."""
+        return []
 
     def reused(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
-        """Hear of blocks that a request found in the worker's cache."""
+        """Note blocks that a request found in the worker's cache."""
+        return []
 
     def idle(self, max_blocks: int) -> list[WorthKeeping]:
         """Return up to ``max_blocks`` deferred blocks, because the engine has nothing to do."""
+        return []
 
 
-class WriteAll:
-    """The policy *all*."""
-
-    num_dropped = 0
-    num_deferred = 0
+class WriteAll(StorePolicy):
+    """The policy *all*: what is reused was written when it was computed, or loaded from the store."""
 
     def committed(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
         return [WorthKeeping(block.block_id, block.block_hash) for block in blocks]
 
-    def reused(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
-        """Write nothing: the blocks were written when they were computed, or loaded from the store."""
-        return []
 
-    def idle(self, max_blocks: int) -> list[WorthKeeping]:
-        """Write nothing: no block was deferred."""
-        return []
-
-
-class WriteNone(WriteAll):
-    """The policy *none*."""
-
-    def committed(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
-        return []
-
-
-class WriteAgain:
+class WriteAgain(StorePolicy):
     """The policies *second-use* (``max_deferred`` 0) and *defer*."""
 
     def __init__(self, max_deferred: int, max_remembered: int = MAX_REMEMBERED) -> None:
@@ -151,7 +139,7 @@ POLICIES: dict[str, Callable[[int], StorePolicy]] = {
     "all": lambda _: WriteAll(),
     "second-use": lambda _: WriteAgain(0),
     "defer": WriteAgain,
-    "none": lambda _: WriteNone(),
+    "none": lambda _: StorePolicy(),
 }
 
 

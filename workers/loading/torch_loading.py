@@ -17,7 +17,7 @@ from tanghulu.workers.compute.attention.invariant import InvariantAttention
 from tanghulu.workers.compute.attention.paged import MAX_GATHERED_TOKENS
 from tanghulu.workers.compute.device import describe_device, device_of_rank, free_bytes, pick_device
 from tanghulu.workers.compute.device_runner import DeviceRunner
-from tanghulu.workers.compute.kv_rows import gathered_item_bytes
+from tanghulu.workers.compute.kv_cache import gathered_item_bytes
 from tanghulu.workers.compute.linear import Arithmetic
 from tanghulu.workers.compute.memory_plan import MemoryPlan
 from tanghulu.workers.compute.models.registry import dtype_name, kv_dtype_name, load_model, pick_dtype

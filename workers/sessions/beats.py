@@ -1,7 +1,7 @@
 """The heartbeat of the engine: a report at least every ``BEAT_S``, whether there is work or not.
 
 The engine is asked to report, though nothing happened; the report travels to every conductor as a step
-does, and the supervisor is told. An engine that stands still, as in a call to a GPU that does not return, sends
+does, and is passed to the supervisor. An engine that stands still, as in a call to a GPU that does not return, sends
 neither, though the process answers calls.
 """
 
@@ -23,20 +23,20 @@ class EngineBeats:
     def __init__(self, engine: Beating, alive: Callable[[], None]) -> None:
         self._engine = engine
         self._alive = alive
-        self._waits = False
-        self._heard = False
+        self._requested = False
+        self._reported = False
 
     async def run(self) -> None:
         """Keep asking until cancelled; one question is open at a time."""
         while True:
-            if not self._waits:
-                self._waits = True
+            if not self._requested:
+                self._requested = True
                 self._engine.beat()
             await asyncio.sleep(BEAT_S)
-            if self._heard:
-                self._heard = False
+            if self._reported:
+                self._reported = False
                 self._alive()
 
     def on_report(self, report: StepReport) -> None:
-        """Hear every report of the engine."""
-        self._waits, self._heard = False, True
+        """Note a report of the engine."""
+        self._requested, self._reported = False, True

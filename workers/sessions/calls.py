@@ -60,5 +60,5 @@ class WorkerCalls:
         return ProbeReply(await self._probe(min(request.deadline_s, _MAX_PROBE_S)))
 
     def _end_process(self, peer: Peer, request: EndRequest, _: memoryview) -> EndReply:
-        _log.info("worker.told_to_end")
+        _log.info("worker.end_requested")
         return self._end()

@@ -20,12 +20,12 @@ from tanghulu.workers.engine.thread import EngineLoad
 RequestT = TypeVar("RequestT")
 RequestIn = TypeVar("RequestIn", contravariant=True)
 RequestOut = TypeVar("RequestOut", covariant=True)
-#: The cached blocks, the load, and events that no report has told yet and that the blocks already contain.
+#: The cached blocks, the load, and events of no report yet that the blocks already contain.
 TakesSnapshot = Callable[[Sequence[BlockHash], EngineLoad, Sequence[KvEvent]], None]
 
 
 class Beating(Protocol):
-    """An engine that can be asked for a sign of life."""
+    """An engine that can give a sign of life."""
 
     def beat(self) -> None:
         """Have the engine report, whether there is work or not."""
@@ -37,7 +37,7 @@ class SessionEngine(Beating, Protocol[RequestIn]):
     def submit(
         self, request: RequestIn, added: Callable[[int], None], refused: Callable[[TanghuluError], None]
     ) -> None:
-        """Begin. ``added`` hears how many requests the engine has taken by then, or ``refused`` why not this one."""
+        """Begin; then call ``added`` with the number of requests that the engine has taken, or ``refused``."""
 
     def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: KvSource) -> None:
         """Begin to fetch the KV of a prompt that another worker computes; ``abort`` of ``name`` ends that."""

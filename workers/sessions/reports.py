@@ -17,7 +17,7 @@ from typing import Final
 
 from tanghulu.workers.engine.thread import StepReport
 
-#: Reports that the loop has not taken. Long steps never come to so many.
+#: The most reports that the loop has not taken; long steps never reach it.
 MAX_WAITING: Final = 32
 
 

@@ -1,8 +1,8 @@
-"""Sessions with conductors: requests come in by a fast-lane stream each, outputs leave as `Untold` says.
+"""Sessions with conductors: requests come in by a fast-lane stream each, outputs leave as `Outbox` says.
 
-A session writes while its conductor takes what it is told; what comes meanwhile waits in `Untold` for one message.
+A session writes while its conductor reads; what comes meanwhile waits in its `Outbox` for one message.
 Everything here runs on the process's event loop. Which engine computes, and in which thread or process, is behind
-``SessionEngine``: it is told what to do, and answers by reports.
+``SessionEngine``, which takes requests and answers by reports.
 A session that ends takes its requests along: nobody would read their tokens.
 """
 
@@ -33,13 +33,14 @@ from tanghulu.session.messages import (
     Submit,
     ToWorker,
 )
-from tanghulu.session.outputs import KvSource, PromptScores
+from tanghulu.session.outputs import KvSource, Output, PromptScores
 from tanghulu.types import BlockHash, InstanceId, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
+from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
+from tanghulu.workers.sessions.outbox import Outbox
 from tanghulu.workers.sessions.port import MakesRequests, RequestT, SessionEngine
-from tanghulu.workers.sessions.untold import Untold
 from tanghulu.workers.sessions.wire import event_messages, score_messages, welcome_message
 
 _log = structlog.get_logger(__name__)
@@ -53,17 +54,17 @@ class ConductorSession:
     """One conductor's stream. ``requests`` are those of its requests that are in the engine.
 
     There is something to write: the ``welcome``, ``scores`` of prompts, each piece in a message of its own and before
-    the tokens behind it, what is untold where that ``is_due``, or the stream's end. ``telling`` will make it due;
+    the tokens behind it, the outbox where that ``is_due``, or the stream's end. ``flush_timer`` will make it due;
     ``will_write``: it is written in the next step of the loop.
     """
 
     stream: AnswerStream
     conductor_id: str = ""
     requests: set[RequestId] = field(default_factory=set)
-    untold: Untold = field(default_factory=Untold)
+    outbox: Outbox = field(default_factory=Outbox)
     welcome: SessionWelcome | None = None
     scores: deque[PromptScores] = field(default_factory=deque)
-    telling: asyncio.TimerHandle | None = None
+    flush_timer: asyncio.TimerHandle | None = None
     is_due: bool = False
     will_write: bool = False
     ended: bool = False
@@ -78,7 +79,7 @@ class SessionHub(Generic[RequestT]):
         generation: int,
         factory: MakesRequests[RequestT],
         engine: SessionEngine[RequestT],
-        add_exports: Callable[[StepReport], dict[RequestId, KvSource]],
+        add_exports: Callable[[Sequence[KvExport]], dict[RequestId, KvSource]],
         release_export: Callable[[int], None],
     ) -> None:
         self._instance_id = instance_id
@@ -152,7 +153,7 @@ class SessionHub(Generic[RequestT]):
                 stream.send(FromWorker(StepOutput(scores=[session.scores.popleft()])))
             if session.is_due and (stream.has_room or session.ended):
                 session.is_due = False
-                stream.send(FromWorker(session.untold.take(self._sequence, self._loop.time())))
+                stream.send(FromWorker(session.outbox.take(self._sequence, self._loop.time())))
         except InvalidRequest as error:
             _log.error("session.message_too_large", conductor=session.conductor_id, error=error.message)
             self._end(session)
@@ -176,8 +177,8 @@ class SessionHub(Generic[RequestT]):
 
     def _submit(self, session: ConductorSession, submit: Submit) -> None:
         request_id = submit.request_id
-        session.untold.num_submits += 1
-        number = session.untold.num_submits
+        session.outbox.num_submits += 1
+        number = session.outbox.num_submits
         ahead = RequestId(submit.ahead) if submit.ahead else None
         if ahead is not None:
             self._forget(ahead)  # it ends with the request from now on
@@ -202,7 +203,7 @@ class SessionHub(Generic[RequestT]):
                 self._abort(ahead)
             self._refuse(session, request_id, error)
 
-        self._engine.submit(request, lambda num_added: session.untold.added.append((num_added, number)), refused)
+        self._engine.submit(request, lambda num_added: session.outbox.added.append((num_added, number)), refused)
 
     def _own(self, session: ConductorSession, request_id: RequestId) -> None:
         """Note that ``request_id``, of a request or a pull, ends with the session."""
@@ -228,8 +229,8 @@ class SessionHub(Generic[RequestT]):
 
     def _refuse(self, session: ConductorSession, request_id: RequestId, error: TanghuluError) -> None:
         self._forget(request_id)
-        session.untold.refusal(request_id, error)
-        self._tell(session)
+        session.outbox.refusal(request_id, error)
+        self._flush(session)
 
     def _abort(self, request_id: RequestId) -> None:
         self._forget(request_id)
@@ -248,43 +249,43 @@ class SessionHub(Generic[RequestT]):
         self, session: ConductorSession, hashes: Sequence[BlockHash], load: EngineLoad, pending: Sequence[KvEvent]
     ) -> None:
         if pending:  # events of commands before the snapshot: they belong in front of it
-            self._tell_all(pending, load)
-        session.untold.snapshot()
+            self._spread(pending, load)
+        session.outbox.snapshot()
         session.welcome = welcome_message(self._instance_id, self._generation, hashes, self._sequence, load.shared)
         self._sessions.add(session)
         self._wake(session)
         _log.info("session.opened", conductor=session.conductor_id, cached_blocks=len(hashes))
 
-    def _tell_all(
+    def _spread(
         self, events: Sequence[KvEvent], load: EngineLoad, reads: Sequence[PeerRead] = (), num_steps: int = 0
     ) -> None:
         messages = event_messages(events)
         self._sequence += len(messages)
         for session in list(self._sessions):
-            session.untold.steps(num_steps, messages, load, reads)
-            self._note(session)
+            session.outbox.steps(num_steps, messages, load, reads)
+            self._flush_in_time(session)
 
     def on_reports(self, reports: Sequence[StepReport]) -> None:
         """Spread reports of steps: to each conductor its requests' outputs, to all the events and the load."""
         for report in reports:
             self._keep_scores(report.result.scores)
-            sources = self._add_exports(report) if report.exports or report.early else {}
+            sources = self._add_exports(report.exports) if report.exports else {}
             for output in report.result.outputs:
-                owner, source = self._owners.get(output.request_id), sources.get(output.request_id)
+                owner, source = self._owners.get(output.request_id), sources.pop(output.request_id, None)
                 if owner is not None:
                     output.source = source
-                    owner.untold.output(output)
+                    owner.outbox.output(output)
                 elif source is not None:
                     self._release_export(source.export_id)  # its conductor is gone: nobody will fetch it
                 if output.finish is not None:
                     self._forget(output.request_id)
-            for request_id in sources.keys() - report.exports.keys():  # of prefills that go on
+            for request_id, source in sources.items():  # of prefills that go on
                 owner = self._owners.get(request_id)
                 if owner is not None:
-                    owner.untold.begun(request_id, sources[request_id])
+                    owner.outbox.output(Output(request_id, source=source))
         events = [event for report in reports for event in report.result.kv_events]
         reads = [read for report in reports for read in report.load.shared.reads]
-        self._tell_all(events, reports[-1].load, reads, len(reports))
+        self._spread(events, reports[-1].load, reads, len(reports))
 
     def _keep_scores(self, scores: Iterable[PromptScoreArrays]) -> None:
         for each in scores:
@@ -293,33 +294,33 @@ class SessionHub(Generic[RequestT]):
                 owner.scores.extend(score_messages(each))
                 self._wake(owner)
 
-    def _note(self, session: ConductorSession) -> None:
-        """Tell ``session`` at once if it has outputs, or was told nothing for a while; else soon."""
-        untold = session.untold
-        if untold.num_steps > MAX_UNREAD_STEPS:
+    def _flush_in_time(self, session: ConductorSession) -> None:
+        """Flush the session's outbox at once if it has outputs, or nothing was sent for a while; else soon."""
+        outbox = session.outbox
+        if outbox.num_steps > MAX_UNREAD_STEPS:
             _log.warning("session.too_slow", conductor=session.conductor_id, unread=MAX_UNREAD_STEPS)
             self._end(session)
-        elif untold.is_due or self._loop.time() >= untold.due_s:
-            self._tell(session)
-        elif session.telling is None:
-            session.telling = self._loop.call_at(untold.due_s, self._tell, session)
+        elif outbox.is_due or self._loop.time() >= outbox.due_s:
+            self._flush(session)
+        elif session.flush_timer is None:
+            session.flush_timer = self._loop.call_at(outbox.due_s, self._flush, session)
 
-    def _tell(self, session: ConductorSession) -> None:
-        self._calm(session)
+    def _flush(self, session: ConductorSession) -> None:
+        self._cancel_timer(session)
         session.is_due = True
         self._wake(session)
 
-    def _calm(self, session: ConductorSession) -> None:
-        if session.telling is not None:
-            session.telling.cancel()
-            session.telling = None
+    def _cancel_timer(self, session: ConductorSession) -> None:
+        if session.flush_timer is not None:
+            session.flush_timer.cancel()
+            session.flush_timer = None
 
     # --- ends
 
     def _end(self, session: ConductorSession) -> None:
-        """End the session, behind what it has to tell now."""
+        """End the session, behind what is in its outbox now."""
         self._sessions.discard(session)
-        self._calm(session)
+        self._cancel_timer(session)
         if not session.ended:
             session.ended = True
             self._wake(session)
@@ -327,7 +328,7 @@ class SessionHub(Generic[RequestT]):
     def _leave(self, peer: Peer) -> None:
         session = self._open.pop(peer)
         self._sessions.discard(session)
-        self._calm(session)
+        self._cancel_timer(session)
         self._abort_all(session)
         _log.info("session.closed", conductor=session.conductor_id)
 

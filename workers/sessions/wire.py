@@ -136,15 +136,15 @@ def welcome_message(
 ) -> SessionWelcome:
     """Make the snapshot of the cache with which a session begins; its events go on from there.
 
-    Of more than ``MAX_WELCOME_BYTES`` of hashes only the first are told: requests are not routed by the others.
+    Of more than ``MAX_WELCOME_BYTES`` of hashes only the first are sent: requests are not routed by the others.
     """
-    told, num_bytes = list[BlockHash](), 0
+    sent, num_bytes = list[BlockHash](), 0
     for each in hashes:
         num_bytes += len(each) + _HASH_HEAD_BYTES
         if num_bytes > MAX_WELCOME_BYTES:
             break
-        told.append(each)
-    return SessionWelcome(instance_id, generation, tuple(told), sequence, load, BEAT_S)
+        sent.append(each)
+    return SessionWelcome(instance_id, generation, tuple(sent), sequence, load, BEAT_S)
 
 
 def model_card(

@@ -16,7 +16,7 @@ from tanghulu.rpc.methods import Method, Rule
 from tanghulu.rpc.wire import U32, U64, FastMessage
 from tanghulu.session.load import WorkerLoad
 from tanghulu.session.model_card import ModelCard
-from tanghulu.session.outputs import BegunExport, KvChange, KvSource, Output, PrefixHolder, PromptScores
+from tanghulu.session.outputs import KvChange, KvSource, Output, PrefixHolder, PromptScores
 from tanghulu.session.sampling import PromptScoring, Sampling, StopRule
 from tanghulu.types import BlockHash, InstanceId, RequestId
 
@@ -106,8 +106,8 @@ class SessionWelcome(FastMessage, frozen=True, tag=1):
 class StepOutput(FastMessage, frozen=True, tag=2):
     """The outputs and events of one engine step, or of several. ``event_sequence`` numbers the first of ``kv_events``.
 
-    A gap in these numbers means lost events: ask for a snapshot. ``begun``: prefills to be handed over whose KV may be
-    fetched while they go on. ``load`` holds the session's first ``submits_taken`` submissions; None if unknown.
+    A gap in these numbers means lost events: ask for a snapshot. ``load`` holds the session's first ``submits_taken``
+    submissions; None if unknown.
     """
 
     outputs: Sequence[Output] = ()
@@ -115,7 +115,6 @@ class StepOutput(FastMessage, frozen=True, tag=2):
     kv_events: tuple[KvChange, ...] = ()
     load: WorkerLoad | None = None
     submits_taken: U64 | None = None
-    begun: Sequence[BegunExport] = ()
     scores: Sequence[PromptScores] = ()
 
 

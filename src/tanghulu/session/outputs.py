@@ -22,7 +22,7 @@ class FinishReason(Enum):
 
 
 class KvSource(FastMessage, frozen=True):
-    """The export in which a worker holds a request's KV for another worker."""
+    """The export in which a worker holds a request's KV for another worker: of its first ``num_tokens`` so far."""
 
     instance_id: InstanceId
     address: str
@@ -69,8 +69,9 @@ class PhaseTimes(FastMessage, frozen=True):
 class Output(Struct, array_like=True, gc=False):
     """New tokens of a request, of one step or of several, and perhaps its end.
 
-    ``request_id`` names one submission of the request to one worker. ``failure`` comes with ERROR, ``source`` with
-    HANDED_OVER, ``stop_token`` with STOP: the token that ended it. ``cached_tokens`` of the prompt were found in the
+    ``request_id`` names one submission of the request to one worker. ``failure`` comes with ERROR, ``stop_token`` with
+    STOP: the token that ended it. ``source`` comes with HANDED_OVER, and alone, while the prefill goes on:
+    its KV can be read as far as it has come. ``cached_tokens`` of the prompt were found in the
     worker's cache or fetched instead of computed. ``phases`` come with the first token and with the last.
     """
 
@@ -116,13 +117,6 @@ class PromptScores(FastMessage, frozen=True):
         if not size or size % 4 or len(self.ranks) != size or any(len(table) % size for table in tables):
             sizes = [len(table) for table in (self.logprobs, self.ranks, *tables)]
             raise InvalidRequest(f"log probabilities of a prompt in tables of {sizes} bytes: no whole rows")
-
-
-class BegunExport(FastMessage, frozen=True):
-    """The export that grows while the submission ``request_id`` is prefilled, and ends with the prefill."""
-
-    request_id: RequestId
-    source: KvSource
 
 
 class KvChange(FastMessage, frozen=True):

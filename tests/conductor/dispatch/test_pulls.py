@@ -29,7 +29,7 @@ def pulled(**more: int):
     """A request that P prefills while D pulls."""
     flight = make(**more)
     flight.submit(P, D)
-    assert flight.on_begun(EARLY) == [PickPull(EARLY)]
+    assert flight.on_export(EARLY) == [PickPull(EARLY)]
     assert flight.pull_at(D, EARLY) == [PullTo(D, "r.1.pull", EARLY)]
     flight.check()
     return flight
@@ -46,7 +46,7 @@ def test_who_pulled_decodes_and_goes_on_from_that():
 def test_a_request_that_is_not_handed_over_is_not_pulled():
     flight = make()
     flight.submit(P, P)
-    assert flight.on_begun(EARLY) == []
+    assert flight.on_export(EARLY) == []
 
 
 def test_another_decode_worker_may_be_chosen():

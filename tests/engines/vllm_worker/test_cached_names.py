@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tanghulu.engines.vllm_worker.cached_names import CachedNames
+from tanghulu.engines.vllm_worker.engine import CachedNames
 from tanghulu.session.outputs import KvChange
 from tanghulu.types import BlockHash
 from tanghulu.workers.engine.block_pool import KvEventKind

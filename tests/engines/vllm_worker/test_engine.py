@@ -17,6 +17,7 @@ from tanghulu.engines.vllm_worker.requests import VllmRequest
 from tanghulu.errors import Conflict, DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.session.outputs import FinishReason, KvChange
 from tanghulu.types import BlockHash, RequestId
+from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.thread import StepReport
 
 NAMES = [BlockHash(bytes([i]) * 32) for i in range(4)]
@@ -264,8 +265,7 @@ async def test_a_prompt_is_handed_over_when_its_blocks_are_in_the_store(scene):
     scene.stored.set()
     await scene.until(lambda: finishes(scene, "a"))
     (told,) = [report for report in scene.reports if report.exports]
-    assert told.exports.keys() == {"a"}
-    assert told.exports[RequestId("a")].num_tokens == 6
+    assert told.exports == (KvExport(RequestId("a"), RequestId("a"), num_tokens=6),)
     (handed,) = told.result.outputs
     assert (handed.finish, handed.tokens) == (FinishReason.HANDED_OVER, [])
 

@@ -14,9 +14,14 @@ import torch
 from tanghulu.errors import ConfigError, ModelUnsupported
 from tanghulu.session.sampling import Sampling
 from tanghulu.workers.compute.attention.backends import AttentionNeeds, can
-from tanghulu.workers.compute.decode_batch import DecodeShape, decode_batch, pack_decodes
 from tanghulu.workers.compute.device import CPU
-from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
+from tanghulu.workers.compute.forward_batch import (
+    DecodeShape,
+    SequenceChunk,
+    build_forward_batch,
+    decode_batch,
+    pack_decodes,
+)
 from tanghulu.workers.compute.kv_cache import DeviceKvCache, KvCache
 from tanghulu.workers.compute.linear import Arithmetic
 from tanghulu.workers.compute.models.registry import Model, load_model

@@ -29,11 +29,17 @@ from tanghulu.workers.compute.attention.varlen import (
     try_kernel,
     why_not,
 )
-from tanghulu.workers.compute.decode_batch import DecodeShape, decode_batch, is_decode, pack_decodes
 from tanghulu.workers.compute.device import CPU
-from tanghulu.workers.compute.forward_batch import ForwardBatch, SequenceChunk, build_forward_batch
-from tanghulu.workers.compute.kv_cache import DeviceKvCache
-from tanghulu.workers.compute.kv_rows import from_rows, to_rows
+from tanghulu.workers.compute.forward_batch import (
+    DecodeShape,
+    ForwardBatch,
+    SequenceChunk,
+    build_forward_batch,
+    decode_batch,
+    is_decode,
+    pack_decodes,
+)
+from tanghulu.workers.compute.kv_cache import DeviceKvCache, from_rows, to_rows
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tests.workers.compute.varlen_kernel import varlen_attn
 

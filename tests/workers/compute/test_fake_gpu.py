@@ -18,8 +18,14 @@ from tanghulu.workers.compute import device, device_sampling
 from tanghulu.workers.compute.attention import varlen as attention_varlen
 from tanghulu.workers.compute.attention.base import AttentionBackend, SdpaAttention
 from tanghulu.workers.compute.attention.varlen import Kernel, VarlenAttention
-from tanghulu.workers.compute.decode_batch import DecodeShape, decode_batch, pack_decodes
-from tanghulu.workers.compute.forward_batch import ForwardBatch, SequenceChunk, build_forward_batch
+from tanghulu.workers.compute.forward_batch import (
+    DecodeShape,
+    ForwardBatch,
+    SequenceChunk,
+    build_forward_batch,
+    decode_batch,
+    pack_decodes,
+)
 from tanghulu.workers.compute.kv_cache import DeviceKvCache
 from tanghulu.workers.compute.models.registry import Model, load_model
 from tanghulu.workers.compute.sampling import SamplingRow

@@ -14,9 +14,9 @@ import torch
 from tanghulu.transfer_engine.gpu.staging import CudaCopier
 from tanghulu.workers.compute import cuda_graphs
 from tanghulu.workers.compute.cuda_graphs import DecodeGraphs
-from tanghulu.workers.compute.decode_batch import decode_batch, pack_decodes
 from tanghulu.workers.compute.device import CPU
 from tanghulu.workers.compute.device_runner import DeviceRunner
+from tanghulu.workers.compute.forward_batch import decode_batch, pack_decodes
 from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tests.workers.tiny import BLOCK, engine, request, run_all

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tanghulu.workers.compute import lanes as lanes_module
-from tanghulu.workers.compute.forward_batch import ForwardBatch, SequenceChunk, build_forward_batch
+from tanghulu.workers.compute.forward_batch import ForwardBatch, LaneGate, LaneTurn, SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import KvCache, KvTensors
-from tanghulu.workers.compute.lane_turn import LaneGate, LaneTurn
 from tanghulu.workers.compute.lanes import LanedForward, cut_lanes, turns_of
 from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.engine.kv_layout import KvLayout

@@ -5,14 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tanghulu.workers.engine.block_pool import BlockPool
-from tanghulu.workers.engine.early_exports import EarlyBlocks, early_name
-from tanghulu.workers.engine.early_pulls import (
-    MAX_PULLS,
-    TRANSITIONS,
-    EarlyPullEvent,
-    EarlyPulls,
-    EarlyPullState,
-)
+from tanghulu.workers.engine.exports import ExportState
+from tanghulu.workers.engine.pulls import MAX_PULLS, Pulls
+from tanghulu.workers.engine.step_plan import StepPlan
 from tests.workers.engine.test_scheduler import B, ident, req, runs, scheduler, step
 from tests.workers.peers import export_at
 from tests.workers.tiny import request
@@ -24,8 +19,8 @@ def hashes(count: int) -> list:
     return list(request("any", range(count * B), block_tokens=B).sequence.block_hashes)
 
 
-def pulls(num_blocks: int = 16) -> EarlyPulls:
-    return EarlyPulls(BlockPool(num_blocks), B)
+def pulls(num_blocks: int = 16) -> Pulls:
+    return Pulls(BlockPool(num_blocks), B)
 
 
 # --- what is shown of a prefill
@@ -34,32 +29,30 @@ def pulls(num_blocks: int = 16) -> EarlyPulls:
 def test_a_prefill_is_shown_block_by_block_until_it_is_handed_over() -> None:
     core = scheduler()  # 8 tokens a step
     core.add(req("a", 20, hold_kv=True))
-    step(core)
-    (first,) = core.early_exports.take()
-    assert (first.request_id, first.first, len(first.block_ids), first.over) == ("a", 0, 2, False)
-    step(core)
-    (second,) = core.early_exports.take()
-    assert (second.first, len(second.block_ids)) == (2, 2)
-    step(core)
-    assert core.early_exports.take() == (EarlyBlocks(ident("a"), early_name(ident("a")), over=True),)
-    handed = core.held.export(ident("a"))
-    assert handed is not None
-    assert handed.block_ids[:4] == first.block_ids + second.block_ids
-    core.held.release_export(ident("a"))
-    assert core.pool.num_in_use == 4, "a reader may still be there"
-    core.held.release_export(early_name(ident("a")))
+    shown = []
+    for _ in range(3):
+        step(core)
+        shown += core.exports.take_changed()
+    assert [export.state for export in shown] == [ExportState.GROWING, ExportState.GROWING, ExportState.COMPLETE]
+    assert [(len(export.block_ids), export.num_tokens) for export in shown] == [(2, 8), (4, 16), (5, 20)]
+    assert shown[2].block_ids[:4] == shown[1].block_ids
+    assert shown[1].block_ids[:2] == shown[0].block_ids
+    assert {export.name for export in shown} == {"a"}
+    core.check()
+    assert core.exports.release(ident("a"))
     assert core.pool.num_in_use == 0
     core.check()
 
 
-def test_what_is_not_handed_over_or_computed_at_once_is_not_shown() -> None:
+def test_what_is_not_handed_over_is_not_shown_and_what_is_computed_at_once_is_complete() -> None:
     core = scheduler()
     core.add(req("whole", 8, hold_kv=True))
     step(core)
+    assert [export.state for export in core.exports.take_changed()] == [ExportState.COMPLETE]
     core.add(req("own", 20))
     for _ in range(3):
         step(core)
-    assert core.early_exports.take() == ()
+    assert core.exports.take_changed() == ()
 
 
 @pytest.mark.parametrize("how", ["abort", "preempt"])
@@ -70,43 +63,61 @@ def test_a_prefill_that_stops_is_shown_no_longer(how: str) -> None:
     core.add(req("a", 24, hold_kv=True))
     step(core)
     step(core)
-    assert not core.early_exports.take()[0].over
+    (growing,) = core.exports.take_changed()
+    assert growing.state is ExportState.GROWING
     if how == "abort":
         core.abort(ident("a"))
     preempted = [name for _ in range(5) for name in step(core)[0].preempted]
     assert preempted == (["a"] if how == "preempt" else [])
-    assert core.early_exports.take()[-1].over
+    (withdrawn,) = core.exports.take_changed()
+    assert withdrawn.state is ExportState.WITHDRAWN
+    assert withdrawn.block_ids[: len(growing.block_ids)] == growing.block_ids
     for _ in range(5):
         step(core)
-    assert core.early_exports.take() == (), "nor when it comes back"
+    assert core.exports.take_changed() == (), "nor when it comes back"
+    core.check()
+    assert core.exports.release(ident("a")), "a reader may still have been there"
+    core.check()
 
 
-def test_a_reader_that_gave_up_is_shown_nothing_more() -> None:
+def test_what_was_preempted_is_handed_over_beside_what_readers_still_have() -> None:
+    core = scheduler(num_blocks=20)
+    core.add(req("a", 20, hold_kv=True))
+    step(core)
+    core._preempt(core._running[0], StepPlan(8))
+    for _ in range(3):
+        step(core)
+    withdrawn, complete = core.exports.take_changed()
+    assert (withdrawn.state, complete.state) == (ExportState.WITHDRAWN, ExportState.COMPLETE)
+    assert (withdrawn.name, complete.name) == ("a", "a/1")
+    assert withdrawn.request_id == complete.request_id == "a"
+    for export in withdrawn, complete:
+        core.check()
+        assert core.exports.release(export.name)
+    assert core.pool.num_in_use == 0
+
+
+def test_an_export_that_grows_is_not_given_back() -> None:
     core = scheduler()
     core.add(req("a", 40, hold_kv=True))
     step(core)
-    core.early_exports.take()
-    core.held.release_export(early_name(ident("a")))
-    step(core)
-    assert core.early_exports.take() == ()
-    core.check()
+    with pytest.raises(AssertionError, match="a still grows"):
+        core.exports.release(ident("a"))
 
 
 # --- what is pulled
 
 
-@pytest.mark.parametrize("state", EarlyPullState)
-@pytest.mark.parametrize("event", EarlyPullEvent)
-def test_every_pair_of_state_and_event_is_in_the_table_or_asserts(state, event) -> None:
+@pytest.mark.parametrize("ends", [("done", "drop"), ("drop", "done")])
+def test_a_pull_is_forgotten_when_its_transfer_is_over_and_nobody_wants_it(ends: tuple[str, str]) -> None:
     made = pulls()
     made.begin(ident("p"), hashes(2), PEER, 0)
-    pull = made._pulls[ident("p")]
-    pull.state = state
-    if (state, event) in TRANSITIONS:
-        assert pull.on(event) is TRANSITIONS[state, event]
-    else:
-        with pytest.raises(AssertionError, match=event.name):
-            pull.on(event)
+    for end in ends:
+        assert len(made) == 1
+        getattr(made, end)(ident("p"))
+        made.check()
+    assert (len(made), made._pool.num_in_use) == (0, 0)
+    assert made.take_ending() == (["p"] if ends[0] == "drop" else [])
 
 
 def test_blocks_that_came_can_be_matched_before_the_last_one_has() -> None:
@@ -142,7 +153,7 @@ def test_a_dropped_pull_keeps_its_blocks_until_its_transfer_has_ended() -> None:
     made.begin(ident("p"), hashes(4), PEER, 0)
     made.arrived(ident("p"), 1)
     assert made.drop(ident("p"))
-    assert made.take_left() == ["p"]
+    assert made.take_ending() == ["p"]
     assert (made._pool.num_in_use, made._pool.num_in_transfer) == (3, 3)
     made.arrived(ident("p"), 1)  # was under way
     assert made._pool.num_in_use == 2
@@ -170,7 +181,7 @@ def test_the_request_finds_what_was_pulled_and_fetches_the_rest() -> None:
     assert len(wanted.block_ids) == 4
     core.pulls.arrived(ident("p"), 3)
     core.add(made)
-    assert core.pulls.take_left() == ["p"], "its transfer is told to end"
+    assert core.pulls.take_ending() == ["p"], "its transfer is told to end"
     core.add(req("b", [80]))
     assert list(runs(step(core)[0])) == ["b"], "it waits for the pull's end, and holds up nobody"
     core.pulls.done(ident("p"))
@@ -218,9 +229,9 @@ def test_an_aborted_request_gives_up_its_pull() -> None:
     made = req("a", 16, ahead=ident("p"))
     core.pull_ahead(ident("p"), made.sequence, PEER)
     core.add(made)
-    core.pulls.take_left()
+    core.pulls.take_ending()
     core.abort(ident("a"))
-    assert core.pulls.take_left() == ["p"]
+    assert core.pulls.take_ending() == ["p"]
     core.pulls.done(ident("p"))
     assert core.pool.num_in_use == 0
     core.check()

@@ -116,7 +116,7 @@ def test_hand_over_between_two_engines(tiny_model: Model, length: int) -> None:
     prefill.add(request("a", PROMPT[:length], 12, hold_kv=True))
     (first,) = outputs_of(prefill)
     assert first.finish is FinishReason.HANDED_OVER
-    export = prefill.scheduler.held.export(RequestId("a"))
+    export = prefill.scheduler.exports.get(RequestId("a"))
     assert export is not None
     tokens = [*PROMPT[:length], *first.tokens]
     peer = export_at("prefill", "a", export.num_tokens)

@@ -295,7 +295,7 @@ def test_nothing_arrived() -> None:
     step(core)
     core.fetch_done(ident("a"), 0)
     assert runs(step(core)[0]) == {"a": (0, 8)}
-    assert core.pool.num_matchable == 2
+    assert len(core.pool.matchable_hashes()) == 2
 
 
 def test_abort_while_fetching_keeps_the_blocks_until_the_transfer_ends() -> None:
@@ -320,12 +320,12 @@ def test_hand_over_keeps_the_blocks_until_they_are_released() -> None:
     core.add(req("a", 8, hold_kv=True))
     output = step(core)[1].outputs[0]
     assert output.finish is FinishReason.HANDED_OVER
-    export = core.held.export(ident("a"))
+    export = core.exports.get(ident("a"))
     assert export is not None
     assert (export.num_tokens, len(export.block_ids)) == (8, 2)
     assert core.pool.num_in_use == 2
-    assert core.held.release_export(ident("a"))
-    assert not core.held.release_export(ident("a"))
+    assert core.exports.release(ident("a"))
+    assert not core.exports.release(ident("a"))
     core.check()
     assert core.pool.num_in_use == 0
 
@@ -334,7 +334,7 @@ def test_no_hand_over_of_a_text_that_is_over() -> None:
     core = scheduler()
     core.add(req("a", 8, 1, hold_kv=True))
     assert step(core)[1].outputs[0].finish is FinishReason.LENGTH
-    assert core.held.export(ident("a")) is None
+    assert core.exports.get(ident("a")) is None
 
 
 @pytest.mark.parametrize("num_prompt", [6, 7, 8, 9])
@@ -365,10 +365,10 @@ def test_held_blocks_outlive_their_request() -> None:
     core = scheduler(num_blocks=3)
     core.add(req("a", 8, 1))
     (first, second) = step(core)[1].committed
-    core.held.hold([first.block_id, second.block_id])
+    core.exports.hold([first.block_id, second.block_id])
     core.check()
     assert core.pool.num_available == 1
-    core.held.unhold([first.block_id, second.block_id])
+    core.exports.unhold([first.block_id, second.block_id])
     core.check()
     assert core.pool.num_available == 3
 

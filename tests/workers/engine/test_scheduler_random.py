@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tanghulu.session.outputs import FinishReason
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
+from tanghulu.workers.engine.exports import ExportState, KvExport
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
@@ -45,7 +46,7 @@ class World:
         self.computed: Counter[str] = Counter()
         self.num_preempted = 0
         self.prefixes: set[str] = set()
-        self.early: dict[str, list[int]] = {}
+        self.exports: dict[RequestId, KvExport] = {}
         self.pulls: dict[str, list[int]] = {}
         self.num_pulled = 0
         self.num_drafted = self.num_accepted = 0
@@ -58,9 +59,9 @@ class World:
                 break
         else:
             raise AssertionError(f"somebody starves: {self.core!r}")
-        self.show_early()
-        for name in [*self.ended, *self.prefixes, *self.early]:
-            self.core.held.release_export(RequestId(name))
+        self.read_exports()
+        for name in [*self.exports, *self.prefixes]:
+            self.core.exports.release(RequestId(name))
         self.core.check()
         assert self.core.pool.num_in_use == 0
         assert self.ended.keys() | self.aborted == self.added.keys()
@@ -79,29 +80,28 @@ class World:
             full = len(wanted.block_ids)
             arrived = rng.choice((0, full, rng.randint(0, full)))
             self.core.fetch_done(wanted.request_id, arrived)
-        for name in list(self.ended):
-            if rng.random() < 0.2:
-                self.core.held.release_export(RequestId(name))
         self.read_a_prefix()
-        self.show_early()
+        self.read_exports()
         self.pull()
         self.core.check()
 
-    def show_early(self) -> None:
-        """Prefills under way are read for a while, also when they are over."""
-        for change in self.core.early_exports.take():
-            blocks = self.early.setdefault(change.name, [])
-            assert change.over or change.first == len(blocks), "none is left out"
-            blocks += change.block_ids
-        for name in list(self.early):
-            if self.rng.random() < 0.1:
-                self.core.held.release_export(RequestId(name))
-                del self.early[name]
+    def read_exports(self) -> None:
+        """Exports are read for a while, also when they were withdrawn."""
+        for export in self.core.exports.take_changed():
+            before = self.exports.get(export.name)
+            if before is not None:
+                assert before.state is ExportState.GROWING
+                assert export.block_ids[: len(before.block_ids)] == before.block_ids, "it grows at its end"
+            self.exports[export.name] = export
+        for name, export in list(self.exports.items()):
+            if export.state is not ExportState.GROWING and self.rng.random() < 0.1:
+                assert self.core.exports.release(name)
+                del self.exports[name]
 
     def pull(self) -> None:
         """Pulls bring blocks in their own time and end anywhere."""
         rng = self.rng
-        self.core.pulls.take_left()
+        self.core.pulls.take_ending()
         for name, coming in list(self.pulls.items()):
             if rng.random() < 0.4:
                 came = rng.randint(0, len(coming))
@@ -118,10 +118,10 @@ class World:
         if self.added and not self.prefixes and rng.random() < 0.1:
             name = f"prefix-{rng.getrandbits(40)}"
             hashes = self.added[rng.choice(sorted(self.added))].sequence.block_hashes
-            if self.core.held.export_prefix(RequestId(name), hashes) is not None:
+            if self.core.exports.export_prefix(RequestId(name), hashes) is not None:
                 self.prefixes.add(name)
         elif self.prefixes and rng.random() < 0.5:
-            assert self.core.held.release_export(RequestId(self.prefixes.pop()))
+            assert self.core.exports.release(RequestId(self.prefixes.pop()))
 
     def add(self, name: str) -> None:
         rng = self.rng

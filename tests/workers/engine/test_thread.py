@@ -35,7 +35,7 @@ def test_blocks_come_back_without_a_command_that_wakes(tiny_model: Model) -> Non
     rig.thread.post(lambda core: held.extend(core.scheduler.pool.allocate(3) or ()))
     while rig.next_report().load.blocks_in_use != 3:
         pass
-    rig.thread.post_unhurried(lambda core: core.scheduler.pool.release(held))
+    rig.thread.post_lazily(lambda core: core.scheduler.pool.release(held))
     while rig.next_report().load.blocks_in_use:
         pass
     rig.close()
@@ -47,7 +47,7 @@ def test_blocks_that_come_back_are_there_before_what_is_asked_for_behind_them(
     monkeypatch.setattr(thread, "MAX_REST_S", 3600.0)
     rig = Rig(tiny_model, None)
     ran = list[str]()
-    rig.thread.post_unhurried(lambda _: ran.append("came back"))
+    rig.thread.post_lazily(lambda _: ran.append("came back"))
     rig.thread.post(lambda _: ran.append("asked for"))
     while len(ran) < 2:
         rig.next_report()
@@ -63,7 +63,7 @@ def test_blocks_that_a_request_waits_for_wake_the_engine(tiny_model: Model, monk
     rig.thread.post(lambda core: core.add(made))
     while rig.next_report().load.shared.num_waiting != 1:
         pass
-    rig.thread.post_unhurried(lambda core: core.release_export(RequestId("held")))
+    rig.thread.post_lazily(lambda core: core.release_export(RequestId("held")))
     while not rig.next_report().result.outputs:
         pass
     rig.close()

@@ -16,18 +16,18 @@ from tanghulu.session.outputs import KvSource
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.gpu.staging import HostCopier
 from tanghulu.types import RequestId
-from tanghulu.workers.engine.early_exports import EarlyBlocks
 from tanghulu.workers.engine.engine import EngineCore
-from tanghulu.workers.engine.step_result import StepResult
-from tanghulu.workers.engine.thread import EngineLoad, StepReport
+from tanghulu.workers.engine.exports import ExportState, KvExport
+from tanghulu.workers.kv.peer_methods import ExportWatchReply
 from tanghulu.workers.kv.peer_reader import PeerReader
 from tests.rpc.service import until
-from tests.workers.kv.test_staging import NAME, Holder, buffers, bytes_of
+from tests.workers.kv.test_staging import LAYOUT, NAME, Holder, buffers, bytes_of
 from tests.workers.peers import export_at
 from tests.workers.rig import PROMPT, NoPeers, Rig, read_export
 from tests.workers.tiny import BLOCK, request
 
-NAMED = (RequestId("one"), RequestId("one/early"))
+ONE = RequestId("one")
+GROWING, COMPLETE, WITHDRAWN = ExportState
 
 
 @pytest.fixture
@@ -39,19 +39,19 @@ def reader() -> Iterator[PeerReader]:
     transfers.close()
 
 
-def tell(holder: Holder, *changes: EarlyBlocks) -> dict:
-    return holder.server.add_exports(StepReport(StepResult(), {}, EngineLoad(), changes))
+def show(holder: Holder, *blocks: int, state: ExportState = GROWING) -> dict[RequestId, KvSource]:
+    return holder.server.add_exports([KvExport(ONE, ONE, blocks, len(blocks) * LAYOUT.block_tokens, state)])
 
 
 def begin(holder: Holder, *blocks: int) -> KvSource:
-    source = tell(holder, EarlyBlocks(*NAMED, 0, blocks))[NAMED[0]]
+    source = show(holder, *blocks)[ONE]
     return export_at(holder.instance, source.export_id, source.num_tokens)
 
 
-async def watch(reader: PeerReader, export: KvSource, num_known: int) -> int:
-    def ask() -> int:
-        with reader.watch(export) as num_blocks:
-            return num_blocks(num_known)
+async def watch(reader: PeerReader, export: KvSource, num_known: int) -> ExportWatchReply:
+    def ask() -> ExportWatchReply:
+        with reader.watch(export) as wait:
+            return wait(num_known)
 
     return await asyncio.to_thread(ask)
 
@@ -62,13 +62,13 @@ async def test_a_watch_is_answered_when_blocks_are_complete(tmp_path: Path, read
     holder = Holder(tmp_path, 8, HostCopier())
     async with holder.serving():
         export = begin(holder, 3, 4)
-        assert await watch(reader, export, 0) == 2
+        assert await watch(reader, export, 0) == ExportWatchReply(2)
         waiting = asyncio.create_task(watch(reader, export, 2))
         got = buffers(3)
         assert await asyncio.to_thread(read_export, reader, export, 0, got[:2]) == 2, "it holds up no other read"
         assert not waiting.done()
-        assert tell(holder, EarlyBlocks(*NAMED, 2, (9,))) == {}, "its reader knows where it is"
-        assert await waiting == 3
+        assert show(holder, 3, 4, 9) == {}, "its reader knows where it is"
+        assert await waiting == ExportWatchReply(3)
         assert await asyncio.to_thread(read_export, reader, export, 2, got[2:]) == 1
         assert [bytes(each) for each in got] == [bytes_of(holder.parts, block) for block in (3, 4, 9)]
 
@@ -81,10 +81,28 @@ async def test_a_watch_ends_with_the_prefill(tmp_path: Path, reader: PeerReader,
         export = begin(holder, 3)
         waiting = asyncio.create_task(watch(reader, export, 1))
         await until(lambda: len(holder.service.peers) > 0)
-        tell(holder, EarlyBlocks(*NAMED, over=True))
+        show(holder, 3, state=WITHDRAWN)
         with pytest.raises(ChunkNotFound):
             await waiting
-        assert holder.given_back == ["one/early"], "nobody reads: at once"
+        assert holder.given_back == ["one"], "nobody reads: at once"
+
+
+async def test_a_hand_over_completes_the_export(tmp_path: Path, reader: PeerReader, monkeypatch) -> None:
+    monkeypatch.setattr("tanghulu.workers.kv.peer_reader.WATCH_S", 300.0)
+    monkeypatch.setattr("tanghulu.workers.kv.peer_server.MAX_WATCH_S", 300.0)
+    holder = Holder(tmp_path, 8, HostCopier())
+    async with holder.serving():
+        export = begin(holder, 3)
+        assert await asyncio.to_thread(read_export, reader, export, 0, buffers(1)) == 1
+        waiting = asyncio.create_task(watch(reader, export, 1))
+        await until(lambda: len(holder.service.peers) > 1)
+        handed = show(holder, 3, 4, state=COMPLETE)[ONE]
+        assert handed.export_id == export.export_id
+        assert await waiting == ExportWatchReply(2, True)
+        assert await watch(reader, export, 2) == ExportWatchReply(2, True), "there will be no more"
+        assert await asyncio.to_thread(read_export, reader, export, 1, buffers(1)) == 1
+        await asyncio.to_thread(reader.release, export)
+        await until(lambda: holder.given_back == ["one"])
 
 
 async def test_what_a_reader_pinned_is_held_until_it_says_so(tmp_path: Path, reader: PeerReader) -> None:
@@ -92,10 +110,10 @@ async def test_what_a_reader_pinned_is_held_until_it_says_so(tmp_path: Path, rea
     async with holder.serving():
         export = begin(holder, 3, 4)
         assert await asyncio.to_thread(read_export, reader, export, 0, buffers(2)) == 2
-        tell(holder, EarlyBlocks(*NAMED, over=True))
+        show(holder, 3, 4, state=WITHDRAWN)
         assert holder.given_back == []
         await asyncio.to_thread(lambda: reader.release(export, keep=True))
-        await until(lambda: holder.given_back == ["one/early"])
+        await until(lambda: holder.given_back == ["one"])
         assert holder.access.num_leases == 0
 
 
@@ -113,22 +131,42 @@ async def test_a_reader_that_leaves_takes_nothing_from_others(tmp_path: Path, re
 async def test_a_release_waits_for_no_answer(tmp_path: Path, reader: PeerReader) -> None:
     holder = Holder(tmp_path, 8, HostCopier())
     async with holder.serving():
-        export = begin(holder, 3)
+        source = show(holder, 3, state=COMPLETE)[ONE]
+        export = export_at(holder.instance, source.export_id, source.num_tokens)
         assert await asyncio.to_thread(read_export, reader, export, 0, buffers(1)) == 1
         reader.release(export)  # the loop that would answer stands still meanwhile
-        await until(lambda: holder.given_back == ["one/early"])
+        await until(lambda: holder.given_back == ["one"])
 
 
-async def test_blocks_of_an_export_that_was_given_up_are_shown_to_nobody(tmp_path: Path, reader: PeerReader) -> None:
+async def test_no_reader_gives_up_an_export_that_grows(tmp_path: Path, reader: PeerReader) -> None:
+    """Its blocks are the prefill's still, and another reader may come."""
+    holder = Holder(tmp_path, 8, HostCopier())
+    async with holder.serving():
+        export = begin(holder, 3)
+        assert await asyncio.to_thread(read_export, reader, export, 0, buffers(1)) == 1
+        await asyncio.to_thread(reader.release, export)
+        await until(lambda: holder.access.num_leases == 0)
+        assert holder.given_back == []
+        assert show(holder, 3, 4) == {}
+        assert await watch(reader, export, 0) == ExportWatchReply(2)
+
+
+async def test_blocks_of_an_export_that_was_given_back_are_shown_to_nobody(tmp_path: Path, reader: PeerReader) -> None:
     """Nothing holds them any more, so that they may be another prompt's by now."""
     holder = Holder(tmp_path, 8, HostCopier())
     async with holder.serving():
         export = begin(holder, 3)
-        await asyncio.to_thread(reader.release, export)
-        await until(lambda: holder.given_back == ["one/early"])
-        assert tell(holder, EarlyBlocks(*NAMED, 1, (4,))) == {}
+        show(holder, 3, state=WITHDRAWN)
+        assert holder.given_back == ["one"]
         with pytest.raises(ChunkNotFound):
             await watch(reader, export, 0)
+        with pytest.raises(ChunkNotFound):
+            await asyncio.to_thread(read_export, reader, export, 0, buffers(1))
+
+
+async def test_a_release_that_keeps_the_export_opens_no_connection(tmp_path: Path, reader: PeerReader) -> None:
+    """Where the session is gone, so are its leases."""
+    await asyncio.to_thread(lambda: reader.release(export_at("127.0.0.1:1|", 1, 0), keep=True))
 
 
 # --- the pulling end, on the tiny model
@@ -166,12 +204,12 @@ class GrowingPeers(NoPeers):
 
         return Watching()
 
-    def _wait(self, num_known: int) -> int:
+    def _wait(self, num_known: int) -> ExportWatchReply:
         with self.changed:
             self.changed.wait_for(lambda: self.over or self.num_filled > num_known, 0.05)
             if self.over:
                 raise ChunkNotFound("the prefill has ended")
-            return self.num_filled
+            return ExportWatchReply(self.num_filled, self.num_filled == len(self.blocks))
 
     def read(self, parts, buffers) -> int:
         [(_, first_block, _)] = parts

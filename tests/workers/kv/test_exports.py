@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from tanghulu.errors import ChunkNotFound
 from tanghulu.types import LeaseId, RequestId
-from tanghulu.workers.engine.step_plan import KvExport
-from tanghulu.workers.kv.exports import ExportState, ExportTable
+from tanghulu.workers.engine.exports import ExportState, KvExport
+from tanghulu.workers.kv.exports import ExportTable
 
 
-def _kv(name: str) -> KvExport:
-    return KvExport(RequestId(name), (1, 2), 100)
+def _kv(name: str, *blocks: int, state: ExportState = ExportState.COMPLETE) -> KvExport:
+    return KvExport(RequestId(name), RequestId(name), blocks or (1, 2), 50 * len(blocks or (1, 2)), state)
 
 
 def test_released_unread_is_free_at_once() -> None:
@@ -43,7 +43,8 @@ def test_after_a_dead_reader_another_may_come() -> None:
     export = table.add(_kv("a"), 0)
     table.pinned(export, [LeaseId(1)], 0)
     assert table.lease_freed(LeaseId(1)) == []
-    assert table.get(export.export_id).state is ExportState.HELD
+    assert table.get(export.export_id) is export
+    assert not export.leases
 
 
 def test_what_only_a_dead_reader_knew_of_is_free_at_once() -> None:
@@ -83,9 +84,9 @@ def test_every_export_is_given_back_once_and_never_while_read(events: list[tuple
         if event == "add":
             made += 1
             table.add(_kv(str(made)), now_s)
-        elif event == "pin" and target is not None and target.state is not ExportState.CLOSING:
+        elif event == "pin" and target is not None and not target.released:
             leases += 1
-            open_leases[leases] = target.request_id
+            open_leases[leases] = target.kv.name
             table.pinned(target, [LeaseId(leases)], now_s)
         elif event == "free" and open_leases:
             lease = sorted(open_leases)[pick % len(open_leases)]
@@ -104,14 +105,34 @@ def test_every_export_is_given_back_once_and_never_while_read(events: list[tuple
 
 def test_an_export_grows_while_it_is_read() -> None:
     table = ExportTable(10, itertools.count(1))
-    export = table.add(_kv("a"), 0)
+    export = table.add(_kv("a", 1, 2, state=ExportState.GROWING), 0)
     table.pinned(export, [LeaseId(1)], 0)
-    table.grow(export.export_id, (7, 8), 50)
+    assert table.add(_kv("a", 1, 2, 7, 8, state=ExportState.GROWING), 0) is export
     assert (export.kv.block_ids, export.kv.num_tokens) == ((1, 2, 7, 8), 200)
-    table.watched(export, 9)
-    assert table.expire(18) == []
-    assert table.release(export.export_id) == []
-    table.grow(export.export_id, (9,), 50)  # its reader goes on with what it has pinned
-    assert table.lease_freed(LeaseId(1)) == ["a"]
-    table.grow(export.export_id, (9,), 50)
+    assert table.release(export.export_id) == [], "its own worker alone ends it"
+    assert table.expire(18) == [], "a prefill may take long"
     table.check()
+    assert table.add(_kv("a", 1, 2, 7, 8, 9), 19) is export
+    table.watched(export, 20)
+    assert table.expire(29) == []
+    assert table.release(export.export_id) == []
+    assert table.lease_freed(LeaseId(1)) == ["a"]
+    table.check()
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_what_is_withdrawn_is_given_back_when_nobody_reads_it(is_read: bool) -> None:
+    table = ExportTable(10, itertools.count(1))
+    export = table.add(_kv("a", state=ExportState.GROWING), 0)
+    withdrawn = _kv("a", state=ExportState.WITHDRAWN)
+    if is_read:
+        table.pinned(export, [LeaseId(1)], 0)
+        assert table.withdraw(withdrawn) == []
+        with pytest.raises(ChunkNotFound):
+            table.get(export.export_id)
+        assert table.lease_freed(LeaseId(1)) == ["a"]
+    else:
+        assert table.withdraw(withdrawn) == ["a"]
+    table.check()
+    assert len(table) == 0
+    assert table.withdraw(_kv("never shown", state=ExportState.WITHDRAWN)) == ["never shown"]

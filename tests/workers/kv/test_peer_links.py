@@ -19,8 +19,8 @@ from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.gpu.staging import HostCopier
 from tanghulu.types import Address, BlockHash
 from tanghulu.workers.kv import peer_links
+from tanghulu.workers.kv.peer_links import SilenceWatch
 from tanghulu.workers.kv.peer_reader import PeerReader
-from tanghulu.workers.kv.silence import SilenceWatch
 from tests.rpc.service import until
 from tests.rpc.test_silent_hosts import out_of_reach
 from tests.workers.kv.test_staging import LAYOUT, NAME, Holder, buffers, bytes_of

@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from tanghulu.errors import NodeUnavailable
-from tanghulu.workers.kv.shown_blocks import SHARED_BYTES, ShownBlocks
+from tanghulu.workers.kv.peer_server import SHARED_BYTES, ShownBlocks
 
 LAYER_BYTES, BLOCK_BYTES = 64, 128
 

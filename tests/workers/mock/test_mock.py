@@ -23,9 +23,8 @@ from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.step_plan import FetchWanted
 from tanghulu.workers.mock import loading as mock_loading
 from tanghulu.workers.mock import runner as mock_runner
-from tanghulu.workers.mock.holding import DECODE_TOKENS, MOST_S, HoldingRunner
-from tanghulu.workers.mock.runner import MockRunner
-from tanghulu.workers.mock.timing import TIMINGS, MockTiming
+from tanghulu.workers.mock.loading import DECODE_TOKENS, MOST_S, HoldingRunner
+from tanghulu.workers.mock.runner import TIMINGS, MockRunner, MockTiming
 from tests.workers.peers import export_at
 from tests.workers.tiny import BLOCK, request, run_all
 
@@ -122,7 +121,7 @@ def test_a_torn_hand_over_is_found(torn: bool) -> None:
     prefill = Rig().core
     prefill.add(request("a", PROMPT, 4, hold_kv=True))
     output = prefill.step().outputs[0]
-    export = prefill.scheduler.held.export(RequestId("a"))
+    export = prefill.scheduler.exports.get(RequestId("a"))
     assert output.finish is FinishReason.HANDED_OVER
     assert export is not None
     copying = Copying(prefill, export.block_ids, torn)

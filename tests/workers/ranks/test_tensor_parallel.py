@@ -24,7 +24,7 @@ from tanghulu.transfer_engine.core.config import ListenOptions
 from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.owner.server import SegmentServer
-from tanghulu.types import BlockHash, Fingerprint, InstanceId, RequestId
+from tanghulu.types import BlockHash, Fingerprint, InstanceId
 from tanghulu.workers.compute.kv_cache import KvCache
 from tanghulu.workers.compute.models.registry import load_model
 from tanghulu.workers.compute.models.shard import Shard, require_split
@@ -230,14 +230,6 @@ def test_half_a_block_in_a_full_store_does_not_count() -> None:
     assert adapter.save(hashes, [memoryview(bytearray(8)) for _ in hashes]) == 1
 
 
-class _HoldsNothing:
-    async def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> None:
-        return None
-
-    def give_back(self, name: RequestId) -> None:
-        pass
-
-
 @contextlib.asynccontextmanager
 async def _peer(layout: KvLayout, name: Fingerprint, run_dir: Path) -> AsyncIterator[KvSource]:
     """A worker's side of the hand-over, without its engine: an address that holds KV called ``name``."""
@@ -245,7 +237,8 @@ async def _peer(layout: KvLayout, name: Fingerprint, run_dir: Path) -> AsyncIter
     metrics = WorkerMetrics(CollectorRegistry(), layout, 2)
     access, segment = AccessTable(clock, 1000, size), MemorySegment.create("kv", size)
     window = HostBlocks(KvMemory(layout, 2, segment.view))
-    server = PeerServer(KvIdentity(InstanceId("w1"), 1, name), layout, window, access, clock, metrics, _HoldsNothing())
+    engine: Any = None  # exports are looked for, and none is there
+    server = PeerServer(KvIdentity(InstanceId("w1"), 1, name), layout, window, access, clock, metrics, engine)
     listen = ListenOptions(transports=("shm", "tcp"), host="127.0.0.1", unix_path=str(run_dir / "kv.sock"))
     offered = SegmentServer(segment, access, generation=1, host_id="here", listen=listen)
     service = FastService()

@@ -10,7 +10,7 @@ from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.sessions import beats
 from tanghulu.workers.sessions.beats import EngineBeats
 
-REPORT = StepReport(StepResult(), {}, EngineLoad())
+REPORT = StepReport(StepResult(), EngineLoad())
 
 
 class _Engine:
@@ -38,7 +38,7 @@ async def test_it_beats_while_the_engine_answers(monkeypatch):
     try:
         await until(lambda: len(alive) > 5)
         engine.hangs = True
-        await until(lambda: engine.beats._waits and not engine.beats._heard)
+        await until(lambda: engine.beats._requested and not engine.beats._reported)
         asked, said = engine.asked, len(alive)
         for _ in range(20):
             await asyncio.sleep(0.001)

@@ -12,7 +12,7 @@ from tanghulu.workers.sessions.reports import MAX_WAITING, EngineReports
 
 
 def _report(number: int) -> StepReport:
-    return StepReport(StepResult(), {}, EngineLoad(num_added=number))
+    return StepReport(StepResult(), EngineLoad(num_added=number))
 
 
 async def test_reports_come_in_order_and_an_engine_that_is_ahead_waits():

@@ -18,7 +18,7 @@ from tanghulu.types import BlockHash, InstanceId, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent, KvEventKind
 from tanghulu.workers.engine.step_result import StepResult
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
-from tanghulu.workers.sessions import server, untold, wire
+from tanghulu.workers.sessions import outbox, server, wire
 from tanghulu.workers.sessions.server import SessionHub
 
 
@@ -109,7 +109,7 @@ class _Scene:
         outputs = tuple(Output(RequestId(r), [1]) for r in request_ids)
         result = StepResult(outputs, num_sequences=1, kv_events=(KvEvent(KvEventKind.STORED, block),))
         load = EngineLoad(WorkerLoad(num_running=self.num_steps, reads=reads), num_added=num_added)
-        self.hub.on_reports([StepReport(result, {}, load)])
+        self.hub.on_reports([StepReport(result, load)])
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ async def scene():
 
 async def test_who_has_no_output_in_a_step_is_told_of_many_at_once(scene, monkeypatch):
     here, busy, idle = scene
-    monkeypatch.setattr(untold, "SPREAD_S", 0.2)
+    monkeypatch.setattr(outbox, "SPREAD_S", 0.2)
     for _ in range(10):
         here.step("r1")
     told = (await busy.read()).message
@@ -176,7 +176,7 @@ async def test_the_last_outputs_leave_before_the_session_ends(scene):
 
 async def test_an_output_takes_along_what_waited(scene, monkeypatch):
     here, busy, _ = scene
-    monkeypatch.setattr(untold, "SPREAD_S", 3600.0)
+    monkeypatch.setattr(outbox, "SPREAD_S", 3600.0)
     here.step()
     assert len((await busy.read()).message.kv_events) == 1, "the first in a while goes out at once"
     here.step()
@@ -187,7 +187,7 @@ async def test_an_output_takes_along_what_waited(scene, monkeypatch):
 
 async def test_a_snapshot_holds_what_waited_and_measured_reads_do_not_wait(scene, monkeypatch):
     here, _, idle = scene
-    monkeypatch.setattr(untold, "SPREAD_S", 3600.0)
+    monkeypatch.setattr(outbox, "SPREAD_S", 3600.0)
     here.step()
     assert (await idle.read()).message.event_sequence == 0
     here.step()
@@ -201,8 +201,8 @@ async def test_a_snapshot_holds_what_waited_and_measured_reads_do_not_wait(scene
 
 async def test_events_that_wait_are_bounded(scene, monkeypatch):
     here, _, idle = scene
-    monkeypatch.setattr(untold, "SPREAD_S", 3600.0)
-    monkeypatch.setattr(untold, "MAX_UNTOLD_EVENTS", 4)
+    monkeypatch.setattr(outbox, "SPREAD_S", 3600.0)
+    monkeypatch.setattr(outbox, "MAX_PENDING_EVENTS", 4)
     here.step()
     assert len((await idle.read()).message.kv_events) == 1
     for _ in range(5):

@@ -31,8 +31,7 @@ import torch.nn.functional as F
 from tanghulu.workers.compute.attention.paged import StaticDecode, hidden_tokens, tokens_mask
 from tanghulu.workers.compute.device import upload
 from tanghulu.workers.compute.forward_batch import ForwardBatch, SequenceSpan
-from tanghulu.workers.compute.kv_cache import KvTensors
-from tanghulu.workers.compute.kv_rows import from_rows, to_rows
+from tanghulu.workers.compute.kv_cache import KvTensors, from_rows, to_rows
 
 #: Queries of a prefill run that share a kernel call.
 _PIECE_TOKENS = 128
@@ -46,7 +45,7 @@ class AttentionBackend(Protocol):
     ) -> PagedPlan:
         """Prepare ``batch``, whose queries will be of ``dtype``; the plan is valid for this one step.
 
-        With a ``window`` a query sees the last so many positions only, its own included.
+        With a ``window`` a query sees that many positions only, the last ones, its own included.
         """
 
 

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from tanghulu.workers.compute.forward_batch import DecodeTables
-from tanghulu.workers.compute.kv_cache import KvTensors
-from tanghulu.workers.compute.kv_rows import from_rows
+from tanghulu.workers.compute.kv_cache import KvTensors, from_rows
 
 #: Tokens gathered at a time: bounds the copy, whatever the batch. With 8 KV heads of 128 in bfloat16: K and V 1 GiB.
 MAX_GATHERED_TOKENS = 262_144

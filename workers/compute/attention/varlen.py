@@ -25,8 +25,7 @@ from tanghulu.workers.compute.attention.base import PagedPlan
 from tanghulu.workers.compute.attention.paged import MAX_GATHERED_TOKENS
 from tanghulu.workers.compute.device import multiplies_bfloat16, upload
 from tanghulu.workers.compute.forward_batch import DecodeTables, ForwardBatch, SequenceSpan
-from tanghulu.workers.compute.kv_cache import KvTensors
-from tanghulu.workers.compute.kv_rows import from_rows
+from tanghulu.workers.compute.kv_cache import KvTensors, from_rows
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256

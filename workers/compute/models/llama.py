@@ -65,7 +65,7 @@ class LlamaModel:
         *,
         arithmetic: Arithmetic | None = None,
     ) -> None:
-        """Load the weights of ``shard`` as ``dtype`` onto ``device``; ``progress`` is told the fraction done, 0..1.
+        """Load the weights of ``shard`` as ``dtype`` onto ``device``; ``progress`` receives the fraction done, 0..1.
 
         ``attention`` takes queries of the types of ``arithmetic``. Raises ModelUnsupported that names a missing tensor,
         one whose shape contradicts ``config``, or one that the model has no use for; ConfigError if the model's heads

@@ -58,7 +58,7 @@ def load_model(
     *,
     arithmetic: Arithmetic | None = None,
 ) -> Model:
-    """Load ``shard`` of the weights of ``source`` onto ``device``; ``progress`` is told the fraction done, 0..1.
+    """Load ``shard`` of the weights of ``source`` onto ``device``; ``progress`` receives the fraction done, 0..1.
 
     Without ``attention`` it attends by SDPA, which works everywhere, invariantly if ``arithmetic`` is; without
     ``arithmetic`` it is computed as suits ``device``. Raises ModelUnsupported that names the architecture or the tensor

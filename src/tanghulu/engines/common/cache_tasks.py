@@ -1,4 +1,4 @@
-"""Calls of the store in threads, each with a number under which its outcome is asked for, and a signal at its end."""
+"""Calls of the store in threads, each with a number by which its outcome is taken, and a signal at its end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Names of blocks in the store: ``kv/<fingerprint>/<block hash>/<part>``.
 
-An engine's block hash says which tokens, and nothing of the model that computed the KV nor of how its bytes are laid
-out. The fingerprint says that: engines with equal fingerprints can read each other's bytes, and no other finds them.
+An engine's block hash names the tokens, not the model that computed the KV nor the layout of its bytes. The fingerprint
+names those: engines with equal fingerprints can read each other's bytes, and no other finds them.
 """
 
 from __future__ import annotations

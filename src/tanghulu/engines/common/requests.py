@@ -5,7 +5,7 @@ preempt a request that computes, and end one at any time. Three rules hold whate
 
 * a load that was ordered is waited for, also when its request is gone: its blocks are being written to;
 * a request is loaded at most once between two preemptions: an engine that lost all of a load asks again, and would be
-  told the same by a store that does not answer;
+  given the same answer by a store that does not respond;
 * blocks whose load failed are computed, and saved again.
 
 Example with blocks of 16 tokens: a prompt of 100, 2 blocks in the engine's own cache, 5 in the store. ``match`` says 48
@@ -100,7 +100,7 @@ class RequestBook:
         return any(request.state is RequestState.COMPUTING for request in self._requests.values())
 
     def arrive(self, request_id: str) -> None:
-        """The engine has a new request; one that was told already stays as it is."""
+        """Add a new request of the engine; one that is here already stays as it is."""
         self._requests.setdefault(request_id, _Request())
 
     def may_load(self, request_id: str, num_preemptions: int) -> bool:

@@ -1,6 +1,6 @@
 """Saves under way: which blocks are pinned for them, and how many bytes they may be. Pure.
 
-Every rank of an engine writes its part of a save and says so when it ended, well or not. The engine must not give a
+Every rank of an engine writes its part of a save and acknowledges its end, well or not. The engine must not give a
 pinned block to another request before all ranks have. So: a job pins its blocks when it is ordered, and its last
 acknowledgement gives them back. Example with two ranks: job 7 pins blocks 3 and 4; the first acknowledgement gives back
 nothing, the second 3 and 4.

@@ -38,8 +38,8 @@ _log = init_logger("vllm.tanghulu")
 #: The part of a block that the scheduler asks for: where rank 0 has saved, the others have or will have.
 FIRST_RANK = 0
 CONNECT_DEADLINE_S = 1.0
-#: Where no request computes vLLM steps without work until loads and saves have ended: so long a rank waits for an end,
-#: and a request that arrives meanwhile for the rank. Else such steps take half a core.
+#: While no request computes, vLLM steps without work until loads and saves have ended. A rank waits this long for an
+#: end (as does a request that arrives meanwhile), or such steps would take half a core.
 IDLE_WAIT_S = 0.005
 
 
@@ -125,7 +125,7 @@ class TanghuluConnector(KVConnectorBase_V1):
         return self.scheduler.orders(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take the ranks' word on loads and saves."""
+        """Take the ranks' reports of loads and saves."""
         bad = connector_output.invalid_block_ids or set()
         for request_id in connector_output.finished_recving or ():
             self.scheduler.book.load_ended(request_id, bad)

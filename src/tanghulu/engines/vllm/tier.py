@@ -60,7 +60,7 @@ class TanghuluTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """What the store says of a chunk; RETRY until it has, which it does within its deadline."""
+        """Whether the store has a chunk; RETRY until it has answered, within its deadline."""
         found = self._lookups.lookup(key, req_context)
         if found is None:
             return LookupResult.RETRY
@@ -114,7 +114,7 @@ class Lookups(AsyncLookupManager):
         super().__init__(tier_type="tanghulu")
 
     def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
-        """Which chunks are stored; none where nobody says so in time."""
+        """Which chunks are stored; none where the store does not answer in time."""
         return self._store.has(keys_of(self._fingerprint, keys), self._deadline_s)
 
 

@@ -91,7 +91,7 @@ class VllmWorkerConfig(SecretOptions, MasterOptions, PortOptions, ProcessConfig)
         return given
 
     def engine_arguments(self, events: Path, replay: Path) -> dict[str, Any]:
-        """vLLM's engine arguments as plain values; KV events are told at the Unix sockets ``events`` and ``replay``."""
+        """vLLM's engine arguments as plain values; KV events appear at the Unix sockets ``events`` and ``replay``."""
         arguments: dict[str, Any] = {
             "model": str(self.folder),
             "dtype": self.dtype,

@@ -3,6 +3,10 @@
 Runs on the process's event loop; vLLM computes in a process of its own. What requests give and what vLLM's cache tells
 is gathered, and leaves as one report behind whatever else the loop does in that turn: the outputs of a step of vLLM are
 one message to each conductor, as a step's of our own engine.
+
+vLLM may keep two blocks of one name, when two requests compute the same prompt at once, and its KV events report each
+of them (`CachedNames`): a name is gone when its last block is. Example: of stored a, stored a, removed a the conductor
+receives "stored a" alone.
 """
 
 from __future__ import annotations
@@ -15,15 +19,14 @@ from typing import Any, Protocol
 
 import structlog
 
-from tanghulu.engines.vllm_worker.cached_names import CachedNames
 from tanghulu.engines.vllm_worker.load_book import LoadBook
 from tanghulu.engines.vllm_worker.requests import VllmRequest, output_of
 from tanghulu.errors import Conflict, DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.hashing import TokenSequence
 from tanghulu.session.outputs import FinishReason, KvChange, KvSource, Output
 from tanghulu.types import BlockHash, RequestId
-from tanghulu.workers.engine.block_pool import KvEvent
-from tanghulu.workers.engine.step_plan import KvExport
+from tanghulu.workers.engine.block_pool import KvEvent, KvEventKind
+from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.step_result import StepResult
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.sessions.port import TakesSnapshot
@@ -31,7 +34,7 @@ from tanghulu.workers.sessions.port import TakesSnapshot
 _log = structlog.get_logger(__name__)
 #: How often vLLM's process is looked after.
 LOOK_S = 0.5
-#: How long a vLLM that was told to forget its cache may take, and how often it is told: saves hold blocks for a moment.
+#: The time in which vLLM must have dropped its cache, and between requests to drop it: saves hold blocks for a moment.
 DROP_S, DROP_AGAIN_S = 10.0, 0.1
 
 
@@ -94,7 +97,7 @@ class VllmEngine:
         self._tasks: dict[RequestId, asyncio.Task[None]] = {}
         self._beating: asyncio.Task[None] | None = None
         self._outputs: list[Output] = []
-        self._handed: dict[RequestId, KvExport] = {}  # in the outputs above
+        self._handed: list[KvExport] = []  # of the outputs above
         self._events: list[KvEvent] = []
         self._reporting = False
         self._failed = False
@@ -129,7 +132,7 @@ class VllmEngine:
             task.cancel()
 
     def snapshot(self, take: TakesSnapshot) -> None:
-        """Give ``take`` the names of the cached blocks, and the events of them that no report has told yet."""
+        """Give ``take`` the names of the cached blocks, and their events that are in no report yet."""
         events, self._events = self._events, []
         take(self._mirror.names, self.load(), events)
 
@@ -229,12 +232,12 @@ class VllmEngine:
     async def _hand_over(self, request: VllmRequest, last: Output) -> Output:
         """Wait until the prompt's blocks are in the store; then others may go on.
 
-        The token that vLLM drew is not told: the next worker draws it again, as the first of the whole answer, with its
+        The token that vLLM drew is dropped: the next worker draws it again, as the first of the whole answer, with its
         grammar, its seed and its penalties. So do vLLM's own ways to part the phases.
         """
         await self._stored(request.block_hashes)
         name = request.request_id
-        self._handed[name] = KvExport(name, (), len(request.tokens))
+        self._handed.append(KvExport(name, name, num_tokens=len(request.tokens)))
         return Output(name, finish=FinishReason.HANDED_OVER, cached_tokens=last.cached_tokens)
 
     def _ended(self, request_id: RequestId) -> None:
@@ -266,5 +269,47 @@ class VllmEngine:
         self._reporting = False
         outputs, self._outputs = self._outputs, []
         events, self._events = self._events, []
-        handed, self._handed = self._handed, {}
-        self._on_report(StepReport(StepResult(tuple(outputs), kv_events=tuple(events)), handed, self.load()))
+        handed, self._handed = tuple(self._handed), []
+        self._on_report(StepReport(StepResult(tuple(outputs), kv_events=tuple(events)), self.load(), handed))
+
+
+class CachedNames:
+    """The names of the cached blocks, with how many blocks each has."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[BlockHash, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def names(self) -> list[BlockHash]:
+        """The names of all cached blocks."""
+        return list(self._blocks)
+
+    def num_leading(self, names: Sequence[BlockHash]) -> int:
+        """How many of the leading ``names`` are cached."""
+        return next((i for i, name in enumerate(names) if name not in self._blocks), len(names))
+
+    def apply(self, change: KvChange) -> list[KvEvent]:
+        """Take one of vLLM's events; returns what changed in the set of names."""
+        events = []
+        if change.cleared:
+            events += [KvEvent(KvEventKind.REMOVED, name) for name in self._blocks]
+            self._blocks.clear()
+        for name in change.stored:
+            count = self._blocks.get(name, 0)
+            self._blocks[name] = count + 1
+            if not count:
+                events.append(KvEvent(KvEventKind.STORED, name))
+        for name in change.removed:
+            count = self._blocks.get(name, 0)
+            if count > 1:
+                self._blocks[name] = count - 1
+            elif count:
+                del self._blocks[name]
+                events.append(KvEvent(KvEventKind.REMOVED, name))
+        return events
+
+    def check(self) -> None:
+        assert all(count > 0 for count in self._blocks.values())

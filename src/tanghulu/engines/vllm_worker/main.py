@@ -25,7 +25,7 @@ _log = structlog.get_logger(__name__)
 
 
 async def serve(process: Process, config: VllmWorkerConfig) -> None:
-    """Look for the others, start vLLM, open the port, serve sessions until told to stop, then drain.
+    """Look for the others, start vLLM, open the port, serve sessions until stopped, then drain.
 
     Raises NodeUnavailable if vLLM ends.
     """

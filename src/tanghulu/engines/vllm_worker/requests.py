@@ -2,7 +2,8 @@
 
 A request that another worker lost comes with what it generated so far: vLLM takes all of it as the prompt, so that its
 bounds become less by as many tokens, and penalties on the answer's tokens count these as the prompt's: vLLM has no way
-to say otherwise. A text under a grammar cannot be taken up in its middle; the conductor is told to look elsewhere.
+to say otherwise. A text under a grammar cannot be taken up in its middle; the conductor receives an error and looks
+elsewhere.
 """
 
 from __future__ import annotations

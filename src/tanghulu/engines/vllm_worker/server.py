@@ -1,6 +1,7 @@
 """Puts a vLLM worker together: vLLM's engine, the follower of its KV events, sessions, port.
 
 The one place that knows all parts, as ``workers.assembly`` is for our own engine.
+Hand-overs go through the store (`StoredPrompts`): they wait until the blocks of a prompt are there.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,14 +18,15 @@ import structlog
 from tanghulu.auth.tokens import TokensFile
 from tanghulu.conductor.routing_service.vllm_events import EventSource
 from tanghulu.conductor.routing_service.vllm_follower import VllmFollower
+from tanghulu.engines.common.names import block_keys
 from tanghulu.engines.vllm_worker.config import VllmWorkerConfig
 from tanghulu.engines.vllm_worker.engine import VllmEngine
 from tanghulu.engines.vllm_worker.llm import LoadedVllm, StatsRelay, VllmFacts
 from tanghulu.engines.vllm_worker.load_book import LoadBook
 from tanghulu.engines.vllm_worker.requests import VllmRequestFactory
-from tanghulu.engines.vllm_worker.stored_prompts import StoredPrompts
-from tanghulu.errors import NodeUnavailable
+from tanghulu.errors import NodeUnavailable, TanghuluError
 from tanghulu.hashing import VLLM_SHA256_CBOR
+from tanghulu.masters import Masters
 from tanghulu.rpc.authorizer import Authorizer
 from tanghulu.rpc.fast_port import FastPort
 from tanghulu.rpc.fast_server import FastService
@@ -34,7 +36,10 @@ from tanghulu.runtime.process import Process
 from tanghulu.runtime.tasks import beside
 from tanghulu.session.model_card import ModelCard
 from tanghulu.session.outputs import KvSource
-from tanghulu.types import Address, RequestId
+from tanghulu.store.client.aio import AsyncClient
+from tanghulu.store.client.settings import ENGINE_ANSWER_S, Settings
+from tanghulu.types import Address, BlockHash, Fingerprint, RequestId
+from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.thread import StepReport
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.sessions.beats import EngineBeats
@@ -46,7 +51,7 @@ from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets, assets_of
 _log = structlog.get_logger(__name__)
 #: Requests that may be here at once, running and waiting.
 MAX_REQUESTS = 1024
-#: How often a vLLM that is starting is told to end.
+#: Between two attempts to end a vLLM that is starting.
 BREAK_OFF_S = 0.5
 
 
@@ -107,7 +112,7 @@ class VllmWorkerServer:
         _log.info("vllm.loaded", model=self.model_name, fingerprint=facts.fingerprint.hex(), blocks=facts.num_blocks)
 
     async def _loaded(self, loads: Coroutine[Any, Any, LoadedVllm]) -> LoadedVllm:
-        """Wait for vLLM, which takes a minute; told to end meanwhile, break it off and raise NodeUnavailable."""
+        """Wait for vLLM, which takes a minute; stopped meanwhile, break it off and raise NodeUnavailable."""
         loading, stopping = asyncio.create_task(loads), asyncio.create_task(self._process.stopping.wait())
         await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -169,13 +174,10 @@ class VllmWorkerServer:
             secret_check=self._secret.check_value,
         )
 
-    def _handed(self, report: StepReport) -> dict[RequestId, KvSource]:
+    def _handed(self, exports: Sequence[KvExport]) -> dict[RequestId, KvSource]:
         """Who computed the prompts that are handed over; all that there is of them is in the store."""
         address = str(self.address)
-        return {
-            name: KvSource(self.instance_id, address, "", 0, export.num_tokens)
-            for name, export in report.exports.items()
-        }
+        return {export.request_id: KvSource(self.instance_id, address, "", 0, export.num_tokens) for export in exports}
 
     def _report(self, report: StepReport) -> None:
         self._metrics.report([report])
@@ -204,3 +206,32 @@ class VllmWorkerServer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._hub.idle.wait()
+
+
+#: Saves that take longer, or were left out because too many were under way, are not waited for: who decodes computes
+#: what it does not find.
+STORED_S = 2.0
+
+
+class StoredPrompts:
+    """The store as far as the hand-over of prompts needs it; ``num_ranks`` of vLLM save a part of each block each."""
+
+    def __init__(self, master: Masters, fingerprint: Fingerprint, num_ranks: int) -> None:
+        self._client = AsyncClient(Settings(master=master, master_answer_s=ENGINE_ANSWER_S))
+        self._fingerprint, self._num_ranks = fingerprint, num_ranks
+
+    async def wait(self, hashes: Sequence[BlockHash]) -> bool:
+        """Wait at most STORED_S until all blocks are in the store; whether they are."""
+        keys = [key for part in range(self._num_ranks) for key in block_keys(self._fingerprint, hashes, part)]
+        try:
+            are_there = await self._client.wait_for_many(keys, deadline_s=STORED_S) if keys else []
+        except TanghuluError as error:
+            _log.warning("vllm.prompt_not_stored", blocks=len(hashes), code=error.code, error=error.message)
+            return False
+        if not all(are_there):
+            _log.warning("vllm.prompt_not_stored", blocks=len(hashes), keys=len(keys), there=sum(are_there))
+        return all(are_there)
+
+    async def close(self) -> None:
+        """Close the client."""
+        await self._client.close()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tanghulu.errors import ConfigError
-from tanghulu.workers.compute.kv_rows import LEAST_MAGNITUDE, from_rows, gathered_item_bytes, to_rows
+from tanghulu.workers.compute.kv_cache import LEAST_MAGNITUDE, from_rows, gathered_item_bytes, to_rows
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.weights import resolve_model

@@ -1,22 +1,22 @@
 """Blocks that come from another worker's prefill while that goes on, before the request itself is here. Pure.
 
-The conductor names the prompt and the export that grows (`early_exports`). What of it is not cached here gets blocks at
+The conductor names the prompt and the export that grows (`exports`). What of it is not cached here gets blocks at
 once, a transfer fills them in order, and each that has come is committed under its hash, so that anybody may match it.
 The request comes behind its first token, finds them as it would any cached prefix, and fetches what is missing by the
-usual way, from whoever has it: nothing of it depends on how far the pull came.
+usual way, from any source: nothing of it depends on how far the pull came.
 
-    (nothing) --begin--> PULLING --done--> HELD --drop--> (nothing)
-                            '--drop--> DRAINING --done--> (nothing)
+A pull has two ends, in any order: its transfer is over (`done`), and nobody wants it any more (`drop`): the request has
+references of its own, or is not coming, or others need the room. What came is kept for the request until it is
+dropped, and stays cached then; blocks that have not come belong to the transfer until it is over.
 
-Nobody has asked for a pull in words of its own: it takes blocks that nothing else needs, and gives them back to
-whoever waits for room (`give_way`); the request then fetches all of its KV when its turn has come.
+A pull takes blocks that nothing else needs, and gives them back to requests that wait for room (`give_way`); its own
+request then fetches all of its KV when its turn has come.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from enum import Enum
 
 from tanghulu.session.outputs import KvSource
 from tanghulu.types import BlockHash, RequestId
@@ -27,58 +27,25 @@ from tanghulu.workers.engine.step_plan import FetchWanted
 MAX_PULLS = 16
 
 
-class EarlyPullState(Enum):
-    """Where a pull stands."""
-
-    PULLING = "a transfer fills its blocks; those that have come can be matched"
-    HELD = "the transfer has ended; what came is kept for the request"
-    DRAINING = "nobody wants it any more; the transfer may still write the blocks that have not come"
-    GONE = "it holds nothing"
-
-
-class EarlyPullEvent(Enum):
-    """What happens to a pull."""
-
-    DONE = "the transfer has ended"
-    DROP = "the request has its own references, or is not coming, or somebody else needs the room"
-
-
-_S, _E = EarlyPullState, EarlyPullEvent
-TRANSITIONS: dict[tuple[EarlyPullState, EarlyPullEvent], EarlyPullState] = {
-    (_S.PULLING, _E.DONE): _S.HELD,
-    (_S.PULLING, _E.DROP): _S.DRAINING,
-    (_S.HELD, _E.DROP): _S.GONE,
-    (_S.DRAINING, _E.DROP): _S.DRAINING,
-    (_S.DRAINING, _E.DONE): _S.GONE,
-}
-
-
 @dataclass(slots=True, eq=False)
-class EarlyPull:
+class Pull:
     """One prompt's leading full blocks: ``there`` have come (or were cached), ``coming`` belong to the transfer."""
 
-    name: RequestId
     there: list[int]
     coming: list[int]
     hashes: list[BlockHash]
-    state: EarlyPullState = EarlyPullState.PULLING
-
-    def on(self, event: EarlyPullEvent) -> EarlyPullState:
-        """Move along the table; an unknown pair is a programmer's error."""
-        following = TRANSITIONS.get((self.state, event))
-        assert following is not None, f"pull {self.name}: {event.name} in {self.state.name}"
-        self.state = following
-        return following
+    is_wanted: bool = True
+    is_transferring: bool = True
 
 
-class EarlyPulls:
+class Pulls:
     """All pulls of a worker, in the order in which they began. ``pool`` is the scheduler's."""
 
     def __init__(self, pool: BlockPool, block_tokens: int) -> None:
         self._pool = pool
         self._block_tokens = block_tokens
-        self._pulls: dict[RequestId, EarlyPull] = {}
-        self._left: list[RequestId] = []
+        self._pulls: dict[RequestId, Pull] = {}
+        self._ending: list[RequestId] = []
 
     def __len__(self) -> int:
         return len(self._pulls)
@@ -97,13 +64,14 @@ class EarlyPulls:
             self._pool.release(there, used=False)
             return None
         self._pool.begin_transfer(coming)
-        self._pulls[name] = EarlyPull(name, there, coming, hashes)
+        self._pulls[name] = Pull(there, coming, hashes)
         num_tokens = len(hashes) * self._block_tokens
         return FetchWanted(name, len(there), tuple(coming), tuple(hashes[len(there) :]), num_tokens, peer)
 
-    def is_pulling(self, name: RequestId | None) -> bool:
+    def is_transferring(self, name: RequestId | None) -> bool:
+        """Whether the pull reads its export: another read of it under the same session would take its leases."""
         pull = self._pulls.get(name) if name is not None else None
-        return pull is not None and pull.state is EarlyPullState.PULLING
+        return pull is not None and pull.is_transferring
 
     def arrived(self, name: RequestId, num_blocks: int) -> None:
         """Commit the next ``num_blocks`` blocks of the pull, which the transfer has written whole."""
@@ -114,18 +82,18 @@ class EarlyPulls:
         first = len(pull.hashes) - len(pull.coming) - num_blocks
         for block, block_hash in zip(came, pull.hashes[first : first + num_blocks], strict=True):
             self._pool.commit(block, block_hash)
-        if pull.state is EarlyPullState.DRAINING:
-            self._pool.release(came, used=False)
-        else:
+        if pull.is_wanted:
             pull.there += came
+        else:
+            self._pool.release(came, used=False)
 
     def done(self, name: RequestId) -> None:
         """Give back what has not come: the transfer has ended, as far as it came."""
         pull = self._pulls[name]
         self._pool.end_transfer(pull.coming)
         self._pool.release(pull.coming)
-        pull.coming = []
-        if pull.on(EarlyPullEvent.DONE) is EarlyPullState.GONE:
+        pull.coming, pull.is_transferring = [], False
+        if not pull.is_wanted:
             del self._pulls[name]
 
     def drop(self, name: RequestId) -> bool:
@@ -133,30 +101,28 @@ class EarlyPulls:
         pull = self._pulls.get(name)
         if pull is None:
             return False
-        if pull.on(EarlyPullEvent.DROP) is EarlyPullState.GONE:
-            del self._pulls[name]
+        if pull.is_transferring:
+            self._ending.append(name)
         else:
-            self._left.append(name)
+            del self._pulls[name]
         self._pool.release(pull.there, used=False)
-        pull.there = []
+        pull.there, pull.is_wanted = [], False
         return True
 
-    def leave(self, name: RequestId | None) -> None:
+    def end_soon(self, name: RequestId | None) -> None:
         """Have the transfer end soon: the request is here and fetches the rest itself."""
-        if name is not None and self.is_pulling(name):
-            self._left.append(name)
+        if name is not None and self.is_transferring(name):
+            self._ending.append(name)
 
     def give_way(self) -> bool:
         """Drop the youngest pull that holds blocks; False if there is none."""
-        for pull in reversed(self._pulls.values()):
-            if pull.state is not EarlyPullState.DRAINING:
-                return self.drop(pull.name)
-        return False
+        youngest = next((name for name in reversed(self._pulls) if self._pulls[name].is_wanted), None)
+        return youngest is not None and self.drop(youngest)
 
-    def take_left(self) -> list[RequestId]:
+    def take_ending(self) -> list[RequestId]:
         """Return the pulls whose transfers are to end, since the last call."""
-        left, self._left = self._left, []
-        return left
+        ending, self._ending = self._ending, []
+        return ending
 
     def references(self) -> Counter[int]:
         """Count the references of pulls on each block."""
@@ -164,7 +130,7 @@ class EarlyPulls:
 
     @property
     def num_blocks(self) -> int:
-        """At most so many blocks come back when all pulls have given way."""
+        """The most blocks that come back when all pulls have given way."""
         return sum(len(pull.there) + len(pull.coming) for pull in self._pulls.values())
 
     @property
@@ -174,9 +140,8 @@ class EarlyPulls:
 
     def check(self) -> None:
         assert len(self._pulls) <= MAX_PULLS
-        for name, pull in self._pulls.items():
-            assert pull.name == name
-            assert pull.state is not EarlyPullState.GONE
-            assert not pull.coming or pull.state is not EarlyPullState.HELD, "nobody writes them"
-            assert not pull.there or pull.state is not EarlyPullState.DRAINING
-            assert pull.state is EarlyPullState.DRAINING or len(pull.there) + len(pull.coming) <= len(pull.hashes)
+        for pull in self._pulls.values():
+            assert pull.is_wanted or pull.is_transferring
+            assert pull.is_transferring or not pull.coming, "nobody writes them"
+            assert pull.is_wanted or not pull.there
+            assert not pull.is_wanted or len(pull.there) + len(pull.coming) <= len(pull.hashes)
