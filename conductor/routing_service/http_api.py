@@ -187,7 +187,7 @@ def _add_requests(
 
     @app.post("/best_worker")
     async def best_worker(request: Request) -> dict[str, Any]:
-        """Where a request should go; with request_id it is added there, with explain all candidates are told."""
+        """Where a request should go; with request_id it is added there, with explain the reply has all candidates."""
         body, query = await parsed(request)
         best = service.best(query, clock.now_s(), body.request_id, body.explain, _caller(request))
         return {
