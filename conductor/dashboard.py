@@ -65,38 +65,32 @@ def quantile(share: float, bounds: Sequence[float], counts: Sequence[float]) -> 
     return least + (bounds[at] - least) * (rank - below) / max(counts[at] - below, 1e-9)
 
 
-class RequestHistory:
+class RequestHistory(History[Totals]):
     """Samples of the last minutes. ``ttft_bounds`` and ``tbt_bounds`` are the buckets' upper ends."""
 
     def __init__(self, ttft_bounds: Sequence[float], tbt_bounds: Sequence[float]) -> None:
         self._ttft_bounds, self._tbt_bounds = tuple(ttft_bounds), tuple(tbt_bounds)
-        self._log: History[Totals] = History(self._figures)
+        super().__init__()
         self._last = Totals()
 
-    def __len__(self) -> int:
-        return len(self._log)
-
-    def append(self, now_s: float, totals: Totals) -> None:
+    def append(self, at_s: float, sample: Totals) -> None:
         """Take a sample."""
-        self._last = totals
-        self._log.append(now_s, totals)
+        self._last = sample
+        super().append(at_s, sample)
 
     def now(self) -> dict[str, Any]:
         """The figures of the last minute, and those since the start."""
-        if not len(self._log):
+        if not len(self):
             return {}
         last = self._last
-        return self._log.now() | {
+        return super().now() | {
             "hit_ratio_total": ratio(last.cached_tokens, last.prompt_tokens),
             "moved_total": last.moved,
             "ended_total": last.ended,
         }
 
-    def points(self, num_points: int) -> list[dict[str, Any]]:
-        """At most ``num_points`` points over all samples, each of the time since the one before it."""
-        return self._log.points(num_points)
-
-    def _figures(self, seconds: float, first: Totals, last: Totals) -> dict[str, Any]:
+    def figures(self, seconds: float, first: Totals, last: Totals) -> dict[str, Any]:
+        """What is under way, rates, quantiles and the share of prompt tokens that were cached."""
         ttft, tbt = _growth(first.ttft, last.ttft), _growth(first.tbt, last.tbt)
         return {
             "in_flight": last.in_flight,

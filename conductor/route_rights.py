@@ -97,4 +97,4 @@ ROUTING_SERVICE: Final = RouteRights(
         "/potential_loads": Need.INFERENCE,
     }
 )
-"""Of the routing service: gateways ask with the right to inference, workers are told of with that of an admin."""
+"""Of the routing service: questions need the right to inference, reports about workers that of an admin."""

@@ -108,7 +108,7 @@ class _Sequence:
 
 
 class _PromptPieces:
-    """A sequence's prompt as it is told, if it is: its tokens, with ``echo`` their text, and the log probabilities."""
+    """A sequence's prompt where it is repeated: its tokens, with ``echo`` their text, and the log probabilities."""
 
     def __init__(self, generation: Generation, echo: bool, skip_special_tokens: bool) -> None:
         self._generation, self._echo, self._skip_special_tokens = generation, echo, skip_special_tokens

@@ -1,7 +1,7 @@
 """The methods of inference over gRPC: what a route is over HTTP, on the same `Service`.
 
 A call runs in one coroutine. When its client cancels it, hangs up or lets its deadline pass, that coroutine is
-cancelled, the request is aborted, and the workers are told. Protobuf stays in this room.
+cancelled, and the request is aborted at its workers. Protobuf stays in this package.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Caller:
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """See protos/inference.proto. ``keys``: who is let in; None: everybody."""
 
-    #: A client that reads nothing for so long loses its request, as over HTTP.
+    #: Seconds after which a client that reads nothing loses its request, as over HTTP.
     stall_s = READ_STALL_S
 
     def __init__(self, service: Service, metrics: ConductorMetrics, keys: ApiKeysFile | None) -> None:
@@ -202,8 +202,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         caller, status = _Caller.of(context, None), grpc.StatusCode.CANCELLED
         try:
             with self._admitted(name, context, caller) as headers:
-                told = (("x-request-id", caller.x_request_id), ("traceresponse", caller.trace.header))
-                await context.send_initial_metadata((*told, *headers))
+                own = (("x-request-id", caller.x_request_id), ("traceresponse", caller.trace.header))
+                await context.send_initial_metadata((*own, *headers))
                 result = await work(caller)
             status = grpc.StatusCode.OK
             return result
@@ -257,7 +257,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 _log = structlog.get_logger(__name__)
 
-#: The longest message: what gRPC's clients send at most, unless they are told otherwise; a million token ids.
+#: The longest message: the default limit of gRPC's clients; a million token ids.
 MESSAGE_BYTES: Final = 4 << 20
 _REFUSING_S: Final = 0.2
 

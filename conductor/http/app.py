@@ -25,31 +25,19 @@ from tanghulu.web.routes import DirectRoutes
 
 #: Parts of APIs that are not served, and what to do instead.
 _ABSENT: Final = {
-    "/v1/responses": "of the Responses API there is POST /v1/responses, and GET and DELETE of /v1/responses/ID",
-    "/v1/conversations": "conversations are not kept; use /v1/responses with previous_response_id",
-    "/v1/embeddings": "embeddings are not served: workers generate text; use another server for them",
-    "/v1/rerank": "reranking is not served: workers generate text; use another server for it",
-    "/v1/score": "scoring is not served: workers generate text; use another server for it",
-    "/v1/audio": "audio is not served: models here read and write text alone",
-    "/v1/images": "images are not served: models here read and write text alone",
-    "/v1/moderations": "nothing is moderated here",
-    "/v1/files": "files are not kept; send texts in the request",
-    "/v1/uploads": "files are not kept; send texts in the request",
-    "/v1/batches": "batches are not kept; send the requests one by one, with a lower priority",
-    "/v1/fine_tuning": "models are not trained here",
-    "/v1/assistants": "assistants are not kept; use /v1/chat/completions",
-    "/v1/threads": "threads are not kept; use /v1/chat/completions with all messages, their prefix is cached",
-    "/v1/realtime": "there are no realtime sessions; use /v1/chat/completions with stream",
-    "/v1/messages": "Anthropic's API is not served; use /v1/chat/completions",
-    "/v1/load_lora_adapter": "no adapters are served; start workers with the merged model",
-    "/v1/unload_lora_adapter": "no adapters are served; start workers with the merged model",
-    "/api/chat": "ollama's API is not served; use /v1/chat/completions",
-    "/api/generate": "ollama's API is not served; use /v1/completions",
-    "/api/tags": "ollama's API is not served; use /v1/models",
-    "/encode": "embeddings are not served: workers generate text; use another server for them",
-    "/classify": "classification is not served: workers generate text; use another server for it",
-    "/start_profile": "use --trace of a worker",
-    "/update_weights_from_disk": "a worker's weights do not change; start others",
+    ("/v1/embeddings", "/encode"): "embeddings are not served: workers generate text; use another server for them",
+    ("/v1/rerank", "/v1/score", "/classify"): "scoring is not served: workers generate text; use another server for it",
+    ("/v1/audio",): "audio is not served: models here read and write text alone",
+    ("/v1/images",): "images are not served: models here read and write text alone",
+    ("/v1/responses",): "of the Responses API there is POST /v1/responses, and GET and DELETE of /v1/responses/ID",
+    ("/v1/conversations", "/v1/assistants", "/v1/threads"): "conversations are not kept; use /v1/responses",
+    ("/v1/files", "/v1/uploads", "/v1/batches"): "files are not kept; send texts in the request",
+    ("/v1/fine_tuning", "/update_weights_from_disk"): "the models of workers do not change; start others",
+    ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"): "adapters are not served; start workers with a merged model",
+    ("/v1/messages", "/v1/realtime", "/api/chat"): "this API is not served; use /v1/chat/completions",
+    ("/api/generate",): "this API is not served; use /v1/completions",
+    ("/api/tags",): "this API is not served; use /v1/models",
+    ("/start_profile",): "use --trace of a worker",
 }
 
 
@@ -65,12 +53,7 @@ def make_app(service: Service) -> DirectRoutes:
         app.add_api_route(path, _docs, include_in_schema=False)
     declared = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
     paths = [route.path for route in declared]
-    errors.install(
-        app,
-        "the conductor",
-        service.retry_after_s,
-        lambda method, path: explain(method, path, paths),
-    )
+    errors.install(app, "the conductor", service.retry_after_s, lambda method, path: explain(method, path, paths))
     openapi_document.install(app)
     return DirectRoutes(app, [route for route in declared if route.path in openapi_document.STREAMS])
 
@@ -88,15 +71,15 @@ def docs_page() -> str:
 
 def explain(method: str, path: str, served: Sequence[str]) -> str:
     """Why there is nothing at ``path``, and where to go; ``served`` are the paths of all routes."""
-    asked = f"{method} {path[:128]}"
+    request = f"{method} {path[:128]}"
     for absent, why in _ABSENT.items():
-        if path == absent or path.startswith(f"{absent}/"):
-            return f"{asked}: {why}"
+        if any(path == each or path.startswith(f"{each}/") for each in absent):
+            return f"{request}: {why}"
     named = [route for route in served if len(route) > 1 and "{" not in route]
     if f"/v1{path}" in named:
-        return f"{asked}: there is no such route; did you mean /v1{path}? A client's base URL ends in /v1"
+        return f"{request}: there is no such route; did you mean /v1{path}? A client's base URL ends in /v1"
     if path.removeprefix("/v1") in named:
-        return f"{asked}: there is no such route; did you mean {path.removeprefix('/v1')}?"
+        return f"{request}: there is no such route; did you mean {path.removeprefix('/v1')}?"
     near = difflib.get_close_matches(path[:128], named, 1, 0.8)
     hint = f"did you mean {near[0]}?" if near else "there is /v1/chat/completions and more; see /docs"
-    return f"{asked}: there is no such route; {hint}"
+    return f"{request}: there is no such route; {hint}"

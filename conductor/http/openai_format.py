@@ -49,7 +49,7 @@ class ChunkWriter:
         self._is_chat = is_chat
 
     def opening(self, index: int, echo: str = "") -> bytes:
-        """A choice's beginning: its role in a chat, else the prompt's text if it is to be said again."""
+        """A choice's beginning: its role in a chat, else the prompt's text if it is to be repeated."""
         if self._is_chat:
             return self._chunk(index, '"delta":{"role":"assistant","content":""}', None, None)
         return self.text(index, echo) if echo else b""

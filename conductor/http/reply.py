@@ -1,7 +1,7 @@
 """Reading bodies and sending answers: checked bodies, and replies that notice when the client hangs up.
 
 An answer that waits for tokens runs beside a task that waits for the client's disconnect; when that comes first, the
-call is aborted, the workers are told, and the reply ends by itself. So nothing is cancelled from outside.
+call is aborted at its workers, and the reply ends by itself. So nothing is cancelled from outside.
 """
 
 from __future__ import annotations

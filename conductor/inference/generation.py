@@ -222,7 +222,7 @@ class GenerationCall:
         for position, stream in enumerate(streams):
             index = self._indices[stream]
             generation = self.generations[index]
-            if generation.ended:  # at a stop string, which the dispatcher was told of
+            if generation.ended:  # at a stop string, which the dispatcher knows
                 continue
             try:
                 taken.append((index, generation.take()))

@@ -32,10 +32,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
 
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.runtime.config import read_table
@@ -115,83 +118,82 @@ def read_pools(path: Path) -> PoolMap:
         raise ConfigError(f"{path}: {error.message}") from None
 
 
+class _PoolRow(Struct, forbid_unknown_fields=True):
+    name: Annotated[str, Meta(min_length=1)]
+    urls: list[str] = []
+    fallback: list[str] = []
+
+
+_Number: TypeAlias = Annotated[float, Meta(gt=0, le=_MOST)]
+_Bounds: TypeAlias = Annotated[list[_Number], Meta(min_length=1)]
+_Cells: TypeAlias = list[list[str]]
+
+
+class _PrefillGrid(Struct, forbid_unknown_fields=True):
+    ttft_s: _Bounds
+    prompt_tokens: _Bounds
+    pools: _Cells
+
+
+class _DecodeGrid(Struct, forbid_unknown_fields=True):
+    tbt_s: _Bounds
+    context_tokens: _Bounds
+    pools: _Cells
+
+
+class _File(Struct, forbid_unknown_fields=True):
+    pool: Annotated[list[_PoolRow], Meta(min_length=1)]
+    prefill: _PrefillGrid
+    decode: _DecodeGrid
+    characters_per_token: _Number = DEFAULT_CHARACTERS_PER_TOKEN
+
+
 def parse_pools(data: Any) -> PoolMap:
     """The pool map from parsed TOML or JSON. Raises ConfigError."""
-    _keys(data, "the file", {"pool", "prefill", "decode"}, {"characters_per_token"})
-    pools = _pools(data["pool"])
-    ratio = data.get("characters_per_token", DEFAULT_CHARACTERS_PER_TOKEN)
-    if not _is_number(ratio) or ratio <= 0:
-        raise ConfigError(f"characters_per_token is {ratio!r}, not a number above 0")
-    prefill = _grid("prefill", data["prefill"], "ttft_s", "prompt_tokens", pools)
-    return PoolMap(pools, prefill, _grid("decode", data["decode"], "tbt_s", "context_tokens", pools), float(ratio))
+    try:
+        file = msgspec.convert(data, _File)
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error)) from None
+    except OverflowError as error:
+        raise ConfigError(f"a bound is out of range: {error}") from None
+    pools = _pools(file.pool)
+    prefill = _grid("prefill", file.prefill.ttft_s, file.prefill.prompt_tokens, file.prefill.pools, pools)
+    decode = _grid("decode", file.decode.tbt_s, file.decode.context_tokens, file.decode.pools, pools)
+    return PoolMap(pools, prefill, decode, file.characters_per_token)
 
 
-def _pools(rows: Any) -> dict[str, Pool]:
-    if not isinstance(rows, list) or not rows:
-        raise ConfigError("'pool' is not a list with at least one pool")
+def _pools(rows: Sequence[_PoolRow]) -> dict[str, Pool]:
     pools: dict[str, Pool] = {}
     for row in rows:
-        _keys(row, "a pool", {"name"}, {"urls", "fallback"})
-        name = row["name"]
-        if not isinstance(name, str) or not name:
-            raise ConfigError(f"the pool name {name!r} is not a text")
+        if row.name in pools:
+            raise ConfigError(f"there are two pools {row.name!r}")
         try:
-            urls = tuple(parse_url(url) for url in _names(row, "urls"))
+            urls = tuple(parse_url(url) for url in row.urls)
         except InvalidRequest as error:
-            raise ConfigError(f"pool {name!r}: {error.message}") from None
-        pool = Pool(name, urls, _names(row, "fallback"))
-        if pool.name in pools:
-            raise ConfigError(f"there are two pools {pool.name!r}")
-        pools[pool.name] = pool
+            raise ConfigError(f"pool {row.name!r}: {error.message}") from None
+        pools[row.name] = Pool(row.name, urls, tuple(row.fallback))
     for pool in pools.values():
-        _known(pool.fallback, pools, f"the fallback of pool {pool.name!r}")
+        _check_known(pool.fallback, pools, f"the fallback of pool {pool.name!r}")
     return pools
 
 
-def _grid(name: str, table: Any, targets: str, lengths: str, pools: Mapping[str, Pool]) -> Grid:
-    _keys(table, f"[{name}]", {targets, lengths, "pools"}, set())
-    rows, columns, cells = _bounds(table, name, targets), _bounds(table, name, lengths), table["pools"]
-    shaped = isinstance(cells, list) and all(isinstance(row, list) for row in cells)
-    if not shaped or len(cells) != len(rows) or any(len(row) != len(columns) for row in cells):
+def _grid(
+    name: str, targets: Sequence[float], lengths: Sequence[float], cells: _Cells, pools: Mapping[str, Pool]
+) -> Grid:
+    for bounds in (targets, lengths):
+        if any(one >= other for one, other in itertools.pairwise(bounds)):
+            raise ConfigError(f"[{name}] has the bounds {bounds}; they must ascend")
+    if len(cells) != len(targets) or any(len(row) != len(lengths) for row in cells):
         raise ConfigError(
-            f"[{name}] pools must have a row for each of the {len(rows)} {targets}, "
-            f"with a name for each of the {len(columns)} {lengths}"
+            f"[{name}] pools must have a row for each of the {len(targets)} targets, "
+            f"with a name for each of the {len(lengths)} lengths"
         )
     for row in cells:
-        _known(row, pools, f"[{name}] pools")
-    return Grid(rows, tuple(int(c) for c in columns), tuple(tuple(row) for row in cells))
+        _check_known(row, pools, f"[{name}] pools")
+    return Grid(tuple(targets), tuple(map(int, lengths)), tuple(map(tuple, cells)))
 
 
-def _bounds(table: Mapping[str, Any], name: str, key: str) -> tuple[float, ...]:
-    values = table[key]
-    if not isinstance(values, list) or not values or not all(_is_number(v) and v > 0 for v in values):
-        raise ConfigError(f"[{name}] {key} is {values!r}, not a list of numbers above 0")
-    if any(one >= other for one, other in itertools.pairwise(values)):
-        raise ConfigError(f"[{name}] {key} is {values!r}; the bounds must ascend")
-    return tuple(values)
-
-
-def _keys(table: Any, where: str, needed: set[str], more: set[str]) -> None:
-    if not isinstance(table, dict):
-        raise ConfigError(f"{where} is not a table")
-    for key in sorted(table.keys() - needed - more):
-        raise ConfigError(f"{where} has an unknown key {key!r}; there is {', '.join(sorted(needed | more))}")
-    for key in sorted(needed - table.keys()):
-        raise ConfigError(f"{where} has no {key!r}")
-
-
-def _names(row: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    values = row.get(key, [])
-    if not isinstance(values, list) or not all(isinstance(v, str) for v in values):
-        raise ConfigError(f"pool {row['name']!r}: {key} is {values!r}, not a list of texts")
-    return tuple(values)
-
-
-def _known(names: Sequence[Any], pools: Mapping[str, Pool], where: str) -> None:
+def _check_known(names: Iterable[str], pools: Mapping[str, Pool], where: str) -> None:
     for name in names:
-        if not isinstance(name, str) or name not in pools:
+        if name not in pools:
             raise ConfigError(f"{where} names {name!r}, which is no pool; there is {', '.join(pools)}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST

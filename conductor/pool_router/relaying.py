@@ -1,7 +1,7 @@
 """What both routers share that pass a request on: the client, whom to try next, which headers go through.
 
 Answers may take any time, so no deadline ends them. What ends them is a server that cannot be reached any more: a host
-that the kernel finds silent (seconds), or a process that stands still. A server that has said nothing for a quarter of
+that the kernel finds silent (seconds), or a process that stands still. A server that has sent nothing for a quarter of
 ``silence_s`` is asked for /health over another connection, and given up if it does not answer that either in the rest
 of the time. Any answer counts: servers of other engines need not know /health.
 

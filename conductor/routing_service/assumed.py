@@ -20,7 +20,7 @@ DEFAULT_MAX_BLOCKS = 100_000
 
 
 class AssumedBlocks:
-    """The blocks that workers are taken to hold, told as events for the index."""
+    """The blocks that workers are assumed to hold, as events for the index."""
 
     def __init__(self, keep_s: float, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
         assert keep_s > 0

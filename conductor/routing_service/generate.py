@@ -141,7 +141,7 @@ class Generator:
         overrides = _overrides(given.pop("routing", {}))
         rid = given.get("rid")
         request_id = rid if isinstance(rid, str) and rid else uuid.uuid4().hex
-        query = types.query_of(self._hasher, [], as_tokens(ids), 0, overrides, str(given.get("session", "")), caller)
+        query = types.query_of_tokens(self._hasher, as_tokens(ids), overrides, str(given.get("session", "")), caller)
         return _ParsedGenerate(request_id, query, json.dumps(given).encode(), caller)
 
 

@@ -15,13 +15,11 @@ from tanghulu.conductor.routing_service import types
 from tanghulu.conductor.routing_service.generate import WORKER_HEADER, Generator
 from tanghulu.conductor.routing_service.service import ANYBODY, RoutingClient, RoutingQuery, RoutingService
 from tanghulu.errors import InvalidRequest, TanghuluError
-from tanghulu.hashing import as_tokens
 from tanghulu.protos import router_pb2 as pb
 from tanghulu.protos import router_pb2_grpc
 from tanghulu.rpc import grpc_edge
 from tanghulu.runtime.clock import Clock
 from tanghulu.session.load import WorkerLoad
-from tanghulu.session.outputs import KvChange
 from tanghulu.types import InstanceId
 
 #: What a key has to allow for a method; for those that tell of workers, or say what they are: admin.
@@ -96,8 +94,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
 
     @_typed
     def PublishEvents(self, message: pb.RouterEvents, caller: RoutingClient) -> pb.RouterDone:
-        stored, removed = types.checked_hashes(message.stored), types.checked_hashes(message.removed)
-        self._service.kv_event(InstanceId(message.worker), KvChange(tuple(stored), tuple(removed), message.cleared))
+        self._service.kv_event(InstanceId(message.worker), types.change_of(message))
         return pb.RouterDone()
 
     @_typed
@@ -170,8 +167,5 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         for event in list(self._service.dump_events()):
             yield pb.RouterEvents(worker=event.holder, stored=list(event.blocks))
 
-    def _query(self, message: pb.RouterQuestion, caller: RoutingClient) -> RoutingQuery:
-        overrides = types.overrides_of(message.policy, message.weights, message.prefill_worker, message.decode_worker)
-        tokens = as_tokens(message.tokens) if message.tokens else None
-        hashes = types.checked_hashes(message.block_hashes)
-        return types.query_of(self._hasher, hashes, tokens, message.num_tokens, overrides, message.session, caller)
+    def _query(self, question: pb.RouterQuestion, caller: RoutingClient) -> RoutingQuery:
+        return types.query_of(self._hasher, question, caller)

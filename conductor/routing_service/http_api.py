@@ -17,11 +17,9 @@ from tanghulu.conductor.routing_service import types
 from tanghulu.conductor.routing_service.generate import Generator
 from tanghulu.conductor.routing_service.service import RoutingClient, RoutingQuery, RoutingService
 from tanghulu.errors import InvalidRequest
-from tanghulu.hashing import as_tokens
 from tanghulu.runtime.clock import Clock
 from tanghulu.session.load import WorkerLoad
-from tanghulu.session.outputs import KvChange
-from tanghulu.types import BlockHash, InstanceId
+from tanghulu.types import InstanceId
 from tanghulu.version import __version__
 from tanghulu.web import errors
 from tanghulu.web.routes import add_metrics, check_path, rest
@@ -165,8 +163,7 @@ def _add_workers(app: FastAPI, service: RoutingService, max_body_bytes: int) -> 
     async def publish_events(request: Request) -> dict[str, Any]:
         """What a worker's cache gained and lost."""
         body = await parse(EventsBody, await read_body(request, max_body_bytes))
-        change = KvChange(tuple(_hashes(body.stored)), tuple(_hashes(body.removed)), body.cleared)
-        service.kv_event(InstanceId(body.worker), change)
+        service.kv_event(InstanceId(body.worker), types.change_of(body))
         return {}
 
     @app.get("/dump_events")
@@ -180,14 +177,11 @@ def _add_requests(
 ) -> None:
     async def parsed(request: Request) -> tuple[QuestionBody, RoutingQuery]:
         body = await parse(QuestionBody, await read_body(request, max_body_bytes))
-        overrides = types.overrides_of(body.policy, body.weights, body.prefill_worker, body.decode_worker)
-        tokens = None if body.tokens is None else as_tokens(body.tokens)
-        hashes = _hashes(body.block_hashes)
-        return body, types.query_of(hasher, hashes, tokens, body.num_tokens, overrides, body.session, _caller(request))
+        return body, types.query_of(hasher, body, _caller(request))
 
     @app.post("/best_worker")
     async def best_worker(request: Request) -> dict[str, Any]:
-        """Where a request should go; with request_id it is added there, with explain all candidates are told."""
+        """Where a request should go; with request_id it is added there, with explain the reply has all candidates."""
         body, query = await parsed(request)
         best = service.best(query, clock.now_s(), body.request_id, body.explain, _caller(request))
         return {
@@ -238,10 +232,3 @@ def _add_requests(
 
 def _caller(request: Request) -> RoutingClient:
     return RoutingClient.of(request.scope.get("state", {}).get("api_key"))
-
-
-def _hashes(values: list[int | str]) -> list[BlockHash]:
-    try:
-        return types.checked_hashes(v.to_bytes(8, "big") if isinstance(v, int) else bytes.fromhex(v) for v in values)
-    except ValueError as error:
-        raise InvalidRequest(f"a block hash is not hex: {error}") from None

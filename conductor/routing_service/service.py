@@ -1,8 +1,8 @@
 """The routing service's state: workers, what they hold, what is under way at them; and the answers it gives.
 
 Pure: times go in. It uses the conductor's own parts (policies, prefix index, blocks in flight, load), so a gateway that
-asks it decides as a conductor would. What it cannot see it is told: workers and their loads, KV events or, for engines
-that tell none, that a prefill has ended (``assumed``).
+asks it decides as a conductor would. Its callers report what it cannot see: workers and their loads, KV events or, for
+engines without them, that a prefill has ended (``assumed``).
 
     worker:   put_worker -> report, events … -> remove_worker
     request:  best (with a request id) or add_request -> prefill_completed -> free

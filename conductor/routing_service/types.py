@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tanghulu.conductor.index.hash_cache import HashCache
 from tanghulu.conductor.routing.overrides import WEIGHTS, RoutingOverrides
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.routing_service.service import RoutingClient, RoutingQuery
 from tanghulu.errors import InvalidRequest
-from tanghulu.hashing import Tokens
+from tanghulu.hashing import Tokens, as_tokens
+from tanghulu.session.outputs import KvChange
 from tanghulu.types import BlockHash, InstanceId, Place, Role
 
 MAX_HASH_BYTES = 32
@@ -31,28 +33,44 @@ class Hasher:
         return self._cache.chain(self.root, tokens, self.block_tokens, self.algorithm)
 
 
-def checked_hashes(values: Iterable[bytes]) -> list[BlockHash]:
-    """The block hashes of a message; raises InvalidRequest for an empty or an overlong one."""
-    hashes = [BlockHash(value) for value in values]
+def checked_hashes(values: Iterable[bytes | str | int]) -> list[BlockHash]:
+    """The block hashes of a message: bytes, hex, or numbers of 64 bits. Raises InvalidRequest for any other."""
+    try:
+        hashes = [BlockHash(value if type(value) is bytes else _bytes_of(value)) for value in values]
+    except ValueError as error:
+        raise InvalidRequest(f"a block hash is not hex: {error}") from None
     if any(not 0 < len(h) <= MAX_HASH_BYTES for h in hashes):
         raise InvalidRequest(f"a block hash has 1 to {MAX_HASH_BYTES} bytes")
     return hashes
 
 
-def query_of(
-    hasher: Hasher,
-    hashes: Sequence[BlockHash],
-    tokens: Tokens | None,
-    num_tokens: int,
-    overrides: RoutingOverrides,
-    session: str,
-    caller: RoutingClient,
-) -> RoutingQuery:
-    """A query of ``caller`` with either hashes or tokens. Raises InvalidRequest for both."""
-    if tokens is None or not len(tokens):
-        return RoutingQuery(caller.blocks(hashes), num_tokens, overrides, session)
+def _bytes_of(value: bytes | str | int) -> bytes:
+    if isinstance(value, int):
+        return value.to_bytes(8, "big")
+    return bytes.fromhex(value) if isinstance(value, str) else value
+
+
+def change_of(events: Any) -> KvChange:
+    """What a worker's cache gained and lost, by the message ``events`` of either API. Raises InvalidRequest."""
+    stored, removed = checked_hashes(events.stored), checked_hashes(events.removed)
+    return KvChange(tuple(stored), tuple(removed), events.cleared)
+
+
+def query_of(hasher: Hasher, question: Any, caller: RoutingClient) -> RoutingQuery:
+    """The query of ``question``, a message of either API with hashes or tokens. Raises InvalidRequest for both."""
+    overrides = overrides_of(question.policy, question.weights, question.prefill_worker, question.decode_worker)
+    hashes = checked_hashes(question.block_hashes)
+    if not question.tokens:
+        return RoutingQuery(caller.blocks(hashes), question.num_tokens, overrides, question.session)
     if hashes:
         raise InvalidRequest("give either block hashes or tokens")
+    return query_of_tokens(hasher, as_tokens(question.tokens), overrides, question.session, caller)
+
+
+def query_of_tokens(
+    hasher: Hasher, tokens: Tokens, overrides: RoutingOverrides, session: str, caller: RoutingClient
+) -> RoutingQuery:
+    """The query of ``caller`` for a prompt of ``tokens``."""
     return RoutingQuery(caller.blocks(hasher.hashes(tokens)), len(tokens), overrides, session)
 
 

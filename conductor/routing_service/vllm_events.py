@@ -82,7 +82,7 @@ class Numbers:
         return self.next if number > self.next else None
 
     def restarted(self, number: int) -> bool:
-        """Whether ``number`` shows that the publisher began anew, and so holds nothing of what it told before."""
+        """Whether ``number`` shows that the publisher began anew, and so holds nothing of what it announced before."""
         return self.next is not None and number < self.next
 
     def took(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""The parsers by name, and the one that fits a model, told from the markers in its chat template."""
+"""The parsers by name, and the one that fits a model by the markers in its chat template."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _USES_TOOLS = re.compile(r"\btools\b")
 
 @dataclass(frozen=True)
 class ParserNames:
-    """The parsers that a conductor was told to use."""
+    """The parsers of a conductor, by its options."""
 
     tool_calls: str = AUTO
     reasoning: str = AUTO
@@ -81,7 +81,7 @@ class AnswerForm:
 
 @lru_cache(64)
 def form_of(template: str, parsers: ParserNames) -> AnswerForm:
-    """The form of a model, by the names of ``parsers``; where they are auto, told from its chat ``template``.
+    """The form of a model, by the names of ``parsers``; where they are auto, by its chat ``template``.
 
     A model whose template knows no tools is shown them in Hermes' form, so it answers in that.
     """

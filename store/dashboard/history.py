@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Generic, TypeVar
 
@@ -25,15 +26,18 @@ def ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
-class History(Generic[T]):
-    """The last ``MAX_SAMPLES`` samples. ``figures`` makes those between two samples and their seconds apart."""
+class History(ABC, Generic[T]):
+    """The last ``MAX_SAMPLES`` samples, and figures between two of them."""
 
-    def __init__(self, figures: Callable[[float, T, T], dict[str, Any]]) -> None:
-        self._figures = figures
+    def __init__(self) -> None:
         self._samples: deque[tuple[float, T]] = deque(maxlen=MAX_SAMPLES)
 
     def __len__(self) -> int:
         return len(self._samples)
+
+    @abstractmethod
+    def figures(self, seconds: float, first: T, last: T) -> dict[str, Any]:
+        """The figures between two samples that are ``seconds`` apart."""
 
     def append(self, at_s: float, sample: T) -> None:
         """Take a sample."""
@@ -45,14 +49,14 @@ class History(Generic[T]):
             return {}
         at_s, last = self._samples[-1]
         before_s, first = next(each for each in self._samples if each[0] >= at_s - WINDOW_S)
-        return self._figures(max(at_s - before_s, 1e-9), first, last)
+        return self.figures(max(at_s - before_s, 1e-9), first, last)
 
     def points(self, num_points: int) -> list[dict[str, Any]]:
         """At most ``num_points`` points over all samples, each of the time since the one before it."""
         samples = list(self._samples)
         step = max(1, -(-len(samples) // num_points))
         return [
-            {"at_s": at_s} | self._figures(max(at_s - before_s, 1e-9), first, last)
+            {"at_s": at_s} | self.figures(max(at_s - before_s, 1e-9), first, last)
             for (before_s, first), (at_s, last) in itertools.pairwise(samples[::-1][::step][::-1])
         ]
 
@@ -84,47 +88,43 @@ class StoreCounters:
         return StoreCounters(*(now - then if now >= then else now for now, then in pairs))
 
 
-class StoreHistory:
+class StoreHistory(History[StoreCounters]):
     """What the nodes did in the last minutes. Nodes that come, go or restart make no rate jump or fall below zero.
 
     Example: node a counts 100 hits, then 110, is restarted, and counts 4: 14 hits have come since the first look.
     """
 
     def __init__(self) -> None:
-        self._log = History(_rates)
+        super().__init__()
         self._nodes: dict[str, StoreCounters] = {}
         self.grown = StoreCounters()
 
-    def append(self, at_s: float, nodes: Mapping[str, StoreCounters]) -> None:
+    def observe(self, at_s: float, nodes: Mapping[str, StoreCounters]) -> None:
         """Take a sample of the nodes that can be read."""
         for node, counters in nodes.items():
             if node in self._nodes:
                 self.grown += counters.since(self._nodes[node])
             self._nodes[node] = counters
-        self._log.append(at_s, self.grown)
+        self.append(at_s, self.grown)
 
     def now(self) -> dict[str, Any]:
         """Rates of the last ``WINDOW_S`` seconds, and the share of gets that found their key since the nodes' start."""
-        if not len(self._log):
+        if not len(self):
             return {}
         total = sum(self._nodes.values(), StoreCounters())
-        return self._log.now() | {"get_hit_ratio_total": ratio(total.hits, total.hits + total.misses)}
+        return super().now() | {"get_hit_ratio_total": ratio(total.hits, total.hits + total.misses)}
 
-    def points(self, num_points: int) -> list[dict[str, Any]]:
-        """At most ``num_points`` points over all samples, each of the time since the one before it."""
-        return self._log.points(num_points)
-
-
-def _rates(seconds: float, first: StoreCounters, last: StoreCounters) -> dict[str, Any]:
-    grown = last.since(first)
-    return {
-        "get_hit_ratio": ratio(grown.hits, grown.hits + grown.misses),
-        "gets_per_s": (grown.hits + grown.misses) / seconds,
-        "puts_per_s": grown.puts / seconds,
-        "evictions_per_s": grown.evictions / seconds,
-        "read_bytes_per_s": grown.read_bytes / seconds,
-        "written_bytes_per_s": grown.written_bytes / seconds,
-    }
+    def figures(self, seconds: float, first: StoreCounters, last: StoreCounters) -> dict[str, Any]:
+        """Rates, and the share of gets that found their key."""
+        grown = last.since(first)
+        return {
+            "get_hit_ratio": ratio(grown.hits, grown.hits + grown.misses),
+            "gets_per_s": (grown.hits + grown.misses) / seconds,
+            "puts_per_s": grown.puts / seconds,
+            "evictions_per_s": grown.evictions / seconds,
+            "read_bytes_per_s": grown.read_bytes / seconds,
+            "written_bytes_per_s": grown.written_bytes / seconds,
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ class StoreView:
         self.samples = [sample for page in pages.values() if page is not None for sample in page]
         of_nodes = {node.id: page for node in self._nodes if (page := pages[node.id])}
         at_s, rows = time.time(), [_row(node, pages[node.id] is not None) for node in self._nodes]
-        self._history.append(at_s, {name: StoreCounters.on(page) for name, page in of_nodes.items()})
+        self._history.observe(at_s, {name: StoreCounters.on(page) for name, page in of_nodes.items()})
         self._note(at_s, rows)
         return {
             "version": __version__,

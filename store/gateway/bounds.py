@@ -39,18 +39,17 @@ class InFlight:
         """Count ``amount`` inside the block; raises Overloaded if there is no room for it."""
         if self.now + amount > self._most:
             raise Overloaded(f"{self._what} under way here have reached their bound; try again in a moment")
-        with self._counted(amount):
+        self.now += amount
+        try:
             yield
+        finally:
+            self.now -= amount
 
     @contextlib.contextmanager
     def holding_bytes(self, size_bytes: int) -> Iterator[None]:
         """Count ``size_bytes`` inside the block; one value above the bound has room when nothing else is under way."""
-        if self.now and self.now + size_bytes > self._most:
-            raise Overloaded(
-                f"{self._what} under way here have {format_size(self.now)}, and {format_size(size_bytes)} more would "
-                f"be above the bound of {format_size(self._most)}; try again in a moment"
-            )
-        with self._counted(size_bytes):
+        with self.holding_what_comes() as come:
+            come(size_bytes)
             yield
 
     @contextlib.contextmanager
@@ -66,8 +65,8 @@ class InFlight:
             nonlocal held
             if self.now > held and self.now + num_bytes > self._most:
                 raise Overloaded(
-                    f"{self._what} under way here have reached their bound of {format_size(self._most)}; try again in "
-                    "a moment"
+                    f"{self._what} under way here have {format_size(self.now)}, and {format_size(num_bytes)} more "
+                    f"would be above the bound of {format_size(self._most)}; try again in a moment"
                 )
             self.now += num_bytes
             held += num_bytes
@@ -76,14 +75,6 @@ class InFlight:
             yield come
         finally:
             self.now -= held
-
-    @contextlib.contextmanager
-    def _counted(self, amount: int) -> Iterator[None]:
-        self.now += amount
-        try:
-            yield
-        finally:
-            self.now -= amount
 
     def check(self) -> None:
         """Assert that no more was given back than taken."""

@@ -41,7 +41,7 @@ class GatewayConfig(MasterOptions, ServerOptions, ProcessConfig):
             return
         if self.token and not (self.require_token or self.tls_mutual):
             raise ConfigError(
-                f"--host {self.host} is reachable by others, who would act with the gateway's token: use "
+                f"--host {self.host} is open to other hosts, and every caller would act with the gateway's token: give "
                 "--require-token, or listen on 127.0.0.1"
             )
         if not self.insecure:
@@ -55,9 +55,11 @@ class GatewayConfig(MasterOptions, ServerOptions, ProcessConfig):
     def _refuse_open_port(self) -> None:
         """Raise ConfigError unless values are encrypted and every caller is known: other hosts can connect."""
         if not self.tls_cert:
-            raise ConfigError(f"--host {self.host} is reachable by others: set --tls-cert and --tls-key, or --insecure")
+            raise ConfigError(
+                f"--host {self.host} is open to other hosts: give --tls-cert and --tls-key, or --insecure"
+            )
         if not (self.require_token or self.tls_mutual):
             raise ConfigError(
-                f"--host {self.host} is reachable by others: set --require-token or --tls-mutual, so that they may not "
-                "do what the gateway may, or --insecure"
+                f"--host {self.host} is open to other hosts: give --require-token or --tls-mutual, so that only known "
+                "callers act with the gateway's rights, or --insecure"
             )

@@ -23,7 +23,7 @@ from tanghulu.store.gateway.gateway import Gateway
 from tanghulu.store.gateway.metrics import EVENTS_ROUTE
 
 _log = structlog.get_logger(__name__)
-#: A beat is sent after so many silent turns of VERIFY_S each.
+#: Silent periods of VERIFY_S each after which a beat is sent.
 _BEAT_AFTER = 15
 _BEAT = ": beat\n\n"
 #: The key that is asked for to learn whether the token may read; any key will do.

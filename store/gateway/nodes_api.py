@@ -80,7 +80,7 @@ def _orders_to_one(api: APIRouter, gateway: Gateway, perform: Perform) -> None:
     async def drain(
         request: Request,
         node: str,
-        wait_s: Annotated[float, Query(ge=0, description="wait so long until it may be stopped")] = 0.0,
+        wait_s: Annotated[float, Query(ge=0, description="seconds to wait until it may be stopped")] = 0.0,
     ) -> Row:
         """It takes no new chunks from now on. Poll /v1/nodes until `drained`, or wait here (504 if it takes longer)."""
         if wait_s > gateway.config.request_s:

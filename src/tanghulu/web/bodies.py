@@ -22,7 +22,7 @@ from tanghulu.runtime.least_rate import LEAST_BYTES_S, LeastRate
 from tanghulu.types import format_size
 from tanghulu.web.errors import BodiesFull, BodyTooLarge, BodyTooSlow
 
-#: A body of which no piece comes for so long, or too little over so long, is given up.
+#: Seconds after which a body is given up of which no piece, or too little, has come.
 STALL_S = 10.0
 #: The longest time that a body may take, however steadily it comes.
 DEADLINE_S = 120.0
@@ -158,7 +158,7 @@ class IncomingBody:
         return message
 
     def give_up(self, error: TanghuluError) -> None:
-        """End the reading: whoever waits for the next piece, or asks for one later, gets ``error``."""
+        """End the reading: readers of the next piece, and of later ones, get ``error``."""
         self._given_up = error
         if self._patience is not None and not self._patience.expired():
             self._patience.reschedule(0)

@@ -52,7 +52,7 @@ MAX_HEADER_BYTES = 64 << 10
 _FIELD_BYTES = 32
 #: Requests that wait on a connection for the answers before theirs.
 MAX_PIPELINED = 16
-#: A client that leaves what it was sent unread for so long is hung up on; what is unread is bounded meanwhile.
+#: Seconds after which a client is hung up on that reads nothing of what was sent; what is unread is bounded meanwhile.
 READ_STALL_S = 30.0
 
 

@@ -15,7 +15,7 @@ def test_rates_look_back_a_minute():
     for second in range(200):
         # two gets a second, of which one finds its key until 100, then both
         hits = second + max(0, second - 100)
-        history.append(1000.0 + second, {"a": StoreCounters(hits, 2 * second - hits, read_bytes=10 * second)})
+        history.observe(1000.0 + second, {"a": StoreCounters(hits, 2 * second - hits, read_bytes=10 * second)})
     now = history.now()
     assert now["gets_per_s"] == 2
     assert now["get_hit_ratio"] == 1
@@ -27,18 +27,23 @@ def test_rates_look_back_a_minute():
 
 def test_nodes_that_come_restart_and_go():
     history = StoreHistory()
-    history.append(1.0, {"a": StoreCounters(hits=100)})
-    history.append(2.0, {"a": StoreCounters(hits=110), "b": StoreCounters(hits=1000)})
+    history.observe(1.0, {"a": StoreCounters(hits=100)})
+    history.observe(2.0, {"a": StoreCounters(hits=110), "b": StoreCounters(hits=1000)})
     assert history.grown.hits == 10, "what b did before it was seen is none of this minute"
-    history.append(3.0, {"a": StoreCounters(hits=4)})
+    history.observe(3.0, {"a": StoreCounters(hits=4)})
     assert history.grown.hits == 14, "a began anew"
-    history.append(4.0, {"a": StoreCounters(hits=4), "b": StoreCounters(hits=1001)})
+    history.observe(4.0, {"a": StoreCounters(hits=4), "b": StoreCounters(hits=1001)})
     assert history.grown.hits == 15
     assert history.now()["gets_per_s"] == 5
 
 
+class _Plain(History[int]):
+    def figures(self, seconds, first, last):
+        return {"seconds": seconds, "first": first, "last": last}
+
+
 def test_samples_are_bounded():
-    log = History[int](lambda seconds, first, last: {"seconds": seconds, "first": first, "last": last})
+    log = _Plain()
     assert log.now() == {}
     for second in range(2 * MAX_SAMPLES):
         log.append(float(second), second)
