@@ -80,18 +80,13 @@ class MasterServer:
         if not self.owns(keys):
             raise self.ownership.refusal()
 
-    def require_some(self) -> None:
-        """The same of whoever owns anything."""
-        if not self.ownership.owned:
-            raise self.ownership.refusal()
-
     def owns(self, keys: Iterable[str]) -> bool:
         """Whether all of ``keys`` are this master's, as far as several share them."""
         owned = self.ownership.owned
         return len(owned) == NUM_RANGES or owned.issuperset(ranges_of(keys))
 
     def require_ranges(self, ranges: int) -> None:
-        """The same of ranges, a bit for each; 0 stands for all of them."""
+        """As ``require_owned`` for ranges, a bit for each; 0 stands for all of them."""
         owned = self.ownership.owned
         if not all(n in owned for n in range(NUM_RANGES) if not ranges or ranges >> n & 1):
             raise self.ownership.refusal()

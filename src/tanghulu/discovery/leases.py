@@ -139,10 +139,6 @@ class LeaseTable:
         for lease in self._leases.values():
             lease.expires_s += seconds
 
-    def next_deadline_s(self) -> float | None:
-        """The time at which ``expire`` may have something to do; None without leases."""
-        return self._deadlines[0][0] if self._deadlines else None
-
     def take_events(self) -> list[InstanceEvent]:
         """The changes since the last call."""
         events, self._events = self._events, []

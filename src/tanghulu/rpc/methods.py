@@ -37,11 +37,6 @@ class Rule:
     unscope: Scoping | None = None
     written: Callable[[Any], Iterable[str]] | None = None
 
-    def require_right(self, identity: Identity) -> None:
-        """Raise Forbidden if the caller may make no such call; done before the request is received."""
-        if isinstance(self.right, Right):
-            identity.require(self.right, self.name)
-
     def admit(self, identity: Identity, request: Any) -> Any:
         """The request, scoped; raises Forbidden."""
         right = self.right(request) if callable(self.right) else self.right
