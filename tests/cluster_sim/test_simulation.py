@@ -126,9 +126,9 @@ def _refuses_in_silence(original: Any) -> Any:
 
 
 def _tells_the_last_step_alone(original: Any) -> Any:
-    def output(self: SessionOutbox, output: Any, source: Any) -> None:
+    def output(self: SessionOutbox, output: Any) -> None:
         self._outputs.pop(output.request_id, None)
-        original(self, output, source)
+        original(self, output)
 
     return output
 
