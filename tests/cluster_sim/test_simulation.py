@@ -20,7 +20,7 @@ from tanghulu.workers.engine.pulls import Pulls
 from tanghulu.workers.engine.scheduler import Scheduler
 from tanghulu.workers.kv.connector import KvConnector
 from tanghulu.workers.kv.peer_server import PeerServer
-from tanghulu.workers.sessions.outbox import Outbox
+from tanghulu.workers.sessions.outbox import SessionOutbox
 from tanghulu.workers.sessions.server import SessionHub
 from tests.cluster_sim.plan import Plan
 from tests.cluster_sim.world import World
@@ -126,9 +126,9 @@ def _refuses_in_silence(original: Any) -> Any:
 
 
 def _tells_the_last_step_alone(original: Any) -> Any:
-    def output(self: Outbox, output: Any, source: Any) -> None:
+    def output(self: SessionOutbox, output: Any) -> None:
         self._outputs.pop(output.request_id, None)
-        original(self, output, source)
+        original(self, output)
 
     return output
 
@@ -162,7 +162,7 @@ MUTATIONS: list[tuple[Any, str, Callable[[Any], Any], Plan]] = [
     (Dispatcher, "_lose", _leaves_requests_with_the_dead, _DYING),
     (RequestCounts, "_count_move", _counts_no_move_that_went_well, _DYING),
     (SessionHub, "_refuse", _refuses_in_silence, _REFUSING),
-    (Outbox, "output", _tells_the_last_step_alone, _SLOW),
+    (SessionOutbox, "output", _tells_the_last_step_alone, _SLOW),
     (Scheduler, "fetch_done", _trusts_what_did_not_come, _TORN),
     (Pulls, "done", _forgets_what_was_not_pulled, _CALM),
     (PeerServer, "on_freed", _forgets_freed_leases, _CALM),

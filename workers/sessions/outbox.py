@@ -33,7 +33,7 @@ SPREAD_S = 0.05
 MAX_PENDING_EVENTS = 1024
 
 
-class Outbox:
+class SessionOutbox:
     """The outputs, KV events and the load for the next message to one conductor.
 
     ``num_steps`` with outputs are in it. ``num_submits`` have come from the conductor; the load holds the first

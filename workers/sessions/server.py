@@ -1,6 +1,6 @@
-"""Sessions with conductors: requests come in by a fast-lane stream each, outputs leave as `Outbox` says.
+"""Sessions with conductors: requests come in by a fast-lane stream each, outputs leave as `SessionOutbox` says.
 
-A session writes while its conductor reads; what comes meanwhile waits in its `Outbox` for one message.
+A session writes while its conductor reads; what comes meanwhile waits in its `SessionOutbox` for one message.
 Everything here runs on the process's event loop. Which engine computes, and in which thread or process, is behind
 ``SessionEngine``, which takes requests and answers by reports.
 A session that ends takes its requests along: nobody would read their tokens.
@@ -39,7 +39,7 @@ from tanghulu.workers.engine.block_pool import KvEvent
 from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
-from tanghulu.workers.sessions.outbox import Outbox
+from tanghulu.workers.sessions.outbox import SessionOutbox
 from tanghulu.workers.sessions.port import MakesRequests, RequestT, SessionEngine
 from tanghulu.workers.sessions.wire import event_messages, score_messages, welcome_message
 
@@ -61,7 +61,7 @@ class ConductorSession:
     stream: AnswerStream
     conductor_id: str = ""
     requests: set[RequestId] = field(default_factory=set)
-    outbox: Outbox = field(default_factory=Outbox)
+    outbox: SessionOutbox = field(default_factory=SessionOutbox)
     welcome: SessionWelcome | None = None
     scores: deque[PromptScores] = field(default_factory=deque)
     flush_timer: asyncio.TimerHandle | None = None

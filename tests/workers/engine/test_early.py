@@ -212,6 +212,19 @@ def test_a_pull_gives_way_to_whoever_waits_for_room() -> None:
     core.check()
 
 
+def test_a_request_reads_its_export_only_when_its_pull_no_longer_does() -> None:
+    """Even a pull that gave way: both read under one session, and each would take the other's leases."""
+    core = scheduler(can_fetch=True, max_num_batched_tokens=32)
+    made = req("a", 19, ahead=ident("p"), peer=export_at("there|", 7, 18))
+    core.pull_ahead(ident("p"), made.sequence, PEER)
+    assert core.pulls.give_way()
+    core.add(made)
+    assert step(core)[0].fetches == []
+    core.pulls.done(ident("p"))
+    assert len(step(core)[0].fetches) == 1
+    core.check()
+
+
 def test_a_decode_takes_the_room_of_a_pull_before_that_of_a_request() -> None:
     core = scheduler(num_blocks=4, can_fetch=True)
     core.add(req("a", [1, 2, 3], 9))
