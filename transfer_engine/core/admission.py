@@ -49,7 +49,7 @@ OnNotice = Callable[[int, bytes], None]
 
 
 class PeerAdmission:
-    """Admission of peers, and of their slices, to one segment of one generation; a ``TcpAdmission``.
+    """Admission of peers, and of their slices, to one segment of one generation.
 
     ``soon`` runs a callback behind the current event (the loop's ``call_soon``); ``on_freed`` is told which ranges
     became free because a transfer ended, ``on_emptied`` that the last connection has gone while it was not ``open``.
@@ -94,7 +94,7 @@ class PeerAdmission:
         self._by_token: dict[int, Connection] = {}
         self._fenced: OrderedDict[int, None] = OrderedDict()
 
-    # --- what a tcp connection asks (TcpAdmission)
+    # --- for tcp connections
 
     def opened(self, connection: Connection) -> bool:
         """Whether there is room for one more connection."""

@@ -132,10 +132,6 @@ class NodeSessions:
             if link is not None:
                 link.remote.close()
 
-    def welcome(self, node: PeerId) -> Welcome | None:
-        """How ``node`` answered when it was greeted last."""
-        return self._welcomes.get(node)
-
     def link(self, node: PeerId, copies: bool) -> NodeLink | NodeUnavailable | Welcome:
         """The open segment of ``node``, or what says where to open it."""
         welcome = self._welcomes.get(node)

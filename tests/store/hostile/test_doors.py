@@ -111,7 +111,7 @@ def test_handshakes_that_do_not_end(tmp_path: Path) -> None:
     with Encrypted(tmp_path) as cluster, contextlib.ExitStack() as stack:
         with tanghulu.connect(cluster.address, transport="tcp", **cluster.shown) as client:
             client.put("large", bytes(4 * MIB))
-            welcome = client._driver._sessions.welcome(PeerId(cluster.nodes[0].name))
+            welcome = client._driver._sessions._welcomes[PeerId(cluster.nodes[0].name)]
             assert welcome is not None
             data_ports = [Address.parse(each.address) for each in welcome.segment.endpoints_of("tcp")]
             for address in (

@@ -23,9 +23,10 @@ from typing import Any
 
 from tanghulu.errors import NodeUnavailable
 from tanghulu.runtime.clock import ManualClock
+from tanghulu.transfer_engine.core.admission import PeerAdmission
 from tanghulu.transfer_engine.core.network import Poller, StreamSocket
 from tanghulu.transfer_engine.core.paths import Path
-from tanghulu.transfer_engine.transports.tcp.listener import TcpAdmission, TcpConnection
+from tanghulu.transfer_engine.transports.tcp.listener import TcpConnection
 from tanghulu.types import Address
 from tests.transfer_engine.sim.transport import Pipe, SimTransport
 
@@ -62,7 +63,7 @@ class SimNetwork:
         self.may_taint: Callable[[memoryview], bool] = lambda into: False
         self.cut_links: set[tuple[str, str]] = set()  # (host, device) that are partitioned from everybody
         self.stalled: set[str] = set()  # addresses whose process does not run
-        self.ports: dict[str, TcpAdmission] = {}
+        self.ports: dict[str, PeerAdmission] = {}
         self.transports: dict[str, list[SimTransport]] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -110,7 +111,7 @@ class SimNetwork:
 
     # --- hosts
 
-    def listen(self, address: str, listener: TcpAdmission) -> None:
+    def listen(self, address: str, listener: PeerAdmission) -> None:
         """A process answers at ``address`` from now on."""
         self.ports[address] = listener
         self.transports[address] = []

@@ -1,6 +1,6 @@
 """The serving end of the tcp transport: a port, and one protocol object a connection, straight into the segment.
 
-Owns a connection's parsing and its flow control. What is allowed it asks its ``TcpAdmission``. A connection works on
+Owns a connection's parsing and its flow control. What is allowed it asks its ``PeerAdmission``. A connection works on
 one slice at a time, in order; it stops reading while a READ is being sent, so what a peer can make us hold is one head,
 one piece of payload and the kernel's buffers.
 
@@ -19,11 +19,12 @@ import os
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
 from tanghulu.auth.handshakes import Handshakes
 from tanghulu.errors import TanghuluError
 from tanghulu.rpc.pacing import unpace_within_machine
+from tanghulu.transfer_engine.core.admission import PeerAdmission
 from tanghulu.transfer_engine.core.segment import Endpoint
 from tanghulu.transfer_engine.core.transport import ServeContext
 from tanghulu.transfer_engine.core.wire import (
@@ -65,52 +66,6 @@ class _Phase(Enum):
 # Members by themselves: asked for by every slice, and an Enum takes ten times as long to find one (Python 3.11).
 _HEAD, _PAYLOAD, _DISCARD, _NOTICE, _SEND, _STRANGER = _Phase
 _READ, _WRITE, _HELLO = Op.READ, Op.WRITE, Op.HELLO
-
-
-class TcpAdmission(Protocol):
-    """What a connection asks of its segment's admission; ``PeerAdmission``, and the simulation's."""
-
-    view: memoryview
-    piece_bytes: int
-    #: Runs a callback behind the current event, in order (the loop's ``call_soon``).
-    soon: Callable[[Callable[[], None]], object]
-    #: Told when something of a slice has come, and when more is waited for.
-
-    def opened(self, connection: TcpConnection) -> bool:
-        """Whether there is room for one more connection."""
-        ...
-
-    def closed(self, connection: TcpConnection) -> None:
-        """The connection is gone; called once for each that was opened."""
-        ...
-
-    def hello(self, connection: TcpConnection, head: Head) -> None:
-        """Admit the connection's token; raises the typed refusal."""
-        ...
-
-    def fence(self, head: Head) -> None:
-        """Cut the connection whose token the head names, now and for ever."""
-        ...
-
-    def begin(self, head: Head) -> None:
-        """Admit a READ or WRITE; raises the typed refusal."""
-        ...
-
-    def end(self, head: Head, moved_bytes: int) -> None:
-        """The begun slice cannot touch the segment any more; ``moved_bytes`` of it were moved."""
-        ...
-
-    def digest(self, head: Head) -> int:
-        """The checksum of what the segment holds in the head's range."""
-        ...
-
-    def compare(self, head: Head) -> None:
-        """Raise ChecksumMismatch if a verified WRITE's range does not hold what was sent."""
-        ...
-
-    def notice(self, head: Head, data: bytes) -> None:
-        """Hand a notice to the owner's program, once; raises the typed refusal."""
-        ...
 
 
 class TcpListener:
@@ -170,7 +125,7 @@ class TcpListener:
 class TcpConnection(asyncio.BufferedProtocol):
     """One client's stream of slices."""
 
-    def __init__(self, admission: TcpAdmission, *, encrypted: bool = False) -> None:
+    def __init__(self, admission: PeerAdmission, *, encrypted: bool = False) -> None:
         self._encrypted = encrypted
         self.token = 0
         self._session_id = 0  # of its hello
