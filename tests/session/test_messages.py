@@ -20,7 +20,6 @@ from tanghulu.session.messages import (
     ToWorker,
 )
 from tanghulu.session.outputs import (
-    BegunExport,
     FinishReason,
     KvChange,
     KvSource,
@@ -54,13 +53,13 @@ STEP = StepOutput(
     [
         Output(NAME, [1, 2], logprobs=[TokenLogprobs((1, 7), (-0.5, -0.25))], phases=PhaseTimes(0.1)),
         Output(NAME, finish=FinishReason.ERROR, failure=Failure.of(Overloaded("full"))),
+        Output(NAME, source=SOURCE),
         Output(NAME, [3], FinishReason.HANDED_OVER, source=SOURCE),
     ],
     7,
     (KvChange(stored=(BlockHash(b"x" * 16),)), KvChange(cleared=True)),
     LOAD,
     4,
-    [BegunExport(NAME, SOURCE)],
     [SCORES],
 )
 
@@ -88,9 +87,9 @@ def test_messages_arrive_as_they_were_sent(message):
         (FromWorker, [[2, [["r", [1 << 32]]]]]),
         (FromWorker, [[2, [["r", [1], "lost"]]]]),
         (FromWorker, [[1, "w", 1, [], 3, [], -1.0]]),
-        (FromWorker, [[2, [], 0, [], None, None, [], [["r", 3, bytes(8), bytes(4), b"", b"", b""]]]]),
-        (FromWorker, [[2, [], 0, [], None, None, [], [["r", 3, bytes(8), bytes(8), bytes(12), b"", b""]]]]),
-        (FromWorker, [[2, [], 0, [], None, None, [], [["r", 3, b"", b"", b"", b"", b""]]]]),
+        (FromWorker, [[2, [], 0, [], None, None, [["r", 3, bytes(8), bytes(4), b"", b"", b""]]]]),
+        (FromWorker, [[2, [], 0, [], None, None, [["r", 3, bytes(8), bytes(8), bytes(12), b"", b""]]]]),
+        (FromWorker, [[2, [], 0, [], None, None, [["r", 3, b"", b"", b"", b"", b""]]]]),
     ],
 )
 def test_what_nobody_sends_is_refused(kind, changed):
