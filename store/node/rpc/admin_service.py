@@ -116,7 +116,7 @@ class AdminService:
         """Wait until the master has the report under way and all removals, or for REPORT_S."""
         reports = self._state.reports
         for _ in range(int(REPORT_S / _LOOK_S)):
-            if not reports.is_reporting and reports.removals_told:
+            if not reports.is_reporting and reports.removals_acknowledged:
                 return
             await asyncio.sleep(_LOOK_S)
 

@@ -19,7 +19,7 @@ from tanghulu.store.node.state.chunk_table import ChunkTable
 from tanghulu.store.node.state.counters import EvictionReason, HotKeys, NodeCounters
 from tanghulu.store.node.state.holdings import Holding, LowerTier
 from tanghulu.store.node.state.limits import HardPins
-from tanghulu.store.node.state.report_queues import ReportQueues
+from tanghulu.store.node.state.reports import NodeReports
 from tanghulu.store.node.state.ssd_chunk import SsdChunk
 from tanghulu.store.node.state.tenant_usage import TenantUsage
 from tanghulu.store.protocol.types import NewChunk, Pin
@@ -39,7 +39,7 @@ class NodeChunks:
         table: ChunkTable,
         space: Space[Chunk],
         tier: LowerTier,
-        reports: ReportQueues,
+        reports: NodeReports,
         tenants: TenantUsage | None,
         *,
         clock: Clock,
@@ -343,13 +343,9 @@ class NodeChunks:
 
     # --- the master, and the end of a call
 
-    def report_all(self) -> None:
-        """Tell the master everything that is here, each key once; the next messages carry it, as it allows."""
-        self._reports.begin_report([*self.table, *self.tier.entries()], self._is_reported)
-
-    def report_wanted(self) -> None:
-        """The same of the ranges that have another owner."""
-        self._reports.begin_wanted([*self.table, *self.tier.entries()], self._is_reported)
+    def begin_reports(self) -> None:
+        """Begin the reports that masters want, of all chunks in memory and below, each key once."""
+        self._reports.begin_reports([*self.table, *self.tier.entries()], self._is_reported)
 
     def _is_reported(self, holding: Holding) -> bool:
         if isinstance(holding, Chunk):
