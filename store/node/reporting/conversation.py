@@ -20,7 +20,7 @@ from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.greeting import greet
 from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.state.outbox import Outbox, ReportMessage
+from tanghulu.store.node.state.outbox import MasterOutbox, ReportMessage
 from tanghulu.store.protocol.announcements import AnnounceReply, NodeAnnouncement
 from tanghulu.store.protocol.key_slots import NUM_RANGES, RANGE_SLOTS, known_below
 from tanghulu.store.protocol.messages import MastersRequest, ProveReply, ProveRequest
@@ -48,7 +48,7 @@ class MasterConversation:
     def __init__(
         self,
         state: NodeState,
-        outbox: Outbox,
+        outbox: MasterOutbox,
         owner: Address | None,
         masters: MasterFinder,
         announce: Callable[[MasterConversation, ReportMessage], NodeAnnouncement],
@@ -220,7 +220,7 @@ class MasterConversation:
         self.kick()
 
     def _known(self, reply: AnnounceReply) -> bytes:
-        """How many slots of each range the master knows."""
+        """The number of slots of each range that the master knows."""
         if self._state.reports.map is None:
             return known_below(reply.known_slots)
         known = bytearray([RANGE_SLOTS] * NUM_RANGES)

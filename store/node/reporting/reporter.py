@@ -264,16 +264,7 @@ class Reporter:
         return NodeAnnouncement(
             self._instance_id,
             self._generation,
-            [
-                ChunkEntry(
-                    chunk.key,
-                    chunk.version,
-                    chunk.size_bytes,
-                    chunk.tier is Tier.SSD,
-                    self._reports.is_unconfirmed(chunk),
-                )
-                for chunk in message.added
-            ],
+            [ChunkEntry(*_entry(chunk), self._reports.is_unconfirmed(chunk)) for chunk in message.added],
             message.removed,
             message.deleted,
             message.retracted,
@@ -308,7 +299,7 @@ class Reporter:
     def _replied(self, conversation: MasterConversation, message: ReportMessage, reply: AnnounceReply) -> None:
         """Take the parts of an answer that concern the whole node."""
         if reply.num_nodes and self._chunks.tenants is not None:
-            self._chunks.tenants.heard(dict(reply.elsewhere or {}), reply.num_nodes)
+            self._chunks.tenants.update_elsewhere(dict(reply.elsewhere or {}), reply.num_nodes)
         if not self.connected.is_set() and not self._reports.is_reporting and not self._reports.has_vacant:
             self.connected.set()
             _log.info("reporter.connected", master=str(conversation.master))

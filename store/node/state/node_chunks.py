@@ -1,7 +1,7 @@
-"""What a node holds of each key, in memory and in the tier below: finding, entering, evicting and dropping chunks.
+"""The chunks of a node, in memory and in the tier below: finding, entering, evicting and dropping chunks.
 
 Owns the chunk table, the space, the lower tier, the tenants' shares and what is counted; keeps them in step with each
-other and with what the master has to be told. Knows no puts, no sessions and no queue: whoever fills a range, or
+other and with the reports to the masters. Knows no puts, no sessions and no queue: whoever fills a range, or
 leases one, tells it here.
 """
 
@@ -58,7 +58,7 @@ class NodeChunks:
 
     @property
     def capacity_bytes(self) -> int:
-        """What the segment can hold."""
+        """Bytes that the segment can hold."""
         return self.space.allocator.capacity_bytes
 
     @property
@@ -105,7 +105,7 @@ class NodeChunks:
         """As ``find``, and counted as a hit or a miss; a reader calls ``touch`` when it has all its keys."""
         chunk = self.find(key)
         if self.tenants is not None:
-            self.tenants.asked(key, chunk)
+            self.tenants.looked_up(key, chunk)
         if chunk is None:
             self.counters.misses += 1
             return None
@@ -129,11 +129,11 @@ class NodeChunks:
             self.tier.touch(holding)
 
     def left_s(self, holding: Holding) -> float | None:
-        """How long ``holding`` has to live; None: without end."""
+        """Seconds that ``holding`` has to live; None: without end."""
         return None if holding.expires_s is None else holding.expires_s - self._clock.now_s()
 
     def age_s(self, chunk: Chunk) -> float:
-        """How long ago the chunk was reserved."""
+        """Seconds since the chunk was reserved."""
         return self._clock.now_s() - chunk.created_s
 
     # --- room for a chunk, and the chunk there

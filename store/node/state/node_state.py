@@ -1,7 +1,7 @@
-"""The decisions of a store node: puts, promotions, write buffers, sessions, and what the master says of its chunks.
+"""The decisions of a store node: puts, promotions, write buffers, sessions, and the masters' answers on its chunks.
 
 Pure: requests and times go in, outcomes come out; bytes, sockets and the master belong to the services and the
-reporter. What the master has to be told collects in ``reports``. Not thread-safe: one event loop owns it.
+reporter. Changes that masters do not know yet collect in ``reports``. Not thread-safe: one event loop owns it.
 
 Every put is a reservation that is filled and then committed. ``reserve`` gives the range, whoever writes it (the node,
 a client under a lease, the socket of a streamed value); a write buffer is a range that was reserved in advance, and
@@ -27,7 +27,7 @@ from tanghulu.store.node.state.chunk_table import ChunkMover, ChunkTable, Publis
 from tanghulu.store.node.state.holdings import Holding, LowerTier, NoTier
 from tanghulu.store.node.state.limits import no_room, refuse_impossible, refuse_while
 from tanghulu.store.node.state.node_chunks import NodeChunks
-from tanghulu.store.node.state.outbox import Outbox, ReportMessage
+from tanghulu.store.node.state.outbox import MasterOutbox, ReportMessage
 from tanghulu.store.node.state.outcomes import (
     CommittedBy,
     Existed,
@@ -292,7 +292,7 @@ class NodeState:
             self.commit(chunk, chunk.checksums, CommittedBy.CLIENT)
         return len(chunks)
 
-    # --- what the master said
+    # --- decisions of the masters
 
     def reported(self, chunk: Holding, *, accepted: bool) -> None:
         """Take the master's decision: it has taken note of ``chunk``, or knows an older put of its key."""
@@ -314,7 +314,7 @@ class NodeState:
 
     # --- messages to the masters
 
-    def next_message(self, outbox: Outbox) -> ReportMessage:
+    def next_message(self, outbox: MasterOutbox) -> ReportMessage:
         """The next message of ``outbox``, with everything that clients have written before it."""
         self.drain_buffers()
         return outbox.take()

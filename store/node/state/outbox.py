@@ -76,21 +76,26 @@ class Flushes:
 
     def __init__(self) -> None:
         self._open: dict[Callable[[], None], set[int]] = {}
+        self._ranges: set[int] = set()  # of all of them
 
     def add(self, done: Callable[[], None], ranges: Set[int]) -> None:
         """Call ``done`` when the removals of all ``ranges`` are acknowledged."""
         self._open[done] = set(ranges)
+        self._ranges |= ranges
 
     def discard(self, done: Callable[[], None]) -> None:
         """Forget ``done``, if it is there."""
-        self._open.pop(done, None)
+        if self._open.pop(done, None) is not None:
+            self._ranges = set[int]().union(*self._open.values())
 
     def wait_for(self, ranges: Set[int]) -> bool:
         """Whether anybody waits for one of ``ranges``."""
-        return any(not waiting.isdisjoint(ranges) for waiting in self._open.values())
+        return not self._ranges.isdisjoint(ranges)
 
     def acknowledged(self, ranges: Set[int]) -> None:
         """Take note that the owner of ``ranges`` knows of all removals there."""
+        if self._ranges:
+            self._ranges -= ranges
         for done, waiting in list(self._open.items()):
             waiting -= ranges
             if not waiting:
@@ -98,7 +103,7 @@ class Flushes:
                 done()
 
 
-class Outbox:
+class MasterOutbox:
     """See the module: ``take`` makes a message, ``done`` or ``requeue`` ends it.
 
     ``ranges`` are those of its master. ``hot`` are the most-read keys, ``failed_copies`` copies that the master ordered
@@ -192,7 +197,7 @@ class Outbox:
         if self._low_priority.get(chunk.key) is chunk:
             self._added[chunk.key] = self._low_priority.pop(chunk.key)
 
-    def move(self, numbers: frozenset[int], heir: Outbox) -> None:
+    def move(self, numbers: frozenset[int], heir: MasterOutbox) -> None:
         """Leave these ranges to ``heir``, whose master has to be told everything that is held there."""
         if self._in_flight is not None:
             self._put_back(self._in_flight, numbers)
@@ -377,7 +382,7 @@ class Outbox:
 
     def __repr__(self) -> str:
         num_added = len(self._added) + len(self._low_priority) + len(self._parked)
-        return f"Outbox(+{num_added} -{len(self._removed) + len(self._deleted)})"
+        return f"MasterOutbox(+{num_added} -{len(self._removed) + len(self._deleted)})"
 
 
 def _take_some(pending: dict[ChunkKey, Holding], limit: int) -> list[Holding]:

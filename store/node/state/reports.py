@@ -1,4 +1,4 @@
-"""Everything that the masters have yet to be sent: an Outbox for each that owns ranges of keys. Pure.
+"""Everything that the masters have yet to be sent: an MasterOutbox for each that owns ranges of keys. Pure.
 
 As long as a node has met one master only, that one's outbox has everything. Later each range is in the outbox of its
 owner; ranges without an owner wait in an outbox of their own. When the map moves a range, its queued events, and those
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from tanghulu.errors import TanghuluError
 from tanghulu.store.node.state.confirmations import Confirmations, Done
 from tanghulu.store.node.state.holdings import Holding
-from tanghulu.store.node.state.outbox import MAX_RETRACTED, Flushes, Outbox
+from tanghulu.store.node.state.outbox import MAX_RETRACTED, Flushes, MasterOutbox
 from tanghulu.store.node.state.slot_report import SortedChunks
 from tanghulu.store.protocol.announcements import Removal
 from tanghulu.store.protocol.key_slots import ALL_RANGES, NUM_RANGES, range_of
@@ -39,10 +39,10 @@ class NodeReports:
 
     def __init__(self) -> None:
         self._flushes = Flushes()
-        self.leader = Outbox(self._flushes)
+        self.leader = MasterOutbox(self._flushes)
         self.map: RangeMap | None = None
-        self._owners: dict[Address, Outbox] = {}
-        self._vacant = Outbox(self._flushes, frozenset())
+        self._owners: dict[Address, MasterOutbox] = {}
+        self._vacant = MasterOutbox(self._flushes, frozenset())
         self._by_range = [self.leader] * NUM_RANGES
         self._unconfirmed: dict[ChunkKey, int] = {}  # the versions of puts that no master has accepted
         self._confirmations = Confirmations()
@@ -50,20 +50,20 @@ class NodeReports:
         self._deleted: dict[Removal, None] = {}  # the last chunks that clients removed
         self._report_ids = itertools.count(1)
 
-    def of(self, key: ChunkKey) -> Outbox:
+    def of(self, key: ChunkKey) -> MasterOutbox:
         """The outbox of the master that owns ``key``."""
         return self.leader if self.map is None else self._by_range[range_of(key)]
 
     @property
-    def owners(self) -> Mapping[Address, Outbox]:
+    def owners(self) -> Mapping[Address, MasterOutbox]:
         """The outboxes of the masters that own ranges; a view that changes with the map."""
         return self._owners
 
-    def _with_master(self) -> Iterator[Outbox]:
+    def _with_master(self) -> Iterator[MasterOutbox]:
         yield self.leader
         yield from self._owners.values()
 
-    def _all(self) -> Iterator[Outbox]:
+    def _all(self) -> Iterator[MasterOutbox]:
         yield from self._with_master()
         yield self._vacant
 
@@ -77,12 +77,12 @@ class NodeReports:
     def take_map(self, known: RangeMap) -> None:
         """Go by ``known`` from now on."""
         before, self.map = self.map, known
-        moves: dict[tuple[Outbox, Outbox], set[int]] = {}
+        moves: dict[tuple[MasterOutbox, MasterOutbox], set[int]] = {}
         for number in ALL_RANGES if before is None else known.moved(before):
             owner = known.owner_of(number)
             heir = self._vacant
             if owner is not None:
-                heir = self._owners.setdefault(owner, Outbox(self._flushes, frozenset()))
+                heir = self._owners.setdefault(owner, MasterOutbox(self._flushes, frozenset()))
             moves.setdefault((self._by_range[number], heir), set()).add(number)
             self._by_range[number] = heir
         for (source, heir), numbers in moves.items():

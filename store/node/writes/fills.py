@@ -38,7 +38,7 @@ class Fill:
     coming: bool = True
 
 
-#: What became of a RESERVE with its value behind it.
+#: The outcome of a RESERVE with its value behind it.
 Begun: TypeAlias = Fill | Existed | TanghuluError
 
 

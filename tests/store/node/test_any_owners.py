@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tanghulu.store.node.state.chunk import Chunk
-from tanghulu.store.node.state.outbox import Outbox, ReportMessage
+from tanghulu.store.node.state.outbox import MasterOutbox, ReportMessage
 from tanghulu.store.node.state.outcomes import Reserved
 from tanghulu.store.protocol.key_slots import NUM_RANGES, known_below, range_of
 from tanghulu.store.protocol.range_map import RangeMap
@@ -31,7 +31,7 @@ class AnyOwners(RuleBasedStateMachine):
         self.true_map = RangeMap(1, 7, (A,) * NUM_RANGES, (1,) * NUM_RANGES)
         self.known: dict[tuple[Address, int], dict[str, int]] = {(A, number): {} for number in range(NUM_RANGES)}
         self.version = 1
-        self.under_way: list[tuple[Address, Outbox, ReportMessage]] = []
+        self.under_way: list[tuple[Address, MasterOutbox, ReportMessage]] = []
         self.num_removed = 0
         self.reports.take_map(self.true_map)
         self.state.begin_reports()

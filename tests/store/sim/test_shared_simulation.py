@@ -20,7 +20,7 @@ from tanghulu.store.master.election.range_election import RangeElection, RangeSt
 from tanghulu.store.node.space.space import Space
 from tanghulu.store.node.state import outbox
 from tanghulu.store.node.state.node_chunks import NodeChunks
-from tanghulu.store.node.state.outbox import Outbox
+from tanghulu.store.node.state.outbox import MasterOutbox
 from tanghulu.store.protocol.announcements import NodeAnnouncement, Removal
 from tanghulu.store.protocol.key_slots import RANGE_SLOTS
 from tanghulu.store.protocol.terms import LeaseProofs
@@ -118,7 +118,7 @@ def _believes_without_proof(original: Any) -> Any:
 
 
 def _keeps_what_is_under_way_to_the_former_owner(original: Any) -> Any:
-    def move(self: Outbox, numbers: frozenset[int], heir: Outbox) -> None:
+    def move(self: MasterOutbox, numbers: frozenset[int], heir: MasterOutbox) -> None:
         message, self._in_flight = self._in_flight, None
         original(self, numbers, heir)
         self._in_flight = message
@@ -172,10 +172,10 @@ MUTATIONS = [
     (RangeDirectories, "_take_out", _ignores_the_versions_of_removals, _REMOVED_LATE),
     (LeaseProofs, "is_proven", _keeps_a_proof_for_ever, _RESTING),
     (RangeElection, "owned", _answers_on_after_a_hand_over, _MOVING),
-    (Rebuild, "told", _takes_a_moved_range_for_known, _MOVING),
+    (Rebuild, "update", _takes_a_moved_range_for_known, _MOVING),
     (outbox, "_taken", _reports_to_the_former_owner_alone, _MOVING),
     (LeaseProofs, "is_proven", _believes_without_proof, _FROZEN),
-    (Outbox, "move", _keeps_what_is_under_way_to_the_former_owner, _MOVING),
+    (MasterOutbox, "move", _keeps_what_is_under_way_to_the_former_owner, _MOVING),
 ]
 
 
