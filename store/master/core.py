@@ -14,9 +14,8 @@ from random import Random
 
 from tanghulu.discovery.base import Instance, InstanceEvent
 from tanghulu.discovery.leases import LeaseTable
-from tanghulu.store.master.directory.announcement import Announced
 from tanghulu.store.master.directory.events import EventRing
-from tanghulu.store.master.directory.ranges import RangeDirectories
+from tanghulu.store.master.directory.ranges import Announced, RangeDirectories
 from tanghulu.store.master.directory.rebuild import REBUILD_S, MembershipEvent, NodesInEtcd
 from tanghulu.store.master.replication.orders import Copy
 from tanghulu.store.master.replication.planner import CopyPlanner
@@ -37,7 +36,7 @@ MAX_TENANTS = 4096
 
 
 class TenantTotals:
-    """Bytes by node of the tenants with a quota for the whole cluster, as the nodes tell once a second.
+    """Bytes by node of the tenants with a quota for the whole cluster, as the nodes report once a second.
 
     The nodes keep the quota; the master only adds up what each node has to know of the others. This is soft state: a
     new master knows it within a second, and what a node held that is gone counts no more.
@@ -46,7 +45,7 @@ class TenantTotals:
     def __init__(self) -> None:
         self._by_node: dict[str, dict[str, int]] = {}
 
-    def told(self, node_id: str, held: Mapping[str, int]) -> None:
+    def update(self, node_id: str, held: Mapping[str, int]) -> None:
         """Replace what ``node_id`` holds; tenants that are not in ``held`` hold nothing there."""
         self._by_node[node_id] = dict(list(held.items())[:MAX_TENANTS])
 
@@ -102,11 +101,11 @@ class Master:
         self._leases_over_s = now_s + self._rebuild_s
         self._came: set[str] = set()  # the nodes that have had a lease of this generation, if several masters share
 
-    def nodes_told(self, nodes: Mapping[str, Instance], admitted: frozenset[str] | None, now_s: float) -> None:
+    def update_nodes(self, nodes: Mapping[str, Instance], admitted: frozenset[str] | None, now_s: float) -> None:
         """Take the nodes that etcd tells of, and the ids of all that were let in; None: none ever was."""
         assert self._shares
         assert isinstance(self.directory.cluster, NodesInEtcd)
-        self.directory.cluster.told(admitted, now_s)
+        self.directory.cluster.update(admitted, now_s)
         self._came.intersection_update(nodes)
         for node_id in [each for each in self.directory.candidates() if each not in nodes]:
             self.directory.node_gone(node_id)
@@ -138,7 +137,7 @@ class Master:
                 self._came.add(instance.id)
         elif instance.role is Role.NODE:
             self.directory.node_registered(instance, now_s)
-        self._tell()
+        self._publish_members()
         return lease_id
 
     def keep_alive(self, instance_id: str, lease_id: int, now_s: float, owner: str = "") -> bool:
@@ -155,14 +154,14 @@ class Master:
             return False
         if not self._shares:
             self.directory.node_gone(instance_id)
-        self._tell()
+        self._publish_members()
         return True
 
     def connection_made(self, node_id: str, now_s: float) -> None:
         """Note that a node lives: it announced over a new connection, and may have missed an answer over the last."""
         self._connections[node_id] += 1
         self.leases.prolong(node_id, now_s)
-        self.copies.orders.tell_again(node_id)
+        self.copies.orders.repeat_drops(node_id)
 
     def connection_lost(self, node_id: str, now_s: float) -> None:
         """Shorten the lease of a node whose last connection for announcements broke: it must soon show that it lives.
@@ -186,7 +185,7 @@ class Master:
 
     def orders_for(self, announcement: NodeAnnouncement, now_s: float) -> tuple[list[Copy], list[DropOrder]] | None:
         """The orders for the node that announced: what to copy and what to drop. None, mostly, if there is nothing."""
-        return self.copies.heard(announcement, now_s) if self.copies.concerns(announcement) else None
+        return self.copies.orders_for(announcement, now_s) if self.copies.concerns(announcement) else None
 
     def plan(self, now_s: float, num_keys: int) -> None:
         """Look at ``num_keys`` keys for copies that should be made; does nothing before the directory is complete."""
@@ -203,10 +202,10 @@ class Master:
         for instance in expired if not self._shares else ():
             self.directory.node_gone(instance.id)
         self.directory.tick(now_s)
-        self._tell()
+        self._publish_members()
         return expired
 
-    def _tell(self) -> None:
+    def _publish_members(self) -> None:
         for event in self.leases.take_events():
             self.members.append(event, _EVENT_BYTES if event.instance is None else event.instance.num_bytes)
 

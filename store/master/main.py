@@ -108,7 +108,7 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
 
 def _ownership(process: Process, config: MasterConfig, address: Address, server: MasterServer) -> EtcdOwnership:
     instance = _instance(process, config, address)
-    duties = Duties(server.own, server.disown, server.lead, server.lead_no_more, server.nodes_told)
+    duties = Duties(server.own, server.disown, server.lead, server.lead_no_more, server.update_nodes)
     return EtcdOwnership(_etcd(config), instance, config.election_ttl_s, server.clock, duties)
 
 

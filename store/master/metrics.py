@@ -11,7 +11,8 @@ from prometheus_client.registry import Collector
 
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory.waiters import WaitBoard
-from tanghulu.store.master.ownership import LeaderRole, RangeOwnership
+from tanghulu.store.master.election.ownership import EtcdOwnership
+from tanghulu.store.master.ownership import RangeOwnership
 from tanghulu.types import Role
 
 
@@ -142,7 +143,7 @@ class MasterMetrics:
             "owned_ranges", "Ranges of keys, of 64, that this master answers for.", lambda: len(ownership.owned)
         )
 
-    def observe_leadership(self, leadership: LeaderRole) -> None:
+    def observe_leadership(self, leadership: EtcdOwnership) -> None:
         """Show whether this one of several masters leads, and its term; called once."""
         self._gauge("leading", "1 while this master leads.", lambda: leadership.leads)
         self._gauge("term", "The term that this master leads, or led last.", lambda: leadership.term)

@@ -1,12 +1,9 @@
-"""What a master asks of whoever decides which ranges it owns: the map, and its own part of it."""
+"""The ranges that a master owns, and the map of all masters, as its calls see them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from tanghulu.discovery.base import Instance
 from tanghulu.errors import KeysMoved, MasterUnavailable
 from tanghulu.store.protocol.key_slots import NUM_RANGES
 from tanghulu.store.protocol.range_map import RangeMap
@@ -39,51 +36,11 @@ class RangeOwnership(Protocol):
         """Of this master's lease on its ranges, as callers count them; 0 only if they need no proof."""
 
     def refusal(self) -> MasterUnavailable:
-        """What callers are told who ask for keys that this master does not own."""
-
-
-class AdmittedIds(Protocol):
-    """The nodes that leaders have let in, as etcd has them."""
-
-    @property
-    def ids(self) -> frozenset[str]:
-        """Their ids."""
-
-    async def keep(self, present: Callable[[], frozenset[str]]) -> None:
-        """Forget those that are not ``present`` when it is their turn; the next call makes good what is left."""
-
-
-class LeaderRole(Protocol):
-    """What a master asks of whoever decides whether it leads: it alone lets nodes in, places and tells who is there."""
-
-    @property
-    def admitted(self) -> AdmittedIds:
-        """The nodes that leaders have let in."""
-
-    @property
-    def leads(self) -> bool:
-        """Whether this master may answer as the leader now."""
-
-    @property
-    def term(self) -> int:
-        """The term in which this master leads, or led last."""
-
-    @property
-    def ttl_s(self) -> float:
-        """How long a renewal keeps the lease."""
-
-    def require(self) -> None:
-        """Raise NotLeader unless this master leads."""
-
-    def admitting(self, node: Instance) -> AbstractAsyncContextManager[None]:
-        """Admit ``node``, which the body lets in. Raises MasterUnavailable or NotLeader."""
-
-    async def prove(self) -> int:
-        """Wait for a renewal that is asked for after this call; how many were asked for before. Raises NotLeader."""
+        """The error for callers that ask for keys of others."""
 
 
 class OwnsAll:
-    """The ownership of a master that has no others at work beside it."""
+    """The ownership of an only master."""
 
     def __init__(self) -> None:
         self.shares = False
@@ -92,7 +49,7 @@ class OwnsAll:
         self.renewals = Renewals()
 
     def refusal(self) -> MasterUnavailable:
-        """See RangeOwnership; nobody is refused."""
+        """Refuse a caller; there is none."""
         return KeysMoved.known_in(0)
 
     def __repr__(self) -> str:

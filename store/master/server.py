@@ -13,8 +13,9 @@ from tanghulu.discovery.base import Instance
 from tanghulu.errors import NotLeader
 from tanghulu.runtime.clock import Clock
 from tanghulu.store.master.core import Master
+from tanghulu.store.master.election.ownership import EtcdOwnership
 from tanghulu.store.master.metrics import MasterMetrics
-from tanghulu.store.master.ownership import LeaderRole, OwnsAll, RangeOwnership
+from tanghulu.store.master.ownership import OwnsAll, RangeOwnership
 from tanghulu.store.protocol.key_slots import NUM_RANGES, ranges_of
 from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.terms import Term
@@ -57,12 +58,12 @@ class MasterServer:
     clock: Clock
     metrics: MasterMetrics
     rng: Random
-    leadership: LeaderRole | None = None  # None: the only master
+    leadership: EtcdOwnership | None = None  # None: the only master
     ownership: RangeOwnership = field(default_factory=OwnsAll)
     on_tick: list[Callable[[], None]] = field(default_factory=list)
     on_map: list[Callable[[], None]] = field(default_factory=list)  # called when ranges have changed hands
     _changed: Signal = field(default_factory=Signal)
-    _told: tuple[int, int, int] = (0, 0, 0)
+    _published: tuple[int, int, int] = (0, 0, 0)
     _map: RangeMap | None = None  # as of the last tick
 
     @property
@@ -93,7 +94,7 @@ class MasterServer:
 
     @property
     def signature(self) -> tuple[int, int, int]:
-        """What every reply ends with: term, whose count that is, and the renewals of the lease.
+        """The end of every reply: term, the etcd that counts it, and the renewals of the lease.
 
         The term of one of several owners is the version up to which it knows the map.
         """
@@ -147,17 +148,17 @@ class MasterServer:
         """Answer for a range no more."""
         self.master.directory.forget_range(number)
 
-    def nodes_told(self, nodes: Mapping[str, Instance], admitted: frozenset[str] | None) -> None:
-        """Take the nodes that etcd tells of."""
-        self.master.nodes_told(nodes, admitted, self.now_s)
+    def update_nodes(self, nodes: Mapping[str, Instance], admitted: frozenset[str] | None) -> None:
+        """Take the nodes that are in etcd."""
+        self.master.update_nodes(nodes, admitted, self.now_s)
         self.changed()
 
     def changed(self) -> None:
         """Wake the followers if there is anything new for them."""
         directory = self.master.directory
         news = (directory.log.last, self.master.members.last, directory.num_unready)
-        if news != self._told:
-            self._told = news
+        if news != self._published:
+            self._published = news
             self._changed.fire()
 
     async def wait(self) -> None:
@@ -188,7 +189,7 @@ class MasterServer:
             self.changed()
 
     async def _tick(self) -> None:
-        is_ready, told_s = False, self.now_s
+        is_ready, logged_s = False, self.now_s
         while True:
             await asyncio.sleep(TICK_S)
             for instance in self.master.tick(self.now_s, TICK_S):
@@ -199,9 +200,9 @@ class MasterServer:
             if is_ready and not was_ready:
                 _log.info("directory.ready", num_keys=directory.num_keys)
             elif is_ready or was_ready or not self.ownership.owned:
-                told_s = self.now_s
-            elif self.now_s > told_s + INCOMPLETE_S:
-                told_s = self.now_s
+                logged_s = self.now_s
+            elif self.now_s > logged_s + INCOMPLETE_S:
+                logged_s = self.now_s
                 known_slots, waits_for = directory.num_known_slots, directory.unreported()[:MAX_NAMED]
                 _log.warning("directory.incomplete", known_slots=known_slots, waits_for=waits_for)
             self.master.plan(self.now_s, WALK_KEYS)
@@ -213,7 +214,7 @@ class MasterServer:
                 callback()
             self.changed()
 
-    async def _forget_gone_nodes(self, leadership: LeaderRole) -> None:
+    async def _forget_gone_nodes(self, leadership: EtcdOwnership) -> None:
         """Take nodes that are gone out of the admitted ones."""
         admitted = leadership.admitted
         if admitted.ids - self.master.present_nodes(admitted.ids, self.now_s):

@@ -36,14 +36,17 @@ from tanghulu.runtime.process import Process, ProcessConfig
 from tanghulu.runtime.tasks import cancelled
 from tanghulu.store.node.replication.copier import Copier
 from tanghulu.store.node.reporting.reporter import Reporter
-from tanghulu.store.node.rpc import metrics
 from tanghulu.store.node.rpc.admin_service import AdminService
-from tanghulu.store.node.rpc.metrics import NodeCollector, TrafficCounters
+from tanghulu.store.node.rpc.metrics import (
+    NodeCollector,
+    TenantCollector,
+    TierCollector,
+    TrafficCounters,
+    wait_collector,
+)
 from tanghulu.store.node.rpc.service import NodeIdentity, NodeService
 from tanghulu.store.node.rpc.sessions import Sessions
-from tanghulu.store.node.rpc.tenant_metrics import TenantCollector
 from tanghulu.store.node.ssd.admission import MODES, TierAdmission
-from tanghulu.store.node.ssd.metrics import TierCollector
 from tanghulu.store.node.ssd.promotion import Promoter
 from tanghulu.store.node.ssd.tier import MIN_SSD_BYTES, QUEUE_BYTES, SsdPlace, SsdTier, open_tier
 from tanghulu.store.node.state.chunk_table import Published
@@ -70,7 +73,7 @@ _log = structlog.get_logger(__name__)
 _TICK_S = 0.05
 #: How often write buffers are looked at while they are used.
 _POLL_S = 0.002
-#: How long a start waits for a master that went away meanwhile before it serves without it.
+#: Seconds that a start waits for a master that went away meanwhile before it serves without it.
 _FIRST_CONTACT_S = 2.0
 #: What a node evicts ahead of need in one tick: without an SSD tier, and with one, to which it copies all that.
 _EVICT_AHEAD_BYTES, _SEND_AHEAD_BYTES = 64 << 20, 16 << 20
@@ -237,8 +240,8 @@ class Node:
             registry.register(TenantCollector(tenants.usage))
         registry.register(ServerCollector(self._segment_server))
         registry.register(LatencyCollector(self._service.latencies))
-        registry.register(metrics.wait_collector(self._puts.waits))
-        metrics.register(registry, NodeCollector(self.state, self._all_traffic, lambda: len(self._sessions)))
+        registry.register(wait_collector(self._puts.waits))
+        registry.register(NodeCollector(self.state, self._all_traffic, lambda: len(self._sessions)))
 
     async def run(self) -> None:
         """Serve until the process is told to stop."""

@@ -140,7 +140,7 @@ class Orders(FastMessage, frozen=True):
 
 
 class KnownRange(NamedTuple):
-    """How many slots of a range are known, from its first on. ``wanted``: the node has not reported it, and is not
+    """The number of known slots of a range, from its first on. ``wanted``: the node has not reported it, and is not
     about to.
     """
 

@@ -8,7 +8,7 @@ from tanghulu.rpc.wire import U64, FastMessage
 
 
 class DirectoryEventKind(Enum):
-    """What changed."""
+    """The kind of a change."""
 
     STORED = 0  # node_id holds keys now
     REMOVED = 1  # node_id holds keys no longer

@@ -32,7 +32,7 @@ class _Waiting:
         self._backoff = Backoff(_RETRY_S, _RETRY_MOST_S)
         self._clock = SystemClock()
         self._began_s = self._clock.now_s()
-        self._told = False
+        self._has_logged = False
 
     @property
     def waited_s(self) -> float:
@@ -40,13 +40,13 @@ class _Waiting:
 
     async def pause(self, error: TanghuluError) -> None:
         """Wait until the next try is due, behind one that failed with ``error``."""
-        if not self._told:
+        if not self._has_logged:
             _log.warning("discovery.waiting", to=self._what, code=error.code, error=error.message)
-        self._told = True
+        self._has_logged = True
         await asyncio.sleep(self._backoff.pause_s())
 
     def over(self) -> None:
-        if self._told:
+        if self._has_logged:
             _log.info("discovery.found", to=self._what, waited_s=round(self.waited_s, 3))
 
 

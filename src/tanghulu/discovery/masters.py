@@ -19,7 +19,7 @@ from tanghulu.types import Address
 
 #: Between two tries to find the leader, or to reach a single master again, at first and at most.
 SEEK_PAUSE_S, SEEK_MOST_S = 0.05, 0.25
-#: How long one of several masters is waited for before the next is asked: a stopped one does not refuse.
+#: The longest wait for one of several masters before the next is asked: a stopped one does not refuse.
 ATTEMPT_S = 1.5
 #: Seconds without a beat on a stream after which a master counts as lost: it stands still, or the path to it swallows
 #: everything. A single one gets longer, as nobody replaces it.
@@ -28,7 +28,7 @@ _ETCD_DEADLINE_S = 1.0
 
 
 def masters_prefix(namespace: str) -> bytes:
-    """What all keys in etcd of the masters of ``namespace`` begin with."""
+    """The prefix of all keys in etcd of the masters of ``namespace``."""
     return f"/tanghulu-masters/{namespace}/".encode()
 
 

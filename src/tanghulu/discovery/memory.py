@@ -36,7 +36,7 @@ class MemoryRegistry:
         self.tick()
         lease_id = self._leases.register(instance, ttl_s, self.clock.now_s())
         self._alive[lease_id] = instance
-        self._tell()
+        self._publish()
         return lease_id
 
     def leave(self, lease_id: int) -> None:
@@ -44,7 +44,7 @@ class MemoryRegistry:
         instance = self._alive.pop(lease_id, None)
         if instance is not None:
             self._leases.deregister(instance.id, lease_id)
-            self._tell()
+            self._publish()
 
     def abandon(self, lease_id: int) -> None:
         """Renew this lease no more: its process has crashed."""
@@ -57,7 +57,7 @@ class MemoryRegistry:
         for lease_id, instance in self._alive.items():
             self._leases.keep_alive(instance.id, lease_id, now_s)
         self._leases.expire(now_s)
-        self._tell()
+        self._publish()
 
     def attach(self) -> tuple[list[Instance], asyncio.Queue[InstanceEvent]]:
         """The instances now, and a queue of all later changes (to be detached)."""
@@ -70,7 +70,7 @@ class MemoryRegistry:
         """Stop filling ``queue``."""
         self._watchers.discard(queue)
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         for event in self._leases.take_events():
             for queue in self._watchers:
                 if queue.full():

@@ -35,7 +35,7 @@ MAX_PENDING = 1024
 _MAX_USES = 2
 _MAX_TURN = 2
 _NUM_CLASSES = (_MAX_USES + 1) * (_MAX_TURN + 1) * 2
-#: How many of a batch's keys count as its end: the last whole block and the partial one behind it.
+#: The number of a batch's keys that count as its end: the last whole block and the partial one behind it.
 _END_KEYS = 2
 #: Uses after which the histograms are first fitted, and most uses between fits; else after half as many again.
 _FIRST_FIT = 512

@@ -2,7 +2,7 @@
 
 Three queues. Newcomers enter a small one, a tenth of all. What leaves it unread is evicted and remembered as a ghost;
 what was read moves to the main queue, and a ghost that comes back enters there at once. The main queue is a clock: each
-key has up to three lives by its reads, and one that comes to the front with lives loses one and starts at the back.
+key counts up to three reads, and one that comes to the front with a count loses one of it and starts at the back.
 
 Example: ten keys, all new, k3 was read. The small queue may hold one: k0 goes (a ghost now). Later k3 comes to its
 front and moves to the main queue, k4 goes. When k0 is put again it stands in the main queue.
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from tanghulu.types import ChunkKey
 
-MAX_LIVES = 3
+MAX_READS = 3
 #: The small queue's share of all keys is one in this many; ghosts may be as many as the rest.
 SMALL_SHARE = 10
 
@@ -28,7 +28,7 @@ class S3Fifo:
     name = "s3-fifo"
 
     def __init__(self) -> None:
-        self._small: OrderedDict[ChunkKey, int] = OrderedDict()  # key -> lives
+        self._small: OrderedDict[ChunkKey, int] = OrderedDict()  # key -> reads
         self._main: OrderedDict[ChunkKey, int] = OrderedDict()
         self._ghosts: OrderedDict[ChunkKey, None] = OrderedDict()
 
@@ -52,10 +52,10 @@ class S3Fifo:
     def touch(self, key: ChunkKey) -> bool:
         """Give ``key`` one more life, up to three."""
         queue = self._small if key in self._small else self._main
-        lives = queue.get(key)
-        if lives is None:
+        reads = queue.get(key)
+        if reads is None:
             return False
-        queue[key] = min(lives + 1, MAX_LIVES)
+        queue[key] = min(reads + 1, MAX_READS)
         return True
 
     def remove(self, key: ChunkKey, *, evicted: bool) -> None:
@@ -80,18 +80,18 @@ class S3Fifo:
     def _promote_before(self, key: ChunkKey) -> None:
         """Move keys on that were read and stand before ``key`` in the small queue; unread ones there were leased."""
         passed = []
-        for each, lives in self._small.items():
+        for each, reads in self._small.items():
             if each == key:
                 break
-            if lives:
+            if reads:
                 passed.append(each)
         for each in passed:
             self._promote(each)
 
     def _promote_excess(self) -> None:
         while len(self._small) > self._small_target():
-            first, lives = next(iter(self._small.items()))
-            if not lives:
+            first, reads = next(iter(self._small.items()))
+            if not reads:
                 return
             self._promote(first)
 
@@ -102,32 +102,32 @@ class S3Fifo:
     def _turn_main(self) -> None:
         """Turn the main queue until its front has no life left: the victim, or something leased."""
         while True:
-            first, lives = next(iter(self._main.items()))
-            if not lives:
+            first, reads = next(iter(self._main.items()))
+            if not reads:
                 return
-            self._main[first] = lives - 1
+            self._main[first] = reads - 1
             self._main.move_to_end(first)
 
     def _small_target(self) -> int:
         return max(1, len(self) // SMALL_SHARE)
 
     def victims(self) -> Iterator[ChunkKey]:
-        """Yield the small queue's unread surplus, then the main queue by lives, then the rest."""
+        """Yield the small queue's unread surplus, then the main queue by reads, then the rest."""
         excess = len(self._small) - self._small_target() if self._main else len(self._small)
         promoted: list[ChunkKey] = []
         rest: list[ChunkKey] = []
         small = iter(self._small.items())
-        for key, lives in small:
+        for key, reads in small:
             if excess <= 0 and (self._main or promoted):
                 rest.append(key)
                 break
             excess -= 1
-            if lives:
+            if reads:
                 promoted.append(key)
             else:
                 yield key
-        for wanted in range(MAX_LIVES + 1):
-            yield from (key for key, lives in self._main.items() if lives == wanted)
+        for wanted in range(MAX_READS + 1):
+            yield from (key for key, reads in self._main.items() if reads == wanted)
             if wanted == 0:
                 yield from promoted
         yield from rest
@@ -144,7 +144,7 @@ class S3Fifo:
         assert not self._small.keys() & self._main.keys()
         assert not self._ghosts.keys() & (self._small.keys() | self._main.keys())
         assert len(self._ghosts) <= len(self) + 1
-        assert all(0 <= lives <= MAX_LIVES for lives in (*self._small.values(), *self._main.values()))
+        assert all(0 <= reads <= MAX_READS for reads in (*self._small.values(), *self._main.values()))
 
     def __repr__(self) -> str:
         return f"S3Fifo({len(self._small)} small, {len(self._main)} main, {len(self._ghosts)} ghosts)"

@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import compress
+from typing import NamedTuple
 
-from tanghulu.store.master.directory.announcement import StaleHolder
 from tanghulu.store.master.directory.chunk_table import DirectoryTable, Outcome
 from tanghulu.store.master.directory.inventories import Inventories, InventoryId
 from tanghulu.store.master.directory.key_order import KeyOrder
@@ -34,6 +34,14 @@ from tanghulu.store.protocol.types import ClientCommit, CommitResult
 
 #: Tombstones of a range; beyond it the oldest goes.
 MAX_TOMBSTONES = 1 << 10
+
+
+class StaleHolder(NamedTuple):
+    """A node that still holds a chunk which was removed at another node."""
+
+    node_id: str
+    key: str
+    version: int
 
 
 class Directory:
@@ -171,12 +179,12 @@ class Directory:
             return None
         return self._take_back(key, node_id, version)
 
-    def heard(self, node_id: str) -> list[str]:
-        """The node has told all that it has: take back the commits that it has not confirmed, though they are overdue.
+    def take_back_overdue(self, node_id: str) -> list[str]:
+        """The node has named all its chunks: take back the overdue commits that it has not confirmed.
 
-        Returns the keys of what followers heard.
+        Returns the keys of which followers have a chunk.
         """
-        unconfirmed = self.pending_commits.heard(node_id)
+        unconfirmed = self.pending_commits.take_overdue(node_id)
         return [key for key, commit in unconfirmed if self._take_back(key, node_id, commit.version)]
 
     def _take_back(self, key: str, node_id: str, version: int) -> bool:

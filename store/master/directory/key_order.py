@@ -20,7 +20,7 @@ import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 
-#: How long an order stays that nobody asks for.
+#: The life of an order that nobody uses.
 KEPT_S = 60.0
 #: Keys that a run is begun with: sorted in one step, 5 ms. At least one part.
 RUN_KEYS = 8192

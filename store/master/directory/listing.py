@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from tanghulu.store.master.directory.chunk_table import FoundChunk
+from tanghulu.store.master.directory.ranges import RangeDirectories
 
 #: Keys without a holder that one page walks over: about 10 ms.
 MAX_DEAD = 4096
-
-
-class ListedKeys(Protocol):
-    """The keys that are listed, of all ranges."""
-
-    def find(self, key: str) -> FoundChunk | None:
-        """The chunk and its live holders; None if there are none."""
-
-    def keys_from(self, first: str, *, inclusive: bool = True) -> Iterator[str] | None:
-        """Keys in order from ``first`` on, dead ones included; None if their order has yet to be made."""
 
 
 class KeyListing(NamedTuple):
@@ -37,7 +28,7 @@ class KeyPage(NamedTuple):
     walked_to: str | None = None
 
 
-def list_keys(directory: ListedKeys, prefix: str, after: str, limit: int, most_dead: int = MAX_DEAD) -> KeyPage:
+def list_keys(directory: RangeDirectories, prefix: str, after: str, limit: int, most_dead: int = MAX_DEAD) -> KeyPage:
     """Up to ``limit`` keys that begin with ``prefix``, in order, behind ``after``, and whether there are more.
 
     A walk over ``most_dead`` keys that nobody holds any more ends the page, and so does an order that has yet to be
@@ -66,7 +57,7 @@ def list_keys(directory: ListedKeys, prefix: str, after: str, limit: int, most_d
 
 
 def snapshot(
-    directory: ListedKeys, walk: Iterator[str], prefix: str, num_keys: int
+    directory: RangeDirectories, walk: Iterator[str], prefix: str, num_keys: int
 ) -> tuple[dict[str, list[str]], bool]:
     """A page of a snapshot for followers: the next ``num_keys`` of ``walk`` as node id -> keys, and if there are more.
 

@@ -11,7 +11,7 @@ from tanghulu.discovery.base import Instance
 from tanghulu.errors import InvalidRequest, LeaseExpired
 from tanghulu.store.master.directory.inventories import InventoryId
 from tanghulu.store.master.directory.placement import PlacementCandidate, PlacementRequest, PlacementTable
-from tanghulu.store.master.directory.rebuild import ToldSlots
+from tanghulu.store.master.directory.rebuild import ReportedSlots
 from tanghulu.store.protocol.announcements import NodeAnnouncement, ReportPiece
 from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, RANGE_SLOTS
 
@@ -32,8 +32,8 @@ class NodeRecord:
     ssd_used_bytes: int = 0
     report_id: int = 0
     report_number: int = -1
-    begun: set[int] = field(default_factory=set)  # ranges of that report; those among them that have been told, too
-    told_all: frozenset[int] | None = None  # the very set of ranges that it was last seen to have told to their ends
+    begun: set[int] = field(default_factory=set)  # ranges of that report; those among them that are complete, too
+    reported_all: frozenset[int] | None = None  # the very set of ranges that it was last seen to have reported
 
     @property
     def draining(self) -> bool:
@@ -63,17 +63,17 @@ class NodeSummary:
 
 
 class RegisteredNodes:
-    """The records of all registered nodes, by id, what they have told of which range, and placement among them.
+    """The records of all registered nodes, by id, their reports of ranges, and placement among them.
 
-    Of each range that a node has told anything of, ``inventories`` has those that name its keys: the last is current,
-    and a report under way replaces those before it.
+    Of each range that a node has begun to report, ``inventories`` has those that name its keys: the last is current,
+    and a running report replaces those before it.
     """
 
     def __init__(self) -> None:
-        self.version = 1  # changes with the nodes, what they say of themselves, and their capacity
+        self.version = 1  # changes with the nodes, their registrations and their capacity
         self._records: dict[str, NodeRecord] = {}
         self._placement = PlacementTable()
-        self._told = ToldSlots()
+        self._slots = ReportedSlots()
         self._inventories: list[dict[str, list[InventoryId]]] = [{} for _ in range(NUM_RANGES)]
 
     def __len__(self) -> int:
@@ -95,32 +95,32 @@ class RegisteredNodes:
         """The ids; a view that changes with them."""
         return self._records.keys()
 
-    def least_told(self, number: int) -> int:
-        """How many slots of that range all nodes have told."""
-        return self._told.least(number)
+    def least_reported(self, number: int) -> int:
+        """The number of slots of that range that all nodes have reported."""
+        return self._slots.least(number)
 
     def reporting(self, node: NodeRecord) -> set[int]:
-        """The ranges of the node's report that have not been told to their ends."""
+        """The ranges of the node's report that are not complete."""
         begun = node.begun
         if begun:
             node_id = node.instance.id
-            told = [(number, self._told.reported(node_id, number)) for number in begun]
-            begun.intersection_update(number for number, slots in told if slots not in (None, RANGE_SLOTS))
+            done = [(number, self._slots.reported(node_id, number)) for number in begun]
+            begun.intersection_update(number for number, slots in done if slots not in (None, RANGE_SLOTS))
         return begun
 
-    def untold(self, node: NodeRecord, numbers: frozenset[int]) -> list[int]:
-        """Those of the ranges that the node has not told to their ends.
+    def unreported(self, node: NodeRecord, numbers: frozenset[int]) -> list[int]:
+        """Those of the ranges that the node has not reported to their ends.
 
-        It is asked at every announcement, mostly with the same set; one of which a range has been forgotten is another.
+        Called at every announcement, mostly with the same set; one of which a range has been forgotten is another.
         """
-        if node.told_all is numbers:
+        if node.reported_all is numbers:
             return []
-        untold = self._told.untold(node.instance.id, numbers)
-        node.told_all = None if untold else numbers
-        return untold
+        unreported = self._slots.unreported(node.instance.id, numbers)
+        node.reported_all = None if unreported else numbers
+        return unreported
 
     def inventories(self, node_id: str, number: int) -> list[InventoryId]:
-        """The inventories of the node in that range; none if it has told nothing of it."""
+        """The inventories of the node in that range; none if it has reported nothing of it."""
         return self._inventories[number].get(node_id, [])
 
     def all_inventories(self, node_id: str, ranges: int = ALL_BITS) -> Iterator[InventoryId]:
@@ -140,10 +140,10 @@ class RegisteredNodes:
     # --- changes
 
     def enter(self, instance: Instance, now_s: float, numbers: Iterable[int]) -> None:
-        """Enter a node that is not registered; one that holds nothing has told the ranges ``numbers`` by that."""
+        """Enter a node that is not registered; one that holds nothing has reported the ranges ``numbers`` by that."""
         assert instance.id not in self._records
         node = self._records[instance.id] = NodeRecord(instance, now_s)
-        self._told.enter(instance.id, numbers if instance.holds_nothing else ())
+        self._slots.enter(instance.id, numbers if instance.holds_nothing else ())
         self.version += 1
         self._offer(node)
 
@@ -159,7 +159,7 @@ class RegisteredNodes:
         node = self._records.pop(node_id, None)
         if node is None:
             return False
-        self._told.leave(node_id)
+        self._slots.leave(node_id)
         for by_node in self._inventories:
             by_node.pop(node_id, None)
         self.version += 1
@@ -168,20 +168,20 @@ class RegisteredNodes:
 
     def begin_report(self, node: NodeRecord, report_id: int, numbers: Iterable[int]) -> None:
         """Begin another report of ``node``, of these ranges."""
-        node.report_id, node.report_number, node.begun, node.told_all = report_id, -1, set(numbers), None
+        node.report_id, node.report_number, node.begun, node.reported_all = report_id, -1, set(numbers), None
         for number in node.begun:
-            self._told.begin(node.instance.id, number)
+            self._slots.begin(node.instance.id, number)
 
-    def told(self, node: NodeRecord, next_slot: int) -> list[int]:
-        """Take note that ``node`` has told the slots below ``next_slot`` of its report's ranges.
+    def reported(self, node: NodeRecord, next_slot: int) -> list[int]:
+        """Take note that ``node`` has reported the slots below ``next_slot`` of its report's ranges.
 
-        Returns those ranges that are told to their ends by that.
+        Returns those ranges that are complete by that.
         """
         node_id, ended = node.instance.id, []
         for number in self.reporting(node):
-            before = self._told.reported(node_id, number) or 0
+            before = self._slots.reported(node_id, number) or 0
             num_slots = min(max(next_slot - number * RANGE_SLOTS, before), RANGE_SLOTS)
-            self._told.tell(node_id, number, num_slots)
+            self._slots.report(node_id, number, num_slots)
             if num_slots == RANGE_SLOTS:
                 ended.append(number)
         return ended
@@ -191,18 +191,18 @@ class RegisteredNodes:
         self._inventories[number].setdefault(node_id, []).append(inventory)
 
     def end_report(self, node_id: str, number: int) -> list[InventoryId]:
-        """All of that range has been told; returns the inventories that are replaced by that."""
+        """All of that range has been reported; returns the inventories that are replaced by that."""
         inventories = self._inventories[number][node_id]
         replaced, inventories[:] = inventories[:-1], inventories[-1:]
         return replaced
 
     def forget_range(self, number: int) -> dict[str, list[InventoryId]]:
-        """Take note that nothing of that range counts as told; returns the inventories that nodes had there."""
-        self._told.forget(number)
+        """Take note that nothing of that range counts as reported; returns the inventories that nodes had there."""
+        self._slots.forget(number)
         before, self._inventories[number] = self._inventories[number], {}
         return before
 
-    def heard(self, announcement: NodeAnnouncement, now_s: float) -> NodeRecord:
+    def announced(self, announcement: NodeAnnouncement, now_s: float) -> NodeRecord:
         """Take what a node announces of itself. Raises LeaseExpired (register first) or InvalidRequest (a zombie)."""
         node = self._records.get(announcement.node_id)
         if node is None:
@@ -231,14 +231,14 @@ class RegisteredNodes:
     def check(self, owned: frozenset[int]) -> None:
         """Assert that placement has the same nodes, and that each has one inventory a range, or more and a report.
 
-        What is noted of a node that has told all of ``owned``, the master's ranges, must be so.
+        A node noted to have reported all of ``owned``, the master's ranges, must have done so.
         """
         self._placement.check()
         assert self.candidates.keys() == self._records.keys()
-        self._told.check(self._records.keys())
+        self._slots.check(self._records.keys())
         for node_id, node in self._records.items():
             assert node.instance.id == node_id
-            assert node.told_all is not owned or not self._told.untold(node_id, owned)
+            assert node.reported_all is not owned or not self._slots.unreported(node_id, owned)
         for number, by_node in enumerate(self._inventories):
             for node_id, inventories in by_node.items():
                 assert len(inventories) == 1 or (number in self.reporting(self._records[node_id]) and inventories)

@@ -105,22 +105,22 @@ class PendingCommits:
             self._overdue.setdefault(pending.node_id, ({}, {}))[1][key] = None
         return bool(self._overdue)
 
-    def heard(self, node_id: str) -> list[tuple[str, PendingCommit]]:
-        """The node has told all that it has; returns the commits that it will not confirm any more, each once."""
-        told, untold = self._overdue.pop(node_id, ({}, {}))
-        if untold:
-            self._overdue[node_id] = (untold, {})
-        return [(key, self._by_key.pop(key)) for key in told]
+    def take_overdue(self, node_id: str) -> list[tuple[str, PendingCommit]]:
+        """The node has named all its chunks; returns the commits that it will not confirm any more, each once."""
+        earlier, later = self._overdue.pop(node_id, ({}, {}))
+        if later:
+            self._overdue[node_id] = (later, {})
+        return [(key, self._by_key.pop(key)) for key in earlier]
 
     def _forget(self, key: str) -> None:
         pending = self._by_key.pop(key, None)
         if pending is None:
             return
         self._due.pop(key, None)
-        told, untold = self._overdue.get(pending.node_id, ({}, {}))
-        told.pop(key, None)
-        untold.pop(key, None)
-        if not told and not untold:
+        earlier, later = self._overdue.get(pending.node_id, ({}, {}))
+        earlier.pop(key, None)
+        later.pop(key, None)
+        if not earlier and not later:
             self._overdue.pop(pending.node_id, None)
 
     def check(self) -> None:
@@ -128,11 +128,11 @@ class PendingCommits:
         assert len(self._by_key) <= MAX_PENDING
         times = [self._by_key[key].until_s for key in self._due]
         assert times == sorted(times)
-        overdue = [key for told, untold in self._overdue.values() for key in (*told, *untold)]
+        overdue = [key for earlier, later in self._overdue.values() for key in (*earlier, *later)]
         assert sorted([*self._due, *overdue]) == sorted(self._by_key)
-        for node_id, (told, untold) in self._overdue.items():
-            assert told or untold
-            assert all(self._by_key[key].node_id == node_id for key in (*told, *untold))
+        for node_id, (earlier, later) in self._overdue.items():
+            assert earlier or later
+            assert all(self._by_key[key].node_id == node_id for key in (*earlier, *later))
 
     def __repr__(self) -> str:
         return f"PendingCommits({len(self._by_key)})"

@@ -22,10 +22,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, groupby, islice
 from random import Random
+from typing import NamedTuple
 
 from tanghulu.discovery.base import Instance
-from tanghulu.store.master.directory import listing as key_pages
-from tanghulu.store.master.directory.announcement import Announced, StaleHolder
 from tanghulu.store.master.directory.chunk_table import (
     PART_SHIFT,
     DirectoryTable,
@@ -33,11 +32,10 @@ from tanghulu.store.master.directory.chunk_table import (
     inventories_of,
     uncount,
 )
-from tanghulu.store.master.directory.directory import Directory
+from tanghulu.store.master.directory.directory import Directory, StaleHolder
 from tanghulu.store.master.directory.events import EventRing
 from tanghulu.store.master.directory.inventories import Inventories, InventoryId, InventoryState
 from tanghulu.store.master.directory.key_order import KeyOrder
-from tanghulu.store.master.directory.listing import KeyPage
 from tanghulu.store.master.directory.nodes import NodeRecord, NodeSummary, RegisteredNodes
 from tanghulu.store.master.directory.placement import PlacementCandidate, PlacementRequest
 from tanghulu.store.master.directory.rebuild import REBUILD_S, ClusterNodes, NodesInEtcd
@@ -50,6 +48,21 @@ from tanghulu.store.protocol.types import MAX_ANNOUNCED, ClientCommit, CommitRes
 #: Keys and events that the log keeps for followers: as many as there are keys, and within these bounds. To begin with a
 #: snapshot costs a follower no more then. About 8 bytes each while the keys live, 150 when they are gone.
 MIN_LOG_WEIGHT, MAX_LOG_WEIGHT = 1 << 16, 1 << 20
+
+
+class Announced(NamedTuple):
+    """The answer: one ``accepted`` for each added entry; those with an index in ``undecided`` are to be asked again.
+
+    ``refused`` are the indexes of the entries of the report's piece that do not stand. ``report_keys``: as many keys
+    the next piece may have. ``unreported``: the ranges that no report of the node has covered, or is about to.
+    """
+
+    accepted: list[bool]
+    report_wanted: bool
+    undecided: list[int]
+    refused: Sequence[int] = ()
+    report_keys: int = 0
+    unreported: Sequence[int] = ()
 
 
 class RangeDirectories:
@@ -130,7 +143,7 @@ class RangeDirectories:
             node.last_seen_s = now_s
 
     def last_seen_s(self, node_id: str) -> float | None:
-        """When the node was heard of last; None if it is not registered."""
+        """When the node announced last; None if it is not registered."""
         node = self._nodes.get(node_id)
         return None if node is None else node.last_seen_s
 
@@ -167,7 +180,7 @@ class RangeDirectories:
 
     def announce(self, announcement: NodeAnnouncement, now_s: float) -> Announced:
         """Take an announcement. Raises LeaseExpired (register first) or InvalidRequest (a zombie's generation)."""
-        node = self._nodes.heard(announcement, now_s)
+        node = self._nodes.announced(announcement, now_s)
         node_id, report_id, piece = announcement.node_id, announcement.report_id, announcement.piece
         changes: dict[str, bool] = {}  # key -> whether followers must now think that the node holds it
         self._take_out(announcement, changes)
@@ -188,9 +201,9 @@ class RangeDirectories:
         reporting = self._nodes.reporting(node)
         goes_on = bool(reporting) or piece is None  # a node that has told all, and asks, has lost the last answer
         report_keys = self.grants.ask(node_id, now_s) if report_id and goes_on else 0
-        untold = [number for number in self._nodes.untold(node, self._owned) if number not in reporting]
-        is_silent = bool(untold) and (not report_id or self._is_void(node, announcement.ranges))
-        return Announced(accepted, is_broken or is_silent, undecided, refused, report_keys, untold)
+        unreported = [number for number in self._nodes.unreported(node, self._owned) if number not in reporting]
+        is_silent = bool(unreported) and (not report_id or self._is_void(node, announcement.ranges))
+        return Announced(accepted, is_broken or is_silent, undecided, refused, report_keys, unreported)
 
     def _take_back_unconfirmed(self, announcement: NodeAnnouncement) -> None:
         """Take back clients' commits that are overdue, and that the node has had time to name; see PendingCommits."""
@@ -199,7 +212,7 @@ class RangeDirectories:
         node_id = announcement.node_id
         for directory in self._overdue:
             if announcement.reported_ranges >> directory.number & 1:
-                for key in directory.heard(node_id):
+                for key in directory.take_back_overdue(node_id):
                     self._log(DirectoryEventKind.REMOVED, node_id, (key,))
 
     def _is_void(self, node: NodeRecord, numbers: frozenset[int] | None) -> bool:
@@ -208,7 +221,7 @@ class RangeDirectories:
         It began before its ranges were this master's, or they have come back since.
         """
         told = self._owned if numbers is None else self._owned & numbers
-        return not self._nodes.reporting(node) and bool(self._nodes.untold(node, told))
+        return not self._nodes.reporting(node) and bool(self._nodes.unreported(node, told))
 
     def _take_out(self, announcement: NodeAnnouncement, changes: dict[str, bool]) -> None:
         node_id = announcement.node_id
@@ -234,7 +247,7 @@ class RangeDirectories:
             entries, inventory = piece.entries[start:end], self._inventory(node, number)
             refused += [start + i for i in self._ranges[number].take_report(inventory, node_id, entries, changes)]
             start = end
-        for number in self._nodes.told(node, piece.next_slot):
+        for number in self._nodes.reported(node, piece.next_slot):
             self._ranges[number].end_report(self._inventory(node, number), node_id)
             for inventory in self._nodes.end_report(node_id, number):
                 self._inventories.kill(inventory, InventoryState.REPLACED)
@@ -334,11 +347,11 @@ class RangeDirectories:
         return [times for number, times in enumerate(self._begun) if ranges >> number & 1]
 
     def _count_slots(self) -> None:
-        """Take note of what all nodes of the cluster have told."""
+        """Count the slots that all nodes of the cluster have reported."""
         are_all = self.cluster.are_all(self._nodes.ids)
         owned = [directory for directory in self._ranges if directory.number in self._owned]
         for directory in owned:
-            directory.rebuild.told(self._nodes.least_told(directory.number) if are_all else 0)
+            directory.rebuild.update(self._nodes.least_reported(directory.number) if are_all else 0)
         self._unready = [directory for directory in owned if not directory.rebuild.is_ready]
         known = [directory.rebuild.num_known_slots for directory in self._ranges]
         first = next((number for number, slots in enumerate(known) if slots < RANGE_SLOTS), None)
@@ -407,7 +420,7 @@ class RangeDirectories:
 
     def unreported(self) -> list[str]:
         """The registered nodes that have yet to tell some slots."""
-        return [node_id for node_id in self._nodes if self._nodes.untold(self._nodes[node_id], self._owned)]
+        return [node_id for node_id in self._nodes if self._nodes.unreported(self._nodes[node_id], self._owned)]
 
     def place(self, request: PlacementRequest, rng: Random) -> list[NodeSummary]:
         """The nodes for a new chunk, best first (see placement)."""
@@ -429,10 +442,6 @@ class RangeDirectories:
 
     # --- all keys
 
-    def list_keys(self, prefix: str, after: str, limit: int) -> KeyPage:
-        """A page of the keys that begin with ``prefix`` (see key_pages), and whether there are more."""
-        return key_pages.list_keys(self, prefix, after, limit)
-
     def keys_from(self, first: str, *, inclusive: bool = True) -> Iterator[str] | None:
         """Keys in order from ``first`` on, those of lost nodes included; valid until the next change.
 
@@ -447,10 +456,6 @@ class RangeDirectories:
         """
         wanted = [table for number, table in enumerate(self._tables) if ranges >> number & 1]
         return chain.from_iterable(table.walk() for table in wanted)
-
-    def snapshot(self, walk: Iterator[str], prefix: str, num_keys: int) -> tuple[dict[str, list[str]], bool]:
-        """A page of a snapshot for followers, of the next keys of ``walk`` (see key_pages)."""
-        return key_pages.snapshot(self, walk, prefix, num_keys)
 
     # --- time
 

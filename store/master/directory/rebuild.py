@@ -1,4 +1,4 @@
-"""How much a master knows that began with nothing: which nodes there are, and which slots of keys they have told. Pure.
+"""The knowledge of a master that began with nothing: the nodes, and the slots of keys that they have reported. Pure.
 
 The master keeps no log; all its knowledge comes from the nodes. So a new master must not take its ignorance for an
 answer: a slot of keys is known when each node that belongs to the cluster has told what it holds of that slot, or has
@@ -113,19 +113,19 @@ class NodesInEtcd:
 
     def __init__(self, now_s: float, rebuild_s: float = REBUILD_S) -> None:
         self._rebuild_s = rebuild_s
-        self._sure_s: float | None = None  # from when on; None: etcd has not told anything yet
+        self._sure_s: float | None = None  # from when on; None: nothing has come from etcd yet
         self._is_sure = False
         self._admitted: frozenset[str] = frozenset()
 
-    def told(self, admitted: frozenset[str] | None, now_s: float) -> None:
-        """Take the ids of all nodes that are let in; None: no leader has let in any yet."""
+    def update(self, admitted: frozenset[str] | None, now_s: float) -> None:
+        """Take the ids of all admitted nodes; None: no leader has admitted any yet."""
         if self._sure_s is None:
             self._sure_s = now_s if admitted is not None else now_s + self._rebuild_s
         self._admitted = admitted or frozenset()
         self.tick(now_s)
 
     def handle(self, event: MembershipEvent) -> None:
-        """Do nothing: what instances say is no news to who asks etcd."""
+        """Do nothing: etcd alone decides."""
 
     def tick(self, now_s: float) -> None:
         """Let the time pass in which nodes may come that etcd does not know."""
@@ -140,7 +140,7 @@ class NodesInEtcd:
 
 
 class Rebuild:
-    """How much this master knows of the slots of one range.
+    """The slots of one range that this master knows.
 
     ``is_rebuilt``: all of them have been known since the range came to this master. From then on followers are told of
     it, also while a node that has come has yet to tell what it holds.
@@ -163,8 +163,8 @@ class Rebuild:
         """Whether ``key``, of this range, is missing if it is unknown."""
         return self.num_known_slots == RANGE_SLOTS or slot_of(key) < self._first_slot + self.num_known_slots
 
-    def told(self, num_slots: int) -> None:
-        """Take note that all nodes of the cluster have told the first ``num_slots`` slots of the range."""
+    def update(self, num_slots: int) -> None:
+        """Take note that all nodes of the cluster have reported the first ``num_slots`` slots of the range."""
         self.num_known_slots = num_slots
         self.is_rebuilt = self.is_rebuilt or self.is_ready
 
@@ -172,32 +172,32 @@ class Rebuild:
         return f"Rebuild({self.num_known_slots} of {RANGE_SLOTS} slots)"
 
 
-class ToldSlots:
-    """How many slots of each range the nodes have told, from its first one on.
+class ReportedSlots:
+    """The number of slots of each range that the nodes have reported, from its first one on.
 
     They are counted, so that to find the least of a range costs no walk over all nodes, and kept by range, so that to
-    forget one costs none either. Of a node that is not named in a range nothing counts. A node that begins another
-    report has told what its reports before have told: until that one ends, nothing of it is forgotten.
+    forget one costs none either. Of a node that is not named in a range nothing counts. The slots of a node's
+    earlier reports count until a later report ends.
     """
 
     def __init__(self) -> None:
         self._num_nodes = 0
         self._reported: list[dict[str, int]] = [{} for _ in range(NUM_RANGES)]  # by range: in each node's last report
-        self._told: list[dict[str, int]] = [{} for _ in range(NUM_RANGES)]  # the same in that of its reports with most
-        self._counts = [[0] * (RANGE_SLOTS + 1) for _ in range(NUM_RANGES)]  # by range, and by slots told: nodes
+        self._most: list[dict[str, int]] = [{} for _ in range(NUM_RANGES)]  # the same in its longest report
+        self._counts = [[0] * (RANGE_SLOTS + 1) for _ in range(NUM_RANGES)]  # by range, and by slots: nodes
 
-    def enter(self, node_id: str, told: Iterable[int] = ()) -> None:
-        """A node has come, which has nothing to tell of the ranges ``told``."""
+    def enter(self, node_id: str, empty: Iterable[int] = ()) -> None:
+        """A node has come, which holds nothing of the ranges ``empty``."""
         self._num_nodes += 1
-        for number in told:
-            self.tell(node_id, number, RANGE_SLOTS)
+        for number in empty:
+            self.report(node_id, number, RANGE_SLOTS)
 
     def leave(self, node_id: str) -> None:
         """It has gone."""
         self._num_nodes -= 1
-        for reported, told, counts in zip(self._reported, self._told, self._counts, strict=True):
+        for reported, most, counts in zip(self._reported, self._most, self._counts, strict=True):
             reported.pop(node_id, None)
-            num_slots = told.pop(node_id, None)
+            num_slots = most.pop(node_id, None)
             if num_slots is not None:
                 counts[num_slots] -= 1
 
@@ -205,44 +205,44 @@ class ToldSlots:
         """The node begins to report that range."""
         self._reported[number][node_id] = 0
 
-    def tell(self, node_id: str, number: int, num_slots: int) -> None:
-        """The node's report has told ``num_slots`` slots of that range."""
-        told, counts = self._told[number], self._counts[number]
+    def report(self, node_id: str, number: int, num_slots: int) -> None:
+        """The node has reported ``num_slots`` slots of that range."""
+        most, counts = self._most[number], self._counts[number]
         self._reported[number][node_id] = num_slots
-        before = told.get(node_id)
+        before = most.get(node_id)
         if before is None or before < num_slots:
             if before is not None:
                 counts[before] -= 1
-            told[node_id] = num_slots
+            most[node_id] = num_slots
             counts[num_slots] += 1
 
     def forget(self, number: int) -> None:
-        """Nothing of that range counts as told any more."""
-        self._reported[number], self._told[number], self._counts[number] = {}, {}, [0] * (RANGE_SLOTS + 1)
+        """Nothing of that range counts as reported any more."""
+        self._reported[number], self._most[number], self._counts[number] = {}, {}, [0] * (RANGE_SLOTS + 1)
 
     def reported(self, node_id: str, number: int) -> int | None:
-        """How many slots of that range the node's last report has told; None: no report of it has begun."""
+        """The number of slots in the node's last report of that range; None: no report of it has begun."""
         return self._reported[number].get(node_id)
 
-    def untold(self, node_id: str, numbers: Iterable[int]) -> list[int]:
-        """Those of the ranges that the node's last report has not told to their ends."""
+    def unreported(self, node_id: str, numbers: Iterable[int]) -> list[int]:
+        """Those of the ranges that the node's last report has not completed."""
         reported = self._reported
         return [number for number in numbers if reported[number].get(node_id) != RANGE_SLOTS]
 
     def least(self, number: int) -> int:
-        """How many slots of that range all nodes have told; all of them if there is no node."""
+        """The number of slots of that range that all nodes have reported; all of them if there is no node."""
         counts = self._counts[number]
         if counts[RANGE_SLOTS] == self._num_nodes:
             return RANGE_SLOTS
-        if len(self._told[number]) < self._num_nodes:
+        if len(self._most[number]) < self._num_nodes:
             return 0
-        return next(told for told, num_nodes in enumerate(counts) if num_nodes)
+        return next(num_slots for num_slots, num_nodes in enumerate(counts) if num_nodes)
 
     def check(self, node_ids: Set[str]) -> None:
         """Assert that the counts are those of the nodes, and that none but ``node_ids`` are named."""
         assert self._num_nodes == len(node_ids)
-        for reported, told, counts in zip(self._reported, self._told, self._counts, strict=True):
-            assert told.keys() | reported.keys() <= node_ids
-            assert all(num_slots <= told.get(node_id, 0) for node_id, num_slots in reported.items())
-            assert sum(counts) == len(told)
-            assert all(counts[num_slots] == num_nodes for num_slots, num_nodes in Counter(told.values()).items())
+        for reported, most, counts in zip(self._reported, self._most, self._counts, strict=True):
+            assert most.keys() | reported.keys() <= node_ids
+            assert all(num_slots <= most.get(node_id, 0) for node_id, num_slots in reported.items())
+            assert sum(counts) == len(most)
+            assert all(counts[num_slots] == num_nodes for num_slots, num_nodes in Counter(most.values()).items())

@@ -1,4 +1,4 @@
-"""What etcd says of a cluster's masters, as far as this master has seen it. Pure.
+"""The masters of a cluster in etcd, as far as this master has seen them. Pure.
 
 Under one prefix lie ``leader``, ``masters/ID``, ``ranges/00`` to ``ranges/63``, ``nodes/ID``, and ``nodes`` with the
 ids of all admitted nodes, which is there as soon as a leader has admitted any. A master watches the prefix and receives
@@ -44,7 +44,7 @@ class KeySeen:
 
 @dataclass(frozen=True, slots=True)
 class RangeHolder:
-    """Who holds the key of a range: the id of a master, the lease that it is held under, and its term."""
+    """The holder of the key of a range: the id of a master, the lease that it is held under, and its term."""
 
     owner: str
     lease: int

@@ -26,7 +26,6 @@ from tanghulu.store.master.election.masters_view import (
     KeySeen,
     range_name,
 )
-from tanghulu.store.master.election.proving import ProofWaiters
 from tanghulu.store.master.election.range_election import (
     Announce,
     Apply,
@@ -51,7 +50,7 @@ _log = structlog.get_logger(__name__)
 _CALL_DEADLINE_S = 1.0
 _TICK_S = 0.02
 _RETRY_S = 0.2
-#: How long a closing master tries to give its lease back.
+#: Seconds that a closing master tries to give its lease back.
 _RESIGN_S = 1.0
 #: Between two looks whether the watch has told of a node that was let in: a millisecond or two after the answer.
 _LOOK_S = 0.002
@@ -59,7 +58,7 @@ _LOOK_S = 0.002
 
 @dataclass(frozen=True)
 class Duties:
-    """What a master does when etcd tells it of its part.
+    """The actions of a master when its part changes in etcd.
 
     ``own(range)`` begins to answer for a range, with an empty directory, ``disown(range)`` ends that, ``lead(term)``
     and ``step_down()`` begin and end to lead. ``nodes(nodes, ids)`` takes the admitted nodes whenever they
@@ -73,8 +72,52 @@ class Duties:
     nodes: Callable[[Mapping[str, Instance], frozenset[str] | None], None]
 
 
+class ProofWaiters:
+    """Waits of callers until etcd has confirmed a renewal that was asked for behind their call; one serves all.
+
+    ``num_asked`` and ``num_confirmed`` count the renewals of the lease; ``renew`` asks for one.
+    """
+
+    def __init__(
+        self, renew: Callable[[], None], num_asked: Callable[[], int], num_confirmed: Callable[[], int]
+    ) -> None:
+        self._renew = renew
+        self._num_asked = num_asked
+        self._num_confirmed = num_confirmed
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []  # for a renewal behind that number
+        self._is_renewing = False
+
+    async def wait(self) -> int:
+        """Wait for the proof, or until the lease is over; how many renewals were asked for before."""
+        number, proven = self._num_asked(), asyncio.get_running_loop().create_future()
+        self._waiting.append((number, proven))
+        if not self._is_renewing:
+            self._is_renewing = True
+            self._renew()
+        await proven
+        return number
+
+    def settle(self, holds: bool) -> None:
+        """Let those go on whose renewal has been confirmed, all if the lease is over; ask for another for the rest."""
+        self._is_renewing = False
+        waiting, self._waiting = self._waiting, []
+        for number, proven in waiting:
+            if proven.done():
+                continue
+            if self._num_confirmed() > number or not holds:
+                proven.set_result(None)
+            else:
+                self._waiting.append((number, proven))
+        if self._waiting:
+            self._is_renewing = True
+            self._renew()
+
+    def __repr__(self) -> str:
+        return f"ProofWaiters({len(self._waiting)})"
+
+
 class EtcdOwnership:
-    """What this master owns among several, whether it leads, and the map of all of them."""
+    """The ranges of this master among several, whether it leads, and the map of all of them."""
 
     shares = True
 
@@ -143,7 +186,7 @@ class EtcdOwnership:
             raise self._not_leader()
 
     def refusal(self) -> MasterUnavailable:
-        """What callers are told who ask for keys that this master does not own."""
+        """The error for callers that ask for keys of others."""
         return KeysMoved.known_in(self._map.version)
 
     def _not_leader(self) -> NotLeader:
@@ -175,7 +218,7 @@ class EtcdOwnership:
 
     @property
     def ttl_s(self) -> float:
-        """How long a renewal keeps the lease."""
+        """Seconds for which a renewal keeps the lease."""
         return self._ttl_s
 
     async def prove(self) -> int:

@@ -374,7 +374,7 @@ class RangeElection:
         return [*([StepDown()] if stepped_down else []), *([Lead(self.term)] if is_mine else [])]
 
     def _event_of(self, number: int) -> RangeEvent | None:
-        """What a range's key says; None: nothing new, for this master has given it up in that very term."""
+        """The state of a range's key; None: nothing new, for this master has given it up in that very term."""
         holder = self.view.holders[number]
         if holder is None:
             return RangeEvent.KEY_GONE
@@ -385,7 +385,7 @@ class RangeElection:
         return RangeEvent.KEY_OURS if holder.term > self._given_up[number] else None
 
     def _act(self, now_s: float) -> list[RangeInstruction]:
-        """What is due: a lease, this master's own key, keys of vacant ranges, and those of other masters."""
+        """Instructions that are due: lease, own key, keys of vacant ranges, and those of other masters."""
         if self._has_resigned or not self.has_begun:
             return []
         if not self._lease:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from tanghulu.store.protocol.announcements import DropOrder
 
 MAX_OPEN = 64
-#: What a node gets in one answer.
+#: Orders in one answer to a node.
 MAX_TAKEN = 64
 #: Drops that wait for one node; more are forgotten, and found again by the next walk.
 MAX_DROPS = 4096
@@ -76,7 +76,7 @@ class CopyOrders:
         self._incoming_bytes: Counter[str] = Counter()
         self._waiting: dict[str, deque[Copy]] = {}
         self._drops: dict[str, dict[DropOrder, None]] = {}
-        self._told: dict[tuple[str, DropOrder], float] = {}  # (node, a drop given out) -> until when it may be answered
+        self._sent_drops: dict[tuple[str, DropOrder], float] = {}  # (node, drop) -> end
         self._budgets: dict[str, _Budget] = {}
         self.num_done: Counter[tuple[Reason, str]] = Counter()
         self.bytes_done: Counter[Reason] = Counter()
@@ -88,7 +88,7 @@ class CopyOrders:
     @property
     def active(self) -> bool:
         """Whether anything is open."""
-        return bool(self._open or self._drops or self._told)
+        return bool(self._open or self._drops or self._sent_drops)
 
     def has_room(self, node_id: str, now_s: float) -> bool:
         """Whether ``node_id`` may take part in one more copy."""
@@ -126,31 +126,31 @@ class CopyOrders:
             waiting[drop] = None
 
     def take(self, node_id: str, now_s: float) -> tuple[list[Copy], list[DropOrder]]:
-        """The orders to tell ``node_id`` now, each once."""
+        """The orders to send ``node_id`` now, each once."""
         waiting = self._waiting.get(node_id)
         copies = [waiting.popleft() for _ in range(min(len(waiting), MAX_TAKEN))] if waiting else []
         copies = [copy for copy in copies if (copy.key, node_id) in self._open]
         if not waiting:
             self._waiting.pop(node_id, None)
         drops = list(self._drops.pop(node_id, ()))
-        self._told.update(((node_id, drop), now_s + ORDER_S) for drop in drops)
+        self._sent_drops.update(((node_id, drop), now_s + ORDER_S) for drop in drops)
         return copies, drops
 
-    def tell_again(self, node_id: str) -> None:
+    def repeat_drops(self, node_id: str) -> None:
         """Repeat the drops to ``node_id``, which has a new connection: the last answer over the old one may be lost."""
-        for told, drop in self._told:
-            if told == node_id:
+        for each, drop in self._sent_drops:
+            if each == node_id:
                 self.drop(node_id, drop)
 
-    def was_told_to_drop(self, node_id: str, key: str, version: int | None) -> bool:
+    def was_ordered_to_drop(self, node_id: str, key: str, version: int | None) -> bool:
         """Whether the removal that ``node_id`` announces was ordered; True once an order. None: of any version."""
         if version is not None:
             ordered = [(node_id, DropOrder(key, version, removed)) for removed in (False, True)]
-            ordered = [order for order in ordered if order in self._told]
+            ordered = [order for order in ordered if order in self._sent_drops]
         else:
-            ordered = [order for order in self._told if order[0] == node_id and order[1].key == key]
+            ordered = [order for order in self._sent_drops if order[0] == node_id and order[1].key == key]
         for order in ordered:
-            del self._told[order]
+            del self._sent_drops[order]
         return bool(ordered)
 
     def done(self, key: str, target: str) -> Copy:
@@ -164,11 +164,11 @@ class CopyOrders:
         self._close(key, target, "failed")
 
     def expire(self, now_s: float) -> None:
-        """Close what was open too long, and forget drops that were told long ago."""
+        """Close what was open too long, and forget drops that were sent long ago."""
         for key, target in [where for where, (_, until_s) in self._open.items() if until_s <= now_s]:
             self._close(key, target, "expired")
-        for where in [where for where, until_s in self._told.items() if until_s <= now_s]:
-            del self._told[where]
+        for where in [where for where, until_s in self._sent_drops.items() if until_s <= now_s]:
+            del self._sent_drops[where]
         if not self._open:
             self._load.clear()
 
@@ -182,7 +182,7 @@ class CopyOrders:
             self._drops.pop(gone, None)
             self._budgets.pop(gone, None)
             self._waiting.pop(gone, None)
-        self._told = {where: told for where, told in self._told.items() if where[0] in known}
+        self._sent_drops = {where: until_s for where, until_s in self._sent_drops.items() if where[0] in known}
 
     def _close(self, key: str, target: str, outcome: str) -> Copy | None:
         entry = self._open.pop((key, target), None)

@@ -34,11 +34,11 @@ from tanghulu.store.master.replication.orders import Copy, CopyOrders, Reason
 from tanghulu.store.protocol.announcements import DropOrder, NodeAnnouncement
 from tanghulu.store.protocol.key_slots import NUM_RANGES
 
-#: How long a chunk must have too few holders before it is restored.
+#: Seconds for which a chunk must have too few holders before it is restored.
 GRACE_S = 3.0
 #: Keys that wait for their grace; the others are found by the next walk.
 MAX_LACKING = 1 << 16
-#: How long a chunk whose copy failed is left alone.
+#: Seconds for which a chunk whose copy failed is left alone.
 FAILED_PAUSE_S = 2.0
 MAX_FAILED = 1 << 14
 #: A client that removes a chunk is long gone after that.
@@ -125,16 +125,16 @@ class CopyPlanner:
             or (self._wanted and (announcement.removed or announcement.deleted))
         )
 
-    def heard(self, announcement: NodeAnnouncement, now_s: float) -> tuple[list[Copy], list[DropOrder]]:
+    def orders_for(self, announcement: NodeAnnouncement, now_s: float) -> tuple[list[Copy], list[DropOrder]]:
         """Take what concerns copies, after the directory has taken its part; returns the orders for the node."""
         node_id = announcement.node_id
         self._wanted.update((key, min(wanted, MAX_REPLICAS)) for key, wanted in announcement.replicated)
         for key, version in announcement.removed:
-            if not self.orders.was_told_to_drop(node_id, key, version):
+            if not self.orders.was_ordered_to_drop(node_id, key, version):
                 self._let_go(key)
         for key, version in announcement.deleted:
             self._wanted.pop(key, None)
-            self.orders.was_told_to_drop(node_id, key, version)
+            self.orders.was_ordered_to_drop(node_id, key, version)
         self._drop_removed()
         if self.orders.active:
             for entry in announcement.added:

@@ -13,9 +13,10 @@ from tanghulu.rpc.fast_server import MAX_CONNECTIONS, AnswerStream, FastService,
 from tanghulu.rpc.greeting import welcome
 from tanghulu.rpc.methods import HELLO
 from tanghulu.rpc.streams import send_all
-from tanghulu.store.master.directory.announcement import Announced
 from tanghulu.store.master.directory.chunk_table import FoundChunk
+from tanghulu.store.master.directory.listing import list_keys
 from tanghulu.store.master.directory.placement import PlacementRequest
+from tanghulu.store.master.directory.ranges import Announced
 from tanghulu.store.master.rpc.followers import follow
 from tanghulu.store.master.rpc.node_list import NodeList, view_of
 from tanghulu.store.master.rpc.waiting import WaitCalls
@@ -92,7 +93,7 @@ class DirectoryCalls:
             answer.report_wanted,
             answer.report_keys,
             directory.known_prefix,
-            self._known_ranges(answer.untold) if goes_by_map else (),
+            self._known_ranges(answer.unreported) if goes_by_map else (),
             ownership.map.version if is_mistaken else 0,
             self._orders(request),
             self._elsewhere(request) if request.tenants else None,
@@ -137,10 +138,10 @@ class DirectoryCalls:
         if known.cluster == request.term_of and any(known.term_of(number) > request.term for number in owned):
             raise self._server.ownership.refusal()
 
-    def _known_ranges(self, untold: Sequence[int]) -> list[KnownRange]:
-        """How much is known of the ranges here."""
+    def _known_ranges(self, unreported: Sequence[int]) -> list[KnownRange]:
+        """The known slots of the ranges here."""
         known = self._master.directory.known_slots()
-        return [KnownRange(n, known.get(n, RANGE_SLOTS), n in untold) for n in sorted({*known, *untold})]
+        return [KnownRange(n, known.get(n, RANGE_SLOTS), n in unreported) for n in sorted({*known, *unreported})]
 
     def _orders(self, request: NodeAnnouncement) -> Orders | None:
         """Give the node its work: copies and drops; the answer names the sources of the copies."""
@@ -158,7 +159,7 @@ class DirectoryCalls:
     def _elsewhere(self, request: NodeAnnouncement) -> dict[str, int]:
         """Bytes that the tenants of the announcement hold on other nodes."""
         totals, directory = self._master.tenants, self._master.directory
-        totals.told(request.node_id, request.tenants or {})
+        totals.update(request.node_id, request.tenants or {})
         return totals.elsewhere(request.node_id, directory.candidates())
 
     def _announce_on(self, peer: Peer, request: NodeAnnouncement, attachment: memoryview) -> AnnounceReply:
@@ -212,7 +213,7 @@ class DirectoryCalls:
         return held
 
     def holders(self, keys: Sequence[str], *, removing: bool) -> list[FoundChunk | None]:
-        """Who holds these keys; ``removing``: see LocateRequest."""
+        """The holders of these keys; ``removing``: see LocateRequest."""
         check_count(len(keys))
         directory = self._master.directory
         found = directory.locate_to_remove(keys) if removing else directory.locate(keys)
@@ -236,7 +237,7 @@ class DirectoryCalls:
         return LocateReply(incomplete, locations, b"", *self._server.signature)
 
     def _place(self, peer: Peer, request: PlaceRequest, attachment: memoryview) -> PlaceReply:
-        """Where to put a new chunk. Raises NodeUnavailable without nodes, StoreFull if none can hold it."""
+        """Nodes for a new chunk. Raises NodeUnavailable without nodes, StoreFull if none can hold it."""
         self._server.require_leadership()
         directory = self._master.directory
         client_place = Place.parse(request.client_place) if request.client_place else None
@@ -269,7 +270,7 @@ class DirectoryCalls:
         signature = self._server.signature  # a range that goes and comes back between two steps has a later term
         while more and len(keys) < limit:
             self._server.require_ranges(ranges)
-            page = self._master.directory.list_keys(request.prefix, after, min(limit - len(keys), LIST_STEP_KEYS))
+            page = list_keys(self._master.directory, request.prefix, after, min(limit - len(keys), LIST_STEP_KEYS))
             keys += [
                 KeyInfo(key, found.size_bytes, found.version, found.node_ids)
                 for key, found in page.keys

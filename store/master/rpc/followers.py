@@ -19,6 +19,7 @@ from msgspec import structs
 from tanghulu.auth.tenants import Identity
 from tanghulu.errors import KeysMoved, Overloaded
 from tanghulu.store.master.directory.events import Lagged
+from tanghulu.store.master.directory.listing import snapshot
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind, EventBatch, EventsRequest
 from tanghulu.store.protocol.key_slots import ALL_BITS
@@ -62,10 +63,10 @@ class _Follower:
         self._is_numbered_apart = caller is not None and bool(caller.tenant) and not caller.sees_metrics
         resumes = request.master_generation == self._generation and 0 < after <= log.last and log.first <= after + 1
         resumes &= not self._is_numbered_apart
-        self._told = wanted & ~request.fresh if resumes else 0
-        self._pending = wanted & ~self._told
+        self._followed = wanted & ~request.fresh if resumes else 0
+        self._pending = wanted & ~self._followed
         self._began = log.last  # what went before was another time that this master owned a range
-        self._cursor = after if self._told else log.last
+        self._cursor = after if self._followed else log.last
         self._sent = 0 if self._is_numbered_apart else self._cursor
 
     async def batches(self) -> AsyncGenerator[EventBatch, None]:
@@ -84,7 +85,7 @@ class _Follower:
                     yield batch
                 continue
             await self._server.wait()
-            if self._told:
+            if self._followed:
                 await asyncio.sleep(COALESCE_S)
 
     @property
@@ -115,7 +116,7 @@ class _Follower:
         walk, more = directory.walk(ranges), True
         while more:
             self._require()
-            page, more = directory.snapshot(walk, self._prefix, SNAPSHOT_KEYS)
+            page, more = snapshot(directory, walk, self._prefix, SNAPSHOT_KEYS)
             if page:
                 yield self._batch(DirectoryEvent(sequence, stored, node, tuple(keys)) for node, keys in page.items())
             await asyncio.sleep(0)  # there may be a million keys without the prefix
@@ -124,7 +125,7 @@ class _Follower:
         if directory.times_begun(ranges) != began or ranges & ~directory.rebuilt_ranges:
             self._lost(ranges)  # some of them left while they were told, so nobody can say what the snapshot lacks
             return
-        self._told |= ranges
+        self._followed |= ranges
         yield self._batch([DirectoryEvent(sequence, DirectoryEventKind.SYNCED, ranges=named)])
 
     def _lost(self, ranges: int) -> None:
@@ -138,7 +139,7 @@ class _Follower:
     def _read(self) -> EventBatch | None:
         """The next changes; None if there are none now."""
         log = self._directory.log
-        if not self._told and not self._is_of_some:
+        if not self._followed and not self._is_of_some:
             self._cursor = log.last  # the snapshot will tell
             self._sent = self._number
             return None
@@ -168,10 +169,10 @@ class _Follower:
 
     def _moved(self, number: int, event: DirectoryEvent) -> DirectoryEvent | None:
         """Ranges that left: the follower is to ask another master, unless that was before it asked for them here."""
-        gone = event.ranges & (self._told | (self._pending if number > self._began else 0))
+        gone = event.ranges & (self._followed | (self._pending if number > self._began else 0))
         if gone and not self._is_of_some:
             raise KeysMoved.known_in(self._server.ownership.map.version)
-        self._told &= ~gone
+        self._followed &= ~gone
         self._pending &= ~gone
         return DirectoryEvent(event.sequence, event.kind, ranges=gone) if gone else None
 

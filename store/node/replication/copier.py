@@ -106,7 +106,7 @@ class Copier:
 
 
 def _pull(driver: AsyncioDriver, deadline: Deadline, order: CopyOrder) -> Logic[tuple[ChunkInfo, ReadChunk]]:
-    """What the source knows of the chunk, and its bytes, verified."""
+    """The chunk as the source has it, and its bytes, verified."""
     operations = Operations(driver.context, driver.flush)
     driver.context.locations.set(order.key, (PeerId(order.source),))
     chunk = yield from operations.get(deadline, order.key)  # which brings it up from an SSD

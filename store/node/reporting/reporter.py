@@ -1,38 +1,40 @@
-"""Tells the masters what the node holds: what is of the whole node, around a conversation with each of them.
+"""Keeps the masters informed of a node's chunks: a conversation with each of them, and all that is of the whole node.
 
-One message is under way to each master at a time. A put's report leaves in the same step of the event loop that kicked
+One message is in flight to each master at a time. A put's report leaves in the same step of the event loop that kicked
 it, and the master's answer reaches the put's client in the step in which it arrives; puts that come meanwhile share the
-next message. Without a master its queue waits and the connection is tried again; a put's own deadline then ends its
+next message. Without a master its outbox waits and the connection is tried again; a put's own deadline then ends its
 wait, the chunk stays.
 
-The node learns as clients do that several masters share the keys: one that does not own what it is told answers
-KeysMoved, and is asked for the map. From then on each owner is told of its ranges, and the leader that the node lives.
+The node learns as clients do that several masters share the keys: one that does not own reported keys answers
+KeysMoved, and is asked for the map. From then on each owner gets reports of its ranges, and the leader heartbeats.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import structlog
-from msgspec import structs
 
-from tanghulu.discovery.masters import ATTEMPT_S, SEEK_MOST_S, SEEK_PAUSE_S, MasterFinder
-from tanghulu.errors import LeaseExpired, MasterUnavailable, TanghuluError
+from tanghulu.discovery.masters import SEEK_MOST_S, SEEK_PAUSE_S, MasterFinder
+from tanghulu.errors import KeysMoved, LeaseExpired, MasterUnavailable, TanghuluError
 from tanghulu.runtime.backoff import Backoff
 from tanghulu.store.node.reporting.conversation import HEARTBEAT_S, MasterConversation
 from tanghulu.store.node.state.confirmations import Done
 from tanghulu.store.node.state.holdings import Holding
 from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.state.report_queue import ReportMessage
-from tanghulu.store.protocol.announcements import AnnounceReply, NodeAnnouncement, Orders
+from tanghulu.store.node.state.outbox import ReportMessage
+from tanghulu.store.protocol.announcements import AnnounceReply, ChunkEntry, NodeAnnouncement, Orders, ReportPiece
+from tanghulu.store.protocol.key_slots import bits_of
 from tanghulu.store.protocol.messages import MastersRequest
 from tanghulu.store.protocol.range_map import RangeMap
+from tanghulu.store.protocol.terms import Term
+from tanghulu.store.protocol.types import Tier
 from tanghulu.types import Address, ChunkKey, InstanceId
 
 _log = structlog.get_logger(__name__)
 
-CALL_DEADLINE_S = 3.0
 #: Chunks of a report that are sorted into their slots in one step, about a millisecond.
 _SORTED_AT_ONCE = 2048
 
@@ -41,7 +43,7 @@ class Reporter:
     """``run`` stays connected, ``tick`` keeps the times; ``on_change`` is called after answers changed chunks.
 
     ``on_unregistered`` is called when the leader does not know this node: it is new, or another leads. ``on_orders``
-    is told what a master wants copied or dropped.
+    gets a master's orders to copy or drop chunks.
     """
 
     def __init__(
@@ -53,67 +55,66 @@ class Reporter:
         on_unregistered: Callable[[], None],
         on_orders: Callable[[Orders], None],
     ) -> None:
-        self._state = state
-        self._tenants, self._tier, self._hot = state.chunks.tenants, state.chunks.tier, state.chunks.hot
-        self._queues = state.reports
+        self._state, self._chunks, self._reports = state, state.chunks, state.reports
         self._masters = masters
         self._on_unregistered = on_unregistered
         self._on_orders = on_orders
         self._on_change = on_change
-        self.instance_id = InstanceId("")
-        self.generation = generation
-        self._call_deadline_s = ATTEMPT_S if masters.several else CALL_DEADLINE_S
-        self._leader = self._conversation(None, masters.find)
+        self._instance_id = InstanceId("")
+        self._generation = generation
+        self._leader = self._conversation(None)
         self._owners: dict[Address, tuple[MasterConversation, asyncio.Task[None]]] = {}
         self._tasks = asyncio.TaskGroup()
         self._map_wanted = asyncio.Event()
-        self._informant: MasterConversation | None = None  # who seems to know another map
+        self._informant: MasterConversation | None = None  # the one whose master seems to know another map
         self._sorting: asyncio.Task[None] | None = None
-        self._hot_told_s = 0.0
-        self._tenants_told_s = 0.0
+        self._hot_s = 0.0
+        self._tenants_sent_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self.connected = asyncio.Event()
 
-    def _conversation(self, owner: Address | None, find: Callable[[], Awaitable[Address]]) -> MasterConversation:
-        queue = self._queues.leader if owner is None else self._queues.owners[owner]
-        return MasterConversation(self._state, queue, owner, find, self._masters.masters, self._call_deadline_s, self)
+    def _conversation(self, owner: Address | None) -> MasterConversation:
+        outbox = self._reports.leader if owner is None else self._reports.owners[owner]
+        return MasterConversation(
+            self._state, outbox, owner, self._masters, self._announcement, self._replied, self._failed
+        )
 
     def _all(self) -> Iterator[MasterConversation]:
         yield self._leader
         for conversation, _ in self._owners.values():
             yield conversation
 
-    def _with_owner_of(self, key: ChunkKey) -> MasterConversation:
-        queue = self._queues.of(key)
-        return next((each for each in self._all() if each.queue is queue), self._leader)
-
-    # --- what the node's services ask
+    # --- requests of the node's services
 
     def kick(self) -> None:
-        """Send what there is to tell now, where no message is under way."""
+        """Send urgent events now, where no message is in flight."""
         for conversation in self._all():
             conversation.kick()
 
     def copy_failed(self, key: str) -> None:
-        """An ordered copy failed; the master that ordered it hears of it with the next message."""
-        self._with_owner_of(ChunkKey(key)).failed_copies.append(key)
+        """Report a failed copy to the master that ordered it, with the next message."""
+        self._reports.copy_failed(ChunkKey(key))
 
     def confirm(self, chunks: Sequence[Holding], until_s: float, done: Done) -> None:
-        """Call ``done`` with the masters' word on each chunk: whether this put was the first of its key.
+        """Call ``done`` with the masters' decision on each chunk: whether this put was the first of its key.
 
         MasterUnavailable comes in the place of those that were not confirmed until ``until_s`` (the loop's time);
         they stay and are reported later.
         """
-        if self._queues.confirm(chunks, until_s, done):
+        if self._reports.confirm(chunks, until_s, done):
             if self._timer is None or self._timer.when() > until_s:
                 self._set_timer(until_s)
             self.kick()
 
     async def flushed(self, until_s: float) -> None:
-        """Wait until all masters know what was removed before; raises MasterUnavailable at ``until_s``."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-        flush = self._queues.flush(lambda: None if future.done() else future.set_result(None))
+        """Wait until all masters know of the removals before; raises MasterUnavailable at ``until_s``."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def done() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        self._reports.flush(done)
         self.kick()
         try:
             async with asyncio.timeout_at(until_s):
@@ -121,16 +122,18 @@ class Reporter:
         except TimeoutError:
             raise self._no_answer() from None
         finally:
-            self._queues.forget_flush(flush)
+            self._reports.forget_flush(done)
 
     def tick(self) -> None:
         """To be called every few hundredths of a second."""
-        self._queues.settle_gone()
-        if self._queues.report_wanted:
-            self._state.report_wanted()
-        if self._queues.is_unsorted and (self._sorting is None or self._sorting.done()):
+        self._reports.settle_gone()
+        self._state.begin_reports()
+        if self._reports.unsorted is not None and (self._sorting is None or self._sorting.done()):
             self._sorting = asyncio.create_task(self._sort())
         now_s = asyncio.get_running_loop().time()
+        if now_s >= self._hot_s + HEARTBEAT_S:
+            self._hot_s = now_s
+            self._reports.report_hot(self._chunks.hot.take())
         for conversation in self._all():
             conversation.tick(now_s)
 
@@ -143,24 +146,24 @@ class Reporter:
 
     def _time_is_up(self) -> None:
         self._timer = None
-        for chunk in self._queues.expire(asyncio.get_running_loop().time(), self._no_answer()):
+        for chunk in self._reports.expire(asyncio.get_running_loop().time(), self._no_answer()):
             self._state.gave_up(chunk)
-        if (next_s := self._queues.next_expiry_s) is not None:
+        if (next_s := self._reports.next_expiry_s) is not None:
             self._set_timer(next_s)
         self._on_change()
 
     def _no_answer(self) -> MasterUnavailable:
-        masters = list(map(str, self._queues.owners)) or self._leader.master or self._masters.masters
+        masters = list(map(str, self._reports.owners)) or self._leader.master or self._masters.masters
         return MasterUnavailable(
             f"the master at {masters} did not answer this node before the deadline; "
-            "what was put stays here and will be announced, what was removed is gone"
+            "chunks that were put stay here and will be announced, removed ones are gone"
         )
 
     # --- the masters
 
     async def run(self, instance_id: InstanceId) -> None:
         """Report as ``instance_id`` until cancelled; the first message begins a full report."""
-        self.instance_id = instance_id
+        self._instance_id = instance_id
         self._state.report_all()
         try:
             async with self._tasks:
@@ -174,13 +177,13 @@ class Reporter:
 
     async def _sort(self) -> None:
         """Prepare reports of everything in small steps."""
-        while self._queues.is_unsorted:
-            self._queues.sort_report(_SORTED_AT_ONCE)
+        while (chunks := self._reports.unsorted) is not None:
+            chunks.sort(_SORTED_AT_ONCE)
             await asyncio.sleep(0)
         self.kick()
 
     async def _learn_maps(self) -> None:
-        """Ask for the map as long as what is known is not what the masters go by."""
+        """Ask for the map as long as the known one is not that of the masters."""
         backoff = Backoff(SEEK_PAUSE_S, SEEK_MOST_S)
         while True:
             await self._map_wanted.wait()
@@ -199,43 +202,44 @@ class Reporter:
 
     @property
     def _is_map_doubtful(self) -> bool:
-        return self._queues.has_vacant or not all(each.is_connected for each, _ in self._owners.values())
+        return self._reports.has_vacant or not all(each.is_connected for each, _ in self._owners.values())
 
     async def _newer_map(self) -> RangeMap | None:
-        """A map that replaces the known one, if any master that is connected tells one."""
-        known, informant = self._queues.map, self._informant
+        """A map that replaces the known one, if any connected master has one."""
+        known, informant = self._reports.map, self._informant
         request = MastersRequest() if known is None else MastersRequest(known.version, known.cluster)
-        others = [each for each in self._all() if each is not informant]
-        for conversation in (*([] if informant is None else [informant]), *others):
+        for conversation in sorted(self._all(), key=lambda each: each is not informant):
             try:
-                told = await conversation.ask_for_map(request)
+                newer = await conversation.newer_map(request)
             except (TanghuluError, TimeoutError):
                 continue
-            if told is not None and told.version and told.replaces(known):
-                return told
+            if newer is not None and newer.version and newer.replaces(known):
+                return newer
         return None
 
     def _take_map(self, known: RangeMap) -> None:
         """Go by ``known``: converse with the owners that it names, and with no others."""
-        queues = self._queues
         self._state.take_map(known)
-        _log.info("reporter.map", version=known.version, owners=len(queues.owners))
-        for owner in [each for each in self._owners if self._owners[each][0].queue is not queues.owners.get(each)]:
+        outboxes = self._reports.owners
+        _log.info("reporter.map", version=known.version, owners=len(outboxes))
+        for owner in [each for each in self._owners if self._owners[each][0].outbox is not outboxes.get(each)]:
             conversation, task = self._owners.pop(owner)
             task.cancel()
             if self._informant is conversation:
                 self._informant = None
-        for owner in [each for each in queues.owners if each not in self._owners]:
-            conversation = self._conversation(owner, _found(owner))
+        for owner in [each for each in outboxes if each not in self._owners]:
+            conversation = self._conversation(owner)
             self._owners[owner] = conversation, self._tasks.create_task(conversation.run())
-        if queues.report_wanted:
-            self._state.report_wanted()
+        self._state.begin_reports()
         self.kick()
 
-    # --- what conversations leave to the reporter
+    # --- conversations
 
-    def failed(self, conversation: MasterConversation, error: TanghuluError) -> None:
-        """A connection failed."""
+    def _failed(self, conversation: MasterConversation, error: TanghuluError) -> None:
+        """A connection failed, or the master there owns other ranges than the map says."""
+        if isinstance(error, KeysMoved):
+            self._ask_for_map_of(conversation)
+            return
         self.connected.clear()
         if conversation.owner is not None:
             self._map_wanted.set()
@@ -244,56 +248,59 @@ class Reporter:
         elif conversation.master is not None:
             self._masters.failed(conversation.master, error)
 
-    def moved(self, conversation: MasterConversation) -> None:
-        """The master there owns other ranges than the map says."""
+    def _ask_for_map_of(self, conversation: MasterConversation) -> None:
         self._informant = conversation
         self._map_wanted.set()
 
-    def with_news(self, request: NodeAnnouncement, conversation: MasterConversation) -> NodeAnnouncement:
-        """Add what is not of the queue: the node's figures, and what the copy planner wants to know.
-
-        That is copies that failed, what is hot, and whether a drain may end.
-        """
-        state, queue, chunks, tier = self._state, conversation.queue, self._state.chunks, self._tier
-        if conversation.sent_s >= self._hot_told_s + HEARTBEAT_S:
-            self._hot_told_s = conversation.sent_s
-            self._sort_hot()
-        is_busy = state.has_writers or request.added or queue.waits_for_master or not queue.empty
-        failed_copies, conversation.failed_copies = conversation.failed_copies, []
-        hot, conversation.hot = conversation.hot, []
-        return structs.replace(
-            request,
+    def _announcement(self, conversation: MasterConversation, message: ReportMessage) -> NodeAnnouncement:
+        """``message`` to the owner of everything, of some ranges, or to the leader; with the figures of the node."""
+        known, outbox, piece = self._reports.map, conversation.outbox, message.piece
+        term = self._state.newest_term
+        if known is not None:
+            term = Term(max(map(known.term_of, outbox.ranges), default=0), known.cluster)
+        reported = [] if piece is None else piece.chunks
+        is_busy = self._state.has_writers or message.added or outbox.waits_for_master or not outbox.empty
+        chunks, tier = self._chunks, self._chunks.tier
+        return NodeAnnouncement(
+            self._instance_id,
+            self._generation,
+            [ChunkEntry(*_entry(chunk), self._reports.is_unconfirmed(chunk)) for chunk in message.added],
+            message.removed,
+            message.deleted,
+            message.retracted,
+            message.report_id,
+            None if piece is None else ReportPiece(piece.number, piece.next_slot, list(map(_entry, reported))),
+            None if known is None or not message.ranges else message.ranges,
             capacity_bytes=chunks.capacity_bytes,
             used_bytes=chunks.used_bytes,
             ssd_capacity_bytes=tier.capacity_bytes,
             ssd_used_bytes=tier.used_bytes,
-            quiet=state.draining and not is_busy,
-            hot=hot,
-            failed_copies=failed_copies,
+            replicated=[(each.key, each.replicas) for each in chain(message.added, reported) if each.replicas > 1],
+            quiet=self._state.draining and not is_busy,
+            hot=message.hot,
+            failed_copies=message.failed_copies,
             tenants=self._bounded_tenants(conversation),
+            map_version=0 if known is None else known.version,
+            owned=0 if known is None else bits_of(outbox.ranges),
+            term=term.number,
+            term_of=term.cluster,
         )
 
     def _bounded_tenants(self, conversation: MasterConversation) -> dict[str, int] | None:
         """Once a second and for the leader: bytes here of the tenants that have a quota for all nodes."""
-        if conversation.owner is not None or self._tenants is None:
+        tenants = self._chunks.tenants
+        if conversation.owner is not None or tenants is None:
             return None
-        if conversation.sent_s < self._tenants_told_s + HEARTBEAT_S:
+        if conversation.sent_s < self._tenants_sent_s + HEARTBEAT_S:
             return None
-        self._tenants_told_s = conversation.sent_s
-        return dict(self._tenants.bounded())
+        self._tenants_sent_s = conversation.sent_s
+        return dict(tenants.bounded())
 
-    def _sort_hot(self) -> None:
-        """Have each master told of those of its keys that were read much."""
-        for conversation in self._all():
-            conversation.hot = []
-        for key, num_gets in self._hot.take():
-            self._with_owner_of(key).hot.append((key, num_gets))
-
-    def answered(self, conversation: MasterConversation, message: ReportMessage, reply: AnnounceReply) -> None:
-        """A master has answered."""
-        if reply.num_nodes and self._tenants is not None:
-            self._tenants.heard(dict(reply.elsewhere or {}), reply.num_nodes)
-        if not self.connected.is_set() and not self._queues.is_reporting and not self._queues.has_vacant:
+    def _replied(self, conversation: MasterConversation, message: ReportMessage, reply: AnnounceReply) -> None:
+        """Take the parts of an answer that concern the whole node."""
+        if reply.num_nodes and self._chunks.tenants is not None:
+            self._chunks.tenants.update_elsewhere(dict(reply.elsewhere or {}), reply.num_nodes)
+        if not self.connected.is_set() and not self._reports.is_reporting and not self._reports.has_vacant:
             self.connected.set()
             _log.info("reporter.connected", master=str(conversation.master))
         self._report_wanted(conversation, message, reply)
@@ -303,25 +310,21 @@ class Reporter:
             self._on_orders(reply.orders)
 
     def _report_wanted(self, conversation: MasterConversation, message: ReportMessage, reply: AnnounceReply) -> None:
-        """Report what the master wants to be told, and ask for the map if the master goes by another."""
-        known, queue = self._queues.map, conversation.queue
+        """Begin the reports that the master wants, and ask for the map if the master goes by another."""
+        known, outbox = self._reports.map, conversation.outbox
         if known is None:
             if reply.report_wanted:
-                _log.info("reporter.full_report", num_chunks=len(self._state.chunks))
-                self._state.report_all()
-            return
-        if reply.map_version > known.version:
-            self.moved(conversation)
-        if reply.report_wanted and message.report_id:  # it does not know the report under way
-            queue.want_whole_report()
-        queue.want_report([each.number for each in reply.ranges if each.wanted])
-        if queue.report_wanted:
-            _log.info("reporter.report", master=str(conversation.master), num_chunks=len(self._state.chunks))
-            self._state.report_wanted()
+                outbox.want_whole_report()
+        else:
+            if reply.map_version > known.version:
+                self._ask_for_map_of(conversation)
+            if reply.report_wanted and message.report_id:  # it does not know the running report
+                outbox.want_whole_report()
+            outbox.want_report([each.number for each in reply.ranges if each.wanted])
+        if outbox.report_wanted:
+            _log.info("reporter.report", master=str(conversation.master), num_chunks=len(self._chunks))
+            self._state.begin_reports()
 
 
-def _found(owner: Address) -> Callable[[], Awaitable[Address]]:
-    async def find() -> Address:
-        return owner
-
-    return find
+def _entry(chunk: Holding) -> tuple[ChunkKey, int, int, bool]:
+    return chunk.key, chunk.version, chunk.size_bytes, chunk.tier is Tier.SSD

@@ -1,9 +1,10 @@
-"""What operators ask of a node over its fast lane: DRAIN, EVICT, VERIFY, TENANTS."""
+"""Requests of operators to a node over its fast lane: DRAIN, EVICT, VERIFY, TENANTS."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import heapq
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import structlog
@@ -12,7 +13,6 @@ from tanghulu.errors import InvalidRequest
 from tanghulu.rpc.fast_server import Answer, FastService, Peer
 from tanghulu.store.node.rpc.service import session_of
 from tanghulu.store.node.rpc.sessions import Session, after_drain
-from tanghulu.store.node.rpc.sorted_keys import SortedKeys
 from tanghulu.store.node.rpc.stats import check_count
 from tanghulu.store.node.rpc.verifying import Verifier
 from tanghulu.store.node.state.counters import EvictionReason
@@ -43,6 +43,39 @@ _EVICTED_AT_ONCE = 16 << 20
 #: The longest wait for the master to take a report and removals, and how often it is looked at.
 REPORT_S = 10.0
 _LOOK_S = 0.02
+#: Keys that are sorted before other calls have their turn: about 5 ms.
+_RUN_KEYS = 1 << 14
+
+
+class SortedKeys:
+    """All keys of one moment behind ``after``, in order, equal ones once; each costs the same to take."""
+
+    def __init__(self, runs: list[list[ChunkKey]], after: str) -> None:
+        self.after = after
+        self._merged: Iterator[ChunkKey] = heapq.merge(*runs)
+        self._next = next(self._merged, None)
+
+    @classmethod
+    async def of(cls, keys: list[ChunkKey], after: str) -> SortedKeys:
+        """Sort ``keys`` in runs, with turns for others in between."""
+        runs: list[list[ChunkKey]] = []
+        for begin in range(0, len(keys), _RUN_KEYS):
+            runs.append(sorted(key for key in keys[begin : begin + _RUN_KEYS] if key > after))
+            await asyncio.sleep(0)
+        return cls(runs, after)
+
+    @property
+    def more(self) -> bool:
+        """Whether there are keys left."""
+        return self._next is not None
+
+    def take(self) -> ChunkKey:
+        """The next key; asserts that there is one."""
+        key = self._next
+        assert key is not None, "there are more"
+        while self._next == key:
+            self._next = next(self._merged, None)
+        return key
 
 
 class AdminService:
@@ -97,7 +130,7 @@ class AdminService:
         return Evicted(len(gone), sum(chunk.size_bytes for chunk in gone))
 
     def tenants(self, peer: Peer, request: TenantsRequest, attachment: memoryview) -> Answer:
-        """What each tenant holds and does here."""
+        """The usage of each tenant here."""
         session_of(peer)
         tenants = self._chunks.tenants
         if tenants is None:
@@ -112,11 +145,11 @@ class AdminService:
             self._puts.report()
         return self._verified(session, request)
 
-    async def _told(self) -> None:
-        """Wait until the master has the report under way and all removals, or for REPORT_S."""
+    async def _reported(self) -> None:
+        """Wait until the master has the running report and all removals, or for REPORT_S."""
         reports = self._state.reports
         for _ in range(int(REPORT_S / _LOOK_S)):
-            if not reports.is_reporting and reports.removals_told:
+            if not reports.is_reporting and reports.removals_acknowledged:
                 return
             await asyncio.sleep(_LOOK_S)
 
@@ -144,11 +177,11 @@ class AdminService:
             keys.after = page[-1].key
             self._listings[session.session_id] = keys
         if request.report or request.drop_corrupt:
-            await self._told()
+            await self._reported()
         return VerifiedPage(page, more)
 
     async def _keys_behind(self, session_id: int, after: str) -> SortedKeys:
-        """Where the session's last page ended, or all keys in order once more."""
+        """The keys behind the session's last page, or all keys in order once more."""
         keys = self._listings.pop(session_id, None)
         if keys is not None and keys.after == after:
             return keys

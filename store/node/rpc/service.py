@@ -80,7 +80,7 @@ Pending: TypeAlias = Later | Coroutine[Any, Any, Answer]
 
 @dataclass(frozen=True, slots=True)
 class NodeIdentity:
-    """What the node says of itself in HELLO."""
+    """The node in HELLO."""
 
     instance_id: str
     generation: int
@@ -285,18 +285,18 @@ class NodeService:
                     ended[place] = chunk, await self._puts.compute_checksums(chunk)
             places, num_committed = list(ended), sum(place < request.num_committed for place in ended)
             written: list[Written] = []
-            num_told = 0
+            num_known = 0
             for at in range(0, len(places), STEP_ITEMS):
                 step = [ended.pop(place) for place in places[at : at + STEP_ITEMS]]
-                more, num_more = self._commit_written(request, step, num_committed - at if num_told == at else 0)
+                more, num_more = self._commit_written(request, step, num_committed - at if num_known == at else 0)
                 written += more
-                num_told += num_more
+                num_known += num_more
                 await asyncio.sleep(0)
         except BaseException:  # its connection has ended
             self._puts.abort([chunk for chunk, _ in ended.values()])
             raise
         until_s = self._until(request.deadline_ms)
-        settled = await self._puts.settled(written, visible=request.visible, until_s=until_s, num_told=num_told)
+        settled = await self._puts.settled(written, visible=request.visible, until_s=until_s, num_known=num_known)
         for place, outcome in zip(places, PutReply.of(settled).outcomes, strict=True):
             outcomes[place] = outcome
         return PutReply(outcomes, *self._state.newest_term)
@@ -319,8 +319,8 @@ class NodeService:
         return ended
 
     def _commit(self, request: CommitRequest, ended: Sequence[_Ended]) -> Later:
-        written, num_told = self._commit_written(request, ended, request.num_committed)
-        return self._settle(written, request.visible, self._until(request.deadline_ms), num_told)
+        written, num_known = self._commit_written(request, ended, request.num_committed)
+        return self._settle(written, request.visible, self._until(request.deadline_ms), num_known)
 
     def _commit_written(
         self, request: CommitRequest, ended: Sequence[_Ended], num_committed: int
@@ -333,24 +333,24 @@ class NodeService:
         valid = all(
             self._state.is_commit_valid(each, request.generation, term) for each, _ in ended if isinstance(each, Chunk)
         )
-        num_told = max(0, min(num_committed, len(ended))) if valid else 0
+        num_known = max(0, min(num_committed, len(ended))) if valid else 0
         written: list[Written] = []
         for place, (chunk, checksums) in enumerate(ended):
-            by = CommittedBy.CLIENT if place < num_told else CommittedBy.node(visible=request.visible)
+            by = CommittedBy.CLIENT if place < num_known else CommittedBy.node(visible=request.visible)
             try:
                 written.append(self._state.commit(chunk, checksums, by) if isinstance(chunk, Chunk) else chunk)
             except TanghuluError as error:
                 written.append(error.with_traceback(None))
         self._puts.room_changed()
-        return written, num_told
+        return written, num_known
 
-    def _settle(self, written: Sequence[Written], visible: bool, until_s: float, num_told: int = 0) -> Later:
+    def _settle(self, written: Sequence[Written], visible: bool, until_s: float, num_known: int = 0) -> Later:
         later = Later()
 
         def done(outcomes: list[PutOutcome]) -> None:
             later.set(PutReply.of(outcomes, self._state.newest_term))
 
-        self._puts.settle(written, visible=visible, until_s=until_s, done=done, num_told=num_told)
+        self._puts.settle(written, visible=visible, until_s=until_s, done=done, num_known=num_known)
         return later
 
     # --- gets
@@ -439,7 +439,7 @@ class NodeService:
             yield each
 
     async def _corrupt(self, key: ChunkKey, verifier: Verifier) -> ChecksumMismatch | None:
-        """What to answer for a chunk that was corrupt."""
+        """The answer for a corrupt chunk."""
         chunk = self._chunks.find(key)
         if chunk is None or not await verifier.drop_if_corrupt(chunk):
             return None
@@ -555,13 +555,13 @@ class NodeService:
         for at in range(STEP_ITEMS, len(keys), STEP_ITEMS):
             await asyncio.sleep(0)
             removed += self._remove(keys[at : at + STEP_ITEMS])
-        await self._puts.told_removals(until_s)
+        await self._puts.removals_acknowledged(until_s)
         if self._promoter is not None:
             await self._promoter.settled(until_s)
         return KeysReply(removed)
 
     def stat(self, peer: Peer, request: KeysRequest, attachment: memoryview) -> Answer:
-        """What the node knows of each chunk."""
+        """The facts of each chunk."""
         check_count(len(request.keys))
         return StatReply([chunk_info(self._chunks, ChunkKey(key)) for key in request.keys])
 

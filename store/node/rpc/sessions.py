@@ -1,4 +1,4 @@
-"""Who talks to the node: one session a client, over any number of connections, watched until its process exits.
+"""The clients of a node: one session each, over any number of connections, watched until its process exits.
 
 A client names itself with a random id in its first frame; all its connections share one session, so that threads may
 use several. When the last connection is gone the session is lost: the access table ends its leases, and keeps mapped
@@ -51,7 +51,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What a client says of itself; ``pid`` and ``pidfd`` are the kernel's word (Unix sockets), never the client's."""
+    """A client's greeting; ``pid`` and ``pidfd`` are the kernel's word (Unix sockets), never the client's."""
 
     client_id: str
     pid: int | None

@@ -68,7 +68,7 @@ class OffsetAllocator:
         return int(self._by_length[-1][0]) if self._by_length else 0
 
     def rounded(self, size_bytes: int) -> int:
-        """What a value of ``size_bytes`` takes."""
+        """The bytes that a value of ``size_bytes`` takes."""
         return -(-size_bytes // self.alignment) * self.alignment
 
     def allocate(self, size_bytes: int) -> int | None:

@@ -49,7 +49,7 @@ _NO_BOUND = sys.maxsize
 
 
 class Resident(Protocol):
-    """What has a range: a chunk in memory, or one in the SSD tier."""
+    """The owner of a range: a chunk in memory, or one in the SSD tier."""
 
     @property
     def key(self) -> ChunkKey:
@@ -58,7 +58,7 @@ class Resident(Protocol):
 
     @property
     def offset(self) -> int:
-        """Where its range begins."""
+        """The beginning of its range."""
         ...
 
     @property
@@ -487,7 +487,7 @@ class Space(Generic[R]):
 
 
 class _Step:
-    """What may still be done in one step: residents dropped or moved, bytes copied."""
+    """The rest of one step: residents dropped or moved, bytes copied."""
 
     def __init__(self) -> None:
         self.begin()

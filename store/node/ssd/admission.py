@@ -28,7 +28,7 @@ _BURST_S = 1.0
 
 
 class Demotion(Enum):
-    """What becomes of an evicted chunk; the values are the label of a metric."""
+    """The outcome for an evicted chunk; the values are the label of a metric."""
 
     ADMIT = "admitted"
     TOO_LARGE = "too_large"

@@ -77,7 +77,7 @@ class Arena:
 
     @property
     def used_bytes(self) -> int:
-        """What is under way."""
+        """The running operations."""
         return self._allocator.used_bytes
 
     @property
@@ -243,7 +243,7 @@ class TierFile:
         _all(os.pwritev, self._fd, self._wiped, HEADER_BYTES + offset)
 
     def sync(self) -> None:
-        """What was written survives a loss of power."""
+        """Make written records survive a loss of power."""
         os.fdatasync(self._fd)
 
     def close(self) -> None:

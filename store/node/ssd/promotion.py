@@ -24,11 +24,11 @@ from tanghulu.types import ChunkKey, format_size
 MAX_PROMOTIONS = 32
 #: Keys of one get that are on their way up together.
 LOOK_AHEAD = 8
-#: How long one promotion may take.
+#: Seconds that one promotion may take.
 PROMOTION_DEADLINE_S = 5.0
-#: How long a node that ends in order writes what it has in memory.
+#: Seconds for which a node that stops in order writes its memory to the disk.
 SEND_DOWN_S = 3.0
-#: What is copied for the disk in one step of the loop.
+#: Bytes copied for the disk in one step of the loop.
 STEP_BYTES = 8 << 20
 
 

@@ -53,7 +53,7 @@ Instruction: TypeAlias = Write | Wipe | LostChunk
 
 @dataclass(slots=True)
 class TierCounters:
-    """What has happened since the start; ``metrics`` publishes it. ``admissions``: what became of evicted chunks."""
+    """Counts since the start; ``metrics`` publishes them. ``admissions``: evicted chunks by outcome."""
 
     admissions: dict[Demotion, int] = field(default_factory=lambda: dict.fromkeys(Demotion, 0))
     already_there: int = 0
@@ -72,7 +72,7 @@ class TierCounters:
 
 @dataclass(frozen=True, slots=True)
 class _Residents:
-    """What has a range in the file; an entry whose time is over has it until it is dropped."""
+    """The owner of a range in the file; an entry whose time is over has it until it is dropped."""
 
     entries: dict[ChunkKey, SsdChunk]
     doomed: dict[int, SsdChunk]
@@ -110,12 +110,12 @@ class TierState:
 
     @property
     def capacity_bytes(self) -> int:
-        """What the file can hold."""
+        """Bytes that the file can hold."""
         return self._space.allocator.capacity_bytes - self._retired_bytes
 
     @property
     def used_bytes(self) -> int:
-        """What of it is not free."""
+        """Bytes of it that are not free."""
         return self._space.allocator.used_bytes - self._retired_bytes
 
     def __len__(self) -> int:

@@ -42,7 +42,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 #: Bytes on their way down, and on their way up; also the largest record of each.
 QUEUE_BYTES = 64 << 20
 NUM_READ_THREADS = 4
-#: What an end waits for the disk.
+#: Seconds that a stop waits for the disk.
 CLOSE_DEADLINE_S = 5.0
 #: Writes and wipes that the thread is given at once, and their bytes: the buffers come back when all are done.
 _BATCH = 32
@@ -65,7 +65,7 @@ _Outcome: TypeAlias = OSError | None
 
 @dataclass(frozen=True, slots=True)
 class SsdPlace:
-    """What the operator said: a file, or a directory in which a node is known by its port."""
+    """The operator's choice: a file, or a directory in which a node is known by its port."""
 
     path: Path
     size_bytes: int
@@ -121,12 +121,12 @@ class SsdTier:
 
     @property
     def capacity_bytes(self) -> int:
-        """What the file can hold."""
+        """Bytes that the file can hold."""
         return self.state.capacity_bytes
 
     @property
     def used_bytes(self) -> int:
-        """What of it is not free."""
+        """Bytes of it that are not free."""
         return self.state.used_bytes
 
     def find(self, key: ChunkKey) -> SsdChunk | None:
@@ -143,7 +143,7 @@ class SsdTier:
 
     @property
     def counters(self) -> TierCounters:
-        """What has happened since the start."""
+        """Counts since the start."""
         return self.state.counters
 
     def promoted(self, entry: SsdChunk) -> None:
@@ -340,12 +340,12 @@ class SsdTier:
 
     @property
     def queued_bytes(self) -> int:
-        """What is on its way down."""
+        """Bytes on their way down."""
         return self._down.used_bytes
 
     @property
     def free_queue_bytes(self) -> int:
-        """How many more bytes may go down now."""
+        """Bytes that may go down now."""
         return self._down.largest_free_bytes
 
     async def close(self) -> None:

@@ -1,1 +1,1 @@
-"""What a node holds and decides, without I/O: chunks, space, leases, and what the master has to be told."""
+"""The chunks and decisions of a node, without I/O: space, leases, and unreported changes."""

@@ -23,7 +23,7 @@ from tanghulu.types import ChunkKey
 
 
 class ChunkState(Enum):
-    """Where a chunk stands; only LIVE ones are served."""
+    """The states of a chunk; only LIVE ones are served."""
 
     #: A writer has the range; nobody else knows of it. Several reservations of one key may stand side by side.
     RESERVED = "reserved"
@@ -40,7 +40,7 @@ class ChunkState(Enum):
 
 
 class ChunkEvent(Enum):
-    """What happens to a chunk."""
+    """The events of a chunk."""
 
     COMMIT = "commit"
     COMMIT_UNSEEN = "commit without waiting for the master"
@@ -86,7 +86,7 @@ _PIN_NUMBERS = {pin: number for number, pin in enumerate(_PINS)}
 
 
 class Chunk(msgspec.Struct, eq=False, gc=False):
-    """What the node knows of one chunk; made by ``reserved``.
+    """One chunk; made by ``reserved``.
 
     ``num_leases`` counts the reservation or the pins on its range. ``replicas`` nodes shall hold it, this one among
     them.
@@ -141,7 +141,7 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
 
     @property
     def replicas(self) -> int:
-        """How many nodes shall hold the chunk."""
+        """The number of nodes that shall hold the chunk."""
         return self._rest >> _REPLICAS_SHIFT & _MAX_REPLICAS
 
     @property
@@ -192,7 +192,7 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
 
     @property
     def range_bytes(self) -> int:
-        """What it takes in the segment, before rounding."""
+        """Its bytes in the segment, before rounding."""
         return self.size_bytes
 
     @property

@@ -25,7 +25,7 @@ class ChunkLeases:
 
     @property
     def lease_ms(self) -> int:
-        """How long a lease lasts unless it is renewed."""
+        """The time of a lease that is not renewed."""
         return self.access.lease_ms
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Who waits for the master's word on which chunks, and until when: pure bookkeeping for the reporter.
+"""The puts that wait for masters' answers, on which chunks, and until when: pure bookkeeping for the reporter.
 
 A put of several chunks is one confirmation; it is done when each of its chunks has an outcome, and its ``done`` is
 called in that step. Several confirmations may wait for one chunk (a second put of the key).
@@ -20,10 +20,10 @@ Done: TypeAlias = Callable[[list[ReportOutcome]], None]
 
 @dataclass(slots=True, eq=False)
 class _Confirmation:
-    """One put that waits. ``words[i]`` is about ``chunks[i]``; True as long as nothing else is known."""
+    """One waiting put. ``outcomes[i]`` is of ``chunks[i]``; True as long as nothing else is known."""
 
     chunks: Sequence[Holding]
-    words: list[ReportOutcome]
+    outcomes: list[ReportOutcome]
     num_open: int
     until_s: float
     done: Done
@@ -37,7 +37,7 @@ class Confirmations:
         self._by_chunk: dict[Holding, list[_Confirmation]] = {}
 
     def expect(self, chunks: Sequence[Holding], pending: Iterable[Holding], until_s: float, done: Done) -> None:
-        """Call ``done`` with a word for each of ``chunks`` once all of ``pending`` are settled, or at ``until_s``.
+        """Call ``done`` with an outcome for each of ``chunks`` once all of ``pending`` are settled, or at ``until_s``.
 
         ``pending`` are those of ``chunks`` that the master has yet to confirm; the others stand already.
         """
@@ -48,30 +48,30 @@ class Confirmations:
         if waiting.num_open:
             self._open[waiting] = None
         else:
-            done(waiting.words)
+            done(waiting.outcomes)
 
     def settle(self, chunk: Holding, stands: bool) -> None:
         """The master has answered."""
         for waiting in self._by_chunk.pop(chunk, ()):
             if not stands:
-                waiting.words[waiting.chunks.index(chunk)] = False
+                waiting.outcomes[waiting.chunks.index(chunk)] = False
             waiting.num_open -= 1
             if not waiting.num_open:
                 del self._open[waiting]
-                waiting.done(waiting.words)
+                waiting.done(waiting.outcomes)
 
     @property
     def awaited(self) -> list[Holding]:
-        """The chunks that somebody waits for."""
+        """The chunks with waiting puts."""
         return list(self._by_chunk)
 
     @property
     def next_s(self) -> float | None:
-        """When the first of them has waited long enough."""
+        """When the first deadline comes."""
         return min((waiting.until_s for waiting in self._open), default=None)
 
     def expire(self, now_s: float, error: TanghuluError) -> list[Holding]:
-        """End what has waited long enough with ``error``; returns the chunks that nobody waits for any more."""
+        """End puts whose deadline has come with ``error``; returns the chunks that nobody waits for any more."""
         abandoned: list[Holding] = []
         for waiting in [each for each in self._open if each.until_s <= now_s]:
             del self._open[waiting]
@@ -79,12 +79,12 @@ class Confirmations:
                 others = self._by_chunk.get(chunk, [])
                 if waiting not in others:
                     continue
-                waiting.words[index] = error
+                waiting.outcomes[index] = error
                 others.remove(waiting)
                 if not others:
                     del self._by_chunk[chunk]
                     abandoned.append(chunk)
-            waiting.done(waiting.words)
+            waiting.done(waiting.outcomes)
         return abandoned
 
     def check(self) -> None:

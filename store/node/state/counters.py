@@ -1,4 +1,4 @@
-"""What a node counts: what has happened since its start, and which chunks were read most. Pure."""
+"""Counts of a node since its start, and its most-read chunks. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tanghulu.types import ChunkKey
 #: Every 16th read of a chunk is counted by key.
 SAMPLE = 16
 MAX_KEYS = 64
-#: Told at once, most-read first.
-MAX_TOLD = 16
+#: Keys of one report, most-read first.
+MAX_REPORTED = 16
 
 
 class EvictionReason(Enum):
@@ -30,7 +30,7 @@ class EvictionReason(Enum):
 
 @dataclass(slots=True)
 class NodeCounters:
-    """What has happened since the start; ``metrics`` publishes it."""
+    """Counts since the start; ``metrics`` publishes them."""
 
     puts: int = 0
     puts_existed: int = 0
@@ -89,9 +89,9 @@ class HotKeys:
         counts[key] = counts.get(key, 0) + inherited + SAMPLE
 
     def take(self) -> list[tuple[ChunkKey, int]]:
-        """(key, reads) of those that are worth telling; counting begins anew."""
+        """(key, reads) of the most-read keys; counting begins anew."""
         counts, self._counts = self._counts, {}
-        return sorted(counts.items(), key=lambda entry: entry[1], reverse=True)[:MAX_TOLD]
+        return sorted(counts.items(), key=lambda entry: entry[1], reverse=True)[:MAX_REPORTED]
 
     def check(self) -> None:
         """Assert the bound on the number of keys."""

@@ -1,4 +1,4 @@
-"""What a node holds of a key, be it in memory or in the tier below, and how the decisions see that tier."""
+"""A chunk of a node, in memory or in the tier below, and that tier as the decisions see it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ Holding: TypeAlias = Chunk | SsdChunk
 
 
 class LowerTier(Protocol):
-    """Where evicted chunks may go; ``tier.SsdTier`` is one. Every call takes effect at once."""
+    """A place for evicted chunks; ``tier.SsdTier`` is one. Every call takes effect at once."""
 
     @property
     def capacity_bytes(self) -> int:
-        """What it can hold."""
+        """Bytes that it can hold."""
         ...
 
     @property
     def used_bytes(self) -> int:
-        """What it holds."""
+        """Bytes that it holds."""
         ...
 
     @property
     def free_queue_bytes(self) -> int:
-        """What may be demoted at once without being dropped for want of time."""
+        """Bytes that may be demoted at once without being dropped for want of time."""
         ...
 
     def find(self, key: ChunkKey) -> SsdChunk | None:

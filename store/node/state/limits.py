@@ -1,4 +1,4 @@
-"""What a node refuses outright, and when it evicts ahead of need. Pure."""
+"""Puts that a node refuses outright, and eviction before a put needs the room. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def refuse_impossible(new: NewChunk, max_value_bytes: int) -> None:
 
 
 class HardPins:
-    """Who may pin how much hard: all tenants together a part of the capacity, each of them its share of that part.
+    """Limits of hard pins: all tenants together a part of the capacity, each of them its share of that part.
 
     Hard pins are never evicted, so what one tenant does not use of its share is not lent to another. Without
     ``tenants``, and for keys without a tenant (an operator's), only the bound of all counts.
@@ -56,7 +56,7 @@ class HardPins:
 
 
 def no_room(new: NewChunk, capacity_bytes: int) -> StoreFull:
-    """What a put hears whose deadline came while it waited for room."""
+    """The error of a put whose deadline came while it waited for room."""
     return StoreFull(
         f"no room for {format_size(new.size_bytes)}: what is left of {format_size(capacity_bytes)} is leased, being "
         "written or hard-pinned; try again, or give the node more memory"
@@ -64,7 +64,7 @@ def no_room(new: NewChunk, capacity_bytes: int) -> StoreFull:
 
 
 class Watermarks:
-    """Evicting ahead of need: begins above ``high``, ends at ``low`` (fractions of the capacity); 1.0: never.
+    """Evicting before a put needs the room: above ``high``, down to ``low`` (fractions of the capacity); 1.0 disables.
 
     So that a burst of puts finds room, and so that chunks go down to the SSD at the disk's pace and not in the step of
     a put that needs their room. Example: capacity 100, high 0.9, low 0.8: at 90 used nothing happens; at 91 there are
@@ -78,7 +78,7 @@ class Watermarks:
         self._evicting = False
 
     def wanted(self, used_bytes: int, budget_bytes: int) -> int:
-        """How many bytes to evict now, at most ``budget_bytes``."""
+        """Bytes to evict now, at most ``budget_bytes``."""
         if used_bytes > self._high_bytes:
             self._evicting = True
         elif used_bytes <= self._low_bytes:

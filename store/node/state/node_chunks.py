@@ -1,7 +1,7 @@
-"""What a node holds of each key, in memory and in the tier below: finding, entering, evicting and dropping chunks.
+"""The chunks of a node, in memory and in the tier below: finding, entering, evicting and dropping chunks.
 
 Owns the chunk table, the space, the lower tier, the tenants' shares and what is counted; keeps them in step with each
-other and with what the master has to be told. Knows no puts, no sessions and no queue: whoever fills a range, or
+other and with the reports to the masters. Knows no puts, no sessions and no queue: whoever fills a range, or
 leases one, tells it here.
 """
 
@@ -19,7 +19,7 @@ from tanghulu.store.node.state.chunk_table import ChunkTable
 from tanghulu.store.node.state.counters import EvictionReason, HotKeys, NodeCounters
 from tanghulu.store.node.state.holdings import Holding, LowerTier
 from tanghulu.store.node.state.limits import HardPins
-from tanghulu.store.node.state.report_queues import ReportQueues
+from tanghulu.store.node.state.reports import NodeReports
 from tanghulu.store.node.state.ssd_chunk import SsdChunk
 from tanghulu.store.node.state.tenant_usage import TenantUsage
 from tanghulu.store.protocol.types import NewChunk, Pin
@@ -39,7 +39,7 @@ class NodeChunks:
         table: ChunkTable,
         space: Space[Chunk],
         tier: LowerTier,
-        reports: ReportQueues,
+        reports: NodeReports,
         tenants: TenantUsage | None,
         *,
         clock: Clock,
@@ -58,7 +58,7 @@ class NodeChunks:
 
     @property
     def capacity_bytes(self) -> int:
-        """What the segment can hold."""
+        """Bytes that the segment can hold."""
         return self.space.allocator.capacity_bytes
 
     @property
@@ -105,7 +105,7 @@ class NodeChunks:
         """As ``find``, and counted as a hit or a miss; a reader calls ``touch`` when it has all its keys."""
         chunk = self.find(key)
         if self.tenants is not None:
-            self.tenants.asked(key, chunk)
+            self.tenants.looked_up(key, chunk)
         if chunk is None:
             self.counters.misses += 1
             return None
@@ -129,11 +129,11 @@ class NodeChunks:
             self.tier.touch(holding)
 
     def left_s(self, holding: Holding) -> float | None:
-        """How long ``holding`` has to live; None: without end."""
+        """Seconds that ``holding`` has to live; None: without end."""
         return None if holding.expires_s is None else holding.expires_s - self._clock.now_s()
 
     def age_s(self, chunk: Chunk) -> float:
-        """How long ago the chunk was reserved."""
+        """Seconds since the chunk was reserved."""
         return self._clock.now_s() - chunk.created_s
 
     # --- room for a chunk, and the chunk there
@@ -343,13 +343,9 @@ class NodeChunks:
 
     # --- the master, and the end of a call
 
-    def report_all(self) -> None:
-        """Tell the master everything that is here, each key once; the next messages carry it, as it allows."""
-        self._reports.begin_report([*self.table, *self.tier.entries()], self._is_reported)
-
-    def report_wanted(self) -> None:
-        """The same of the ranges that have another owner."""
-        self._reports.begin_wanted([*self.table, *self.tier.entries()], self._is_reported)
+    def begin_reports(self) -> None:
+        """Begin the reports that masters want, of all chunks in memory and below, each key once."""
+        self._reports.begin_reports([*self.table, *self.tier.entries()], self._is_reported)
 
     def _is_reported(self, holding: Holding) -> bool:
         if isinstance(holding, Chunk):

@@ -1,7 +1,7 @@
-"""The decisions of a store node: puts, promotions, write buffers, sessions, and what the master says of its chunks.
+"""The decisions of a store node: puts, promotions, write buffers, sessions, and the masters' answers on its chunks.
 
 Pure: requests and times go in, outcomes come out; bytes, sockets and the master belong to the services and the
-reporter. What the master has to be told collects in ``reports``. Not thread-safe: one event loop owns it.
+reporter. Changes that masters do not know yet collect in ``reports``. Not thread-safe: one event loop owns it.
 
 Every put is a reservation that is filled and then committed. ``reserve`` gives the range, whoever writes it (the node,
 a client under a lease, the socket of a streamed value); a write buffer is a range that was reserved in advance, and
@@ -27,6 +27,7 @@ from tanghulu.store.node.state.chunk_table import ChunkMover, ChunkTable, Publis
 from tanghulu.store.node.state.holdings import Holding, LowerTier, NoTier
 from tanghulu.store.node.state.limits import no_room, refuse_impossible, refuse_while
 from tanghulu.store.node.state.node_chunks import NodeChunks
+from tanghulu.store.node.state.outbox import MasterOutbox, ReportMessage
 from tanghulu.store.node.state.outcomes import (
     CommittedBy,
     Existed,
@@ -36,7 +37,7 @@ from tanghulu.store.node.state.outcomes import (
     Waiter,
     WaitQueue,
 )
-from tanghulu.store.node.state.report_queues import ReportQueues
+from tanghulu.store.node.state.reports import NodeReports
 from tanghulu.store.node.state.ssd_chunk import SsdChunk
 from tanghulu.store.node.state.tenant_usage import TenantUsage
 from tanghulu.store.node.state.write_buffers import WriteBuffers
@@ -61,7 +62,7 @@ class NodeState:
         self,
         chunks: NodeChunks,
         leases: ChunkLeases,
-        reports: ReportQueues,
+        reports: NodeReports,
         buffers: WriteBuffers,
         waiters: WaitQueue,
         published: Published,
@@ -245,7 +246,7 @@ class NodeState:
         chunk.compact_checksums = compact(checksums)
         self.chunks.publish(chunk, ChunkEvent.COMMIT if by is CommittedBy.NODE else ChunkEvent.COMMIT_UNSEEN)
         by_client = by is CommittedBy.CLIENT
-        self.reports.add(chunk, patient=by_client, unconfirmed=not by_client)
+        self.reports.add(chunk, low_priority=by_client, unconfirmed=not by_client)
         self.counters.puts += 1
 
     def _supersede(self, chunk: Holding) -> None:
@@ -291,7 +292,7 @@ class NodeState:
             self.commit(chunk, chunk.checksums, CommittedBy.CLIENT)
         return len(chunks)
 
-    # --- what the master said
+    # --- decisions of the masters
 
     def reported(self, chunk: Holding, *, accepted: bool) -> None:
         """Take the master's decision: it has taken note of ``chunk``, or knows an older put of its key."""
@@ -301,7 +302,7 @@ class NodeState:
                 self.reports.forget(chunk)
                 self.chunks.drop_both(chunk.key)
             else:
-                self.reports.accepted(chunk)
+                self.reports.confirmed(chunk)
                 if isinstance(chunk, Chunk):
                     self.chunks.go_live(chunk, ChunkEvent.ACCEPTED)
         self.reports.settle(chunk, accepted)
@@ -311,15 +312,23 @@ class NodeState:
         if isinstance(chunk, Chunk) and chunk.state is ChunkState.ANNOUNCING:
             self.chunks.go_live(chunk, ChunkEvent.GAVE_UP)
 
-    def report_all(self) -> None:
-        """Tell the master everything that the node holds, each key once; the next messages carry it, as it allows."""
-        self.drain_buffers()
-        self.chunks.report_all()
+    # --- messages to the masters
 
-    def report_wanted(self) -> None:
-        """Tell masters all of the ranges that they have come to own, as they allow."""
+    def next_message(self, outbox: MasterOutbox) -> ReportMessage:
+        """The next message of ``outbox``, with everything that clients have written before it."""
         self.drain_buffers()
-        self.chunks.report_wanted()
+        return outbox.take()
+
+    def report_all(self) -> None:
+        """Report all chunks to the masters, each key once; the next messages carry them, as the masters allow."""
+        self.reports.want_reports()
+        self.begin_reports()
+
+    def begin_reports(self) -> None:
+        """Begin the reports that masters want, if any: of ranges that they have come to own, or of everything."""
+        if self.reports.report_wanted:
+            self.drain_buffers()
+            self.chunks.begin_reports()
 
     @property
     def has_writers(self) -> bool:
@@ -421,7 +430,7 @@ def make_node_state(
     """
     allocator = OffsetAllocator(capacity_bytes, on_taken=on_taken)
     published = published or Published()
-    table, reports, waiters = ChunkTable(published), ReportQueues(), WaitQueue()
+    table, reports, waiters = ChunkTable(published), NodeReports(), WaitQueue()
     memory, area = buffer_memory
 
     def lost_below(entry: SsdChunk) -> None:

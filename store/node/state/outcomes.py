@@ -1,4 +1,4 @@
-"""Who asks a node for room, who waits for it, and what the decisions about puts and gets come to."""
+"""Requests of a node for room, waiting puts, and the outcomes of puts and gets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RETRY_SHARE = 16
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who asks for a lease: the session, and whether it maps the segment itself."""
+    """The holder of a lease: the session, and whether it maps the segment itself."""
 
     session_id: int
     maps: bool
@@ -94,7 +94,7 @@ class WaitQueue:
 
 
 class CommittedBy(Enum):
-    """Who tells the master of a chunk, and when the chunk is served."""
+    """The side that reports a chunk to the master, and when the chunk is served."""
 
     #: The client has committed it at the master; it is served at once, and reported with the next message.
     CLIENT = "client"

@@ -1,12 +1,12 @@
-"""A report of all that a node holds, cut into pieces slot by slot of keys: pure.
+"""A report of all chunks of a node, cut into pieces slot by slot of keys: pure.
 
-A report begins with a list of what the node holds, which is sorted into slots bit by bit, so that a node with millions
-of chunks goes on serving. Then ``take`` gives piece after piece, in the order of the slots; what has gone meanwhile
-is passed over, and what has come is told as new chunks are. A piece whose message was lost is taken again.
+A report begins with a list of the node's chunks, which is sorted into slots bit by bit, so that a node with millions
+of chunks goes on serving. Then ``take`` gives piece after piece, in the order of the slots; chunks that have gone
+meanwhile are passed over, and later ones are reported as new chunks are. A piece whose message was lost is taken again.
 
-A report is of some ranges of slots; the others are passed over. Reports to several masters share what was sorted.
+A report is of some ranges of slots; the others are passed over. Reports to several masters share the sorted list.
 
-Example: slots 0 and 1 have 3 and 2 chunks. ``take(4)`` gives piece 0 with the three and one more, which tells all of
+Example: slots 0 and 1 have 3 and 2 chunks. ``take(4)`` gives piece 0 with the three and one more, which completes
 slot 0 (``next_slot`` 1); after ``done``, ``take(4)`` gives piece 1 with the last one and ``next_slot`` 1024.
 """
 
@@ -21,7 +21,7 @@ from tanghulu.store.protocol.key_slots import ALL_RANGES, NUM_SLOTS, RANGE_SLOTS
 
 @dataclass(frozen=True, slots=True)
 class SlotPiece:
-    """Piece ``number`` of a report: with ``chunks`` all slots below ``next_slot`` have been told."""
+    """Piece ``number`` of a report: with ``chunks`` all slots below ``next_slot`` have been reported."""
 
     number: int
     next_slot: int
@@ -29,7 +29,7 @@ class SlotPiece:
 
 
 class SortedChunks:
-    """What a node holds, ``chunks``, by slot; it is sorted bit by bit."""
+    """The chunks of a node by slot, sorted bit by bit."""
 
     def __init__(self, chunks: list[Holding]) -> None:
         self._unsorted = chunks
@@ -49,42 +49,37 @@ class SortedChunks:
 
 
 class SlotReport:
-    """See the module. ``is_told_here`` says of a chunk whether it belongs into a report now."""
+    """See the module. ``is_reported`` selects the chunks that belong in the report now."""
 
     def __init__(
         self,
         report_id: int,
         chunks: SortedChunks,
-        is_told_here: Callable[[Holding], bool],
+        is_reported: Callable[[Holding], bool],
         ranges: frozenset[int] = ALL_RANGES,
     ) -> None:
         self.report_id = report_id
         self.ranges = ranges
         self.chunks = chunks
-        self._is_told_here = is_told_here
+        self._is_reported = is_reported
         self._by_slot = chunks.by_slot
         self._number = 0
         self._slot = 0  # the next piece begins with this one
         self._offset = 0  # behind so many of its chunks
-        self._under_way: tuple[int, int] | None = None  # where the piece behind the one under way begins
-
-    @property
-    def is_sorted(self) -> bool:
-        """Whether pieces can be taken."""
-        return self.chunks.is_sorted
+        self._in_flight: tuple[int, int] | None = None  # where the piece behind the one in flight begins
 
     @property
     def is_over(self) -> bool:
-        """Whether everything was told and answered."""
+        """Whether everything was reported and acknowledged."""
         return self._slot == NUM_SLOTS or not self.ranges
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Tell nothing more of these ranges."""
+        """Pass over these ranges from now on."""
         self.ranges = self.ranges.difference(numbers)
 
     def take(self, num_keys: int) -> SlotPiece:
-        """The next piece, of ``num_keys`` chunks at most, or once more the one that is under way."""
-        assert self.is_sorted
+        """The next piece, of ``num_keys`` chunks at most, or once more the one in flight."""
+        assert self.chunks.is_sorted
         assert not self.is_over
         slot, offset = self._slot, self._offset
         chunks: list[Holding] = []
@@ -93,21 +88,21 @@ class SlotReport:
                 slot, offset = (slot // RANGE_SLOTS + 1) * RANGE_SLOTS, 0
                 continue
             part = self._by_slot[slot][offset : offset + num_keys - len(chunks)]
-            chunks += filter(self._is_told_here, part)
+            chunks += filter(self._is_reported, part)
             offset += len(part)
             if offset >= len(self._by_slot[slot]):
                 slot, offset = slot + 1, 0
-        self._under_way = (slot, offset)
+        self._in_flight = (slot, offset)
         return SlotPiece(self._number, slot, chunks)
 
     def done(self) -> None:
-        """Take note that the piece under way was answered."""
-        assert self._under_way is not None
-        for slot in range(self._slot, self._under_way[0]):
+        """Take note that the piece in flight was acknowledged."""
+        assert self._in_flight is not None
+        for slot in range(self._slot, self._in_flight[0]):
             if slot // RANGE_SLOTS in self.ranges:
                 self._by_slot[slot] = []
-        self._slot, self._offset = self._under_way
-        self._under_way = None
+        self._slot, self._offset = self._in_flight
+        self._in_flight = None
         self._number += 1
 
     def __repr__(self) -> str:

@@ -22,7 +22,7 @@ from tanghulu.types import ChunkKey
 
 
 class SsdChunkState(Enum):
-    """Where an entry stands; WRITING and STORED ones are found."""
+    """The states of an entry; WRITING and STORED ones are found."""
 
     #: Its bytes are on their way to the file.
     WRITING = "writing"
@@ -37,7 +37,7 @@ class SsdChunkState(Enum):
 
 
 class SsdChunkEvent(Enum):
-    """What happens to an entry."""
+    """The events of an entry."""
 
     WRITTEN = "written"
     DROP = "drop"
@@ -56,7 +56,7 @@ TRANSITIONS: dict[tuple[SsdChunkState, SsdChunkEvent], SsdChunkState] = {
 
 
 class SsdChunk(msgspec.Struct, eq=False, gc=False):
-    """What the node knows of one chunk in its file. ``expires_s``: on the node's monotonic clock.
+    """One chunk in a node's file. ``expires_s``: on the node's monotonic clock.
 
     There may be many million: it refers to nothing that could refer to it, so no garbage collection looks at it.
     """

@@ -29,7 +29,7 @@ from tanghulu.store.protocol.types import Pin
 from tanghulu.types import MAX_KEY_BYTES, ChunkKey
 
 UNIT = 4096
-#: What lies before the records; far enough for the two superblocks not to share a page of flash.
+#: Bytes before the records; far enough for the two superblocks not to share a page of flash.
 HEADER_BYTES = 16 * UNIT
 SUPERBLOCK_PLACES = (0, HEADER_BYTES - UNIT)
 #: Ids of files; the key of their digests.
@@ -46,7 +46,7 @@ _PINS = (Pin.NONE, Pin.SOFT, Pin.HARD)
 
 
 class SsdRecord(msgspec.Struct, frozen=True, gc=False):
-    """What the head of a record says. ``ends_unix_s`` None: the chunk has no end."""
+    """The head of a record. ``ends_unix_s`` None: the chunk has no end."""
 
     key: ChunkKey
     version: int

@@ -1,4 +1,4 @@
-"""What each tenant holds and does at a node, and what its quota says to a put. Pure; a node without tenants has none.
+"""The usage of each tenant at a node, and its quota. Pure; a node without tenants has none.
 
 A tenant's bytes are those of all ranges that are taken for it: chunks, reservations, and what was dropped and is still
 being read. They never exceed its quota; a put that would exceed it evicts the tenant's own chunks first.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from msgspec import structs
 
@@ -25,28 +24,10 @@ from tanghulu.errors import InvalidRequest, QuotaExceeded
 from tanghulu.eviction.base import Policy
 from tanghulu.eviction.fair import Fair
 from tanghulu.eviction.policies import make_policy
+from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.protocol.messages import TenantFigures
 from tanghulu.store.protocol.types import NewChunk, Pin
 from tanghulu.types import ChunkKey, format_size
-
-
-class Ranged(Protocol):
-    """What a range is taken for."""
-
-    @property
-    def key(self) -> ChunkKey:
-        """Names it."""
-        ...
-
-    @property
-    def size_bytes(self) -> int:
-        """Its length."""
-        ...
-
-    @property
-    def pin(self) -> Pin:
-        """How the range is protected from eviction."""
-        ...
 
 
 class TenantUsage:
@@ -72,7 +53,7 @@ class TenantUsage:
         return 0 if known is None else known.quota_bytes
 
     def limit_of(self, tenant: str) -> int:
-        """What both quotas let the tenant hold here now; 0: no bound."""
+        """Bytes that both quotas let the tenant hold here now; 0: no bound."""
         known = self._tenants().get(tenant)
         if known is None or not known.cluster_quota_bytes:
             return self.quota_of(tenant)
@@ -88,8 +69,8 @@ class TenantUsage:
             if tenant.cluster_quota_bytes
         ]
 
-    def heard(self, elsewhere: Mapping[str, int], num_nodes: int) -> None:
-        """What tenants hold on the other nodes, and how many nodes there are."""
+    def update_elsewhere(self, elsewhere: Mapping[str, int], num_nodes: int) -> None:
+        """Bytes of tenants on the other nodes, and the number of nodes."""
         self._elsewhere, self._num_nodes = elsewhere, max(num_nodes, 1)
 
     def overdrawn(self) -> list[tuple[str, int]]:
@@ -109,12 +90,12 @@ class TenantUsage:
         return int(total_bytes * self.weight_of(tenant) / sum(map(self.weight_of, known)))
 
     def hard_pinned_bytes(self, tenant: str) -> int:
-        """What the tenant has pinned hard here."""
+        """Bytes that the tenant has pinned hard here."""
         return self._hard_pinned.get(tenant, 0)
 
     # --- what happens
 
-    def entered(self, chunk: Ranged) -> None:
+    def entered(self, chunk: Chunk) -> None:
         """A range was taken for ``chunk``."""
         usage = self._of(tenant_of(chunk.key))
         usage.used_bytes += chunk.size_bytes
@@ -122,7 +103,7 @@ class TenantUsage:
         if chunk.pin is Pin.HARD:
             self._hard_pinned[usage.tenant] = self.hard_pinned_bytes(usage.tenant) + chunk.size_bytes
 
-    def left(self, chunk: Ranged) -> None:
+    def left(self, chunk: Chunk) -> None:
         """The range is free."""
         usage = self._usage[tenant_of(chunk.key)]
         usage.used_bytes -= chunk.size_bytes
@@ -130,7 +111,7 @@ class TenantUsage:
         if chunk.pin is Pin.HARD:
             self._hard_pinned[usage.tenant] -= chunk.size_bytes
 
-    def asked(self, key: ChunkKey, found: Ranged | None) -> None:
+    def looked_up(self, key: ChunkKey, found: Chunk | None) -> None:
         """A reader looked for ``key``, and found a chunk or nothing."""
         tenant = tenant_of(key)
         if tenant and tenant not in self._tenants() and tenant not in self._usage:
@@ -158,7 +139,7 @@ class TenantUsage:
         )
 
     def excess_bytes(self, new: NewChunk) -> int:
-        """How many bytes the tenant has to give up for ``new``; raises InvalidRequest if it could never hold it."""
+        """Bytes that the tenant has to give up for ``new``; raises InvalidRequest if it could never hold it."""
         tenant = tenant_of(new.key)
         known, limit = self._tenants().get(tenant), self.limit_of(tenant)
         if known is None or not limit:
@@ -177,7 +158,7 @@ class TenantUsage:
         names = {*known, *(name for name, usage in list(self._usage.items()) if not usage.idle)}
         return [_with_quotas(self._usage.get(name) or TenantFigures(name), known.get(name)) for name in sorted(names)]
 
-    def check(self, ranges: Iterable[Ranged]) -> None:
+    def check(self, ranges: Iterable[Chunk]) -> None:
         """Assert that ``ranges``, all that are taken, add up to what was counted."""
         sums: dict[str, list[int]] = {}
         for each in ranges:

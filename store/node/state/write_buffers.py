@@ -54,7 +54,7 @@ USUAL_BYTES = 1 << 20
 MIN_VALUES = 4
 NUM_RECORDS = 256
 RING_BYTES = NUM_RECORDS * RECORD_BYTES
-#: What a node keeps behind its chunks for heads and records.
+#: Bytes that a node keeps behind its chunks for heads and records.
 AREA_BYTES = NUM_HEADS * HEAD_BYTES + MAX_BUFFERS * RING_BYTES
 #: Of the node's memory, what one write buffer and what all of them may take.
 ONE_FRACTION = 1 / 32
@@ -64,7 +64,7 @@ IDLE_S = 2.0
 
 
 class WriteBufferState(Enum):
-    """Where a write buffer stands."""
+    """The states of a write buffer."""
 
     #: The client puts values there.
     OPEN = "open"
@@ -79,7 +79,7 @@ class WriteBufferState(Enum):
 
 
 class WriteBufferEvent(Enum):
-    """What happens to a write buffer."""
+    """The events of a write buffer."""
 
     CLOSE = "the node wants its memory back, or the client has left"
     QUIET = "no use is open, nor can begin"

@@ -31,10 +31,10 @@ _log = structlog.get_logger(__name__)
 
 #: Of values, what one step of the event loop checksums or wipes, over all calls: about a millisecond.
 STEP_BYTES = 4 << 20
-#: What became of one put: whether the key existed, or why it failed. An error that is kept as a value goes without its
+#: The outcome of one put: whether the key existed, or why it failed. An error that is kept as a value goes without its
 #: traceback: that refers to the frame, and the frame to the list in which the error stands, a circle for each.
 PutOutcome: TypeAlias = bool | TanghuluError
-#: How far one put has come at this node, before the master's word.
+#: The progress of one put at this node, before the master's decision.
 Written: TypeAlias = Reserved | Existed | TanghuluError
 
 
@@ -227,29 +227,30 @@ class PutService:
         visible: bool,
         until_s: float,
         done: Callable[[list[PutOutcome]], None],
-        num_told: int = 0,
+        num_known: int = 0,
     ) -> None:
         """Call ``done`` when the master knows the keys, with whether somebody else's put was first. Errors are values.
 
-        What ``visible=False`` put is announced too, but not waited for; of the first ``num_told`` the master knows.
+        What ``visible=False`` put is announced too, but not waited for; of the first ``num_known`` the master knows.
         """
         outcomes: list[PutOutcome] = [e if isinstance(e, TanghuluError) else isinstance(e, Existed) for e in written]
-        if not visible or num_told >= len(written):
+        if not visible or num_known >= len(written):
             self._reporter.kick()
             done(outcomes)
             return
-        asked = [(i, each) for i, each in enumerate(written) if i >= num_told and not isinstance(each, TanghuluError)]
-        places, chunks = [i for i, _ in asked], [each.chunk for _, each in asked]
+        rest = enumerate(written[num_known:], num_known)
+        pending = [(i, each) for i, each in rest if not isinstance(each, TanghuluError)]
+        places, chunks = [i for i, _ in pending], [each.chunk for _, each in pending]
 
-        def told(words: list[ReportOutcome]) -> None:
-            for place, word in zip(places, words, strict=True):
-                outcomes[place] = word if isinstance(word, TanghuluError) else outcomes[place] or not word
+        def answered(decisions: list[ReportOutcome]) -> None:
+            for place, decision in zip(places, decisions, strict=True):
+                outcomes[place] = decision if isinstance(decision, TanghuluError) else outcomes[place] or not decision
             done(outcomes)
 
-        self._reporter.confirm(chunks, until_s, told)
+        self._reporter.confirm(chunks, until_s, answered)
 
     async def settled(
-        self, written: Sequence[Written], *, visible: bool, until_s: float, num_told: int = 0
+        self, written: Sequence[Written], *, visible: bool, until_s: float, num_known: int = 0
     ) -> list[PutOutcome]:
         """``settle`` for coroutines."""
         future: asyncio.Future[list[PutOutcome]] = asyncio.get_running_loop().create_future()
@@ -258,16 +259,16 @@ class PutService:
             visible=visible,
             until_s=until_s,
             done=lambda outcomes: None if future.done() else future.set_result(outcomes),
-            num_told=num_told,
+            num_known=num_known,
         )
         return await future
 
-    async def told_removals(self, until_s: float) -> None:
-        """Wait until the master knows what was removed; raises MasterUnavailable."""
+    async def removals_acknowledged(self, until_s: float) -> None:
+        """Wait until the masters know of all removals; raises MasterUnavailable."""
         await self._reporter.flushed(until_s)
 
     def report(self) -> None:
-        """Something waits to be told to the master."""
+        """Send waiting reports to the masters."""
         self._reporter.kick()
 
     def verify(self, chunk: Chunk) -> bool:

@@ -119,7 +119,7 @@ class ElectedMaster:
         clock, node, itself = ManualClock(), instance("n1"), instance("m", Role.MASTER)
         master = Master(term, clock.now_s(), 0.0, rng=Random(1), shares=True)
         server = self.server = MasterServer(master, clock, MasterMetrics(CollectorRegistry()), Random(1))
-        duties = Duties(server.own, server.disown, server.lead, server.lead_no_more, server.nodes_told)
+        duties = Duties(server.own, server.disown, server.lead, server.lead_no_more, server.update_nodes)
         owning = self.leadership = EtcdOwnership([Address("127.0.0.1", 1)], itself, 3.0, clock, duties)
         self.etcd = owning._client = FakeEtcd()  # type: ignore[assignment]
         owning.cluster = ETCD

@@ -59,9 +59,9 @@ def test_two_versions_of_a_key_are_dropped_each() -> None:
     for version in (1, 2):
         orders.drop("a", DropOrder("x", version))
     assert orders.take("a", 0.0)[1] == [DropOrder("x", 1), DropOrder("x", 2)]
-    assert not orders.was_told_to_drop("a", "x", 3)
-    assert orders.was_told_to_drop("a", "x", 2)
-    assert orders.was_told_to_drop("a", "x", None)
+    assert not orders.was_ordered_to_drop("a", "x", 3)
+    assert orders.was_ordered_to_drop("a", "x", 2)
+    assert orders.was_ordered_to_drop("a", "x", None)
     assert not orders.active
 
 
@@ -72,7 +72,7 @@ def test_an_order_says_whether_the_chunk_was_removed() -> None:
     drops = orders.take("a", 0.0)[1]
     told = parser_of(Orders)(encode(Orders(drops=drops)))
     assert told.drops == [("x", 1, False), ("x", 1, True)]
-    assert orders.was_told_to_drop("a", "x", 1)
+    assert orders.was_ordered_to_drop("a", "x", 1)
     assert not orders.active, "one removal answers both"
 
 
@@ -83,13 +83,13 @@ def test_a_drop_whose_answer_may_be_lost_is_told_again() -> None:
     orders.drop("b", DropOrder("another's", 7))
     assert orders.take("a", 0.0) == ([], [DropOrder("heard", 7), DropOrder("lost", 7)])
     assert orders.take("b", 0.0) == ([], [DropOrder("another's", 7)])
-    assert orders.was_told_to_drop("a", "heard", 7)
+    assert orders.was_ordered_to_drop("a", "heard", 7)
     assert orders.take("a", 1.0) == ([], []), "while the connection stands answers arrive"
-    orders.tell_again("a")
+    orders.repeat_drops("a")
     assert orders.take("b", 1.0) == ([], [])
     assert orders.take("a", 1.0) == ([], [DropOrder("lost", 7)])
     orders.expire(1.0 + ORDER_S)
-    orders.tell_again("a")
+    orders.repeat_drops("a")
     assert orders.take("a", 2.0 + ORDER_S) == ([], []), "the node holds nothing of it, and will never say so"
     assert not orders.active
     orders.check()

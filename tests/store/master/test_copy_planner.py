@@ -96,7 +96,7 @@ class World:
             failed_copies=failed or [],
         )
         self.directory.announce(announcement, self.now_s)
-        copies, drops = self.planner.heard(announcement, self.now_s)
+        copies, drops = self.planner.orders_for(announcement, self.now_s)
         self.copies += copies
         self.drops += [(name, drop) for drop in drops]
         if copies and self.rng.random() < self.failing:
@@ -367,7 +367,7 @@ def test_a_node_that_is_told_to_drop_what_it_removes_itself_is_not_waited_for() 
     def heard(name: str, *deleted: str) -> list[DropOrder]:
         announcement = NodeAnnouncement(name, 1, deleted=[Removal(key, 7) for key in deleted])
         world.directory.announce(announcement, world.now_s)
-        return world.planner.heard(announcement, world.now_s)[1]
+        return world.planner.orders_for(announcement, world.now_s)[1]
 
     assert heard("a", "k0000") == []
     assert heard("b") == [DropOrder("k0000", 7, removed=True)], "it was removed at a"
@@ -386,7 +386,7 @@ def test_a_copy_that_the_master_refused_is_not_made() -> None:
         entry = ChunkEntry(copies[0].key, version, SIZE)
         announcement = NodeAnnouncement("b", 1, [entry], capacity_bytes=CAPACITY)
         assert world.directory.announce(announcement, 0.1).accepted == [stands]
-        world.planner.heard(announcement, 0.1)
+        world.planner.orders_for(announcement, 0.1)
         _, drops = world.planner.orders.take("a", 0.1)
         assert drops == ([DropOrder(copies[0].key, 7)] if stands else []), "b put another value of the key"
 

@@ -16,6 +16,7 @@ from tanghulu.store.master.directory import directory as directory_module
 from tanghulu.store.master.directory.chunk_table import DirectoryTable
 from tanghulu.store.master.directory.inventories import Inventories, InventoryState
 from tanghulu.store.master.directory.key_order import KeyOrder
+from tanghulu.store.master.directory.listing import list_keys, snapshot
 from tanghulu.store.master.directory.placement import PlacementRequest
 from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, Removal, ReportPiece
@@ -234,14 +235,14 @@ class DirectoryMachine(RuleBasedStateMachine):
             wanted = sorted({key for _, key in self.truth() if key.startswith(prefix)})
             after, more, got = "", True, []
             while more:
-                listing, more, _ = self.directory.list_keys(prefix, after, 2)
+                listing, more, _ = list_keys(self.directory, prefix, after, 2)
                 got += [entry.key for entry in listing]
                 after = got[-1] if got else ""
             assert got == wanted
             walk, more = self.directory.walk(), True
             pairs: list[tuple[str, str]] = []
             while more:
-                page, more = self.directory.snapshot(walk, prefix, 2)
+                page, more = snapshot(self.directory, walk, prefix, 2)
                 pairs += [(name, key) for name, keys in page.items() for key in keys]
             assert sorted(pairs) == sorted(pair for pair in self.truth() if pair[1].startswith(prefix))
 

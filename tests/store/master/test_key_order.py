@@ -12,6 +12,7 @@ from tanghulu.store.master.directory import key_order
 from tanghulu.store.master.directory.chunk_table import DirectoryTable
 from tanghulu.store.master.directory.inventories import Inventories
 from tanghulu.store.master.directory.key_order import KEPT_S, KeyOrder
+from tanghulu.store.master.directory.listing import list_keys, snapshot
 from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.directory.rebuild import ALONE_S
 from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, Removal, ReportPiece
@@ -46,7 +47,7 @@ def say(directory: RangeDirectories, name: str, **values: Any) -> None:
 
 def in_steps(directory: RangeDirectories, prefix: str, after: str = "", limit: int = 1 << 30) -> tuple[list[str], int]:
     num_steps, keys = 1, list[str]()
-    while (page := directory.list_keys(prefix, after, limit)).walked_to is not None:
+    while (page := list_keys(directory, prefix, after, limit)).walked_to is not None:
         assert not page.keys
         assert page.more
         num_steps += 1
@@ -187,7 +188,7 @@ def test_a_walk_meets_each_key_that_stays_once() -> None:
     directory = filled(3000)
     walk, seen = directory.walk(), list[str]()
     for step in range(3100):
-        page, more = directory.snapshot(walk, "", 1)
+        page, more = snapshot(directory, walk, "", 1)
         seen += {key for keys in page.values() for key in keys}
         gone = [Removal(f"k{step}", 1)]
         say(directory, "a", removed=gone, added=[ChunkEntry(f"new{step}", 1, 1)])

@@ -290,13 +290,13 @@ def test_the_books() -> None:
     assert not kept.tick(0.0 + PENDING_S)
     assert kept.tick(1.0 + PENDING_S)
     kept.check()
-    assert kept.heard("a") == kept.heard("b") == []
+    assert kept.take_overdue("a") == kept.take_overdue("b") == []
     assert kept.tick(2.0 + PENDING_S)
     kept.check()
-    assert [key for key, _ in kept.heard("b")] == ["m"]
+    assert [key for key, _ in kept.take_overdue("b")] == ["m"]
     kept.check()
-    assert [key for key, _ in kept.heard("b")] == ["k"]
-    assert kept.heard("b") == []
+    assert [key for key, _ in kept.take_overdue("b")] == ["k"]
+    assert kept.take_overdue("b") == []
     assert not kept
     kept.check()
 
@@ -306,11 +306,11 @@ def test_what_is_overdue_may_be_confirmed_and_put_again() -> None:
     for key, node in (("k", "a"), ("m", "a"), ("n", "b")):
         kept.make(key, node, 1, 10, 0.0)
     assert kept.tick(PENDING_S)
-    assert kept.heard("a") == []
+    assert kept.take_overdue("a") == []
     kept.settle("k", "a", 1)
     kept.make("m", "b", 2, 10, PENDING_S)
     kept.check()
-    assert kept.heard("a") == []
+    assert kept.take_overdue("a") == []
     assert kept.retract("n", "b", 1)
     kept.check()
     assert not kept.tick(PENDING_S)

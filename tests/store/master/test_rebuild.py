@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tanghulu.discovery.base import HOLDS_NOTHING
-from tanghulu.store.master.directory.announcement import Announced
-from tanghulu.store.master.directory.ranges import RangeDirectories
+from tanghulu.store.master.directory.ranges import Announced, RangeDirectories
 from tanghulu.store.master.directory.rebuild import ALONE_S, TRANSITIONS, Membership, MembershipEvent, Rebuild
 from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, ReportPiece
 from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, NUM_SLOTS, RANGE_SLOTS, range_of, slot_of
@@ -118,7 +117,7 @@ def test_each_range_counts_its_own_slots(told: list[int], key: str) -> None:
     assert not ranges[range_of(key)].knows(key)
     for num_slots in told:
         for number, each in enumerate(ranges):
-            each.told(min(max(num_slots - RANGE_SLOTS * number, 0), RANGE_SLOTS))
+            each.update(min(max(num_slots - RANGE_SLOTS * number, 0), RANGE_SLOTS))
     known = told[-1] if told else 0
     assert sum(each.num_known_slots for each in ranges) == known
     assert sum(each.is_ready for each in ranges) == known // RANGE_SLOTS

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tanghulu.store.master.core import LOST_GRACE_S, Master
-from tanghulu.store.master.directory.announcement import Announced
 from tanghulu.store.master.directory.inventories import InventoryState
-from tanghulu.store.master.directory.ranges import RangeDirectories
+from tanghulu.store.master.directory.listing import list_keys
+from tanghulu.store.master.directory.ranges import Announced, RangeDirectories
 from tanghulu.store.master.directory.rebuild import REBUILD_S, NodesInEtcd
 from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, ReportPiece
 from tanghulu.store.protocol.key_slots import NUM_RANGES, NUM_SLOTS, range_of, slot_of
@@ -42,7 +42,7 @@ def owning(*numbers: int) -> RangeDirectories:
     cluster = NodesInEtcd(0.0)
     directory = RangeDirectories(0.0, cluster=cluster)
     directory.node_registered(NODE, 0.0)
-    cluster.told(frozenset({"n1"}), 0.0)
+    cluster.update(frozenset({"n1"}), 0.0)
     for number in numbers:
         directory.begin_range(number)
     directory.check()
@@ -75,7 +75,7 @@ def test_a_range_that_comes_is_known_when_every_node_has_told_it_again() -> None
 def test_a_range_that_goes_is_forgotten_at_once_and_swept_in_steps() -> None:
     directory = owning(*range(NUM_RANGES))
     report(directory, 1, KEYS)
-    while directory.list_keys("", "", 10).walked_to is not None:
+    while list_keys(directory, "", "", 10).walked_to is not None:
         pass  # an order of all keys is made, and has to go with them
     for number in range(NUM_RANGES):
         if number != OWNED:
@@ -155,21 +155,21 @@ def test_a_node_that_lost_the_last_answer_to_its_report_may_tell_the_end_again()
     assert not announced(directory, 1, piece).report_wanted
     assert announced(directory, 0).report_keys == 0
     directory.begin_range(6)
-    assert list(announced(directory, 1).untold) == [6]
+    assert list(announced(directory, 1).unreported) == [6]
     directory.check()
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_time_alone_makes_nothing_known_but_where_etcd_was_set_up_anew(known: bool) -> None:
     master = Master(1, 0.0, shares=True)
-    master.nodes_told({}, frozenset({"old"}) if known else None, 0.0)
+    master.update_nodes({}, frozenset({"old"}) if known else None, 0.0)
     master.directory.begin_range(OWNED)
     for now_s in (0.0, REBUILD_S - 0.1):
         master.tick(now_s, 0.05)
         assert not master.directory.is_ready, "a node may hold something that has not come yet"
     master.tick(REBUILD_S, 0.05)
     assert master.directory.is_ready is not known, "only the leader says who has left"
-    master.nodes_told({}, frozenset(), REBUILD_S)
+    master.update_nodes({}, frozenset(), REBUILD_S)
     master.tick(REBUILD_S, 0.05)
     assert master.directory.is_ready
     master.check()
@@ -179,7 +179,7 @@ def test_a_node_that_announces_its_keys_has_not_left_though_it_has_yet_to_find_t
     """Else all that it holds would be called missing for as long as it takes to register there."""
     master = Master(1, 0.0, shares=True)
     admitted = frozenset({"n1", "n2"})
-    master.nodes_told({"n1": NODE, "n2": instance("n2")}, admitted, 0.0)
+    master.update_nodes({"n1": NODE, "n2": instance("n2")}, admitted, 0.0)
     master.begin_leases(40, 10.0)
     master.announce(NodeAnnouncement("n1", NODE.generation), 12.0)
     assert master.present_nodes(admitted, 10.0 + REBUILD_S) == {"n1"}
@@ -195,7 +195,7 @@ def test_a_node_that_announces_its_keys_has_not_left_though_it_has_yet_to_find_t
 def test_a_node_is_in_touch_as_long_as_one_of_its_connections_is() -> None:
     """It has two at a leader that owns keys; one may break, or be given up, while nobody is lost."""
     master = Master(1, 0.0, shares=True)
-    master.nodes_told({"n1": NODE}, frozenset({"n1"}), 0.0)
+    master.update_nodes({"n1": NODE}, frozenset({"n1"}), 0.0)
     master.register(NODE, 3.0, 0.0)
     for _ in range(2):
         master.connection_made("n1", 0.0)
@@ -207,7 +207,7 @@ def test_a_node_is_in_touch_as_long_as_one_of_its_connections_is() -> None:
 
 def test_a_leader_takes_nodes_for_gone_that_do_not_come_within_a_lease() -> None:
     master = Master(1, 0.0, shares=True)
-    master.nodes_told({"n1": NODE, "n2": instance("n2")}, frozenset({"n1", "n2"}), 0.0)
+    master.update_nodes({"n1": NODE, "n2": instance("n2")}, frozenset({"n1", "n2"}), 0.0)
     master.begin_leases(40, 10.0)
     lease_id = master.register(NODE, 3.0, 10.5)
     admitted = frozenset({"n1", "n2"})
@@ -217,6 +217,6 @@ def test_a_leader_takes_nodes_for_gone_that_do_not_come_within_a_lease() -> None
     master.leases.deregister("n1", lease_id)
     assert master.present_nodes(admitted, 14.0) == frozenset()
     assert master.directory.num_nodes == 2, "etcd tells who has gone"
-    master.nodes_told({}, frozenset(), 14.0)
+    master.update_nodes({}, frozenset(), 14.0)
     assert master.directory.num_nodes == 0
     master.check()

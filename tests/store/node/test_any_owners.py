@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tanghulu.store.node.state.chunk import Chunk
+from tanghulu.store.node.state.outbox import MasterOutbox, ReportMessage
 from tanghulu.store.node.state.outcomes import Reserved
-from tanghulu.store.node.state.report_queue import ReportMessage, ReportQueue
 from tanghulu.store.protocol.key_slots import NUM_RANGES, known_below, range_of
 from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.terms import Term
@@ -27,14 +27,14 @@ class AnyOwners(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.state = make_state()
-        self.queues = self.state.reports
+        self.reports = self.state.reports
         self.true_map = RangeMap(1, 7, (A,) * NUM_RANGES, (1,) * NUM_RANGES)
         self.known: dict[tuple[Address, int], dict[str, int]] = {(A, number): {} for number in range(NUM_RANGES)}
         self.version = 1
-        self.under_way: list[tuple[Address, ReportQueue, ReportMessage]] = []
+        self.under_way: list[tuple[Address, MasterOutbox, ReportMessage]] = []
         self.num_removed = 0
-        self.queues.take_map(self.true_map)
-        self.state.report_wanted()
+        self.reports.take_map(self.true_map)
+        self.state.begin_reports()
 
     def holds(self) -> dict[str, int]:
         found = (self.state.chunks.table.find(ChunkKey(key)) for key in KEYS)
@@ -51,7 +51,7 @@ class AnyOwners(RuleBasedStateMachine):
     def remove_and_wait(self, key: str) -> None:
         gone = self.holds().get(key)
         if self.state.chunks.remove(ChunkKey(key)):
-            self.queues.flush(lambda: self.must_be_gone(key, gone))
+            self.reports.flush(lambda: self.must_be_gone(key, gone))
 
     def must_be_gone(self, key: str, version: int | None) -> None:
         self.num_removed += 1
@@ -60,10 +60,9 @@ class AnyOwners(RuleBasedStateMachine):
 
     @rule()
     def report(self) -> None:
-        if self.queues.report_wanted:
-            self.state.report_wanted()
-        while self.queues.is_unsorted:
-            self.queues.sort_report(5)
+        self.state.begin_reports()
+        while (chunks := self.reports.unsorted) is not None:
+            chunks.sort(5)
 
     # --- the masters
 
@@ -83,28 +82,28 @@ class AnyOwners(RuleBasedStateMachine):
 
     @rule()
     def hear(self) -> None:
-        if self.true_map.replaces(self.queues.map):
-            self.queues.take_map(self.true_map)
+        if self.true_map.replaces(self.reports.map):
+            self.reports.take_map(self.true_map)
 
     @rule(owner=st.sampled_from([A, B]))
     def send(self, owner: Address) -> None:
-        queue = self.queues.owners.get(owner)
-        if queue is not None and not any(each is queue for _, each, _ in self.under_way):
-            self.under_way.append((owner, queue, queue.take()))
+        outbox = self.reports.owners.get(owner)
+        if outbox is not None and not any(each is outbox for _, each, _ in self.under_way):
+            self.under_way.append((owner, outbox, outbox.take()))
 
     @rule(index=st.integers(0, 1), end=st.sampled_from(["answered", "answered", "lost", "answer lost"]))
     def arrive(self, index: int, end: str) -> None:
         if not self.under_way:
             return
-        owner, queue, message = self.under_way.pop(index % len(self.under_way))
+        owner, outbox, message = self.under_way.pop(index % len(self.under_way))
         is_taken = end != "lost" and self.take(owner, message)
-        if queue is not self.queues.owners.get(owner):
+        if outbox is not self.reports.owners.get(owner):
             return  # a late answer of who owns nothing any more
         if not is_taken or end == "answer lost":
-            queue.requeue()
+            outbox.requeue()
             return
-        queue.done()
-        queue.granted(2, known_below(1024))
+        outbox.done()
+        outbox.granted(2, known_below(1024))
         for chunk in message.added:
             if message.concerns(chunk.key):
                 self.state.reported(chunk, accepted=True)
@@ -137,12 +136,12 @@ class AnyOwners(RuleBasedStateMachine):
             self.arrive(0, "answered")
         for _ in range(200):
             self.report()
-            for owner in list(self.queues.owners):
+            for owner in list(self.reports.owners):
                 self.send(owner)
             while self.under_way:
                 self.arrive(0, "answered")
-        assert not self.queues.is_reporting
-        assert self.queues.removals_told
+        assert not self.reports.is_reporting
+        assert self.reports.removals_acknowledged
         known: dict[str, int] = {}
         for keys in self.known.values():
             known |= keys
@@ -155,46 +154,46 @@ TestAnyOwners.settings = settings(max_examples=25, stateful_step_count=40, deadl
 
 def test_what_is_under_way_to_the_old_owner_is_told_the_new_one() -> None:
     state = make_state()
-    queues, number, flushed = state.reports, range_of("k1"), list[str]()
-    queues.take_map(RangeMap(10, 7, (A,) * NUM_RANGES, (10,) * NUM_RANGES))
+    reports, number, flushed = state.reports, range_of("k1"), list[str]()
+    reports.take_map(RangeMap(10, 7, (A,) * NUM_RANGES, (10,) * NUM_RANGES))
     put(state, new("k1"))
     put(state, new("k2"))
-    old = queues.owners[A]
+    old = reports.owners[A]
     state.chunks.remove(ChunkKey("k2"))
     put(state, new("k1-gone"))
     message = old.take()
-    queues.flush(lambda: flushed.append("told"))
+    reports.flush(lambda: flushed.append("told"))
     owner_of = tuple(B if each == number else A for each in range(NUM_RANGES))
-    queues.take_map(RangeMap(20, 7, owner_of, tuple(20 if each is B else 10 for each in owner_of)))
+    reports.take_map(RangeMap(20, 7, owner_of, tuple(20 if each is B else 10 for each in owner_of)))
     (chunk,) = (each for each in message.added if each.key == "k1")
     assert not message.concerns(chunk.key), "what the old owner says of it means nothing"
-    assert queues.is_pending(chunk)
-    assert [each.key for each in queues.owners[B].take().added] == ["k1"]
+    assert reports.is_pending(chunk)
+    assert [each.key for each in reports.owners[B].take().added] == ["k1"]
     old.requeue()
     assert "k1" not in [each.key for each in old.take().added]
     old.done()
     assert not flushed, "the range that has moved may have had the removal"
-    queues.owners[B].done()
-    assert not flushed or queues.removals_told
-    queues.check()
+    reports.owners[B].done()
+    assert not flushed or reports.removals_acknowledged
+    reports.check()
 
 
 def test_a_flush_waits_for_what_came_behind_the_message_under_way() -> None:
     state = make_state()
-    queues, number, flushed = state.reports, range_of("k1"), list[str]()
+    reports, number, flushed = state.reports, range_of("k1"), list[str]()
     other = next(key for key in KEYS if range_of(key) != number)
     owner_of = tuple(A if each == number else B for each in range(NUM_RANGES))
-    queues.take_map(RangeMap(10, 7, owner_of, (10,) * NUM_RANGES))
+    reports.take_map(RangeMap(10, 7, owner_of, (10,) * NUM_RANGES))
     for key in ("k1", other):
         put(state, new(key))
         state.chunks.remove(ChunkKey(key))
-    queues.flush(lambda: flushed.append("told"))
-    heir = queues.owners[B]
+    reports.flush(lambda: flushed.append("told"))
+    heir = reports.owners[B]
     assert [key for key, _ in heir.take().deleted] == [other]
     terms = tuple(20 if owner is A else 10 for owner in owner_of)
-    queues.take_map(RangeMap(20, 7, (B,) * NUM_RANGES, terms))
+    reports.take_map(RangeMap(20, 7, (B,) * NUM_RANGES, terms))
     heir.done()
-    queues.check()
+    reports.check()
     assert not flushed, "the new owner has yet to hear of k1"
     assert [key for key, _ in heir.take().deleted] == ["k1"]
     heir.done()

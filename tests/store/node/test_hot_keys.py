@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tanghulu.store.node.state.counters import MAX_KEYS, MAX_TOLD, SAMPLE, HotKeys
+from tanghulu.store.node.state.counters import MAX_KEYS, MAX_REPORTED, SAMPLE, HotKeys
 from tanghulu.types import ChunkKey
 
 
@@ -15,7 +15,7 @@ def test_the_most_read_are_told_once_and_cold_ones_do_not_push_them_out() -> Non
         hot.saw(ChunkKey("warm"))
         hot.check()
     told = hot.take()
-    assert len(told) == MAX_TOLD
+    assert len(told) == MAX_REPORTED
     assert [key for key, _ in told[:2]] == ["warm", "hot"]
     assert dict(told)[ChunkKey("hot")] == 50 * SAMPLE
     assert hot.take() == []

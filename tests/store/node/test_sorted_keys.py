@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tanghulu.store.node.rpc.sorted_keys import SortedKeys
+from tanghulu.store.node.rpc.admin_service import SortedKeys
 from tanghulu.types import ChunkKey
 
 

@@ -9,14 +9,14 @@ import pytest
 from tanghulu.errors import InvalidRequest, LeaseExpired, StoreFull
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.space.space import MAX_CARVED
-from tanghulu.store.node.state import report_queue
+from tanghulu.store.node.state import outbox
 from tanghulu.store.node.state.chunk import TRANSITIONS, Chunk, ChunkEvent, ChunkState, compact
 from tanghulu.store.node.state.confirmations import ReportOutcome
 from tanghulu.store.node.state.counters import EvictionReason
 from tanghulu.store.node.state.node_state import NodeState
+from tanghulu.store.node.state.outbox import MAX_RETRACTED
 from tanghulu.store.node.state.outcomes import Existed, Reserved, Waiter
-from tanghulu.store.node.state.report_queue import MAX_RETRACTED
-from tanghulu.store.node.state.report_queues import ReportQueues
+from tanghulu.store.node.state.reports import NodeReports
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.key_slots import NUM_SLOTS, known_below, slot_of
 from tanghulu.store.protocol.types import Pin
@@ -349,15 +349,15 @@ def test_puts_that_came_to_nothing_are_retracted_once() -> None:
 
 
 def test_withdrawals_are_bounded() -> None:
-    queues = ReportQueues()
+    reports = NodeReports()
     for version in range(MAX_RETRACTED + 10):
-        queues.retract(ChunkKey("k"), version)
-    assert len(queues.leader.take().retracted) == MAX_RETRACTED
-    queues.leader.done()
-    queues.retract(ChunkKey("k"), 10**6)
-    assert queues.has_retracted(ChunkKey("k"), 10**6)
-    assert not queues.has_retracted(ChunkKey("k"), 0)
-    queues.check()
+        reports.retract(ChunkKey("k"), version)
+    assert len(reports.leader.take().retracted) == MAX_RETRACTED
+    reports.leader.done()
+    reports.retract(ChunkKey("k"), 10**6)
+    assert reports.has_retracted(ChunkKey("k"), 10**6)
+    assert not reports.has_retracted(ChunkKey("k"), 0)
+    reports.check()
 
 
 def awaited_put(state: NodeState, key: str) -> tuple[Chunk, list[list[ReportOutcome]]]:
@@ -399,6 +399,11 @@ def test_a_put_of_what_is_removed_while_its_report_is_under_way_ends_with_that(a
     state.check()
 
 
+def sort_reports(state: NodeState) -> None:
+    while (chunks := state.reports.unsorted) is not None:
+        chunks.sort(100)
+
+
 def test_a_report_comes_in_pieces() -> None:
     state = make_state()
     put(state, new("a"))
@@ -408,10 +413,11 @@ def test_a_report_comes_in_pieces() -> None:
     state.reported(next(iter(state.chunks.table)), accepted=True)
     put(state, new("b"))  # which no master has confirmed
     state.report_all()
-    queue.sort_report(100)
+    sort_reports(state)
     message = queue.take()
     assert message.report_id, "it waits until it is granted"
-    assert (message.piece, [c.key for c in message.added], message.unconfirmed) == (None, ["b"], [True])
+    assert (message.piece, [c.key for c in message.added]) == (None, ["b"])
+    assert [state.reports.is_unconfirmed(c) for c in message.added] == [True]
     queue.done()
     queue.granted(10, known_below(0))
     assert queue.urgent
@@ -444,11 +450,12 @@ def test_a_put_that_the_master_cannot_decide_waits_until_its_slot_is_known() -> 
     assert queue.waits_for_master
     queue.granted(0, known_below(slot_of("k") + 1))
     message = queue.take()
-    assert (message.added, message.unconfirmed) == ([chunk], [True])
+    assert message.added == [chunk]
+    assert state.reports.is_unconfirmed(chunk)
 
 
 def test_removals_that_no_master_takes_are_bounded_and_end_in_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_queue, "MAX_QUEUED_REMOVALS", 10)
+    monkeypatch.setattr(outbox, "MAX_QUEUED_REMOVALS", 10)
     state = make_state()
     queue = state.reports.leader
     for number in range(30):
@@ -461,15 +468,15 @@ def test_removals_that_no_master_takes_are_bounded_and_end_in_a_report(monkeypat
     queue.done()
     state.reported(message.added[0], accepted=True)
     assert queue.report_wanted
-    assert not queue.removals_told
+    assert not queue.removals_acknowledged
     state.report_all()
-    queue.sort_report(100)
+    sort_reports(state)
     queue.granted(100, known_below(0))
     message = queue.take()
     assert message.piece is not None
     assert [c.key for c in message.piece.chunks] == ["stays"]
     queue.done()
-    assert queue.removals_told
+    assert queue.removals_acknowledged
     assert not queue.report_wanted
 
 

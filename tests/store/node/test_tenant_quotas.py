@@ -11,7 +11,7 @@ from tanghulu.errors import InvalidRequest, QuotaExceeded, StoreFull
 from tanghulu.eviction import POLICIES, Policy, make_policy
 from tanghulu.eviction.fair import Fair
 from tanghulu.store.master.core import TenantTotals
-from tanghulu.store.node.rpc.tenant_metrics import MAX_LABELS, NONE, OTHERS, labelled
+from tanghulu.store.node.rpc.metrics import MAX_LABELS, NONE, OTHERS, labelled
 from tanghulu.store.node.space.space import STEP_RESIDENTS
 from tanghulu.store.node.state.node_chunks import QUOTA_LOOK
 from tanghulu.store.node.state.node_state import NodeState
@@ -154,14 +154,14 @@ def test_a_quota_for_all_nodes_is_kept_in_parts() -> None:
     assert held(state, "a") == 9, "nothing is known of others"
     assert book.bounded() == [("a", total)]
     put(state, new("@free/1"))
-    book.heard({"a": 2 * SIZE}, 3)
+    book.update_elsewhere({"a": 2 * SIZE}, 3)
     assert book.overdrawn() == [("a", 2 * SIZE)]
     state.chunks.trim_tenants()
     state.check()
     assert (held(state, "a"), held(state, "free")) == (7, 1)
     assert state.chunks.find(ChunkKey("@a/11")) is not None
     assert book.overdrawn() == []
-    book.heard({"a": 100 * SIZE}, 3)  # B: others hold everything, and it has a third of it nevertheless
+    book.update_elsewhere({"a": 100 * SIZE}, 3)  # B: others hold everything, and it has a third of it nevertheless
     state.chunks.trim_tenants()
     assert held(state, "a") == 3
     put(state, new("@a/more"))
@@ -174,12 +174,12 @@ def test_a_quota_for_all_nodes_is_kept_in_parts() -> None:
 
 def test_the_master_adds_up_what_nodes_say() -> None:
     totals = TenantTotals()
-    totals.told("n1", {"a": 5, "b": 1})
-    totals.told("n2", {"a": 7})
-    totals.told("n3", {"a": 1, "b": 2})
+    totals.update("n1", {"a": 5, "b": 1})
+    totals.update("n2", {"a": 7})
+    totals.update("n3", {"a": 1, "b": 2})
     assert totals.elsewhere("n1", {"n1", "n2", "n3"}) == {"a": 8, "b": 2}
     assert totals.elsewhere("n1", {"n1", "n3"}) == {"a": 1, "b": 2}
-    totals.told("n3", {"a": 0})
+    totals.update("n3", {"a": 0})
     assert totals.elsewhere("n1", {"n1", "n3"}) == {"a": 0, "b": 0}
 
 

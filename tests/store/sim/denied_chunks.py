@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
-from tanghulu.store.master.directory.announcement import Announced
-from tanghulu.store.master.directory.ranges import RangeDirectories
+from tanghulu.store.master.directory.ranges import Announced, RangeDirectories
 from tanghulu.store.protocol.announcements import NodeAnnouncement
 from tanghulu.store.protocol.key_slots import range_of
 from tanghulu.store.protocol.types import ClientCommit, CommitResult

@@ -87,7 +87,7 @@ class SimOwner(SimProcess):
         self.shell = server = _WatchedServer(self.core, clock, MasterMetrics(CollectorRegistry()), rng)
         server.world, server.id, server.address = world, self.id, address
         instance = Instance(self.id, Role.MASTER, address)
-        duties = Duties(self._owns, server.disown, server.lead, server.lead_no_more, server.nodes_told)
+        duties = Duties(self._owns, server.disown, server.lead, server.lead_no_more, server.update_nodes)
         with reached_by(world.etcd):
             self.ownership = EtcdOwnership((), instance, TTL_S, clock, duties)
         server.leadership = server.ownership = self.ownership

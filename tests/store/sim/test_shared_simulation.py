@@ -18,8 +18,9 @@ from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.directory.rebuild import Rebuild
 from tanghulu.store.master.election.range_election import RangeElection, RangeState
 from tanghulu.store.node.space.space import Space
+from tanghulu.store.node.state import outbox
 from tanghulu.store.node.state.node_chunks import NodeChunks
-from tanghulu.store.node.state.report_queue import HandedOver, ReportQueue
+from tanghulu.store.node.state.outbox import MasterOutbox
 from tanghulu.store.protocol.announcements import NodeAnnouncement, Removal
 from tanghulu.store.protocol.key_slots import RANGE_SLOTS
 from tanghulu.store.protocol.terms import LeaseProofs
@@ -104,8 +105,12 @@ def _takes_a_moved_range_for_known(original: Any) -> Any:
     return lambda self, num_slots: original(self, RANGE_SLOTS)
 
 
-def _tells_the_former_owner_alone(original: Any) -> Any:
-    return lambda self, untold, numbers: original(self, HandedOver(), numbers)
+def _reports_to_the_former_owner_alone(original: Any) -> Any:
+    def taken(pending: dict[Any, Any], numbers: Any, key_of: Any) -> dict[Any, Any]:
+        original(pending, numbers, key_of)
+        return {}  # the new owner gets nothing of it
+
+    return taken
 
 
 def _believes_without_proof(original: Any) -> Any:
@@ -113,20 +118,19 @@ def _believes_without_proof(original: Any) -> Any:
 
 
 def _keeps_what_is_under_way_to_the_former_owner(original: Any) -> Any:
-    def hand_over(self: ReportQueue, numbers: frozenset[int]) -> Any:
-        message, self._under_way = self._under_way, None
-        untold = original(self, numbers)
-        self._under_way = message
-        return untold
+    def move(self: MasterOutbox, numbers: frozenset[int], heir: MasterOutbox) -> None:
+        message, self._in_flight = self._in_flight, None
+        original(self, numbers, heir)
+        self._in_flight = message
 
-    return hand_over
+    return move
 
 
 def _reports_memory_alone(original: Any) -> Any:
-    def report_wanted(self: NodeChunks) -> None:
-        self._reports.begin_wanted([*self.table], self._is_reported)
+    def begin_reports(self: NodeChunks) -> None:
+        self._reports.begin_reports([*self.table], self._is_reported)
 
-    return report_wanted
+    return begin_reports
 
 
 def _evicts_hard_pins(original: Any) -> Any:
@@ -162,16 +166,16 @@ def _keeps_a_proof_for_ever(original: Any) -> Any:
 
 
 MUTATIONS = [
-    (NodeChunks, "report_wanted", _reports_memory_alone, _DISKS),
+    (NodeChunks, "begin_reports", _reports_memory_alone, _DISKS),
     (Space, "settle", _evicts_hard_pins, _DOUBLED),
     (NodeChunks, "let_go", _drops_whatever_has_the_key_of_a_removed_chunk, _REMOVED_TWICE),
     (RangeDirectories, "_take_out", _ignores_the_versions_of_removals, _REMOVED_LATE),
     (LeaseProofs, "is_proven", _keeps_a_proof_for_ever, _RESTING),
     (RangeElection, "owned", _answers_on_after_a_hand_over, _MOVING),
-    (Rebuild, "told", _takes_a_moved_range_for_known, _MOVING),
-    (ReportQueue, "take_over", _tells_the_former_owner_alone, _MOVING),
+    (Rebuild, "update", _takes_a_moved_range_for_known, _MOVING),
+    (outbox, "_taken", _reports_to_the_former_owner_alone, _MOVING),
     (LeaseProofs, "is_proven", _believes_without_proof, _FROZEN),
-    (ReportQueue, "hand_over", _keeps_what_is_under_way_to_the_former_owner, _MOVING),
+    (MasterOutbox, "move", _keeps_what_is_under_way_to_the_former_owner, _MOVING),
 ]
 
 

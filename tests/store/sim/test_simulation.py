@@ -22,7 +22,7 @@ from tanghulu.store.master.directory.rebuild import Rebuild
 from tanghulu.store.node.rpc import service
 from tanghulu.store.node.space.allocator import OffsetAllocator
 from tanghulu.store.node.state.node_chunks import NodeChunks
-from tanghulu.store.node.state.report_queue import ReportQueue
+from tanghulu.store.node.state.outbox import MasterOutbox
 from tanghulu.store.node.state.slot_report import SlotReport
 from tanghulu.store.node.state.write_buffers import WriteBuffers
 from tanghulu.store.node.writes.incoming import IncomingValues
@@ -145,16 +145,16 @@ def test_many_seeds() -> None:
 
 
 def _forgets_to_announce(original: Callable[..., Any]) -> Callable[..., Any]:
-    def requeue(self: ReportQueue) -> None:
-        self._under_way = None  # a message that failed is thought to have arrived
+    def requeue(self: MasterOutbox) -> None:
+        self._in_flight = None  # a message that failed is thought to have arrived
 
     return requeue
 
 
 def _forgets_removals_of_a_torn_message(original: Callable[..., Any]) -> Callable[..., Any]:
-    def requeue(self: ReportQueue) -> None:
-        assert self._under_way is not None
-        self._under_way = dataclasses.replace(self._under_way, removed=[], deleted=[])
+    def requeue(self: MasterOutbox) -> None:
+        assert self._in_flight is not None
+        self._in_flight = dataclasses.replace(self._in_flight, removed=[], deleted=[])
         original(self)
 
     return requeue
@@ -209,10 +209,10 @@ def _is_never_incomplete(original: Any) -> Any:
 
 
 def _takes_time_for_knowledge(original: Any) -> Any:
-    def told(self: Rebuild, num_slots: int) -> None:
+    def update(self: Rebuild, num_slots: int) -> None:
         original(self, RANGE_SLOTS)  # whatever has been reported
 
-    return told
+    return update
 
 
 def _keeps_what_was_known_once(original: Any) -> Any:
@@ -227,7 +227,7 @@ def _decides_before_it_knows(original: Any) -> Any:
 
 
 def _leaves_undecided_puts_parked(original: Any) -> Any:
-    def granted(self: ReportQueue, num_keys: int, known: bytes) -> None:
+    def granted(self: MasterOutbox, num_keys: int, known: bytes) -> None:
         original(self, num_keys, known_below(0))
 
     return granted
@@ -292,18 +292,18 @@ def _does_not_ask_again(original: Any) -> Any:
 
 
 MUTATIONS = [
-    (ReportQueue, "requeue", _forgets_to_announce, _STORMY),
-    (ReportQueue, "requeue", _forgets_removals_of_a_torn_message, _TORN),
+    (MasterOutbox, "requeue", _forgets_to_announce, _STORMY),
+    (MasterOutbox, "requeue", _forgets_removals_of_a_torn_message, _TORN),
     (IncomingValues, "_gone", _keeps_the_range_of_a_torn_put, _STREAMING),
     (NodeChunks, "_drop", _frees_what_is_leased, _CROWDED),
     (OffsetAllocator, "free", _hands_out_too_much, _CROWDED),
     (Directory, "entomb", _lets_removed_chunks_return, _LONELY),
     (directory_client, "locate", _removes_where_the_key_was_seen, _FILLING),
     (Rebuild, "knows", _is_never_incomplete, _REBORN),
-    (Rebuild, "told", _takes_time_for_knowledge, _REBORN),
-    (Rebuild, "told", _keeps_what_was_known_once, _LONELY),
+    (Rebuild, "update", _takes_time_for_knowledge, _REBORN),
+    (Rebuild, "update", _keeps_what_was_known_once, _LONELY),
     (Directory, "put_in", _decides_before_it_knows, _CONTESTED),
-    (ReportQueue, "granted", _leaves_undecided_puts_parked, _REBORN),
+    (MasterOutbox, "granted", _leaves_undecided_puts_parked, _REBORN),
     (SlotReport, "take", _passes_over_a_chunk, _REBORN),
     (RangeDirectories, "is_incomplete", _denies_what_it_does_not_know, _REBORN),
     (service, "after_drain", _answers_without_looking_at_buffers, _TIDY),
@@ -312,7 +312,7 @@ MUTATIONS = [
     (IncomingValues, "begin", _frees_what_is_still_coming, _STREAMING),
     (Directory, "commit_by_client", _accepts_and_forgets, _CALM_REMOTE),
     (CommitCall, "results", _publishes_what_was_refused, _CALM_MANY),
-    (PendingCommits, "heard", _keeps_pending_commits_for_ever, _MURDEROUS),
+    (PendingCommits, "take_overdue", _keeps_pending_commits_for_ever, _MURDEROUS),
     (WriteBuffers, "_free_range", _forgets_the_rest_of_a_buffer, _MURDEROUS),
     (get, "LATE_S", _does_not_ask_again, _WAITING),
 ]

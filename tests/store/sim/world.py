@@ -31,6 +31,7 @@ from typing import Any
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import ChunkNotFound, TanghuluError
 from tanghulu.store.client.aio import AsyncClient
+from tanghulu.store.master.directory.listing import snapshot
 from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.node.ssd.tier import SsdPlace
 from tanghulu.store.node.state.chunk import ChunkState
@@ -533,7 +534,7 @@ class World:
         for master in self.masters:
             directory = master.core.directory
             assert directory.is_ready, f"the directory of {master.host} is not complete"
-            page, rest = directory.snapshot(directory.walk(), "", 1 << 20)
+            page, rest = snapshot(directory, directory.walk(), "", 1 << 20)
             assert not rest
             listed.update(page.get(host, ()))
         return listed
