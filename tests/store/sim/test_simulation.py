@@ -46,7 +46,6 @@ _CONTESTED = Plan(5, 12, 12, 10.0, 4 << 20, 1.0, faults=("master",), sizes=(10, 
 _LONELY = Plan(3, 4, 150, 14.0, 4 << 20, 1.5, faults=("isolate",), removals=2.0, sizes=(10, 3000))
 _CALM = Plan(2, 4, 300, 8.0, 8 << 20, 1.0, faults=(), sizes=(10, 3000, 20_000), removals=0.0, near=0.75)
 _STREAMING = Plan(2, 4, 60, 8.0, 8 << 20, 0.2, faults=("kill", "tear"), sizes=(70_000, 300_000), removals=0.0, near=0.0)
-_CALM_REMOTE = Plan(2, 4, 300, 8.0, 32 << 20, 1.0, faults=(), sizes=(70_000, 300_000), removals=0.0, near=0.0)
 _CALM_MANY = Plan(2, 4, 600, 8.0, 8 << 20, 1.0, faults=(), sizes=(10, 3000), removals=0.0, near=1.0, batch=8)
 _TIDY = Plan(2, 4, 100, 8.0, 8 << 20, 1.0, faults=(), sizes=(10, 3000), removals=3.0, near=1.0)
 _WAITING = Plan(2, 6, 30, 8.0, 64 << 20, 1.0, faults=(), sizes=(3000, 70_000, 1_200_000), removals=0.0, waits=4.0)
@@ -310,7 +309,7 @@ MUTATIONS = [
     (CommitCall, "results", _publishes_what_was_refused, _CALM),
     (carriers, "commit_by_client", _publishes_without_committing, _CALM),
     (IncomingValues, "begin", _frees_what_is_still_coming, _STREAMING),
-    (Directory, "commit_by_client", _accepts_and_forgets, _CALM_REMOTE),
+    (Directory, "commit_by_client", _accepts_and_forgets, _CALM),
     (CommitCall, "results", _publishes_what_was_refused, _CALM_MANY),
     (PendingCommits, "take_overdue", _keeps_pending_commits_for_ever, _MURDEROUS),
     (WriteBuffers, "_free_range", _forgets_the_rest_of_a_buffer, _MURDEROUS),
