@@ -45,6 +45,7 @@ _REMOVED = {
     **dict.fromkeys(("worker_timeout", "silence_timeout"), "its name ends in _s now"),
     **dict.fromkeys(("high_watermark", "low_watermark", "event_shards"), "the default always applies"),
     **dict.fromkeys(("queue_ageing", "store_pending", "store_deferred"), "the default always applies"),
+    "spin_us": "small transfers no longer poll",
 }
 
 

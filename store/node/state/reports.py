@@ -1,4 +1,4 @@
-"""Everything that the masters have yet to be sent: an MasterOutbox for each that owns ranges of keys. Pure.
+"""Everything that the masters have yet to be sent: a MasterOutbox for each that owns ranges of keys. Pure.
 
 As long as a node has met one master only, that one's outbox has everything. Later each range is in the outbox of its
 owner; ranges without an owner wait in an outbox of their own. When the map moves a range, its queued events, and those
