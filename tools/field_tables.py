@@ -1,4 +1,4 @@
-"""The tables of fields in docs/http.md, written from the classes that bodies are checked by.
+"""The tables of docs/reference/fields.md, written from the classes that bodies are checked by.
 
     python tools/field_tables.py            # write them anew
     python tools/field_tables.py --check    # fail if they differ
@@ -17,7 +17,7 @@ from tanghulu.conductor.http.responses.bodies import FormatOfText, ReasoningOpti
 from tanghulu.conductor.inference import grammars, schema
 from tanghulu.conductor.inference.body import IGNORED, UNSUPPORTED, Body
 
-PAGE = Path(__file__).parents[1] / "docs" / "http.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "fields.md"
 _TABLE = re.compile(r"(<!-- fields ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 BODIES: Final[dict[type[Body], str]] = {
     schema.ChatBody: "chat",
