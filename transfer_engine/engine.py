@@ -296,10 +296,10 @@ class TransferEngine:
             except TanghuluError as error:
                 reasons.append(_reason(remote.transport, error))
                 peers.pop(remote.transport).close()
-        told = "; ".join(each.message for each in reasons)
+        texts = "; ".join(each.message for each in reasons)
         of_version = any(isinstance(each, VersionMismatch) for each in reasons)
         raise (VersionMismatch if of_version else NodeUnavailable)(
-            f"segment {descriptor.name!r} of generation {descriptor.generation} cannot be opened: {told}"
+            f"segment {descriptor.name!r} of generation {descriptor.generation} cannot be opened: {texts}"
         )
 
     def _executor(self) -> Executor:

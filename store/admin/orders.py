@@ -106,7 +106,7 @@ def undrain(node: str) -> Order[Row]:
 
 
 def drain(
-    node: str, *, wait: bool, timeout_s: float | None = None, told: Callable[[NodeView], None] = lambda view: None
+    node: str, *, wait: bool, timeout_s: float | None = None, on_view: Callable[[NodeView], None] = lambda view: None
 ) -> Order[Row]:
     """Have the chunks of ``node`` moved away; with ``wait`` until it may be stopped, at most ``timeout_s``.
 
@@ -118,13 +118,13 @@ def drain(
     if all(view.draining for view in views if view.id != node):
         raise Conflict(f"no other node takes chunks: start one before {node} is drained")
     yield asking("drain", node)
-    num_chunks = (yield from _until_drained(node, began_s, timeout_s, told)) if wait else 0
+    num_chunks = (yield from _until_drained(node, began_s, timeout_s, on_view)) if wait else 0
     seconds = round(time.monotonic() - began_s, 3)
     return {"node": node, "drained": wait, "num_chunks": num_chunks, "seconds": seconds}
 
 
 def _until_drained(
-    node: str, began_s: float, timeout_s: float | None, told: Callable[[NodeView], None]
+    node: str, began_s: float, timeout_s: float | None, on_view: Callable[[NodeView], None]
 ) -> Generator[Question | Pause, Any, int]:
     """Wait until the node may be stopped; returns the number of its chunks, all of which others hold too."""
     was_draining = False
@@ -136,7 +136,7 @@ def _until_drained(
         if was_draining and not view.draining:
             raise Conflict(f"somebody undrained {node}")
         was_draining = view.draining
-        told(view)
+        on_view(view)
         if view.drained:
             return view.num_chunks
         if timeout_s is not None and time.monotonic() - began_s >= timeout_s:

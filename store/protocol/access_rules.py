@@ -80,9 +80,9 @@ def _without_figures(identity: Identity, reply: PlaceReply | NodesReply | bytes)
     """A list of nodes for a tenant, which may not count what others hold; an answer may be encoded already."""
     if identity.sees_metrics:
         return reply
-    told = _parse_nodes(reply) if isinstance(reply, bytes) else reply
-    nodes = [replace(node, used_bytes=0, ssd_used_bytes=0, num_chunks=0, num_unsafe=0) for node in told.nodes]
-    return replace(told, nodes=nodes) if isinstance(told, PlaceReply) else replace(told, nodes=nodes, num_keys=0)
+    answer = _parse_nodes(reply) if isinstance(reply, bytes) else reply
+    nodes = [replace(node, used_bytes=0, ssd_used_bytes=0, num_chunks=0, num_unsafe=0) for node in answer.nodes]
+    return replace(answer, nodes=nodes) if isinstance(answer, PlaceReply) else replace(answer, nodes=nodes, num_keys=0)
 
 
 EVICTION = Rule("switching the eviction policy", _to_switch)

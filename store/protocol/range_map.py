@@ -51,8 +51,8 @@ class RangeMap:
         """The ranges that have another owner than ``before``, or the same one in another term."""
         if self.cluster != before.cluster:
             return frozenset(range(NUM_RANGES))
-        told = zip(self.owners, self.terms, before.owners, before.terms, strict=True)
-        return frozenset(n for n, (owner, term, was, then) in enumerate(told) if owner != was or term != then)
+        pairs = zip(self.owners, self.terms, before.owners, before.terms, strict=True)
+        return frozenset(n for n, (owner, term, was, then) in enumerate(pairs) if owner != was or term != then)
 
     def replaces(self, known: RangeMap | None) -> bool:
         """Whether who has ``known`` should go by this map instead."""
@@ -65,5 +65,5 @@ class RangeMap:
 
     def __repr__(self) -> str:
         owners = {owner: len(self.ranges_of(owner)) for owner in self.owners if owner is not None}
-        told = ", ".join(f"{owner}: {num_ranges}" for owner, num_ranges in owners.items())
-        return f"RangeMap({self.version} of {self.cluster:x}, {told or 'no owner'})"
+        shares = ", ".join(f"{owner}: {num_ranges}" for owner, num_ranges in owners.items())
+        return f"RangeMap({self.version} of {self.cluster:x}, {shares or 'no owner'})"

@@ -96,7 +96,7 @@ class LeaseProofs:
         self._packed = 0  # the same, of a reply
         self._lock = threading.Lock()
 
-    def told(self, term: Term, sent_s: float, renewals: Renewals, ttl_s: float = 0.0) -> None:
+    def record(self, term: Term, sent_s: float, renewals: Renewals, ttl_s: float = 0.0) -> None:
         """An answer of a master of ``term`` to a call that was sent at ``sent_s``; ``ttl_s``: of its lease, if told."""
         with self._lock:
             if term != self._term:
@@ -118,7 +118,7 @@ class LeaseProofs:
                 if self._answers and sent_s > self._answers[-1][1] and renewals >> 32 == self._answers[-1][0]:
                     self._answers[-1] = renewals >> 32, sent_s
                 return
-        self.told(Term(term, term_of), sent_s, Renewals.of(renewals))
+        self.record(Term(term, term_of), sent_s, Renewals.of(renewals))
         self._packed = renewals
 
     def _prove(self, sent_s: float, renewals: Renewals) -> None:

@@ -77,7 +77,7 @@ class _Request:
     error: TanghuluError | None = None
     checking: bool = False
     checked: bool = False
-    told: bool = False
+    notified: bool = False
 
 
 class BatchState:
@@ -259,12 +259,12 @@ class BatchState:
 
     def story(self, index: int) -> list[str]:
         """What happened to the request's slices, in order of time."""
-        told = [
+        steps = [
             (at_s, piece.slice_id, order, f"{event.value} {path.label if path else ''} {note}".strip())
             for piece in self._requests[index].slices
             for order, (at_s, event, path, note) in enumerate(piece.events)
         ]
-        return [f"{at_s:.6f} slice {slice_id} {text}" for at_s, slice_id, _, text in sorted(told)]
+        return [f"{at_s:.6f} slice {slice_id} {text}" for at_s, slice_id, _, text in sorted(steps)]
 
     def check(self) -> None:
         """Assert the invariants: every slice is counted where its state says."""
@@ -280,7 +280,7 @@ class BatchState:
             if not request.num_open and request.error is None:
                 assert all(piece.state is SliceState.DONE for piece in request.slices)
                 assert request.given is None or request.checked or request.given.checksum is None
-                assert request.given is None or request.told or request.given.notice is None
+                assert request.given is None or request.notified or request.given.notice is None
         assert self._num_checking == sum(request.checking for request in self._requests)
 
     # --- inside
@@ -322,8 +322,8 @@ class BatchState:
             request.checking, request.num_open = True, 1
             self._num_checking += 1
             self._checks.append(index)
-        elif given.notice is not None and not request.told:
-            request.told, request.num_open = True, 1
+        elif given.notice is not None and not request.notified:
+            request.notified, request.num_open = True, 1
             size = len(given.notice.data)
             piece = Slice(len(self._slices) + 1, index, Opcode.WRITE, given.buffer, 0, 0, size, 0, False, given.notice)
             request.slices.append(piece)

@@ -41,7 +41,7 @@ def COMMAND(instance: str, discovery: str, namespace: str, master: Masters, as_j
     found = asyncio.run(_find(instance, discovery, namespace, master))
     if found.role is Role.NODE:
         with connect(master) as store:
-            perform(store, orders.drain(found.id, wait=True, timeout_s=None, told=lambda view: None))
+            perform(store, orders.drain(found.id, wait=True, timeout_s=None, on_view=lambda view: None))
         outcome: dict[str, Any] = {"id": found.id, "drained": True}
         text = f"{found.id} is drained: safe to stop"
     else:

@@ -52,12 +52,12 @@ def _drain(store: Client, node: str, wait: bool, timeout_s: float | None, *, sho
     with Progress(*columns, console=console, disable=not (show and wait and console.is_terminal)) as progress:
         task = progress.add_task(f"draining {node}", total=None)
 
-        def told(view: NodeView) -> None:
+        def on_view(view: NodeView) -> None:
             nonlocal most
             most = max(most, view.num_unsafe)
             progress.update(task, total=most or None, completed=most - view.num_unsafe)
 
-        return perform(store, orders.drain(node, wait=wait, timeout_s=timeout_s, told=told))
+        return perform(store, orders.drain(node, wait=wait, timeout_s=timeout_s, on_view=on_view))
 
 
 @click.command(short_help="Have a node take chunks again.")
@@ -310,10 +310,10 @@ def _checked(master: Masters, with_repair: bool, *, show: bool) -> CheckReport:
     with connect(master) as store, Progress(console=console, disable=not (show and console.is_terminal)) as progress:
         task = progress.add_task("verifying", total=None)
 
-        def told(done: int, total: int) -> None:
+        def on_progress(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total)
 
-        return perform(store, check(with_repair=with_repair, progress=told))
+        return perform(store, check(with_repair=with_repair, progress=on_progress))
 
 
 def _complain(left: Counter[Kind]) -> None:

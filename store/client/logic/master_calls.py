@@ -159,4 +159,4 @@ def is_proven(context: Context, outcome: Reply[Any] | TanghuluError, peer: PeerI
 def take_proof(context: Context, proof: ProveReply, sent_s: float, peer: PeerId = MASTER) -> None:
     """The answer of ``peer`` to PROVE, which was sent at ``sent_s``."""
     renewals = Renewals(proof.asked_before, Renewals.of(proof.renewals).confirmed)
-    context.masters.proofs_of(peer).told(Term(proof.term, proof.term_of), sent_s, renewals, proof.ttl_ms / 1000)
+    context.masters.proofs_of(peer).record(Term(proof.term, proof.term_of), sent_s, renewals, proof.ttl_ms / 1000)

@@ -133,9 +133,9 @@ class DirectoryTable:
         rest = [h for h in holders if self._owner(h) != node_id]
         if version != old_version or len(rest) == len(holders):
             return False
-        told = any(self._owner(h) == node_id and self._state(h) is not InventoryState.GONE for h in holders)
+        is_reported = any(self._owner(h) == node_id and self._state(h) is not InventoryState.GONE for h in holders)
         self._rewrite(key, old_version, size_bytes, holders, rest)
-        return told
+        return is_reported
 
     def find(self, key: str) -> FoundChunk | None:
         """The chunk and its live holders; None if there are none."""
@@ -213,10 +213,10 @@ class DirectoryTable:
             return ()
         version, size_bytes, holders = _unpacked(entry)
         live = [h for h in holders if self._state(h) is InventoryState.LIVE]
-        told = {self._owner(h) for h in holders if self._state(h) is InventoryState.REPLACED}
+        owners = {self._owner(h) for h in holders if self._state(h) is InventoryState.REPLACED}
         if len(live) < len(holders):
             self._rewrite(key, version, size_bytes, holders, live)
-        return told
+        return owners
 
     # --- inside
 

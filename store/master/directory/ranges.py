@@ -220,8 +220,8 @@ class RangeDirectories:
 
         It began before its ranges were this master's, or they have come back since.
         """
-        told = self._owned if numbers is None else self._owned & numbers
-        return not self._nodes.reporting(node) and bool(self._nodes.unreported(node, told))
+        covered = self._owned if numbers is None else self._owned & numbers
+        return not self._nodes.reporting(node) and bool(self._nodes.unreported(node, covered))
 
     def _take_out(self, announcement: NodeAnnouncement, changes: dict[str, bool]) -> None:
         node_id = announcement.node_id

@@ -273,8 +273,8 @@ class EtcdOwnership:
         responses = self._client.watch_together(self._prefix, end, now.header.revision + 1)
         async with contextlib.aclosing(responses):
             async for changes in responses:
-                told = [self._key(each.kv, b"" if _is_gone(each) else each.kv.value) for each in changes]
-                self._see(self.election.seen(told, self._clock.now_s()))
+                keys = [self._key(each.kv, b"" if _is_gone(each) else each.kv.value) for each in changes]
+                self._see(self.election.seen(keys, self._clock.now_s()))
 
     def _key(self, kv: etcd_pb2.KeyValue, value: bytes) -> KeySeen:
         name = kv.key[len(self._prefix) :].decode(errors="replace")

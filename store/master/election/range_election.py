@@ -328,8 +328,8 @@ class RangeElection:
         disowned = self._in(RangeState.OWNED)
         for number in [*disowned, *self._in(RangeState.HANDING_OVER)]:
             self._move(number, RangeEvent.LEASE_OVER)
-        told: list[RangeInstruction] = [StepDown()] if stepped_down else []
-        return [*told, *map(Disown, disowned), *([Revoke(lease)] if lease else [])]
+        steps: list[RangeInstruction] = [StepDown()] if stepped_down else []
+        return [*steps, *map(Disown, disowned), *([Revoke(lease)] if lease else [])]
 
     # --- inside: the ranges
 

@@ -199,7 +199,7 @@ class MasterConversation:
                 return
             shown = proof.message
             renewals = Renewals(shown.asked_before, Renewals.of(shown.renewals).confirmed)
-            self._proofs.told(Term(shown.term, shown.term_of), sent_s, renewals, shown.ttl_ms / 1000)
+            self._proofs.record(Term(shown.term, shown.term_of), sent_s, renewals, shown.ttl_ms / 1000)
             if self._proofs.is_proven(term, time_s()):
                 self._take(message, reply)
             else:

@@ -390,8 +390,8 @@ def test_who_tells_of_renewals_while_it_owns_nothing_is_caught(monkeypatch: pyte
 
 def test_a_renewal_under_way_taken_for_proof_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mutant(LeaseProofs):
-        def told(self, term: Term, sent_s: float, renewals: Renewals, ttl_s: float = 0.0) -> None:
-            super().told(term, sent_s, renewals._replace(confirmed=renewals.confirmed + 1), ttl_s)
+        def record(self, term: Term, sent_s: float, renewals: Renewals, ttl_s: float = 0.0) -> None:
+            super().record(term, sent_s, renewals._replace(confirmed=renewals.confirmed + 1), ttl_s)
 
     monkeypatch.setattr(terms, "LeaseProofs", Mutant)
     assert caught(range(12, 42), only_pauses=True)

@@ -255,7 +255,7 @@ class MastersWorld:
             renewals = election.renewals(clock_s)
 
             def answer() -> None:
-                caller.proofs_of(master).told(Term(told.version, CLUSTER), sent_s, renewals)
+                caller.proofs_of(master).record(Term(told.version, CLUSTER), sent_s, renewals)
                 self.heard(caller, master, number, told.version, is_owner, sent_s)
 
             self.later(answer)
@@ -303,7 +303,7 @@ class MastersWorld:
                 self.later(lambda: heard(term, Renewals(before, told.confirmed)))
 
         def heard(term: Term, told: Renewals) -> None:
-            caller.proofs_of(master).told(term, sent_s, told, TTL_S)
+            caller.proofs_of(master).record(term, sent_s, told, TTL_S)
             then()
 
         self.later(handle, master)

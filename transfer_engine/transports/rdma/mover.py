@@ -190,6 +190,6 @@ class RdmaMover:
             self._posted.remove(guilty)
             if guilty.slot is not None:
                 self._staging.slots.put(guilty.slot)
-            told = InvalidRequest(f"{completed.fault}: the range is not the segment's")
-            ended.append(Refused(guilty.piece.slice_id, told))
+            error = InvalidRequest(f"{completed.fault}: the range is not the segment's")
+            ended.append(Refused(guilty.piece.slice_id, error))
         raise NodeUnavailable(completed.fault) if "RETRY" in completed.fault else TransferFailed(completed.fault)

@@ -42,15 +42,15 @@ class WorkCompletion(NamedTuple):
 
 def which_tell(lengths: Sequence[int]) -> list[bool]:
     """Which works of one chain shall tell their end. Example of 1 MiB each: all; of 64 KiB: every 8th and the last."""
-    told: list[bool] = []
+    signalled: list[bool] = []
     num_works = num_bytes = 0
     for length in lengths:
         num_works, num_bytes = num_works + 1, num_bytes + length
-        told.append(num_works == SIGNAL_WORKS or num_bytes >= SIGNAL_BYTES)
-        if told[-1]:
+        signalled.append(num_works == SIGNAL_WORKS or num_bytes >= SIGNAL_BYTES)
+        if signalled[-1]:
             num_works = num_bytes = 0
-    told[-1] = True
-    return told
+    signalled[-1] = True
+    return signalled
 
 
 class PostRing:
@@ -71,10 +71,10 @@ class PostRing:
         """Lay out the chain; works whose ``tell`` is true will tell their end."""
         pack, memory, size_bytes, last = abi.SEND_REQUEST.pack_into, self._memory, self._size_bytes, len(works) - 1
         read, write = abi.WR_RDMA_READ, abi.WR_RDMA_WRITE
-        for number, (work, told, (offset, address)) in enumerate(zip(works, tell, self._places, strict=False)):
+        for number, (work, signalled, (offset, address)) in enumerate(zip(works, tell, self._places, strict=False)):
             pack(
                 memory, offset, work.work_id, 0 if number == last else address + size_bytes, address + abi.SGE_OFFSET,
-                1, read if work.opcode is Opcode.READ else write, abi.SEND_SIGNALED if told else 0,
+                1, read if work.opcode is Opcode.READ else write, abi.SEND_SIGNALED if signalled else 0,
                 work.remote_address, work.remote_key, work.local_address, work.length, work.local_key,
             )  # fmt: skip
 
