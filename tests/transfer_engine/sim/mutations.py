@@ -125,7 +125,7 @@ def nobody_is_notified(patch: pytest.MonkeyPatch) -> None:
 
     def silent(self: Any, index: int) -> None:
         given = self._requests[index].given
-        self._requests[index].told = given is not None and given.notice is not None
+        self._requests[index].notified = given is not None and given.notice is not None
         go_on(self, index)
 
     patch.setattr(BatchState, "_go_on", silent)
