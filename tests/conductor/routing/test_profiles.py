@@ -38,7 +38,7 @@ def test_a_file_says_what_models_cost(tmp_path: Path, name: str, text: str):
         ('{"tiny": {"prefill": {"token": 1}}}', r"tiny\.prefill\.token is unknown"),
         ('{"tiny": {"decode": {"fixed_s": -1}}}', r"fixed_s is -1; it must be seconds"),
         ('{"tiny": {"decode": {"fixed_s": true}}}', r"fixed_s is True"),
-        ('{"tiny": {"prefill": {"token_s": 0}}}', "nothing would cost anything"),
+        ('{"tiny": {"prefill": {"token_s": 0}}}', "every decision would cost nothing"),
     ],
 )
 def test_a_wrong_file_says_where(tmp_path: Path, text: str, message: str):

@@ -55,5 +55,5 @@ def test_a_trace_that_cannot_be_written_stops_no_request(tiny_model: Model, tmp_
 
 
 def test_only_the_torch_engine_is_traced() -> None:
-    with pytest.raises(ConfigError, match="--profile"):
+    with pytest.raises(ConfigError, match="--debug profile"):
         WorkerConfig(engine="mock", profile="x")
