@@ -130,7 +130,7 @@ class KnownKeys:
         return self.remove(number, node_id, self._held[number].get(node_id, set()).copy())
 
     def knows(self, node_id: str) -> bool:
-        """Whether the node holds anything."""
+        """Return whether the node holds anything."""
         return any(node_id in held for held in self._held)
 
     def check(self) -> None:
@@ -205,7 +205,7 @@ class FollowedRanges:
         return list(self._streams.values())
 
     def is_current(self, stream: OwnerStream) -> bool:
-        """Whether ``stream`` is the one of its owner now."""
+        """Return whether ``stream`` is the one of its owner now."""
         return self._streams.get(stream.owner) is stream
 
     def lost(self, stream: OwnerStream) -> None:

@@ -268,7 +268,7 @@ class TransferEngine:
             self._segments[key] = opening
 
     def _sent_fast(self, request: TransferRequest, now_s: float, deadline_s: float) -> bool:
-        """Whether the request was moved as one slice on the fast path; False if it needs more than that."""
+        """Return whether the request was moved as one slice on the fast path; False if it needs more than that."""
         target = request.target
         if target.shm is not None or not request.plain or type(request.length) is not int:
             return False

@@ -38,7 +38,7 @@ def _by_default_first(named: tuple[str, Transport]) -> bool:
 
 
 def gpu_memory() -> Ability:
-    """Whether an RDMA device reaches GPU memory by itself; if not, it goes through pinned memory."""
+    """Return whether an RDMA device reaches GPU memory by itself; if not, it goes through pinned memory."""
     found = gpu_direct.probe()
     return Ability(found.works, found.note)
 

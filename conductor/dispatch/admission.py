@@ -51,7 +51,7 @@ class Admission:
     tbt_slo_s: float = 0.0
 
     def __bool__(self) -> bool:
-        """Whether anything can be refused."""
+        """Return whether anything can be refused."""
         return bool(self.ttft_slo_s or self.tbt_slo_s)
 
     def objection(self, seen: Forecast, waited_s: float = 0.0) -> str:

@@ -81,7 +81,7 @@ class Liveness:
         self._last_s = now_s
 
     def look(self, now_s: float, has_work: bool) -> bool:
-        """Whether the worker has been silent for too long; ``has_work``: it has requests of ours."""
+        """Return whether the worker has been silent for too long; ``has_work``: it has requests of ours."""
         late_s = now_s - self._looked_s - self.period_s
         self._looked_s = now_s
         if late_s > self.period_s:

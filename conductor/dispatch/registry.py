@@ -413,7 +413,7 @@ class Registry:
                 return made
 
     async def _differs(self, worker: RegisteredWorker, card: ModelCard, known: ServedModel) -> bool:
-        """Whether ``card`` is another model's than ``known``, which nobody else serves any more.
+        """Return whether ``card`` is another model's than ``known``, which nobody else serves any more.
 
         Raises NodeUnavailable if others do: KV, tokens and text of two models must never be mixed.
         """

@@ -94,12 +94,12 @@ class IndexNode:
         return self._runs
 
     def leads(self, chain: list[BlockHash]) -> bool:
-        """Whether ``chain`` surely begins with all blocks of the node. ``chain[0]`` is one of them."""
+        """Return whether ``chain`` surely begins with all blocks of the node. ``chain[0]`` is one of them."""
         num = len(self.blocks)
         return self.chained == num <= len(chain) and chain[num - 1] == self.blocks[-1]
 
     def ends_backwards(self, blocks: list[BlockHash]) -> bool:
-        """Whether every holder has the whole node, and it ends with ``blocks``, the last one first."""
+        """Return whether every holder has the whole node, and it ends with ``blocks``, the last one first."""
         return not self.partial and self.blocks[: -len(blocks) - 1 : -1] == blocks
 
     def shorten(self, num_blocks: int) -> list[BlockHash]:

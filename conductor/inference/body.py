@@ -165,7 +165,7 @@ def _is_unknown(path: str, name: str, value: Any) -> bool:
 
 
 def _asks_nothing(value: Any) -> bool:
-    """Whether ``value`` is what clients send that mean to leave a field out."""
+    """Return whether ``value`` is what clients send that mean to leave a field out."""
     if isinstance(value, list):
         return all(item is None or item is False for item in value)
     return value is None or value is False or value == ""

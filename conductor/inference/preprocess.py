@@ -128,7 +128,7 @@ def _for_template(messages: Sequence[Message], model: ServedModel) -> list[dict[
 
 
 def _is_free(parsed: ParsedRequest) -> bool:
-    """Whether the client asks for no grammar by itself."""
+    """Return whether the client asks for no grammar by itself."""
     sampling = parsed.requests[0].sampling
     return sampling.json_schema is None and sampling.regex is None
 

@@ -94,7 +94,7 @@ class RelayClient:
         return await self._http.request(method, url, content=body, headers=headers, timeout=deadline_s)
 
     async def is_alive(self, url: str, deadline_s: float) -> bool:
-        """Whether the server of ``url`` answers anything within ``deadline_s``."""
+        """Return whether the server of ``url`` answers anything within ``deadline_s``."""
         return await self._is_alive(self.request("GET", url, b"", {}), deadline_s)
 
     async def _unless_silent(self, request: httpx.Request, answering: Awaitable[T]) -> T:

@@ -113,7 +113,7 @@ class EventDecoder:
         return KvChange(stored=hashes) if name == "BlockStored" else KvChange(removed=hashes)
 
     def _counts(self, name: str, event: dict[str, Any]) -> bool:
-        """Whether the event is one of a group that decides; only BlockStored tells a group's kind."""
+        """Return whether the event is one of a group that decides; only BlockStored tells a group's kind."""
         group = event.get("group_idx")
         if group is None:
             return True

@@ -129,7 +129,7 @@ class WindowDetokenizer:
 
 
 def is_byte_level(tokenizer_json: str) -> bool:
-    """Whether the tokenizer's decoder is GPT-2's byte-level one and nothing else."""
+    """Return whether the tokenizer's decoder is GPT-2's byte-level one and nothing else."""
     decoder = json.loads(tokenizer_json).get("decoder") or {}
     parts = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
     return [part.get("type") for part in parts] == ["ByteLevel"]

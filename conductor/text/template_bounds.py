@@ -124,7 +124,7 @@ def size_of(value: Any) -> int:
 
 
 def is_within(value: Any, most: int) -> bool:
-    """Whether ``value`` has at most ``most`` characters and values together; looks at no more than that."""
+    """Return whether ``value`` has at most ``most`` characters and values together; looks at no more than that."""
     left, waiting = most, [value]
     while waiting:
         each = waiting.pop()

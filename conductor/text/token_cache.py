@@ -122,7 +122,7 @@ def _cuts(added: list[dict[str, Any]]) -> re.Pattern[str] | None:
 
 
 def _is_local(found: dict[str, Any]) -> bool:
-    """Whether each piece between added tokens is tokenised alone, the same way every time, and whole."""
+    """Return whether each piece between added tokens is tokenised alone, the same way every time, and whole."""
     model, outer = found.get("model") or {}, found.get("pre_tokenizer")
     kinds = [] if outer is None else outer.get("pretokenizers", [outer])
     return (

@@ -235,7 +235,7 @@ class NamedCallReader:
         return not mark or rest.endswith(ARGUMENTS_MARK[1:])
 
     def _may_go_on(self) -> bool:
-        """Whether the head can still become one, looking at its last character alone where it is in the name."""
+        """Return whether the head can still become one, looking at its last character alone where it is in the name."""
         name, mark, rest = self._head.partition("[")
         if self._given is not None:
             return not self._head.strip()

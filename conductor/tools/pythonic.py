@@ -202,7 +202,7 @@ class _Reader:
         return found[1]
 
     def skipped(self, character: str) -> bool:
-        """Whether ``character`` comes next; then it is passed over."""
+        """Return whether ``character`` comes next; then it is passed over."""
         at = self._skip_space()
         if not self._text.startswith(character, at):
             return False

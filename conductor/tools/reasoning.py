@@ -24,7 +24,7 @@ CLOSING: Final = "</think>"
 
 
 def is_open(prompt: str) -> bool:
-    """Whether a rendered prompt ends inside of reasoning, as some templates have it."""
+    """Return whether a rendered prompt ends inside of reasoning, as some templates have it."""
     return prompt.rstrip().endswith(OPENING)
 
 

@@ -97,7 +97,7 @@ def calls_schema(
 
 
 def check_depth(schema: Any, depth: int = 0) -> bool:
-    """Whether ``schema`` is nested at most MAX_SCHEMA_DEPTH deep."""
+    """Return whether ``schema`` is nested at most MAX_SCHEMA_DEPTH deep."""
     if depth > MAX_SCHEMA_DEPTH:
         return False
     inner = schema.values() if isinstance(schema, Mapping) else schema if isinstance(schema, list) else ()

@@ -152,7 +152,7 @@ def parse_url(text: str, *, path: bool = False) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens on ``host``."""
+    """Return whether only this machine reaches what listens on ``host``."""
     if host == "localhost":
         return True
     try:

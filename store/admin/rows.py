@@ -62,7 +62,7 @@ class Beginning:
         self._synced = False
 
     def shows(self, event: DirectoryEvent) -> bool:
-        """Whether ``event``, the next one, is to be shown."""
+        """Return whether ``event``, the next one, is to be shown."""
         shown = self._synced or self._snapshot
         if event.kind is DirectoryEventKind.RESET:
             self._synced = False

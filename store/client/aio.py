@@ -232,7 +232,7 @@ class AsyncClient:
     # --- questions
 
     async def exists(self, key: str, *, deadline_s: float | None = None) -> bool:
-        """Whether a live node holds the key; neither pins nor renews anything."""
+        """Return whether a live node holds the key; neither pins nor renews anything."""
         return await self._perform(deadline_s, self._do.exists, key)
 
     async def exists_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> list[bool]:

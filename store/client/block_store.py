@@ -88,7 +88,7 @@ class Breaker:
         return not self.is_open or (self._clock.now_s() >= self._until_s and not self._trying)
 
     def allows(self) -> bool:
-        """Whether to call now; then `succeeded` or `failed` must follow."""
+        """Return whether to call now; then `succeeded` or `failed` must follow."""
         with self._lock:
             allowed = self.would_allow
             self._trying = self._trying or (allowed and self.is_open)

@@ -84,7 +84,7 @@ class _Arrival:
         self._missing = self.size + 1
 
     def holds(self) -> bool:
-        """Whether the signature is right; of bytes that were not shown as they came they are looked at now."""
+        """Return whether the signature is right; of bytes that were not shown as they came they are looked at now."""
         if self._missing:
             self.begin()
             for piece in self.pieces:

@@ -133,7 +133,7 @@ class ClientCache(Generic[K, V]):
         return []
 
     def is_due(self, key: K, value: V, now_s: float) -> bool:
-        """Whether it is time to verify the key again; counts as done, so that one caller does it.
+        """Return whether it is time to verify the key again; counts as done, so that one caller does it.
 
         That goes for a value that was dropped, too, as long as somebody uses it: the key may not be valid any more.
         """

@@ -124,7 +124,7 @@ class _Stream(Response):
             await reply(scope, receive, send)
 
     async def _goes_on(self) -> bool:
-        """Whether neither the process nor the token has ended in ``PERIOD_S``."""
+        """Return whether neither the process nor the token has ended in ``PERIOD_S``."""
         try:
             async with asyncio.timeout(shown.PERIOD_S):
                 await self._gateway.stopping.wait()

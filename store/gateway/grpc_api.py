@@ -78,7 +78,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
         return await self._answer("Get", get, context)
 
     async def Exists(self, request: pb.Keys, context: Context) -> pb.ExistsReply:
-        """Whether keys exist."""
+        """Return whether keys exist."""
 
         async def exists(store: GatewayClient) -> pb.ExistsReply:
             return pb.ExistsReply(found=await store.exists_many(_bounded(request.keys)))

@@ -253,7 +253,7 @@ def asks_for_part(header: str | None) -> bool:
 
 
 def names_tag(header: str, tag: str | None, *, weakly: bool) -> bool:
-    """Whether a condition's ``header`` names the entity tag in its list, or any by ``*``; None is no entity.
+    """Return whether a condition's ``header`` names the entity tag in its list, or any by ``*``; None is no entity.
 
     If-None-Match compares ``weakly``, If-Match does not.
     """
@@ -264,7 +264,7 @@ def names_tag(header: str, tag: str | None, *, weakly: bool) -> bool:
 
 
 def check_conditions(if_match: str | None, if_none_match: str | None, tag: str | None) -> bool:
-    """Whether If-None-Match names what is there, which a reader has already, then.
+    """Return whether If-None-Match names what is there, which a reader has already, then.
 
     Raises PreconditionFailed if If-Match does not name it.
     """

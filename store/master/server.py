@@ -82,7 +82,7 @@ class MasterServer:
             raise self.ownership.refusal()
 
     def owns(self, keys: Iterable[str]) -> bool:
-        """Whether all of ``keys`` are this master's, as far as several share them."""
+        """Return whether all of ``keys`` are this master's, as far as several share them."""
         owned = self.ownership.owned
         return len(owned) == NUM_RANGES or owned.issuperset(ranges_of(keys))
 

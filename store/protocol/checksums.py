@@ -62,7 +62,7 @@ def validate(checksums: Checksums, size_bytes: int) -> None:
 
 
 def matches(value: memoryview | bytes, checksums: Checksums) -> bool:
-    """Whether ``value`` is what ``checksums`` were computed from; True if there are none."""
+    """Return whether ``value`` is what ``checksums`` were computed from; True if there are none."""
     parts = checksums.parts
     if not parts:
         return True

@@ -55,7 +55,7 @@ class RangeMap:
         return frozenset(n for n, (owner, term, was, then) in enumerate(pairs) if owner != was or term != then)
 
     def replaces(self, known: RangeMap | None) -> bool:
-        """Whether who has ``known`` should go by this map instead."""
+        """Return whether who has ``known`` should go by this map instead."""
         return known is None or self.cluster != known.cluster or self.version > known.version
 
     def check(self) -> None:

@@ -185,7 +185,7 @@ class IndexReader:
         return Term(*_TERM.unpack_from(self._published, self._begin + _TERM_OFFSET))
 
     def is_kept(self, now_s: float) -> bool:
-        """Whether the owner's last sign of life is recent; ``now_s`` is of CLOCK_MONOTONIC."""
+        """Return whether the owner's last sign of life is recent; ``now_s`` is of CLOCK_MONOTONIC."""
         magic, beat_s = _HEADER.unpack_from(self._published, self._begin)
         return bool(magic == MAGIC and now_s - beat_s <= MAX_SILENCE_S)
 

@@ -56,7 +56,7 @@ class TermFence:
         self._lock = threading.Lock()
 
     def admits(self, number: int, cluster: int) -> bool:
-        """Whether to obey a master of term ``number``; remembers it if it is the newest."""
+        """Return whether to obey a master of term ``number``; remembers it if it is the newest."""
         if not number or self.newest == (number, cluster):
             return True
         with self._lock:
@@ -139,7 +139,7 @@ class LeaseProofs:
             del answers[:-MAX_ANSWERS]
 
     def is_proven(self, term: Term, now_s: float) -> bool:
-        """Whether an answer of a master of ``term`` may be believed that came before ``now_s``."""
+        """Return whether an answer of a master of ``term`` may be believed that came before ``now_s``."""
         proven, until_s = self._proven
         return now_s < until_s and term == proven
 

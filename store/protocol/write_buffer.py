@@ -138,7 +138,7 @@ class BufferWriter:
         return self.left or bool(self._words[_CLOSED])
 
     def fits(self, size_bytes: int) -> bool:
-        """Whether there is still room for a value of that size; not whether there is for its record."""
+        """Return whether there is still room for a value of that size; not whether there is for its record."""
         return self._next + size_bytes <= self._length
 
     def begin(self, size_bytes: int) -> int | None:

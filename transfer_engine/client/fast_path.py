@@ -64,7 +64,7 @@ def copy_fast(
 def _copied(
     requests: Sequence[TransferRequest], buffers: Sequence[Buffer], mapped: Sequence[ShmPeer], helper: CopyHelper
 ) -> bool:
-    """Whether all was copied while the segments' owners lived; if not, what was shown to digests is void."""
+    """Return whether all was copied while the segments' owners lived; if not, what was shown to digests is void."""
     try:
         for request, buffer, shm in zip(requests, buffers, mapped, strict=True):
             _copy(request, buffer, shm, helper)

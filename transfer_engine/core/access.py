@@ -144,11 +144,11 @@ class AccessTable:
         return self._begin_ending(session)
 
     def has_session(self, session_id: int) -> bool:
-        """Whether the session is open, or lost with ranges that are not free yet."""
+        """Return whether the session is open, or lost with ranges that are not free yet."""
         return session_id in self._sessions
 
     def is_open(self, session_id: int) -> bool:
-        """Whether the session is open."""
+        """Return whether the session is open."""
         session = self._sessions.get(session_id)
         return session is not None and not session.closed
 
@@ -157,7 +157,7 @@ class AccessTable:
         return self._open_session(session_id).pid
 
     def may_write(self, session_id: int) -> bool:
-        """Whether the session may map the segment for writing. Raises InvalidRequest if not open."""
+        """Return whether the session may map the segment for writing. Raises InvalidRequest if not open."""
         return self._open_session(session_id).may_write
 
     # --- queue pairs, which reach every range without asking
@@ -211,7 +211,7 @@ class AccessTable:
         return lease.lease_id
 
     def is_active(self, lease_id: LeaseId) -> bool:
-        """Whether transfers may begin under the lease now; a commit of a reservation asks this."""
+        """Return whether transfers may begin under the lease now; a commit of a reservation asks this."""
         lease = self._leases.get(lease_id)
         return lease is not None and _is_active(lease, self._clock.now_s())
 
@@ -285,7 +285,7 @@ class AccessTable:
     # --- questions
 
     def busy(self, offset: int, length: int) -> bool:
-        """Whether a lease that is not free yet overlaps ``[offset, offset + length)``; looks at all of them."""
+        """Return whether a lease that is not free yet overlaps ``[offset, offset + length)``; looks at all of them."""
         return any(
             each.offset < offset + length and offset < each.offset + each.length for each in self._leases.values()
         )

@@ -97,7 +97,7 @@ class PeerAdmission:
     # --- for tcp connections
 
     def opened(self, connection: Connection) -> bool:
-        """Whether there is room for one more connection."""
+        """Return whether there is room for one more connection."""
         if not self.open or len(self.connections) >= self._max_connections:
             self.num_refused += 1
             return False

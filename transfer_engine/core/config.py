@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 def _has_spare_core() -> bool:
-    """Whether this process may use more than one core."""
+    """Return whether this process may use more than one core."""
     return len(os.sched_getaffinity(0)) > 1
 
 

@@ -173,7 +173,7 @@ class PathTable:
         self._best_until_s = 0.0
 
     def carries(self, capability: Capability) -> bool:
-        """Whether there is a path for such slices."""
+        """Return whether there is a path for such slices."""
         return bool(self._carriers[capability])
 
     def choose(

@@ -24,7 +24,7 @@ class StagedSlots:
         self._free = list(range(num_slots))
 
     def has_room_for(self, piece: Slice) -> bool:
-        """Whether the slice needs no slot, or there is one."""
+        """Return whether the slice needs no slot, or there is one."""
         return piece.buffer.size_bytes > STAGED_BYTES or bool(self._free)
 
     def take(self, piece: Slice) -> int | None:

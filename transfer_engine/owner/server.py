@@ -127,7 +127,7 @@ class SegmentServer:
         await asyncio.sleep(0)  # ends of READs run one turn behind their connection_lost
 
     def maps(self, session_id: int) -> bool:
-        """Whether the session's peer has mapped the segment, and may read it still."""
+        """Return whether the session's peer has mapped the segment, and may read it still."""
         return session_id in self._watch.session_ids
 
     @property

@@ -48,7 +48,7 @@ class NetworkDevice:
         return self.address.partition("/")[0]
 
     def reaches(self, host: str) -> bool:
-        """Whether ``host`` is an address of this device's own network."""
+        """Return whether ``host`` is an address of this device's own network."""
         try:
             return bool(self.address) and ipaddress.ip_address(host) in ipaddress.ip_interface(self.address).network
         except ValueError:  # a name

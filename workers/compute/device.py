@@ -98,7 +98,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether the GPU multiplies bfloat16 natively."""
+    """Return whether the GPU multiplies bfloat16 natively."""
     return torch.cuda.get_device_capability(device) >= _BFLOAT16_FROM
 
 

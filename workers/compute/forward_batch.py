@@ -226,7 +226,7 @@ class DecodeShape(NamedTuple):
 
 
 def is_decode(chunks: Sequence[SequenceChunk]) -> bool:
-    """Whether every sequence computes one token and wants its logits."""
+    """Return whether every sequence computes one token and wants its logits."""
     return all(len(chunk.token_ids) == 1 and chunk.wants_logits and chunk.scores is None for chunk in chunks)
 
 

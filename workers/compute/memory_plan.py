@@ -98,7 +98,7 @@ class MemoryPlan:
         return self.weights_bytes + self.kv_bytes + self.workspace_bytes
 
     def fits(self, available: int | None) -> bool:
-        """Whether the plan is at most ``available`` bytes (None: unknown, not checked)."""
+        """Return whether the plan is at most ``available`` bytes (None: unknown, not checked)."""
         return available is None or self.total_bytes <= available
 
     def require(self, available: int | None) -> None:

@@ -109,7 +109,7 @@ def _adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor
 
 
 def touches(row: SamplingRow) -> bool:
-    """Whether the row's logits are not sampled as they are."""
+    """Return whether the row's logits are not sampled as they are."""
     return bool(row.params.has_penalties or row.params.logit_bias or row.banned or row.grammar is not None)
 
 

@@ -52,7 +52,7 @@ class Grammar:
         self._mask = np.zeros(-(-vocab // 32), dtype=np.int32)
 
     def allowed(self, generated: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
-        """Whether each token may follow ``generated``, which begins with what was given last time: [vocab].
+        """Return whether each token may follow ``generated``, which begins with what was given last time: [vocab].
 
         Where the text is complete only an end token may. All False, and ``failure`` says why, if ``generated`` does not
         match the grammar or nothing can follow it: the next token is then the request's last one.

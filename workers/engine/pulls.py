@@ -69,7 +69,7 @@ class Pulls:
         return FetchWanted(name, len(there), tuple(coming), tuple(hashes[len(there) :]), num_tokens, peer)
 
     def is_transferring(self, name: RequestId | None) -> bool:
-        """Whether the pull reads its export: another read of it under the same session would take its leases."""
+        """Return whether the pull reads its export: another read of it under the same session would take its leases."""
         pull = self._pulls.get(name) if name is not None else None
         return pull is not None and pull.is_transferring
 

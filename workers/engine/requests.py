@@ -170,7 +170,7 @@ class EngineRequest:
         return self.ending_ids if num_generated < self.stop.min_tokens else frozenset()
 
     def finish_reason(self, max_tokens: int) -> FinishReason | None:
-        """Whether the last, generated token ends the request; ``max_tokens`` bounds the whole sequence."""
+        """Return whether the last, generated token ends the request; ``max_tokens`` bounds the whole sequence."""
         stop = self.stop
         last, num_tokens = self.sequence.last, len(self.sequence)
         num_generated = num_tokens - self.num_prompt_tokens

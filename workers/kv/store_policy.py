@@ -103,7 +103,7 @@ class WriteAgain(StorePolicy):
         return found
 
     def _is_second(self, block_hash: BlockHash, *, again: bool) -> bool:
-        """Whether this use makes the block worth writing; ``again``: computed again, so the store lost it."""
+        """Return whether this use makes the block worth writing; ``again``: computed again, so the store lost it."""
         given = self._seen.get(block_hash)
         if given is None:
             self._remember(block_hash, given=False)

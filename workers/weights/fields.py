@@ -77,7 +77,7 @@ class Fields:
         return value
 
     def is_text(self, name: str) -> bool:
-        """Whether the value is a string."""
+        """Return whether the value is a string."""
         return isinstance(self._values.get(self._prefix + name), str)
 
     def optional_text(self, name: str) -> str | None:
@@ -146,7 +146,7 @@ class Fields:
 
 
 def is_integer(value: object, least: int = -MAX_COUNT, most: int = MAX_COUNT) -> bool:
-    """Whether ``value`` is an integer, no boolean, from ``least`` to ``most``."""
+    """Return whether ``value`` is an integer, no boolean, from ``least`` to ``most``."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 

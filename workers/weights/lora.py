@@ -104,7 +104,7 @@ class LoraAdapter:
         return {name: (pair["A"], pair["B"]) for name, pair in found.items()}
 
     def _changes(self, module: str) -> bool:
-        """Whether PEFT would give ``module`` factors."""
+        """Return whether PEFT would give ``module`` factors."""
         if isinstance(self.targets, tuple):
             return any(module == target or module.endswith(f".{target}") for target in self.targets)
         return self.targets is None or self.targets.fullmatch(module) is not None

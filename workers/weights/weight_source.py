@@ -19,7 +19,7 @@ class WeightSource(Protocol):
         """
 
     def has(self, name: str) -> bool:
-        """Whether the tensor exists."""
+        """Return whether the tensor exists."""
 
     def untaken(self) -> Iterable[str]:
         """Names, as the files have them, of the tensors that nobody asked `tensor` for."""

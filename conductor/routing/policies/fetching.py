@@ -69,7 +69,7 @@ def nearest_source(request: RequestView, workers: Sequence[WorkerView], target: 
 
 
 def can_fetch(source: WorkerView | None, target: WorkerView) -> bool:
-    """Whether ``source`` has something for ``target``, and a way to send it."""
+    """Return whether ``source`` has something for ``target``, and a way to send it."""
     if source is None or target.peer_bytes_per_s == 0 or source.id == target.id:
         return False
     return source.hit_blocks > target.match_blocks

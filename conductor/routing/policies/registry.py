@@ -53,5 +53,5 @@ def make_policy(name: str, options: PolicyOptions = _DEFAULTS) -> RoutingPolicy:
 
 
 def decides_fetch(name: str) -> bool:
-    """Whether the decisions of the policy called ``name`` say what to fetch from another worker."""
+    """Return whether the decisions of the policy called ``name`` say what to fetch from another worker."""
     return name.removesuffix(AFFINITY) in _FETCHING

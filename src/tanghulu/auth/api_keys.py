@@ -133,7 +133,7 @@ class ApiKeyTable:
         return key
 
     def still_stands(self, key: ApiKey, now_unix_s: float) -> bool:
-        """Whether ``key`` is in this table as it is, and its time is not over."""
+        """Return whether ``key`` is in this table as it is, and its time is not over."""
         return self.keys.get(key.name) == key and (key.expires_unix_s is None or key.expires_unix_s > now_unix_s)
 
     def check(self) -> None:

@@ -45,7 +45,7 @@ def name_for(host: str, role: str) -> str:
 
 
 def _holds_for(certificate: Mapping[str, Any], host: str, roles: Iterable[str]) -> bool:
-    """Whether a certificate names ``host``, or any host of one of ``roles``."""
+    """Return whether a certificate names ``host``, or any host of one of ``roles``."""
     names = certificate.get("subjectAltName", ())
     if any(("DNS", name_for("*", role)) in names for role in roles):
         return True
@@ -57,7 +57,7 @@ def _holds_for(certificate: Mapping[str, Any], host: str, roles: Iterable[str]) 
 
 
 def has_roles(*paths: str) -> bool:
-    """Whether one of these PEM files has a certificate with a role; raises OSError."""
+    """Return whether one of these PEM files has a certificate with a role; raises OSError."""
     return any(_has_role(Path(path).read_text(errors="replace")) for path in paths if path)
 
 

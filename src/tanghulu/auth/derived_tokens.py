@@ -41,13 +41,13 @@ def named_in(shown: str) -> str:
 
 
 def is_derived_from(sha256: str, shown: str, addresses: Iterable[str]) -> bool:
-    """Whether ``shown`` was derived for one of ``addresses`` from the token with this hash."""
+    """Return whether ``shown`` was derived for one of ``addresses`` from the token with this hash."""
     code = shown.rpartition("_")[2].encode()
     return any(hmac.compare_digest(code, _code(sha256, address).encode()) for address in addresses)
 
 
 def is_token(own: str, shown: str, addresses: Iterable[str]) -> bool:
-    """Whether ``shown`` is ``own``, or was derived from it for one of ``addresses``."""
+    """Return whether ``shown`` is ``own``, or was derived from it for one of ``addresses``."""
     if named_in(shown):
         sha256 = hash_of(own)
         return named_in(shown) == id_of(sha256) and is_derived_from(sha256, shown, addresses)

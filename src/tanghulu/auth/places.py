@@ -170,7 +170,7 @@ class RequestRoom:
         return sum(map(len, self._waiting.values()))
 
     def enter(self, call: Hashable, caller: Caller = ANYBODY) -> bool:
-        """Whether the call's message may come now; else it waits for its turn."""
+        """Return whether the call's message may come now; else it waits for its turn."""
         if caller not in self._waiting and self._next_caller() is None and self._may_come(caller):
             self._hold(call, caller, self._message_bytes)
             return True

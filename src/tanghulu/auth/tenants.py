@@ -89,7 +89,7 @@ class Identity:
         return scope_of(self.tenant)
 
     def may(self, right: Right) -> bool:
-        """Whether the token gives ``right``; a process of the cluster stores KV."""
+        """Return whether the token gives ``right``; a process of the cluster stores KV."""
         implied = right is Right.KV and Right.JOIN in self.rights
         return implied or right in self.rights or Right.ADMIN in self.rights
 
@@ -122,7 +122,7 @@ KV_PREFIXES: Final = ("kv/", "lmcache/", "sgl/")
 
 
 def is_kv(key: str) -> bool:
-    """Whether engines may load what is stored under ``key``, which may have a tenant's scope in front."""
+    """Return whether engines may load what is stored under ``key``, which may have a tenant's scope in front."""
     return (key.partition("/")[2] if key.startswith("@") else key).startswith(KV_PREFIXES)
 
 

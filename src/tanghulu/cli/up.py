@@ -421,7 +421,7 @@ def _tables_of_parts(file: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def _is_refusal(code: str) -> bool:
-    """Whether a child that failed with an error of this code would fail so again."""
+    """Return whether a child that failed with an error of this code would fail so again."""
     return code != TanghuluError.code and not error_from_code(code, "").retryable
 
 

@@ -51,7 +51,7 @@ class LeaseTable:
         return len(self._leases)
 
     def holds(self, instance_id: str) -> bool:
-        """Whether that instance has a lease that is not over."""
+        """Return whether that instance has a lease that is not over."""
         return instance_id in self._leases
 
     def instances(self) -> list[Instance]:

@@ -182,7 +182,7 @@ class MasterDiscovery:
         return self._finder.current or self._finder.masters.addresses[0]
 
     def is_listed(self, now_s: float) -> bool:
-        """Whether the master lists what was registered here: for certain as long as its leases run."""
+        """Return whether the master lists what was registered here: for certain as long as its leases run."""
         return any(registration.lease_until_s > now_s for registration in self.registrations)
 
     def poke(self) -> None:

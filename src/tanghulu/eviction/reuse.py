@@ -265,7 +265,7 @@ def _turn_of(batch: list[_Entry]) -> int:
 
 
 def _stands_on(entry: _Entry, other: _Entry) -> bool:
-    """Whether ``other`` is ``entry`` or in the prefix of it; also if the prefix is too long to tell."""
+    """Return whether ``other`` is ``entry`` or in the prefix of it; also if the prefix is too long to tell."""
     current: _Entry | None = entry
     for _ in range(_MAX_DEPTH):
         if current is None:

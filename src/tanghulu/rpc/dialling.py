@@ -87,7 +87,7 @@ def _reach(address: Address, timeout_s: float) -> socket.socket:
 
 
 def is_silence(error: OSError) -> bool:
-    """Whether ``error`` says that a host does not answer, rather than a process on it."""
+    """Return whether ``error`` says that a host does not answer, rather than a process on it."""
     return isinstance(error, TimeoutError) or error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 

@@ -231,7 +231,7 @@ class _Newcomer(asyncio.Protocol):
 
 
 def _may_come_plain(transport: asyncio.Transport) -> bool:
-    """Whether a connection that is not encrypted comes from this user or root, and so from this host."""
+    """Return whether a connection that is not encrypted comes from this user or root, and so from this host."""
     sock = transport.get_extra_info("socket")
     if sock is None or sock.family != socket.AF_UNIX:
         return transport.get_extra_info("sslcontext") is not None

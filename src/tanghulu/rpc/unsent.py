@@ -58,7 +58,7 @@ class SlowPeer:
         self._written_bytes += num_bytes
 
     def is_given_up(self, unsent_bytes: int, unsent: UnsentAnswers, now_s: float) -> bool:
-        """Whether to hang up on the peer, for which ``unsent_bytes`` wait now."""
+        """Return whether to hang up on the peer, for which ``unsent_bytes`` wait now."""
         if not unsent.room_bytes and now_s - self._since_s >= PRESSED_S:
             return True
         return self._rate.is_too_slow(self._written_bytes - unsent_bytes, now_s)

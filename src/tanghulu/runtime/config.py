@@ -102,7 +102,7 @@ def _check_values(config_class: type[Any], values: Mapping[str, Any]) -> None:
 
 
 def _is_text(value: str) -> bool:
-    """Whether ``value`` came in UTF-8; Python has other bytes of a command line as surrogates."""
+    """Return whether ``value`` came in UTF-8; Python has other bytes of a command line as surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 

@@ -42,7 +42,7 @@ class CollectionPacer:
         self._last_s = now_s
 
     def due(self, now_s: float, busy: bool) -> bool:
-        """Whether a collection should be made now; a True counts as made."""
+        """Return whether a collection should be made now; a True counts as made."""
         if now_s - self._last_s < (MOST_S if busy else IDLE_S):
             return False
         self._last_s = now_s
@@ -56,7 +56,7 @@ class CpuUse:
         self._now_s, self._used_s = time.monotonic(), time.process_time()
 
     def busy(self) -> bool:
-        """Whether it used more than a small share of a core."""
+        """Return whether it used more than a small share of a core."""
         now_s, used_s = time.monotonic(), time.process_time()
         share = (used_s - self._used_s) / max(now_s - self._now_s, 1e-3)
         self._now_s, self._used_s = now_s, used_s

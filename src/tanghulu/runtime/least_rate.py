@@ -20,7 +20,7 @@ class LeastRate:
         self._moved_bytes = moved_bytes
 
     def is_too_slow(self, moved_bytes: int, now_s: float) -> bool:
-        """Whether a window has ended in which too little moved; ``moved_bytes`` counts from the beginning."""
+        """Return whether a window has ended in which too little moved; ``moved_bytes`` counts from the beginning."""
         elapsed_s = now_s - self._begun_s
         if elapsed_s < self._window_s:
             return False

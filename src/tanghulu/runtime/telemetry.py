@@ -49,7 +49,7 @@ class LossyStream:
             self._stream().flush()
 
     def isatty(self) -> bool:
-        """Whether the stream is a terminal."""
+        """Return whether the stream is a terminal."""
         return self._stream().isatty()
 
     @property

@@ -80,7 +80,7 @@ class Context:
         return MAX_MESSAGE_BYTES if self.streams and not maps else MAX_INLINE_BYTES
 
     def is_known(self, peer: PeerId) -> bool:
-        """Whether connections to this node or owner are worth keeping."""
+        """Return whether connections to this node or owner are worth keeping."""
         if is_owner(peer):
             return self.masters.owns_keys(peer)
         return self.nodes.get(peer) is not None

@@ -35,12 +35,12 @@ def owner_address(peer: PeerId) -> Address:
 
 
 def is_owner(peer: PeerId) -> bool:
-    """Whether ``peer`` is an ``owner_peer``."""
+    """Return whether ``peer`` is an ``owner_peer``."""
     return peer[:1] == OWNER
 
 
 def is_master(peer: PeerId) -> bool:
-    """Whether ``peer`` is MASTER or an ``owner_peer``, and no node."""
+    """Return whether ``peer`` is MASTER or an ``owner_peer``, and no node."""
     return not peer or peer[0] == OWNER
 
 

@@ -85,7 +85,7 @@ class _Pinned:
     running: sums.RunningChecksums | None = None  # of what arrives
 
     def matches(self) -> bool:
-        """Whether what has arrived is what was put."""
+        """Return whether what has arrived is what was put."""
         if self.op.proof is not None and self.op.proof.holds():
             return True
         if self.running is not None and self.running.complete:

@@ -77,7 +77,7 @@ class KeyOwners:
         return Term(self.map.term_of(self.range_of(key)), self.map.cluster)
 
     def believes(self, peer: PeerId, numbers: Iterable[int], term: int, term_of: int) -> bool:
-        """Whether what ``peer`` answered, who knew the map up to ``term``, counts for these ranges."""
+        """Return whether what ``peer`` answered, who knew the map up to ``term``, counts for these ranges."""
         known = self.map
         return term_of == known.cluster and all(
             self._peers[number] == peer and known.terms[number] <= term for number in numbers
@@ -101,7 +101,7 @@ class KnownMasters:
         return self._owner_proofs.setdefault(peer, LeaseProofs()) if peer else self._leader_proofs
 
     def owns_keys(self, peer: PeerId) -> bool:
-        """Whether ``peer`` is an owner by the known map."""
+        """Return whether ``peer`` is an owner by the known map."""
         return self.owners is not None and peer in self.owners.peers
 
     def take(self, reply: MastersReply) -> frozenset[PeerId] | None:

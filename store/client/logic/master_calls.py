@@ -37,7 +37,7 @@ class MasterCalls:
         self._answer_s, self._waits = answer_s, waits
 
     def is_current(self, address: str) -> bool:
-        """Whether MASTER is the master at ``address``, as far as is known."""
+        """Return whether MASTER is the master at ``address``, as far as is known."""
         return not self.finder.several or address == str(self.finder.current)
 
     def limit_s(self, peer: PeerId, left_s: float) -> float:
@@ -146,7 +146,7 @@ def obeyed(
 
 
 def is_proven(context: Context, outcome: Reply[Any] | TanghuluError, peer: PeerId = MASTER) -> bool:
-    """Whether what a master answered may be believed; False: it has to prove first that its lease lives.
+    """Return whether what a master answered may be believed; False: it has to prove first that its lease lives.
 
     One that was not elected, or does not count its renewals, needs no proof.
     """

@@ -175,12 +175,12 @@ class Operations:
         return [op.result for op in ops]  # type: ignore[misc]  # buffers: no chunks
 
     def exists(self, deadline: Deadline, key: str) -> Logic[bool]:
-        """Whether a live node holds the key."""
+        """Return whether a live node holds the key."""
         (found,) = yield from directory.exists(self._context, deadline, [key])
         return found
 
     def exists_many(self, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
-        """Whether a live node holds each key."""
+        """Return whether a live node holds each key."""
         return (yield from directory.exists(self._context, deadline, as_keys(keys)))
 
     def match_prefix(self, deadline: Deadline, keys: Sequence[str]) -> Logic[int]:

@@ -101,11 +101,11 @@ class NodeTable:
             self._seen = set(nodes)
 
     def has_seen(self, node: PeerId) -> bool:
-        """Whether there is such a node, or was one."""
+        """Return whether there is such a node, or was one."""
         return node in self._seen
 
     def is_fresh(self, now_s: float) -> bool:
-        """Whether the list need not be asked for again."""
+        """Return whether the list need not be asked for again."""
         return now_s < self._fresh_until_s
 
     def expire(self) -> None:
@@ -131,11 +131,11 @@ class NodeTable:
         self._silent_until_s.pop(node, None)
 
     def is_suspect(self, node: PeerId) -> bool:
-        """Whether the node has given no sign of life since it did not answer in time."""
+        """Return whether the node has given no sign of life since it did not answer in time."""
         return node in self._suspects
 
     def is_avoided(self, node: PeerId, now_s: float) -> bool:
-        """Whether the node is suspect, and did not answer a moment ago."""
+        """Return whether the node is suspect, and did not answer a moment ago."""
         return now_s < self._suspects.get(node, now_s)
 
     def trusted(self, nodes: Sequence[PeerId]) -> list[PeerId]:
@@ -147,7 +147,7 @@ class NodeTable:
         return tuple(sorted(nodes, key=self._avoided.__contains__) if self._avoided else nodes)
 
     def is_silent(self, node: PeerId, now_s: float) -> bool:
-        """Whether the host of ``node`` did not answer a moment ago."""
+        """Return whether the host of ``node`` did not answer a moment ago."""
         return now_s < self._silent_until_s.get(node, now_s)
 
     def get(self, node: PeerId) -> NodeView | None:

@@ -123,7 +123,7 @@ def plan(
 
 
 def fits_record(new: NewChunk, part_bytes: int) -> bool:
-    """Whether the record of a write buffer can say all of ``new``; ``part_bytes``: of its checksums to come.
+    """Return whether the record of a write buffer can say all of ``new``; ``part_bytes``: of its checksums to come.
 
     A hard pin needs the node's consent, a value in parts has more checksums than a record, and its key is bounded.
     """

@@ -45,7 +45,7 @@ class Proof(Protocol):
         """See ``Digest``."""
 
     def holds(self) -> bool:
-        """Whether what has arrived is right. If not, the checksums say whether it is at least what was put."""
+        """Return whether what has arrived is right. If not, the checksums say whether it is at least what was put."""
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class GetOp:
 
 
 def too_small(op: GetOp, size_bytes: int) -> bool:
-    """Whether the caller's buffer cannot take the value; that is then the result."""
+    """Return whether the caller's buffer cannot take the value; that is then the result."""
     assert op.buffer is not None
     if size_bytes <= op.buffer.size_bytes:
         return False

@@ -44,7 +44,7 @@ class OpenWriteBuffers:
         return None if buffer is None or place is None else (buffer, place)
 
     def may_ask(self, node: PeerId, size_bytes: int, now_s: float, *, often: bool) -> bool:
-        """Whether to ask ``node`` for a write buffer for values of that size now; counts as asked.
+        """Return whether to ask ``node`` for a write buffer for values of that size now; counts as asked.
 
         ``often``: this put alone has several values. A write buffer whose node is only behind with reading its records
         is not replaced: a call makes the node read them. A closed one is left at once, a full one when it is replaced.

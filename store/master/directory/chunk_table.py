@@ -156,7 +156,7 @@ class DirectoryTable:
         return FoundChunk(version, size_bytes, node_ids, len(warm)) if node_ids else None
 
     def holds(self, key: str) -> bool:
-        """Whether a live node holds ``key``."""
+        """Return whether a live node holds ``key``."""
         entry = self.parts[hash(key) >> PART_SHIFT].get(key)
         if entry is None:
             return False
@@ -164,7 +164,7 @@ class DirectoryTable:
         return is_live or (entry >= _SEVERAL and self.find(key) is not None)
 
     def is_in(self, inventory: InventoryId, key: str) -> bool:
-        """Whether ``inventory`` has a chunk of ``key``."""
+        """Return whether ``inventory`` has a chunk of ``key``."""
         entry = self._part(key).get(key)
         return entry is not None and inventory in inventories_of(entry)
 

@@ -109,7 +109,7 @@ class Directory:
             self._tombstones.popitem(last=False)
 
     def is_entombed(self, key: str, version: int) -> bool:
-        """Whether a tombstone keeps that version from further nodes."""
+        """Return whether a tombstone keeps that version from further nodes."""
         return (key, version) in self._tombstones
 
     def _is_buried(self, node_id: str, key: str, version: int) -> bool:

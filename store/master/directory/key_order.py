@@ -84,7 +84,7 @@ class KeyOrder:
         self._until_s = 0.0
 
     def __bool__(self) -> bool:
-        """Whether there is any run, which has to be told of changes."""
+        """Return whether there is any run, which has to be told of changes."""
         return bool(self._runs)
 
     def join(self, parts: Sequence[Collection[str]]) -> int:

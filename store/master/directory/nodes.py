@@ -41,7 +41,7 @@ class NodeRecord:
         return self.instance.attributes.get("draining") == "true"
 
     def continues(self, piece: ReportPiece) -> bool:
-        """Whether ``piece`` is the next one of the node's report, or the last one again."""
+        """Return whether ``piece`` is the next one of the node's report, or the last one again."""
         if not self.report_id or piece.number not in (self.report_number, self.report_number + 1):
             return False
         self.report_number = max(piece.number, 0)

@@ -43,7 +43,7 @@ class PlacementCandidate(NamedTuple):
         return self.place.zone, self.place.rack
 
     def takes(self, size_bytes: int) -> bool:
-        """Whether it could hold a new value of ``size_bytes``."""
+        """Return whether it could hold a new value of ``size_bytes``."""
         return not self.draining and self.capacity_bytes >= max(size_bytes, 1)
 
     @property

@@ -401,7 +401,7 @@ class RangeDirectories:
         return found
 
     def is_entombed(self, key: str, version: int) -> bool:
-        """Whether no other node may become a holder of that version."""
+        """Return whether no other node may become a holder of that version."""
         return self._of(key).is_entombed(key, version)
 
     def holds(self, keys: Sequence[str]) -> bytes:
@@ -413,7 +413,7 @@ class RangeDirectories:
         return bytes([key in parts[number][hash(key) >> PART_SHIFT] for number, key in numbered])  # all that is known
 
     def is_incomplete(self, keys: Iterable[str], held: Iterable[object]) -> bool:
-        """Whether one of ``keys`` that is not ``held`` may yet be reported."""
+        """Return whether one of ``keys`` that is not ``held`` may yet be reported."""
         if self.is_ready:
             return False
         return any(not each and not self._of(key).rebuild.knows(key) for key, each in zip(keys, held, strict=True))

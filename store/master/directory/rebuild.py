@@ -95,7 +95,7 @@ class ClusterNodes:
             self.handle(MembershipEvent.LEASES_OVER)
 
     def are_all(self, node_ids: Set[str]) -> bool:
-        """Whether the registered nodes ``node_ids`` are known to be all nodes of the cluster."""
+        """Return whether the registered nodes ``node_ids`` are known to be all nodes of the cluster."""
         if self.state is Membership.COUNTED:
             return bool(node_ids)
         return self.state is Membership.ENTERED
@@ -132,7 +132,7 @@ class NodesInEtcd:
         self._is_sure = self._is_sure or (self._sure_s is not None and now_s >= self._sure_s)
 
     def are_all(self, node_ids: Set[str]) -> bool:
-        """Whether the registered nodes ``node_ids`` are known to be all nodes of the cluster."""
+        """Return whether the registered nodes ``node_ids`` are known to be all nodes of the cluster."""
         return self._is_sure and self._admitted <= node_ids
 
     def __repr__(self) -> str:
@@ -160,7 +160,7 @@ class Rebuild:
         return self.num_known_slots == RANGE_SLOTS
 
     def knows(self, key: str) -> bool:
-        """Whether ``key``, of this range, is missing if it is unknown."""
+        """Return whether ``key``, of this range, is missing if it is unknown."""
         return self.num_known_slots == RANGE_SLOTS or slot_of(key) < self._first_slot + self.num_known_slots
 
     def update(self, num_slots: int) -> None:

@@ -215,11 +215,11 @@ class RangeElection:
         return self.view.revision > 0
 
     def leads(self, now_s: float) -> bool:
-        """Whether this master may answer as the leader at ``now_s``."""
+        """Return whether this master may answer as the leader at ``now_s``."""
         return self._is_leading and now_s < self._until_s
 
     def owns(self, number: int, now_s: float) -> bool:
-        """Whether this master may answer for a range at ``now_s``."""
+        """Return whether this master may answer for a range at ``now_s``."""
         return self.states[number] is RangeState.OWNED and now_s < self._until_s
 
     def owned(self, now_s: float) -> frozenset[int]:

@@ -91,7 +91,7 @@ class CopyOrders:
         return bool(self._open or self._drops or self._sent_drops)
 
     def has_room(self, node_id: str, now_s: float) -> bool:
-        """Whether ``node_id`` may take part in one more copy."""
+        """Return whether ``node_id`` may take part in one more copy."""
         budget = self._budgets.get(node_id)
         return self._load[node_id] < MAX_OPEN and (budget is None or budget.has_some(self._rate, now_s))
 

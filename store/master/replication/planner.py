@@ -113,7 +113,7 @@ class CopyPlanner:
     # --- announcements of nodes
 
     def concerns(self, announcement: NodeAnnouncement) -> bool:
-        """Whether ``heard`` has anything to do with ``announcement``."""
+        """Return whether ``heard`` has anything to do with ``announcement``."""
         return bool(
             announcement.replicated
             or announcement.hot
@@ -155,7 +155,7 @@ class CopyPlanner:
         return found is not None and found.version == version and node_id in found.node_ids
 
     def _is_being_removed(self, key: str, found: FoundChunk, now_s: float) -> bool:
-        """Whether a client is removing the chunk, so that it gets no copies; one that went away is helped out.
+        """Return whether a client is removing the chunk, so that it gets no copies; one that went away is helped out.
 
         Else a draining node that holds the chunk would never be drained.
         """

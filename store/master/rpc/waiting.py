@@ -40,7 +40,7 @@ class WaitCalls:
         return later
 
     def _begin(self, request: WaitRequest, owner: object, answer: Callable[[WaitReply], None]) -> bool:
-        """Whether there is something to wait for; ``answer`` is then called once."""
+        """Return whether there is something to wait for; ``answer`` is then called once."""
         self._server.require_owned(request.keys)
         if not request.keys:
             raise InvalidRequest("WAIT names no key")

@@ -174,7 +174,7 @@ class MasterConversation:
             self._take_proven(message, outcome.message)
 
     def _obeys(self, reply: AnnounceReply) -> bool:
-        """Whether the master knows the terms of its ranges; an old leader's is over."""
+        """Return whether the master knows the terms of its ranges; an old leader's is over."""
         known = self._state.reports.map
         if known is None:
             return self._state.obeys(reply.term, reply.term_of)

@@ -72,7 +72,7 @@ class TierAdmission:
         self._remembered: OrderedDict[ChunkKey, None] = OrderedDict()
 
     def decide(self, chunk: EvictedChunk, now_s: float) -> Demotion:
-        """Whether to write ``chunk``; an ADMIT uses up the rate's allowance."""
+        """Return whether to write ``chunk``; an ADMIT uses up the rate's allowance."""
         seen_before = self._remember(chunk.key) if self._mode == "reused" else True
         if chunk.record_bytes > self.max_record_bytes:
             return Demotion.TOO_LARGE

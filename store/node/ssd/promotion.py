@@ -49,7 +49,7 @@ class Promoter:
         self._pinned = asyncio.create_task(self._bring_up_pinned())
 
     def is_cold(self, keys: Iterable[str]) -> bool:
-        """Whether any of ``keys`` would have to come up first."""
+        """Return whether any of ``keys`` would have to come up first."""
         find, below = self._chunks.find, self._tier.find
         return any(find(ChunkKey(key)) is None and below(ChunkKey(key)) is not None for key in keys)
 

@@ -51,7 +51,7 @@ class ChunkLeases:
         return self.access.open_session(session_id, pid, may_write=may_write)
 
     def has_session(self, session_id: int) -> bool:
-        """Whether the session is connected, or has leases that are not over."""
+        """Return whether the session is connected, or has leases that are not over."""
         return self.access.has_session(session_id)
 
     def close_session(self, session_id: int) -> None:

@@ -82,7 +82,7 @@ class NodeChunks:
         return self.tier.find(key)
 
     def holds(self, key: ChunkKey) -> bool:
-        """Whether a get would find ``key`` here, in memory or below."""
+        """Return whether a get would find ``key`` here, in memory or below."""
         return self.find(key) is not None or self.tier.find(key) is not None
 
     def current(self, key: ChunkKey) -> Chunk | None:
@@ -181,7 +181,7 @@ class NodeChunks:
         self.space.stop_vacating()
 
     def has_quota(self, key_scope: str) -> bool:
-        """Whether a quota bounds what the tenant of that scope holds."""
+        """Return whether a quota bounds what the tenant of that scope holds."""
         return self.tenants is not None and self.tenants.limit_of(tenant_of(key_scope)) > 0
 
     def enter(self, chunk: Chunk) -> None:

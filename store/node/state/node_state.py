@@ -185,7 +185,7 @@ class NodeState:
     # --- puts: commit or abort
 
     def obeys(self, term: int, term_of: int) -> bool:
-        """Whether to obey the master that answered so; clients learn the newest term by the index."""
+        """Return whether to obey the master that answered so; clients learn the newest term by the index."""
         newest = self._fence.newest
         admitted = self._fence.admits(term, term_of)
         if self._fence.newest != newest:
@@ -349,7 +349,7 @@ class NodeState:
     # --- sessions and leases
 
     def depends_on(self, session_id: int) -> bool:
-        """Whether something still depends on the end of the session's process."""
+        """Return whether something still depends on the end of the session's process."""
         return self.leases.has_session(session_id) or self.buffers.knows(session_id)
 
     def close_session(self, session_id: int) -> None:

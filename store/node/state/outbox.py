@@ -67,7 +67,7 @@ class ReportMessage:
     moved: Set[int] = frozenset()
 
     def concerns(self, key: ChunkKey) -> bool:
-        """Whether the master's answer on ``key`` counts."""
+        """Return whether the master's answer on ``key`` counts."""
         return not self.moved or range_of(key) not in self.moved
 
 
@@ -89,7 +89,7 @@ class Flushes:
             self._ranges = set[int]().union(*self._open.values())
 
     def wait_for(self, ranges: Set[int]) -> bool:
-        """Whether anybody waits for one of ``ranges``."""
+        """Return whether anybody waits for one of ``ranges``."""
         return not self._ranges.isdisjoint(ranges)
 
     def acknowledged(self, ranges: Set[int]) -> None:
@@ -181,7 +181,7 @@ class MasterOutbox:
         return self._added.get(key) or self._low_priority.get(key) or self._parked.get(key)
 
     def is_pending(self, chunk: Holding) -> bool:
-        """Whether the master has not yet confirmed ``chunk``."""
+        """Return whether the master has not yet confirmed ``chunk``."""
         if self._queued(chunk.key) is chunk:
             return True
         message = self._in_flight

@@ -90,7 +90,7 @@ class NodeReports:
         self._owners = {owner: outbox for owner, outbox in self._owners.items() if outbox.ranges}
 
     def is_over(self, key: ChunkKey, term: Term) -> bool:
-        """Whether the owner of ``key`` has changed since a master of ``term`` took a commit of it."""
+        """Return whether the owner of ``key`` has changed since a master of ``term`` took a commit of it."""
         known = self.map
         if known is None:
             return False
@@ -122,7 +122,7 @@ class NodeReports:
         _remember(self._void, Removal(key, version), MAX_RETRACTED)
 
     def has_retracted(self, key: ChunkKey, version: int) -> bool:
-        """Whether an earlier try of this put was retracted: a commit of it at a master is void."""
+        """Return whether an earlier try of this put was retracted: a commit of it at a master is void."""
         return (key, version) in self._void
 
     def forget(self, chunk: Holding) -> None:
@@ -136,11 +136,11 @@ class NodeReports:
             del self._unconfirmed[chunk.key]
 
     def is_unconfirmed(self, chunk: Holding) -> bool:
-        """Whether no master has accepted ``chunk``."""
+        """Return whether no master has accepted ``chunk``."""
         return self._unconfirmed.get(chunk.key) == chunk.version
 
     def is_pending(self, chunk: Holding) -> bool:
-        """Whether its master has not yet confirmed ``chunk``."""
+        """Return whether its master has not yet confirmed ``chunk``."""
         return self.of(chunk.key).is_pending(chunk)
 
     def report_hot(self, keys: Sequence[tuple[ChunkKey, int]]) -> None:

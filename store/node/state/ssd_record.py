@@ -115,7 +115,7 @@ def encode_head(record: SsdRecord, place: int, file_id: bytes) -> bytes:
 
 
 def has_magic(data: bytes | memoryview, position: int = 0) -> bool:
-    """Whether a head may begin at ``position``; cheap, for scans."""
+    """Return whether a head may begin at ``position``; cheap, for scans."""
     return bytes(data[position : position + len(_MAGIC)]) == _MAGIC
 
 

@@ -120,7 +120,7 @@ class _WriteBuffer:
         self.state = following
 
     def covers(self, offset: int, end: int) -> bool:
-        """Whether the part overlaps one that became a chunk."""
+        """Return whether the part overlaps one that became a chunk."""
         where = bisect_left(self.taken, (offset, 0))
         before_ends = self.taken[where - 1][1] if where else 0
         return before_ends > offset or (where < len(self.taken) and self.taken[where][0] < end)
@@ -279,7 +279,7 @@ class WriteBuffers:
     # --- questions
 
     def knows(self, session_id: int) -> bool:
-        """Whether something still depends on the end of the session's process."""
+        """Return whether something still depends on the end of the session's process."""
         return any(buffer.session_id == session_id for buffer in (*self._open, *self._closed))
 
     def ranges(self) -> Iterator[tuple[int, int]]:

@@ -272,7 +272,7 @@ class PutService:
         self._reporter.kick()
 
     def verify(self, chunk: Chunk) -> bool:
-        """Whether the chunk's bytes are what was put; drops it if not."""
+        """Return whether the chunk's bytes are what was put; drops it if not."""
         if sums.matches(self.bytes_of(chunk), chunk.checksums):
             return True
         _log.error("chunk.corrupt", key=chunk.key, size_bytes=chunk.size_bytes, offset=chunk.offset)

@@ -39,7 +39,7 @@ class Mover(Protocol):
         ...
 
     def has_room_for(self, piece: Slice) -> bool:
-        """Whether the slice can be posted now."""
+        """Return whether the slice can be posted now."""
         ...
 
     def post(self, piece: Slice) -> None:
@@ -195,7 +195,7 @@ class OneSidedConnection:
             self._to_compare.popleft()
 
     def _compared(self, said: Digested) -> Completion:
-        """Whether both sides hold the same bytes where a verified slice has landed."""
+        """Return whether both sides hold the same bytes where a verified slice has landed."""
         piece = said.piece
         if said.refusal is not None:
             return Refused(piece.slice_id, said.refusal)

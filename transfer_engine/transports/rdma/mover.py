@@ -110,7 +110,7 @@ class RdmaMover:
         self.ready = True
 
     def has_room_for(self, piece: Slice) -> bool:
-        """Whether the queue pair has a place for it, and the staging memory, if it needs that."""
+        """Return whether the queue pair has a place for it, and the staging memory, if it needs that."""
         return len(self._posted) < MAX_WORKS and self._staging.slots.has_room_for(piece)
 
     def post(self, piece: Slice) -> None:

@@ -151,7 +151,7 @@ for _call in _CALLS.values():
 
 
 def may_trace(pid: int) -> bool:
-    """Whether the kernel would let this process read and write that one's memory."""
+    """Return whether the kernel would let this process read and write that one's memory."""
     byte = ctypes.c_char()
     local, remote = _Iovec(ctypes.addressof(byte), 1), _Iovec(0, 1)  # nothing is at 0: EFAULT for those who may
     ctypes.set_errno(0)

@@ -87,7 +87,7 @@ def serve(context: ServeContext) -> ShmListener:
 
 
 def probe(topology: Topology) -> Ability:
-    """Whether memory can be shared here, and whether it can be copied where it cannot be mapped."""
+    """Return whether memory can be shared here, and whether it can be copied where it cannot be mapped."""
     segment = MemorySegment.create("probe", _PROBE_BYTES)
     try:
         map_shared(segment.fd, _PROBE_BYTES).close()

@@ -376,7 +376,7 @@ class TcpStream:
             self.greeted = True
 
     def _compared(self, piece: Slice, landed: memoryview) -> Completion:
-        """Whether a verified READ's bytes are those that were sent; a WRITE's were compared by the owner."""
+        """Return whether a verified READ's bytes are those that were sent; a WRITE's were compared by the owner."""
         if piece.opcode is Opcode.WRITE:
             return Arrived(piece.slice_id)
         found = digest_of(landed)

@@ -57,7 +57,7 @@ def serve(context: ServeContext) -> TcpListener:
 
 
 def probe(topology: Topology) -> Ability:
-    """Whether connections can be bound to the devices of ``topology``."""
+    """Return whether connections can be bound to the devices of ``topology``."""
     names = [each.name for each in topology.usable]
     if not names:
         return Ability(True, "over the loopback only: no other device is up and has an address")

@@ -204,7 +204,7 @@ class AgentTransfer:
         self._done = done
 
     def done(self) -> bool:
-        """Whether all bytes are where they belong; moves them along.
+        """Return whether all bytes are where they belong; moves them along.
 
         Raises NodeUnavailable if the peer is gone, TransferFailed for everything else that UCX says.
         """

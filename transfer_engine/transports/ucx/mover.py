@@ -50,7 +50,7 @@ class UcxMover:
         """Connecting is done at once."""
 
     def has_room_for(self, piece: Slice) -> bool:
-        """Whether there is staging memory, if it needs that."""
+        """Return whether there is staging memory, if it needs that."""
         return self._slots.has_room_for(piece)
 
     def post(self, piece: Slice) -> None:

@@ -53,7 +53,7 @@ def serve(context: ServeContext) -> OneSidedListener:
 
 
 def probe(topology: Topology) -> Ability:
-    """Whether NIXL is installed."""
+    """Return whether NIXL is installed."""
     reason = agent.probe()
     return Ability(not reason, reason or "UCX through NIXL, over whatever network UCX finds")
 

@@ -41,7 +41,7 @@ class WeightLoader:
         return self._device.type == "cpu"
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint has the tensor."""
+        """Return whether the checkpoint has the tensor."""
         return self._weights.has(name)
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:

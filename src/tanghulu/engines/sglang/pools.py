@@ -71,7 +71,7 @@ class PagePool:
 
 
 def is_split(name: str, pool: Any, config: Any) -> bool:
-    """Whether each rank has a part of its own; otherwise all have the same bytes, and one of them writes."""
+    """Return whether each rank has a part of its own; otherwise all have the same bytes, and one of them writes."""
     if not config.is_mla_model or name in _ALWAYS_SPLIT:
         return True
     # A draft model's pool beside an MLA model: with heads it is split, as those of any model with heads.

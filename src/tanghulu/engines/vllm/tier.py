@@ -60,7 +60,7 @@ class TanghuluTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Whether the store has a chunk; RETRY until it has answered, within its deadline."""
+        """Return whether the store has a chunk; RETRY until it has answered, within its deadline."""
         found = self._lookups.lookup(key, req_context)
         if found is None:
             return LookupResult.RETRY
