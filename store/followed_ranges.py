@@ -267,14 +267,14 @@ class FollowedRanges:
         else:
             change = self._keys.store if event.kind is _K.STORED else self._keys.remove
             keys = [key for number, some in by_range.items() for key in change(number, event.node_id, some)]
-        yield from self._told(event.kind, event.node_id, keys)
+        yield from self._events_of(event.kind, event.node_id, keys)
 
     def _of_lost_node(self, node_id: str, ranges: int) -> Iterator[DirectoryEvent]:
         if self._keys is None:
             self._begin()
             return
         gone = [key for number in _numbers(ranges) for key in self._keys.forget(number, node_id)]
-        yield from self._told(_K.REMOVED, node_id, gone)
+        yield from self._events_of(_K.REMOVED, node_id, gone)
         if gone and not self._keys.knows(node_id):
             yield self._next(_K.NODE_GONE, node_id)
 
@@ -294,12 +294,12 @@ class FollowedRanges:
         if self._keys is not None:
             for number in _numbers(ranges):
                 for node_id, gone in self._keys.settle(number):
-                    yield from self._told(_K.REMOVED, node_id, list(gone))
+                    yield from self._events_of(_K.REMOVED, node_id, list(gone))
         if not self._was_synced and self._begun == ALL_BITS and not self._coming:
             self._was_synced = True
             yield self._next(_K.SYNCED)
 
-    def _told(self, kind: DirectoryEventKind, node_id: str, keys: list[str]) -> Iterator[DirectoryEvent]:
+    def _events_of(self, kind: DirectoryEventKind, node_id: str, keys: list[str]) -> Iterator[DirectoryEvent]:
         for start in range(0, len(keys), _EVENT_KEYS):
             yield self._next(kind, node_id, tuple(keys[start : start + _EVENT_KEYS]))
 

@@ -34,7 +34,8 @@ PRIVATE_WORDS = frozenset(
     """
     desk desks proclaim proclaims proclaimed proclaiming proclamation proclamations promise promises promised verdict
     verdicts forsake forsaken bereft wish wishes door doors roster rosters heat reception workshop cargo spinner
-    spinning landing landings putting shell shells
+    spinning landing landings putting shell shells told untold heard hear unheard owed owes
+    unhurried hasten forgo forgone
     """.split()  # noqa: SIM905
 )
 
@@ -174,6 +175,26 @@ def test_help_is_plain_english() -> None:
         if re.search(pattern, text)
     }
     assert not found, "\n".join(sorted(found))
+
+
+#: The same of the first sentence of a docstring; what a boolean attribute says may begin with "Whether".
+STILTED_SENTENCES = {
+    r"^(What|Who|Whoever|Whose|Where|How|When)\b": "a noun phrase or an imperative",
+    r"\b(told|heard|untold)\b": "report, receive, state",
+    r"\bso (long|many|much|often)\b": "seconds, or a number",
+    r": never\b": "'0 disables it'",
+}
+
+
+def test_docstrings_begin_in_plain_english() -> None:
+    found = set()
+    for module in (each for each in modules() if not each.is_benchmark):
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                sentence = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split()).partition(". ")[0]
+                if any(re.search(pattern, sentence) for pattern in STILTED_SENTENCES):
+                    found.add(f"{module.name}.{getattr(node, 'name', '')}: {sentence}")
+    _all_but_forgiven("sentence", found)
 
 
 def _identifiers(module: Module) -> set[str]:

@@ -208,8 +208,8 @@ def main() -> int:
         after = written(before)
         if is_check and before != after:
             name = page.relative_to(ROOT)
-            told = f"{name} differs from benchmarks/results: run `python -m benchmarks.common.doc_tables`"
-            print(told, file=sys.stderr)
+            text = f"{name} differs from benchmarks/results: run `python -m benchmarks.common.doc_tables`"
+            print(text, file=sys.stderr)
             failed = True
         elif not is_check:
             page.write_text(after)

@@ -59,7 +59,7 @@ async def tanghulu_cluster(
             child.run_dir.mkdir(mode=0o700)
             started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-            def told(_: str, message: dict[str, Any]) -> None:
+            def on_status(_: str, message: dict[str, Any]) -> None:
                 if started.done():
                     return
                 if message["event"] == "ready":
@@ -67,7 +67,7 @@ async def tanghulu_cluster(
                 elif message["event"] in ("failed", "exited"):
                     started.set_exception(RuntimeError(f"{name}: {message}, see {child.log_path}"))
 
-            await child.spawn(told)
+            await child.spawn(on_status)
             stack.push_async_callback(child.stop)
             await asyncio.wait_for(started, _READY_S)
             served.children.append(child)

@@ -172,19 +172,19 @@ class Side:
     def fill(self) -> dict[str, float]:
         """All chains, an event for each holder of each."""
         gc.collect()
-        before, clock, told = resident_bytes(), Stopwatch(), 0
+        before, clock, num_blocks = resident_bytes(), Stopwatch(), 0
         for number in range(self._num_chains):
             chain = self.chain(number)
             events = [self._index.stored(holder, chain[:num]) for holder, num in self.holders(number)]
             with clock:
                 for event in events:
                     self._index.apply(event)
-            told += sum(num for _, num in self.holders(number))
+            num_blocks += sum(num for _, num in self.holders(number))
             del chain, events
         self._settle(clock)
         gc.collect()
         grown = (resident_bytes() - before) / (self._num_chains * self._args.depth)
-        return {**clock.rates("stored", told), "bytes_per_block": grown}
+        return {**clock.rates("stored", num_blocks), "bytes_per_block": grown}
 
     def _settle(self, clock: Stopwatch) -> None:
         """The peer's thread has done all before it answers."""
@@ -213,8 +213,8 @@ class Side:
         return found
 
     def churn(self) -> dict[str, float]:
-        """Every eighth chain is evicted from its tail, 32 blocks an event, and told again."""
-        removed, again, told = Stopwatch(), Stopwatch(), 0
+        """Every eighth chain is evicted from its tail, 32 blocks an event, and num_blocks again."""
+        removed, again, num_blocks = Stopwatch(), Stopwatch(), 0
         for number in range(0, self._num_chains, 8):
             chain = self.chain(number)
             for holder, num in self.holders(number):
@@ -226,9 +226,9 @@ class Side:
                         self._index.apply(event)
                 with again:
                     self._index.apply(come)
-                told += num
+                num_blocks += num
         self._settle(again)
-        return {**removed.rates("removed", told), **again.rates("stored_again", told)}
+        return {**removed.rates("removed", num_blocks), **again.rates("stored_again", num_blocks)}
 
     def serve(self) -> None:
         """Does what each line on stdin names and answers with a line of JSON."""
@@ -298,8 +298,8 @@ def soak(args: argparse.Namespace) -> list[dict[str, Any]]:
     from tanghulu.conductor.index.prefix_index import PrefixIndex, Removed, Stored
 
     chance, index, live, rows = random.Random(args.seed), PrefixIndex(), [], []
-    told, start, next_row = 0, time.perf_counter(), 0
-    while told < args.soak:
+    num_blocks, start, next_row = 0, time.perf_counter(), 0
+    while num_blocks < args.soak:
         names = chance.randbytes(HASH_BYTES * args.depth)
         chain = [names[at : at + HASH_BYTES] for at in range(0, len(names), HASH_BYTES)]
         holder = f"worker-{chance.randrange(args.holders)}"
@@ -307,7 +307,7 @@ def soak(args: argparse.Namespace) -> list[dict[str, Any]]:
             index.apply(Stored(holder, chain[at : at + 64]))
         index.match(chain)
         live.append((holder, names))
-        told += args.depth
+        num_blocks += args.depth
         if len(live) > args.soak_live // args.depth:
             place = chance.randrange(len(live))
             live[place], live[-1] = live[-1], live[place]
@@ -315,10 +315,12 @@ def soak(args: argparse.Namespace) -> list[dict[str, Any]]:
             tail = [names[at : at + HASH_BYTES] for at in range(0, len(names), HASH_BYTES)][::-1]
             for at in range(0, args.depth, 64):
                 index.apply(Removed(holder, tail[at : at + 64]))
-            told += args.depth
-        if told >= next_row:
+            num_blocks += args.depth
+        if num_blocks >= next_row:
             next_row += args.soak // 10
-            rows.append({"load": f"soak {told}", "resident_mib": resident_bytes() / 2**20, "blocks": index.num_blocks})
+            rows.append(
+                {"load": f"soak {num_blocks}", "resident_mib": resident_bytes() / 2**20, "blocks": index.num_blocks}
+            )
             print(rows[-1], f"{time.perf_counter() - start:.0f} s", flush=True)
     return rows
 

@@ -214,7 +214,7 @@ async def _turn(subject: Subject, concurrency: int, requests: int, first: int, f
     clients = await asyncio.create_subprocess_exec(
         *PROGRAM, *arguments, stdout=asyncio.subprocess.PIPE, env=environment, cwd=ROOT
     )
-    told, _ = await clients.communicate()
+    printed, _ = await clients.communicate()
     assert clients.returncode == 0, f"{subject.name}: the clients failed"
     cpu_ms = {name: 1000 * (used - before[name]) / requests for name, used in subject.cpu_s().items()}
     return {
@@ -223,7 +223,7 @@ async def _turn(subject: Subject, concurrency: int, requests: int, first: int, f
         "requests": requests,
         "cpu_ms_per_request": round(sum(cpu_ms.values()), 3),
         "cpu_ms_by_process": {name: round(value, 3) for name, value in cpu_ms.items()},
-        **json.loads(told),
+        **json.loads(printed),
     }
 
 

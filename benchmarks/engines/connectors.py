@@ -91,10 +91,10 @@ def one_process(arm: Arm, name: str, number: int, asked: Sequence[list[int]], dt
         worker.call("ask", prompt=asked[0][:20])  # a further step: some save with the step behind
         time.sleep(SETTLE_S)
         spent_s, servers_s = worker.call("cpu_s") - cpu_s, arm.servers_cpu_s() - servers_s
-    told = {"connector": name, "process": number}
+    about = {"connector": name, "process": number}
     whole = {"what": "process", "cpu_s": round(spent_s, 2), "servers_cpu_s": round(servers_s, 2)}
     whole["held_bytes"] = arm.held_bytes()
-    return [told | {"what": "prompt", "prompt": at} | row for at, row in enumerate(rows)] + [told | whole]
+    return [about | {"what": "prompt", "prompt": at} | row for at, row in enumerate(rows)] + [about | whole]
 
 
 def of_connector(name: str, asked: Sequence[list[int]], dtype: str) -> list[Row]:
@@ -179,14 +179,14 @@ def main(only: str, what: str, seed: int, dtype: str, kept: bool) -> None:
     if not (PYTHON.exists() and MODEL.exists()):
         raise SystemExit("vLLM's environment is missing: tools/engine_venv.py vllm")
     names = only.split(",")
-    told = {"dtype": dtype, "prompt_tokens": PROMPT_TOKENS, "load_average": os.getloadavg()[0]}
+    about = {"dtype": dtype, "prompt_tokens": PROMPT_TOKENS, "load_average": os.getloadavg()[0]}
     if what == "cold":
         rows = list[Row]()
         for row in cold(prompts(seed, NUM_COLD), dtype):
             print(row, flush=True)
             rows.append(row)
             if kept and len(rows) % 4 == 0:  # so far: a run takes long
-                keep("connectors_cold", rows, seed=seed, summary=summary_of_cold(rows), **told)
+                keep("connectors_cold", rows, seed=seed, summary=summary_of_cold(rows), **about)
         print(summary_of_cold(rows))
         return
     rows, left_out = list[Row](), dict.fromkeys(names, "not reached")
@@ -198,7 +198,7 @@ def main(only: str, what: str, seed: int, dtype: str, kept: bool) -> None:
             left_out[name] = str(error).strip().splitlines()[0].replace(f"{ROOT}/", "")
             print(f"{name} is left out: {error}", flush=True)
         if kept:  # so far: a run takes long
-            keep("connectors", rows, seed=seed, summary=summary(rows), left_out=left_out, **told)
+            keep("connectors", rows, seed=seed, summary=summary(rows), left_out=left_out, **about)
     show(summary(rows))
 
 

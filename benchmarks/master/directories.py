@@ -521,8 +521,8 @@ def begin_masters(stack: contextlib.ExitStack, keys: Sequence[str], rng: random.
         for number in range(num_masters):
             master = MasterDirectory(stack.enter_context(process("tanghulu.store.master.main", "--port", "0")))
             stack.callback(master.close)
-            told = master.report([key for key in (*keys, *grouped) if range_of(key) % num_masters == number])
-            rows += [told] if num_masters == 1 else []
+            row = master.report([key for key in (*keys, *grouped) if range_of(key) % num_masters == number])
+            rows += [row] if num_masters == 1 else []
             masters.append(master)
         cases += master_cases(masters[0], keys, rng) if num_masters == 1 else []
         cases += SplitCalls(masters, drawn(keys, rng), lambda: [key_of(rng) for _ in range(BATCH)]).cases()

@@ -120,10 +120,10 @@ class Farm:
     def wait(self, what: str) -> None:
         """Wait until the process has ``opened`` its nodes, ``filled`` them, or is ``ready``; raises SystemExit."""
         while what not in self.private_bytes:
-            told = json.loads(self._lines.readline() or "{}")
-            done = told.get("what", told.get("event", ""))
+            message = json.loads(self._lines.readline() or "{}")
+            done = message.get("what", message.get("event", ""))
             if done not in ("opened", "filled", "ready"):
-                raise SystemExit(f"the nodes did not start: {told}")
+                raise SystemExit(f"the nodes did not start: {message}")
             self.private_bytes[done] = private_bytes(self.popen.pid)
 
     def stop(self) -> None:

@@ -46,8 +46,8 @@ ASKED, PAUSE_S = 200, 0.01
 DEADLINE_S = 60.0
 #: Within which masters that know nothing must know everything; far more than it takes.
 REBUILD_DEADLINE_S = 600.0
-#: Denials that are told one by one.
-MOST_TOLD = 50
+#: Denials listed one by one.
+MOST_LISTED = 50
 #: Memory of a node for each of its keys, and beside them for those of clients.
 BYTES_PER_KEY, SPARE_BYTES = 256, 16 << 20
 
@@ -355,7 +355,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str,
             "got": sum(each.num_got for each in loads),
             "put": sum(len(each.put) for each in loads),
             "denied": sum(len(each.denied) for each in loads),
-            "denials": sorted(denial for each in loads for denial in each.denied)[:MOST_TOLD],
+            "denials": sorted(denial for each in loads for denial in each.denied)[:MOST_LISTED],
             "failures": [failure for each in loads for failure in each.failures],
         }
         return facts | check(cluster.address, num_keys, loads, options), losses

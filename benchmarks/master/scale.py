@@ -118,8 +118,8 @@ class StubNode:
         for number, start in enumerate(starts):
             part = in_order[start : start + PIECE_KEYS]
             next_slot = NUM_SLOTS * (number + 1) // len(starts)
-            told = [(ChunkKey(key), 1, CHUNK_BYTES, False) for key in part]
-            await self.announce(piece=ReportPiece(number, next_slot, told))
+            chunks = [(ChunkKey(key), 1, CHUNK_BYTES, False) for key in part]
+            await self.announce(piece=ReportPiece(number, next_slot, chunks))
 
     async def live(self) -> None:
         """Send signs of life until cancelled."""

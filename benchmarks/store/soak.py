@@ -191,7 +191,7 @@ def stolen_s() -> float:
     return int(Path("/proc/stat").read_text().split("\n", 1)[0].split()[8]) / os.sysconf("SC_CLK_TCK")
 
 
-def told(server: Server, what: str) -> list[dict[str, Any]]:
+def logged(server: Server, what: str) -> list[dict[str, Any]]:
     """What ``soak_server`` wrote to its log in lines that begin with ``what``, in all lives of the process."""
     lines = (server.folder / "log").read_text(errors="replace").splitlines()
     return [json.loads(line.removeprefix(what)) for line in lines if line.startswith(what)]
@@ -199,7 +199,7 @@ def told(server: Server, what: str) -> list[dict[str, Any]]:
 
 def stalls_of(server: Server) -> list[dict[str, Any]]:
     """All long stalls of a process in its lives."""
-    return told(server, "STALL ")
+    return logged(server, "STALL ")
 
 
 def stall_row(stalls: list[dict[str, Any]]) -> dict[str, Any]:
@@ -276,7 +276,7 @@ class Soak:
                     subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
                 )
         for client in self.clients:
-            self._hear(client)
+            self._read_line(client)
 
     @property
     def master(self) -> Server:
@@ -286,7 +286,7 @@ class Soak:
     def nodes(self) -> list[Server]:
         return self.servers[1:]
 
-    def _hear(self, client: subprocess.Popen[str]) -> dict[str, Any]:
+    def _read_line(self, client: subprocess.Popen[str]) -> dict[str, Any]:
         assert client.stdout is not None
         line = client.stdout.readline()
         if not line:
@@ -340,7 +340,7 @@ class Soak:
             assert client.stdin is not None
             client.stdin.write("\n")
             client.stdin.flush()
-        self.said = [self._hear(client) for client in self.clients]
+        self.said = [self._read_line(client) for client in self.clients]
         for said in self.said:
             self.findings += said["wrong"]
         until_s = time.monotonic() + READY_S
@@ -354,7 +354,7 @@ class Soak:
             pids = {each.popen.pid: each.name for each in self.servers}
             pids |= {client.pid: f"client-{number}" for number, client in enumerate(self.clients)}
             for node in self.nodes:
-                self.findings += [f"{node.name}: {each}, of {pids}" for each in told(node, "LEASE ")]
+                self.findings += [f"{node.name}: {each}, of {pids}" for each in logged(node, "LEASE ")]
         with tanghulu.connect(self.master.address, token=self._tokens["operator"], deadline_s=READY_S) as store:
             report = perform(store, check(with_repair=False))
         if report.findings:
@@ -482,7 +482,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--fill", action="store_true", help="half a million small keys first, so that tables are full")
     parser.add_argument("--no-keep", action="store_true")
-    parser.add_argument("--lenient", action="store_true", help="stalls are told and do not count, as in a test")
+    parser.add_argument("--lenient", action="store_true", help="stalls are reported and do not count, as in a test")
     parser.add_argument("--folder", type=Path, help="keep logs and SSD files here")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="th-soak-"))

@@ -61,8 +61,8 @@ class LoadProcess:
 
     def stop(self) -> dict[str, Any]:
         """End it in good order; returns what it tells."""
-        told, _ = self._popen.communicate(timeout=STEP_S)
-        result: dict[str, Any] = json.loads(told)
+        printed, _ = self._popen.communicate(timeout=STEP_S)
+        result: dict[str, Any] = json.loads(printed)
         return result
 
     def kill(self) -> None:
@@ -82,7 +82,7 @@ class Upgrade:
         self._clients: list[LoadProcess] = []
         self._processes: dict[int, Process] = {}  # by their ports
         self.steps: list[tuple[float, str]] = []
-        self.told: dict[str, dict[str, Any]] = {}
+        self.results: dict[str, dict[str, Any]] = {}
         self._election = () if etcd is None else ("--etcd", etcd.address, "--election-ttl-s", "2")
         self._masters = [free_port() for _ in range(1 if etcd is None else 2)]
         self.address = ",".join(f"127.0.0.1:{port}" for port in self._masters)
@@ -119,13 +119,13 @@ class Upgrade:
             eventually(self._is_shared, STEP_S)
         for client in self._clients[:2]:
             self._step(f"client {client.name}")
-            self.told[client.name] = client.stop()
+            self.results[client.name] = client.stop()
             self._clients.remove(client)
             self._start_client(client.name.replace("old", "upgraded"), THIS)
         self._step("all of this version")
         time.sleep(self._arguments.seconds)
         for client in self._clients:
-            self.told[client.name] = client.stop()
+            self.results[client.name] = client.stop()
 
     def _is_drained(self, name: str) -> bool:
         """Drain that node; False if no master led long enough."""
@@ -226,9 +226,11 @@ def main() -> int:
         upgrade.start()
         upgrade.run()
         num_kept, wrong = upgrade.verify()
-    failures = [[upgrade.step_at(f[0]), c, *f[1:]] for c, told in upgrade.told.items() for f in told["failures"]]
-    long = [[upgrade.step_at(each[0]), c, *each[1:]] for c, told in upgrade.told.items() for each in told["long"]]
-    calls = {client: told["calls"] for client, told in upgrade.told.items()}
+    failures = [[upgrade.step_at(f[0]), c, *f[1:]] for c, result in upgrade.results.items() for f in result["failures"]]
+    long = [
+        [upgrade.step_at(each[0]), c, *each[1:]] for c, result in upgrade.results.items() for each in result["long"]
+    ]
+    calls = {client: result["calls"] for client, result in upgrade.results.items()}
     print(json.dumps({"calls": calls, "failures": failures, "kept": num_kept, "wrong": wrong, "long": long}, indent=1))
     return 1 if failures or wrong else 0
 

@@ -72,7 +72,7 @@ class NullPair(QueuePair):
         self._nothing = ctypes.create_string_buffer(8)
         self._pair_address, self._rejected = ctypes.addressof(self._nothing), ctypes.c_void_p()
         self._call_post = abi.POST(("strlen", ctypes.CDLL(None)))  # of an empty string: 0, as a device that took all
-        self._told: list[WorkCompletion] = []
+        self._completed: list[WorkCompletion] = []
 
     @property
     def address(self) -> QueuePairAddress:
@@ -83,13 +83,15 @@ class NullPair(QueuePair):
 
     def post(self, works: Any, tell: Any) -> None:
         super().post(works, tell)
-        self._told += [
-            WorkCompletion(work.work_id, "", False, False) for work, told in zip(works, tell, strict=True) if told
+        self._completed += [
+            WorkCompletion(work.work_id, "", False, False)
+            for work, signalled in zip(works, tell, strict=True)
+            if signalled
         ]
 
     def poll(self) -> list[WorkCompletion]:
-        told, self._told = self._told, []
-        return told
+        completed, self._completed = self._completed, []
+        return completed
 
     def arm(self) -> None:
         pass
@@ -309,11 +311,11 @@ def pyverbs_rows(loop_s: float) -> list[dict[str, Any]]:
 def guest_rows() -> list[dict[str, Any]]:
     program = [sys.executable, "-m", "benchmarks.transfer.rdma_posting"]
     command = [GUESTS, "run", "--vms", "1", "--rails", "1", "--", *program, "--device"]
-    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    lines = [line.removeprefix("[node0] ") for line in told.splitlines()]
+    printed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    lines = [line.removeprefix("[node0] ") for line in printed.splitlines()]
     rows = [json.loads(line) for line in lines if line.startswith("{")]
     if not rows:
-        raise SystemExit(f"the guest measured nothing:\n{told[-3000:]}")
+        raise SystemExit(f"the guest measured nothing:\n{printed[-3000:]}")
     return rows
 
 

@@ -31,7 +31,7 @@ from tanghulu.types import BlockHash, InstanceId
 #: Blocks that the index keeps, about 1 GB; beyond it those that no prompt asked for lately are forgotten.
 DEFAULT_MAX_BLOCKS = 8_000_000
 #: Blocks of one event that go into one node, and the largest node that joining makes.
-MAX_TOLD_BLOCKS = 512
+MAX_EVENT_BLOCKS = 512
 MAX_NODE_BLOCKS = 4096
 #: Most new blocks of an event that are put behind the holder's last one, so that small events make no small nodes.
 SMALL_EVENT_BLOCKS = 32
@@ -105,8 +105,8 @@ class PrefixIndex:
         """Take one event, in time proportional to the blocks that it names. Events of one holder must come in order."""
         match event:
             case Stored(holder, blocks, consecutive):
-                for start in range(0, len(blocks), MAX_TOLD_BLOCKS):
-                    self._store(holder, list(blocks[start : start + MAX_TOLD_BLOCKS]), consecutive)
+                for start in range(0, len(blocks), MAX_EVENT_BLOCKS):
+                    self._store(holder, list(blocks[start : start + MAX_EVENT_BLOCKS]), consecutive)
             case Removed(holder, blocks):
                 slot = self._slots.find(holder)
                 if slot is not None and blocks:
@@ -226,7 +226,7 @@ class PrefixIndex:
             if node is None:
                 return
             if node.blocks[0] != chain[depth]:
-                node = self._cut_where_told_wrong(node, chain, depth)
+                node = self._cut_at_wrong_block(node, chain, depth)
             num = node.common(chain, depth)
             depth += num
             if num == node.chained < len(node) and depth < len(chain):
@@ -238,7 +238,7 @@ class PrefixIndex:
                 node = self._join(front, node)
             front = node if covered else None
 
-    def _cut_where_told_wrong(self, node: IndexNode, chain: list[BlockHash], depth: int) -> IndexNode:
+    def _cut_at_wrong_block(self, node: IndexNode, chain: list[BlockHash], depth: int) -> IndexNode:
         """Split ``node`` where a prompt entered it in the middle: the blocks shared from there become a node."""
         start = node.blocks.index(chain[depth])
         span = min(len(node) - start, len(chain) - depth)
@@ -277,7 +277,7 @@ class PrefixIndex:
         self._node_of.update(dict.fromkeys(node.blocks, node))
 
     def _store(self, holder: InstanceId, blocks: list[BlockHash], consecutive: bool) -> None:
-        """``blocks``: at most MAX_TOLD_BLOCKS, at least one; the list is kept."""
+        """``blocks``: at most MAX_EVENT_BLOCKS, at least one; the list is kept."""
         slot, front = self._slots.take(holder), self._node_of.get(blocks[0])
         if front is not None:
             first, num = front.ahead(blocks)

@@ -75,7 +75,7 @@ class _CopyCollector(Collector):
         """Yield the copies by reason and outcome, and the bytes of those that were made."""
         orders = self._master.copies.orders
         copies = CounterMetricFamily(
-            "tanghulu_master_copies", "Copies that nodes were told to make.", labels=["reason", "outcome"]
+            "tanghulu_master_copies", "Copies ordered from nodes.", labels=["reason", "outcome"]
         )
         for (reason, outcome), number in list(orders.num_done.items()):
             copies.add_metric([reason.name.lower(), outcome], number)
@@ -115,7 +115,7 @@ class MasterMetrics:
         self._gauge("nodes", "Registered store nodes.", lambda: master.directory.num_nodes)
         self._gauge(
             "known_slots",
-            "Slots of keys, of 1024, that all nodes have told.",
+            "Slots of keys, of 1024, reported by all nodes.",
             lambda: master.directory.num_known_slots,
         )
         self._gauge("rebuilding", "1 while nodes have yet to tell their keys.", lambda: not master.directory.is_ready)

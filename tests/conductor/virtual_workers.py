@@ -197,7 +197,7 @@ class VirtualWorker:
         plan = self.scheduler.schedule()
         for wanted in plan.fetches:
             self._fetch(wanted)
-        for peer in plan.forgone:
+        for peer in plan.declined:
             self._cluster.by_address[peer.address].release(peer.export_id)
         self._busy = bool(plan.runs)
         seconds = SLOWNESS * self._timing.step_seconds(plan) + STEP_S if plan.runs else 0.0

@@ -105,7 +105,7 @@ class Outside:
     def fetch(self, wanted: FetchWanted) -> None:
         self._wanted.append(wanted)
 
-    def forgo(self, peer: KvSource) -> None: ...
+    def decline(self, peer: KvSource) -> None: ...
 
     def pull(self, wanted: FetchWanted) -> None:
         raise AssertionError("nothing is pulled ahead")

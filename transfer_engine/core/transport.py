@@ -55,10 +55,10 @@ class Fences:
             if len(self._tokens) > MAX_TOKENS:
                 del self._tokens[0]
 
-    def since(self, num_told: int) -> tuple[int, list[int]]:
-        """(how many were added so far, those of them that come after the first ``num_told`` and are still kept)."""
+    def since(self, num_seen: int) -> tuple[int, list[int]]:
+        """(how many were added so far, those of them that come after the first ``num_seen`` and are still kept)."""
         with self._lock:
-            missing = min(self.num_added - num_told, len(self._tokens))
+            missing = min(self.num_added - num_seen, len(self._tokens))
             return self.num_added, self._tokens[len(self._tokens) - missing :]
 
 

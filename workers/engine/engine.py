@@ -71,7 +71,7 @@ class KvFetcher(Protocol):
     def fetch(self, wanted: FetchWanted) -> None:
         """Begin; `EngineCore.fetch_done` must follow exactly once, also after a failure (with 0 blocks)."""
 
-    def forgo(self, peer: KvSource) -> None:
+    def decline(self, peer: KvSource) -> None:
         """Tell the export's holder that none of it is needed, so that the holder can release its blocks."""
 
     def pull(self, wanted: FetchWanted) -> None:
@@ -201,12 +201,12 @@ class EngineCore:
     def abort(self, request_id: RequestId) -> bool:
         """Drop the request, or the pull, without further output; False if the engine does not have it (any more).
 
-        A peer's export that waits for it is forgone; one that is being fetched is released when the fetch has ended.
+        A peer's export that waits for it is declined; one that is being fetched is released when the fetch has ended.
         """
         request = self.scheduler.request(request_id)
         peer = request.peer if request is not None and request.state is EngineRequestState.WAITING else None
         if peer is not None and self._fetcher is not None:
-            self._fetcher.forgo(peer)
+            self._fetcher.decline(peer)
         self._phases.dropped(request_id)
         dropped = self.scheduler.abort(request_id) if request is not None else self.scheduler.pulls.drop(request_id)
         self._end_pulls()
@@ -243,8 +243,8 @@ class EngineCore:
         if self._fetcher is not None:
             for wanted in plan.fetches:
                 self._fetcher.fetch(wanted)
-            for peer in plan.forgone:
-                self._fetcher.forgo(peer)
+            for peer in plan.declined:
+                self._fetcher.decline(peer)
         if self._sink is not None and plan.reused:
             self._sink.blocks_reused(plan.reused)
         planned = self._clock.now_s()

@@ -306,7 +306,7 @@ class Scheduler:
                 insort(self._running, request, key=_order)
                 plan.add_run(request)
                 if request.peer is not None and self.config.can_fetch:
-                    plan.forgone.append(request.peer)
+                    plan.declined.append(request.peer)
                     request.peer = None
 
     def _admissible(self) -> Iterator[EngineRequest]:

@@ -51,8 +51,8 @@ class StepPlan(Struct):
     """One step: what to compute, which requests it preempted, and what to fetch meanwhile.
 
     The scheduler alone changes it, while it decides.
-    ``forgone``: exports of other workers that need not be fetched, because all of it was found here. ``reused``: cached
-    blocks that newly admitted requests found here. ``displaced``: full blocks that only preempted requests
+    ``declined``: exports of other workers that need not be fetched, because all of them was found here. ``reused``:
+    cached blocks that newly admitted requests found here. ``displaced``: full blocks that only preempted requests
     had, whose bytes stay until the step is computed; empty where no sink would keep them. ``num_tokens`` are computed,
     and ``num_drafted`` of drafts besides; ``budget`` is what they leave of the step's tokens.
     """
@@ -61,7 +61,7 @@ class StepPlan(Struct):
     runs: list[ScheduledRun] = []
     preempted: list[RequestId] = []
     fetches: list[FetchWanted] = []
-    forgone: list[KvSource] = []
+    declined: list[KvSource] = []
     reused: list[CommittedBlock] = []
     displaced: list[CommittedBlock] = []
     num_tokens: int = 0

@@ -125,7 +125,7 @@ class KvConnector:
             self._handed.append(wanted)
             self._fetchers.submit(self._fetch_handed)
 
-    def forgo(self, peer: KvSource) -> None:
+    def decline(self, peer: KvSource) -> None:
         self._releaser.submit(self._released, peer, 0, keep=False)
 
     def pull(self, wanted: FetchWanted) -> None:

@@ -39,7 +39,7 @@ class Fair:
         self._orders: dict[str, Policy] = {}
         self._bytes: dict[str, int] = {}
         self._sizes = PartedDict[ChunkKey, int]()
-        self._told: set[str] = set()  # tenants whose order has heard of the batch under way
+        self._notified: set[str] = set()  # tenants whose order has heard of the batch under way
 
     @property
     def num_ghosts(self) -> int:
@@ -48,7 +48,7 @@ class Fair:
 
     def begin_batch(self) -> None:
         """Begin a batch in every tenant's order."""
-        self._told.clear()
+        self._notified.clear()
 
     def add(self, key: ChunkKey, size_bytes: int) -> None:
         """Enter ``key`` into its tenant's order."""
@@ -106,8 +106,8 @@ class Fair:
         order = self._orders.get(tenant)
         if order is None:
             order = self._orders[tenant] = self._make_inner()
-        if tenant not in self._told:
-            self._told.add(tenant)
+        if tenant not in self._notified:
+            self._notified.add(tenant)
             order.begin_batch()
         return order
 

@@ -207,7 +207,7 @@ class EtcdOwnership:
                     while self.nodes.get(node.id) != node:  # noqa: ASYNC110 - the watch tells, within milliseconds
                         await asyncio.sleep(_LOOK_S)
             except TimeoutError:
-                raise MasterUnavailable(f"etcd has not told of node {node.id}, which it has let in") from None
+                raise MasterUnavailable(f"etcd has admitted node {node.id} and not reported it yet") from None
             self.require()
             yield
 

@@ -54,7 +54,7 @@ def bounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """With small bounds short chains take every path: bisection, several nodes an event, nodes that are not joined."""
     if request.param == "small":
         monkeypatch.setattr(index_node, "COMPARED_BLOCKS", 1)
-        monkeypatch.setattr(prefix_index, "MAX_TOLD_BLOCKS", 5)
+        monkeypatch.setattr(prefix_index, "MAX_EVENT_BLOCKS", 5)
         monkeypatch.setattr(prefix_index, "MAX_NODE_BLOCKS", 8)
         monkeypatch.setattr(prefix_index, "SMALL_EVENT_BLOCKS", 2)
         monkeypatch.setattr(prefix_index, "SHRINK_MIN_BLOCKS", 4)

@@ -23,7 +23,7 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
 def fences_are_not_told(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Fences, "since", lambda self, num_told: (self.num_added, []))
+    patch.setattr(Fences, "since", lambda self, num_seen: (self.num_added, []))
 
 
 def fences_are_ignored(patch: pytest.MonkeyPatch) -> None:

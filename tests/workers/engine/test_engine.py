@@ -30,7 +30,7 @@ class Shelf:
         self.chunks: dict[bytes, bytes] = {}
         self.core: EngineCore
         self.wanted: list[FetchWanted] = []
-        self.forgone: list[KvSource] = []
+        self.declined: list[KvSource] = []
 
     def blocks_reused(self, blocks: Sequence[CommittedBlock]) -> None: ...
 
@@ -40,8 +40,8 @@ class Shelf:
         for block in blocks:
             self.chunks[block.block_hash] = self.core.cache.block_view(block.block_id).tobytes()
 
-    def forgo(self, peer: KvSource) -> None:
-        self.forgone.append(peer)
+    def decline(self, peer: KvSource) -> None:
+        self.declined.append(peer)
 
     def fetch(self, wanted: FetchWanted) -> None:
         self.wanted.append(wanted)

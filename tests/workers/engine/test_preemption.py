@@ -50,7 +50,7 @@ class Outside:
     def fetch(self, wanted: FetchWanted) -> None:
         self.under_way.append(wanted)
 
-    def forgo(self, peer: KvSource) -> None:
+    def decline(self, peer: KvSource) -> None:
         raise AssertionError("there are no peers")
 
     def arrive(self) -> None:

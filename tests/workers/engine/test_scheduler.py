@@ -277,7 +277,7 @@ def test_an_export_that_is_found_here_is_forgone() -> None:
     core.add(req("wholly", 9, peer=peer))
     plan, _ = step(core)
     assert [wanted.request_id for wanted in plan.fetches] == ["partly"]
-    assert plan.forgone == [peer]
+    assert plan.declined == [peer]
 
 
 def test_a_fetch_is_bounded_by_what_is_known_to_exist() -> None:

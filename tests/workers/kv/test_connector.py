@@ -217,7 +217,7 @@ def test_an_export_is_given_back_while_fetches_are_slow(tiny_model: Model, store
     while rig.value("requests_fetching") < NUM_FETCH_THREADS:
         rig.next_report()
     peer = export_at("there|", 1, len(PROMPT))
-    rig.thread.post(lambda _: rig.connector.forgo(peer))
+    rig.thread.post(lambda _: rig.connector.decline(peer))
     assert peers.released.get(timeout=30) == (peer, 0)
     store.gate.set()
     rig.close()

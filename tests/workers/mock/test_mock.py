@@ -105,7 +105,7 @@ class Copying:
         self.core: EngineCore
         self.wanted: list[FetchWanted] = []
 
-    def forgo(self, peer: KvSource) -> None:
+    def decline(self, peer: KvSource) -> None:
         raise AssertionError(f"{peer} is needed")
 
     def fetch(self, wanted: FetchWanted) -> None:

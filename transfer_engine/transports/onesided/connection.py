@@ -151,7 +151,7 @@ class OneSidedConnection:
         self._pending.clear()
         self._to_compare.clear()
         self.mover.close()
-        if writing and not self.control.hear_closed():
+        if writing and not self.control.receive_closed():
             self._fences.add(self.control.token)
         self.control.close()
 

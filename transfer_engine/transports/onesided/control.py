@@ -1,7 +1,7 @@
 """The client's control connection of a transport that goes past the owner's process: what is asked, in order.
 
 Owns the socket, the connection's token, and which fences and leases were told. Raises ConnectionBroken when it cannot
-be used any more. Nothing here waits, but ``hear_closed`` for a bounded time.
+be used any more. Nothing here waits, but ``receive_closed`` for a bounded time.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class Control:
 
     def clears(self, pieces: Collection[Slice]) -> bool:
         """Whether slices may be posted: fences are told, and leases that they are the first to use were asked for."""
-        num_told, tokens = self._fences.since(self._num_fences)
-        self._num_fences = num_told
+        num_seen, tokens = self._fences.since(self._num_fences)
+        self._num_fences = num_seen
         for token in tokens:
             self._ask(ControlRequest(ControlOp.FENCE, token))
         if self._leased:
@@ -140,7 +140,7 @@ class Control:
         except MalformedMessage as error:
             raise ConnectionBroken(typed_error(error, self._path.label)) from error
 
-    def hear_closed(self) -> bool:
+    def receive_closed(self) -> bool:
         """Ask the owner to close its end; whether it said so in time."""
         until_s = time.monotonic() + CLOSE_WAIT_S
         self._ask(ControlRequest(ControlOp.CLOSE, self.token))

@@ -165,11 +165,11 @@ class TcpStream:
             self._queue_head(Op.READ, piece.slice_id, piece.lease_id, piece.remote_offset, piece.length, piece.verified)
         self._expect(piece)
 
-    def queue_fences(self, num_told: int, tokens: Sequence[int]) -> None:
-        """Have the connections of ``tokens`` cut before anything queued later is served; then ``num_told`` are told."""
+    def queue_fences(self, num_seen: int, tokens: Sequence[int]) -> None:
+        """Have the connections of ``tokens`` cut before anything queued later is served; then ``num_seen`` are told."""
         for token in tokens:
             self._queue_control(Op.FENCE, token, 0)
-        self.num_fences = num_told
+        self.num_fences = num_seen
 
     def send(self) -> None:
         """Give the socket what it takes."""
