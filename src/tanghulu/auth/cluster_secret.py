@@ -79,7 +79,7 @@ def make_cluster_secret(path: Path) -> Path:
 
 
 def read_cluster_secret(text: str) -> ClusterSecret:
-    """Return the secret in ``text``, or in the file FILE if that is ``@FILE``. Raises ConfigError, also if too short."""
+    """Return the secret in ``text``, or in the file FILE if that is ``@FILE``; raises ConfigError, also if short."""
     secret = read_token(text, "the cluster secret")
     if text and len(secret) < MIN_CHARACTERS:
         raise ConfigError(

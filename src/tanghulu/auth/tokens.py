@@ -80,7 +80,7 @@ class TokensFile(PrivateFile[TokenTable], Tokens):
 
 
 def load(path: Path) -> TokenTable:
-    """Return the table in ``path``; raises ConfigError stating what is wrong, such as a mode that lets others read it."""
+    """Return the table in ``path``; raises ConfigError stating the reason, such as a mode that lets others read it."""
     return TokensFile(path).table
 
 
