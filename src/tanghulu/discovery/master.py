@@ -293,7 +293,7 @@ class MasterDiscovery:
     async def _call(self, make: Callable[[], Call[A]], deadline_s: float, *, waits: bool = False) -> A:
         """Call the master; of several, one after the other until the leader answers.
 
-        ``waits``: also wait for an unreachable single master. ``make`` is called for each attempt that reaches a master.
+        ``waits``: also wait for an absent single master. ``make`` is called for each attempt that reaches a master.
         """
         seeking = Seeking(self._finder, self._clock.now_s(), deadline_s, waits=waits)
         while True:

@@ -31,7 +31,7 @@ def open_discovery(spec: str, master: Masters | Address) -> Discovery:
 async def instances_now(
     spec: str, master: Masters | Address, *roles: Role, namespace: str, deadline_s: float
 ) -> list[Instance]:
-    """Return live instances of ``roles``, or all. Raises MasterUnavailable or Unauthorized soon after ``deadline_s``."""
+    """Return live instances of ``roles``, or all. Raises MasterUnavailable or Unauthorized after ``deadline_s``."""
     found: dict[InstanceId, Instance] = {}
     async with open_discovery(spec, master) as source:
         try:
