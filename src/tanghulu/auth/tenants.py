@@ -64,7 +64,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class TokenEntry:
-    """One token, identified by its hash. ``tenant`` "" is an operator's. ``expires_unix_s`` None: never expires."""
+    """One token, identified by its hash. ``tenant`` "" is an operator's. ``expires_unix_s`` None means no expiry."""
 
     name: str
     sha256: str

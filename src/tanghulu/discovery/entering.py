@@ -1,4 +1,4 @@
-"""How every process joins its cluster: it looks for the others, starts, and then registers.
+"""The entry of every process into its cluster: it looks for the others, starts, and then registers.
 
 ``meet`` is called before slow steps, such as loading a model, so that a wrong address is reported at once. ``enter`` is
 called when the process serves. By then the address has proved right: an absent master is being replaced or restarted,

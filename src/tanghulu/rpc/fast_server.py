@@ -170,7 +170,7 @@ class PayloadSink(NamedTuple):
 
 
 class Served(NamedTuple):
-    """An answered method: the parser of its requests, and its handlers."""
+    """An answered method: the parser of its requests, and its handler."""
 
     method: Method[Any, Any]
     parse: Callable[[bytes], Any]
