@@ -29,7 +29,7 @@ from tanghulu.types import Address, InstanceId, Role, format_size, printable
 
 _DEADLINE_S = 5.0
 
-#: The figures of one process, summed over labels, by metric name; None: its metrics could not be read.
+#: The figures of one process, summed over labels, by metric name; None if its metrics could not be read.
 Figures = Mapping[str, float] | None
 
 

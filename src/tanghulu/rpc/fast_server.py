@@ -41,7 +41,7 @@ _log = structlog.get_logger(__name__)
 #: A reply (a message or the bytes of one), or a reply with raw payload behind it.
 Answer: TypeAlias = Body | tuple[Body, Sequence[bytes | memoryview]]
 Handler: TypeAlias = Callable[["Peer", Any, memoryview], "Answer | Later | AnswerStream | Coroutine[Any, Any, Answer]"]
-#: Called when the head of a large request has arrived but not its payload, of so many bytes; None: no special place.
+#: Called when the head of a large request has arrived but not its payload, of the given size; None: no sink.
 SinkMaker: TypeAlias = Callable[["Peer", Any, int], "PayloadSink | None"]
 
 MAX_CALLS_IN_FLIGHT = 256
@@ -203,7 +203,7 @@ class FastService:
         self.served[method.number] = Served(method, parser_of(method.request), handler)
 
     def register_sink(self, method: Method[Any, Any], make: SinkMaker) -> None:
-        """Receive payload of ``method`` in the memory returned by ``make``; if it returns None, the handler answers."""
+        """Receive payload of ``method`` in the sink returned by ``make``; if it returns None, the handler answers."""
         assert method.number in self.served, f"method {method.name} has no handler"
         self.sinks[method.number] = make
 

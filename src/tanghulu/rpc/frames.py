@@ -26,7 +26,7 @@ MAX_BODY_BYTES = 16 << 20
 MAX_ATTACHMENT_BYTES = 64 << 20
 #: Memory allocated for an announced frame; the rest grows with the received bytes.
 _AHEAD_BYTES = 2 << 20
-#: Returns memory for the attachment of a frame (method, body, its length). None: no place yet.
+#: Returns memory for the attachment of a frame (method, body, its length), or None for no place yet.
 Placing: TypeAlias = Callable[[int, bytes, int], memoryview | None]
 #: Smaller attachments are not placed: they arrive in one piece with their head.
 _PLACED_BYTES = 32 << 10

@@ -111,7 +111,7 @@ def channel(
         ("grpc.keepalive_timeout_ms", silence_ms),
         ("grpc.http2.ping_timeout_ms", silence_ms),  # used by newer versions
         ("grpc.dns_min_time_between_resolutions_ms", _RESOLVE_MS),  # a name may point elsewhere after a lost peer
-        ("grpc.http2.max_pings_without_data", 0),  # 0: no limit; a stream that only listens sends no data
+        ("grpc.http2.max_pings_without_data", 0),  # 0 means unlimited; a stream that only listens sends no data
     ]
     if tls:
         if tls.peers and certificate_roles.has_roles(tls.ca):
@@ -180,7 +180,7 @@ MOST_CONNECTIONS: Final = "grpc.max_allowed_incoming_connections"
 
 
 class Shares(NamedTuple):
-    """A caller with a share has one call in ``one_in``, and at most ``calls``; None: unlimited."""
+    """A caller with a share has one call in ``one_in``, and at most ``calls``, if not None."""
 
     one_in: int
     calls: int | None = None

@@ -24,7 +24,7 @@ Scoping: TypeAlias = Callable[[Identity, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The authorization of a method. ``right`` None: any authenticated caller; it may depend on the request.
+    """The authorization of a method. ``right`` None admits any authenticated caller; it may depend on the request.
 
     ``written`` names the keys of a request that it stores or removes: KV among them needs the right ``kv``, too.
     ``scope`` returns the request in the store's names, ``unscope`` the answer (of a stream: each message) in the
@@ -55,7 +55,7 @@ class Rule:
 class Method(Generic[Q, A]):
     """One method. ``name`` is its label in metrics; ``reply`` bytes: the answer is not parsed, or there is none.
 
-    ``rule`` None: closed if tokens are required, except HELLO, which presents them.
+    ``rule`` None closes it if tokens are required, except HELLO, which presents them.
     """
 
     number: int

@@ -44,7 +44,7 @@ class RequestEvent(Enum):
 
 
 _S, _E = RequestState, RequestEvent
-#: None: the request is dropped.
+#: None drops the request.
 TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState | None] = {
     (_S.WAITING, _E.MATCH): _S.MATCHED,
     (_S.WAITING, _E.COMPUTE): _S.COMPUTING,

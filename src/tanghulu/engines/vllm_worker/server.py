@@ -1,7 +1,7 @@
 """Assembles a vLLM worker: vLLM's engine, the follower of its KV events, sessions, port.
 
 The only place with access to all parts, like ``workers.assembly`` for our own engine.
-Hand-overs go through the store (`StoredPrompts`): they wait until the blocks of a prompt are there.
+Hand-overs go through the store (`StoredPrompts`): they wait until the blocks of a prompt are stored.
 """
 
 from __future__ import annotations
