@@ -1,7 +1,7 @@
 """tanghulu: a distributed KV-cache store with a conductor for LLM inference.
 
-``tanghulu.connect("127.0.0.1:7400")`` opens the store, ``tanghulu.aio.connect`` does so for asyncio, and what they
-raise is in ``tanghulu.errors``. Everything else is under its component's package.
+``tanghulu.connect("127.0.0.1:7400")`` opens the store, ``tanghulu.aio.connect`` opens it for asyncio, and the errors
+they raise are in ``tanghulu.errors``. Everything else is under its component's package.
 """
 
 from __future__ import annotations

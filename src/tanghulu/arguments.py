@@ -1,6 +1,6 @@
-"""Checks of what callers pass: each returns the value in one form, or raises InvalidRequest that names the argument.
+"""Checks of callers' arguments: each returns the value in one form, or raises InvalidRequest naming the argument.
 
-The values may be of numpy's types, as they come out of arrays.
+The values may have numpy's types, as when they come out of arrays.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tanghulu.errors import InvalidRequest
 
 
 def whole(name: str, value: Any, least: int, most: int) -> int:
-    """``value`` as an int within ``least`` to ``most``."""
+    """Return ``value`` as an int within ``least`` to ``most``."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -25,7 +25,7 @@ def whole(name: str, value: Any, least: int, most: int) -> int:
 
 
 def above_zero(name: str, value: Any, most: float = math.inf) -> float:
-    """``value`` as a float of more than 0 and at most ``most``; by default it may be infinite."""
+    """Return ``value`` as a float greater than 0 and at most ``most``; by default it may be infinite."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise InvalidRequest(f"{name}={value!r:.80} is not a number")
     number = float(value)
@@ -36,7 +36,7 @@ def above_zero(name: str, value: Any, most: float = math.inf) -> float:
 
 
 def text(name: str, value: Any) -> str:
-    """``value``, if it is a str that UTF-8 can hold."""
+    """Return ``value`` if it is a str that UTF-8 can encode."""
     if not isinstance(value, str):
         raise InvalidRequest(f"{name}={value!r:.80} is not a str")
     try:

@@ -1,8 +1,8 @@
-"""The tree of typed errors: failures that the world causes. A programmer's error asserts instead.
+"""The tree of typed errors: failures caused by the outside world. Programming errors assert instead.
 
-Every error has a stable ``code``; it travels by that code in both carriers and is mapped to gRPC
-statuses, HTTP statuses and exit codes by the outermost layers alone (``rpc``, the conductor's HTTP app, ``cli``).
-A message says what was asked, what is there, and what to do.
+Every error has a stable ``code``; it travels by that code in both carriers and is mapped to gRPC statuses, HTTP
+statuses and exit codes by the outermost layers alone (``rpc``, the conductor's HTTP app, ``cli``). A message states
+what was requested, what exists, and what to do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import ClassVar
 
 
 class TanghuluError(Exception):
-    """Root of all typed errors. ``retryable`` says whether the same call may succeed later unchanged."""
+    """Root of all typed errors. ``retryable``: the same call may succeed later unchanged."""
 
     code: ClassVar[str] = "INTERNAL"
     retryable: ClassVar[bool] = False
@@ -29,16 +29,16 @@ class ChunkNotFound(TanghuluError):
 
 
 class NodeUnavailable(TanghuluError):
-    """A store node or a worker cannot be reached, or went away in the middle."""
+    """A store node or a worker cannot be reached, or disconnected during the call."""
 
     code = "NODE_UNAVAILABLE"
     retryable = True
 
 
 class PeerSilent(NodeUnavailable):
-    """The host of a store node or a worker answers nothing at all: it is down, or the way there swallows what is sent.
+    """The host of a store node or a worker does not answer at all: it is down, or the network drops what is sent.
 
-    For who asked alone; others are told NodeUnavailable.
+    Raised to the direct caller only; others receive NodeUnavailable.
     """
 
 
@@ -57,18 +57,18 @@ class MasterUnavailable(TanghuluError):
 
 
 class NotLeader(MasterUnavailable):
-    """A master was asked that does not lead; ``leader`` is the one to ask instead, "" if it knows none."""
+    """The request reached a master that does not lead; ``leader`` is the one to use instead, "" if it knows none."""
 
     code = "NOT_LEADER"
 
     @classmethod
     def naming(cls, leader: str) -> NotLeader:
-        """The error that sends a caller to ``leader``."""
+        """Return the error that redirects a caller to ``leader``."""
         return cls(f"this master does not lead; the leader is {leader}" if leader else _NO_LEADER)
 
     @property
     def leader(self) -> str:
-        """``host:port`` of the leader as far as the master that was asked knows."""
+        """``host:port`` of the leader as far as the answering master knows."""
         _, found, leader = self.message.rpartition("the leader is ")
         return leader if found else ""
 
@@ -77,24 +77,24 @@ _NO_LEADER = "this master does not lead, and no leader is elected yet; try again
 
 
 class KeysMoved(MasterUnavailable):
-    """A master was asked for keys of which it does not own all; nothing of the call was done."""
+    """The request named keys that this master does not all own; no part of the call was executed."""
 
     code = "MOVED"
 
     @classmethod
     def known_in(cls, version: int) -> KeysMoved:
-        """The error of a master that knows the map of the masters up to ``version``."""
+        """Return the error of a master that has the map of the masters up to ``version``."""
         return cls(f"this master does not own all keys of the call; ask for the map of the masters, version {version}")
 
     @property
     def version(self) -> int:
-        """Up to which version the master that was asked knows the map; 0 if it did not tell."""
+        """The version up to which the answering master has the map; 0 if it did not report one."""
         _, found, version = self.message.rpartition("version ")
         return int(version) if found and version.isdecimal() else 0
 
 
 class DirectoryIncomplete(TanghuluError):
-    """The master cannot tell yet whether the key exists: it is rebuilding, or a node that is back has yet to report."""
+    """The master cannot decide yet whether the key exists: it is rebuilding, or a returned node has yet to report."""
 
     code = "DIRECTORY_INCOMPLETE"
     retryable = True
@@ -108,27 +108,27 @@ class StoreFull(TanghuluError):
 
 
 class QuotaExceeded(StoreFull):
-    """The tenant's quota is used up by what is being written, read or pinned hard."""
+    """The tenant's quota is used up by chunks being written, read or hard-pinned."""
 
     code = "QUOTA_EXCEEDED"
     retryable = True
 
 
 class ChecksumMismatch(TanghuluError):
-    """The bytes that arrived are not the bytes that were put."""
+    """The received bytes differ from those that were put."""
 
     code = "CHECKSUM_MISMATCH"
 
 
 class LeaseExpired(TanghuluError):
-    """The reservation or pin that a transfer stood on is gone; reserve or pin again."""
+    """The reservation or pin that a transfer relied on has expired; reserve or pin again."""
 
     code = "LEASE_EXPIRED"
     retryable = True
 
 
 class TransferFailed(TanghuluError):
-    """A transfer request failed on every path that it was allowed to try."""
+    """A transfer request failed on every path that it could try."""
 
     code = "TRANSFER_FAILED"
     retryable = True
@@ -148,19 +148,19 @@ class NodeNotFound(InvalidRequest):
 
 
 class Conflict(InvalidRequest):
-    """The current state forbids the request; the message says what has to change first."""
+    """The current state forbids the request; the message states what has to change first."""
 
     code = "CONFLICT"
 
 
 class Unauthorized(TanghuluError):
-    """The caller is not known: no token, an unknown one, or one of another tenant."""
+    """The caller is not authenticated: no token, an unknown one, or one of another tenant."""
 
     code = "UNAUTHORIZED"
 
 
 class Forbidden(Unauthorized):
-    """The caller is known, and its token does not give this right."""
+    """The caller is authenticated, but its token does not grant this right."""
 
     code = "FORBIDDEN"
 
@@ -180,13 +180,13 @@ class Overloaded(TanghuluError):
 
 
 class RequestKillsWorkers(TanghuluError):
-    """Worker after worker died under the request; sending it again would cost another one."""
+    """Successive workers died while running the request; sending it again would cost another one."""
 
     code = "REQUEST_KILLS_WORKERS"
 
 
 class ModelNotFound(TanghuluError):
-    """No worker serves the model that was asked for."""
+    """No worker serves the requested model."""
 
     code = "MODEL_NOT_FOUND"
 
@@ -198,7 +198,7 @@ class ModelUnsupported(TanghuluError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """Prompt and wanted output do not fit into the model's context."""
+    """Prompt and requested output do not fit into the model's context."""
 
     code = "CONTEXT_LENGTH_EXCEEDED"
 
@@ -217,5 +217,5 @@ _BY_CODE = {cls.code: cls for cls in reversed(_tree(TanghuluError))}
 
 
 def error_from_code(code: str, message: str) -> TanghuluError:
-    """The typed error that a peer reported by ``code``; unknown codes of newer peers become TanghuluError."""
+    """Return the typed error that a peer reported by ``code``; unknown codes of newer peers become TanghuluError."""
     return _BY_CODE.get(code, TanghuluError)(message)

@@ -1,10 +1,10 @@
-"""Turns of clients that share something: each has one of its items served before any has a second one.
+"""Turns of clients sharing a resource: each has one item served before any has a second one served.
 
-Pure. (Start-time fair queueing: Goyal, Vin and Cheng, SIGCOMM '96, with equal costs.) An item's turn is a number that
-is fixed when it comes; those with smaller numbers go first. The numbers of one client grow by one over its weight; a
-client that had nothing waiting begins at the turn that is being served, so that nobody saves up turns while idle.
+Pure. (Start-time fair queueing: Goyal, Vin and Cheng, SIGCOMM '96, with equal costs.) An item's turn is a number fixed
+on arrival; smaller numbers go first. The numbers of one client grow by one over its weight; a client that had nothing
+waiting begins at the turn being served, so that nobody saves up turns while idle.
 
-Example: A has 600 items with the turns 0 to 599, of which 20 were served: the 20th had turn 19. Now B comes with one:
+Example: A has 600 items with the turns 0 to 599, of which 20 were served: the 20th had turn 19. Now B arrives with one:
 its turn is 19, and it is served next, before A's turn 20. A client of weight 2 has turns 0, 0.5, 1, ...: two for each
 of the others' one.
 """
@@ -13,19 +13,19 @@ from __future__ import annotations
 
 from typing import Final
 
-#: Clients whose turns are all served are forgotten when there are so many.
+#: Clients whose turns have all been served are forgotten at this number of clients.
 MAX_IDLE: Final = 1024
 
 
 class FairTurns:
-    """Gives turns, and knows how far they were served."""
+    """Assigns turns and tracks the last one served."""
 
     def __init__(self) -> None:
         self._served = 0.0
         self._next: dict[str, float] = {}
 
     def take(self, client: str, weight: float = 1.0) -> float:
-        """The turn of an item of ``client`` that comes now."""
+        """Return the turn of an item of ``client`` arriving now."""
         assert weight > 0
         turn = max(self._served, self._next.get(client, 0.0))
         if len(self._next) >= MAX_IDLE:
@@ -34,5 +34,5 @@ class FairTurns:
         return turn
 
     def served(self, turn: float) -> None:
-        """Note that the item that had ``turn`` is served."""
+        """Note that the item with ``turn`` has been served."""
         self._served = max(self._served, turn)

@@ -9,10 +9,9 @@ so equal names mean an equal model, tenant and *whole prefix*, and KV of that bl
 blocks of 4 tokens, ``[1..10]`` has two names, h[0] over 1-4 and h[1] over h[0] and 5-8; tokens 9 and 10
 wait for their block to fill. This is the scheme of vLLM's automatic prefix caching and of the Mooncake
 paper (FAST'25, section 4); the 128-bit default H is xxh3, which is fast (a 128k-token prompt in about a
-millisecond). It does not resist an attacker who picks tokens and knows the hash in front of them. The cluster secret
-keeps that from everybody: without one, choose ``sha256`` where tenants do not trust each other, and with one where
-users of the same tenant do not. ``vllm_sha256_cbor`` gives the names that vLLM itself gives its blocks (at this
-file's end).
+millisecond). It does not resist an attacker who picks tokens and knows the preceding hash. The cluster secret hides
+that hash: choose ``sha256`` without a secret if tenants do not trust each other, and with one if users of the same
+tenant do not. ``vllm_sha256_cbor`` gives the names that vLLM itself gives its blocks (at the end of this file).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def _sha256(data: bytes | memoryview) -> BlockHash:
 
 #: Blocks are named as vLLM names them with ``--prefix-caching-hash-algo sha256_cbor``: 32 bytes.
 VLLM_SHA256_CBOR = "vllm_sha256_cbor"
-#: ``BlockHash`` is called nowhere in the first: it would cost as much again as a block's hash.
+#: The first does not call ``BlockHash``: it would double the cost of a block's hash.
 HASH_FUNCTIONS: dict[str, HashFunction] = {
     "xxh3_128": cast(HashFunction, xxhash.xxh3_128_digest),
     "sha256": _sha256_128,
@@ -54,7 +53,7 @@ HASH_FUNCTIONS: dict[str, HashFunction] = {
 
 
 def hash_function(name: str) -> HashFunction:
-    """The hash called ``name``; raises InvalidRequest that lists the known ones."""
+    """Return the hash called ``name``; raises InvalidRequest listing the known ones."""
     try:
         return HASH_FUNCTIONS[name]
     except KeyError:
@@ -62,16 +61,16 @@ def hash_function(name: str) -> HashFunction:
 
 
 def joined(*fields: bytes) -> bytes:
-    """``fields`` in one: no two different lists of fields give the same bytes. ``(b"a", b"")`` gives ``b"1:a,0:,"``."""
+    """Join ``fields`` so that different lists of fields give different bytes. ``(b"a", b"")`` gives ``b"1:a,0:,"``."""
     return b"".join(b"%d:%b," % (len(field), field) for field in fields)
 
 
 def root_hash(fingerprint: Fingerprint, salt: bytes = b"", algorithm: str = "xxh3_128", key: bytes = b"") -> BlockHash:
-    """The hash that stands in front of a prompt's first block: model and tenant. The one way to make it.
+    """Return the hash preceding a prompt's first block: model and tenant. The only way to make it.
 
-    ``key`` is ``ClusterSecret.naming_key``. The root resists attackers whatever ``algorithm`` names the blocks by:
-    16 bytes of keyed BLAKE2b. vLLM's names say nothing of the model: there the root is vLLM's own, with the digest of
-    ``vllm_salt`` behind it.
+    ``key`` is ``ClusterSecret.naming_key``. The root resists attackers whatever ``algorithm`` names the blocks:
+    16 bytes of keyed BLAKE2b. vLLM's names do not cover the model: there the root is vLLM's own, followed by the digest
+    of ``vllm_salt``.
     """
     if algorithm == VLLM_SHA256_CBOR:
         return vllm_root_hash(salt=vllm_salt(salt, key).encode())
@@ -80,7 +79,7 @@ def root_hash(fingerprint: Fingerprint, salt: bytes = b"", algorithm: str = "xxh
 
 
 def vllm_salt(salt: bytes, key: bytes = b"") -> str:
-    """The ``cache_salt`` of a request to vLLM whose own salt is ``salt``; "" only for no salt and no key."""
+    """Return the ``cache_salt`` of a request to vLLM whose own salt is ``salt``; "" only without salt and key."""
     return _digest(b"vllm salt", key, salt).hex() if salt or key else ""
 
 
@@ -89,7 +88,7 @@ def _digest(purpose: bytes, key: bytes, *fields: bytes) -> bytes:
 
 
 def as_tokens(tokens: Iterable[int] | bytes | Tokens) -> Tokens:
-    """``tokens`` as a uint32 array; bytes are read as little-endian uint32. Raises InvalidRequest."""
+    """Return ``tokens`` as a uint32 array; bytes are read as little-endian uint32. Raises InvalidRequest."""
     if isinstance(tokens, np.ndarray):
         return tokens.astype(np.uint32, copy=False)
     if isinstance(tokens, bytes | bytearray | memoryview):
@@ -100,7 +99,7 @@ def as_tokens(tokens: Iterable[int] | bytes | Tokens) -> Tokens:
 
 
 def chain_hashes(parent: BlockHash, tokens: Tokens, block_tokens: int, algorithm: str = "xxh3_128") -> list[BlockHash]:
-    """Hashes of the full blocks of ``tokens`` behind ``parent``; a partial last block has none."""
+    """Return the hashes of the full blocks of ``tokens`` after ``parent``; a partial last block has none."""
     if algorithm == VLLM_SHA256_CBOR:
         return vllm_chain_hashes(parent, tokens, block_tokens)
     digest = hash_function(algorithm)
@@ -111,16 +110,16 @@ def chain_hashes(parent: BlockHash, tokens: Tokens, block_tokens: int, algorithm
     return [parent := digest(parent + block) for block in blocks]
 
 
-#: (parent, tokens, block_tokens, algorithm) -> what ``chain_hashes`` gives for them.
+#: (parent, tokens, block_tokens, algorithm) -> the hashes returned by ``chain_hashes``.
 ChainFunction = Callable[[BlockHash, Tokens, int, str], list[BlockHash]]
 
 
 class TokenSequence:
     """A growing list of tokens together with the hashes of its full blocks.
 
-    Conductor, worker and migration use this one class, so that all three name the same block alike.
-    Appending costs time in the number of new tokens only. The first array is taken as it is, not copied: it must not
-    be changed afterwards. ``chain`` may be another way to the same hashes, such as one
+    Conductor, worker and migration use this one class, so that all three give a block the same name.
+    Appending costs time proportional to the new tokens only. The first array is used without copying: it must not
+    be changed afterwards. ``chain`` may be another way to compute the same hashes, such as one
     that remembers those of earlier prompts.
     """
 
@@ -154,7 +153,7 @@ class TokenSequence:
         return view
 
     def append(self, tokens: Iterable[int] | bytes | Tokens) -> list[BlockHash]:
-        """Add ``tokens`` at the end; returns the hashes of the blocks that became full, in order."""
+        """Append ``tokens``; returns the hashes of the blocks that became full, in order."""
         new = as_tokens(tokens)
         if not len(new):
             return []
@@ -167,7 +166,7 @@ class TokenSequence:
         return self._hash_new_blocks()
 
     def append_one(self, token: int) -> None:
-        """Add one token at the end, as a step of decode does for each of its requests."""
+        """Append one token, as a step of decode does for each of its requests."""
         length = self._length + 1
         self._reserve(length)
         self._buffer[self._length] = token
@@ -207,14 +206,14 @@ class TokenSequence:
 
 # --- the block hashes of vLLM (its scheme ``sha256_cbor``): events, store keys and routing then share one name
 
-#: What vLLM's first blocks grow from where nothing else is configured (``PYTHONHASHSEED`` there, as text).
+#: Seed of vLLM's first blocks by default (``PYTHONHASHSEED`` there, as text).
 DEFAULT_VLLM_SEED = "vllm-none-hash"
 VLLM_HASH_BYTES = 32
 CborValue = int | str | bytes | None | tuple["CborValue", ...]
 
 
 def cbor(value: CborValue) -> bytes:
-    """``value`` in canonical CBOR (RFC 8949, 4.2.1): shortest heads, definite lengths. Ints are 0 to 2^64 - 1."""
+    """Encode ``value`` in canonical CBOR (RFC 8949, 4.2.1): shortest heads, definite lengths. Ints: 0 to 2^64 - 1."""
     if value is None:
         return b"\xf6"
     if isinstance(value, int):
@@ -235,10 +234,10 @@ def _cbor_head(major: int, number: int) -> bytes:
 
 
 def vllm_root_hash(seed: str = DEFAULT_VLLM_SEED, salt: bytes = b"") -> BlockHash:
-    """What vLLM's first block has in place of a parent; with ``salt`` (UTF-8), that salt as CBOR behind it.
+    """Return the parent hash of vLLM's first block; with ``salt`` (UTF-8), followed by that salt as CBOR.
 
     vLLM puts the text of ``cache_salt`` into the first block's extra keys; ``vllm_chain_hashes`` takes it from here.
-    Raises InvalidRequest for a salt that is no text.
+    Raises InvalidRequest for a salt that is not text.
     """
     root = hashlib.sha256(cbor(seed)).digest()
     if not salt:
@@ -252,12 +251,12 @@ def vllm_root_hash(seed: str = DEFAULT_VLLM_SEED, salt: bytes = b"") -> BlockHas
 def vllm_chain_hashes(
     parent: BlockHash, tokens: Tokens, block_tokens: int, extra_keys: Sequence[CborValue] = ()
 ) -> list[BlockHash]:
-    """vLLM's hashes (32 bytes) of the full blocks of ``tokens`` behind ``parent``: SHA-256 of the CBOR of
+    """Return vLLM's hashes (32 bytes) of the full blocks of ``tokens`` after ``parent``: SHA-256 of the CBOR of
 
         (parent's hash, the block's tokens, extra keys or null)
 
-    ``extra_keys`` is a list with those of each block: a LoRA's name, ``(("cache_salt", salt),)`` for the first block …;
-    None or a missing entry is a block without any. ``parent`` may be a root with a salt behind it (``vllm_root_hash``).
+    ``extra_keys`` lists those of each block: a LoRA's name, ``(("cache_salt", salt),)`` for the first block …;
+    None or a missing entry is a block without any. ``parent`` may be a root followed by a salt (``vllm_root_hash``).
     """
     num_blocks = len(tokens) // block_tokens
     if not num_blocks:
@@ -277,10 +276,10 @@ def vllm_chain_hashes(
 
 
 def _cbor_blocks(tokens: Tokens, block_tokens: int) -> tuple[bytes, list[int]]:
-    """The CBOR of each block's list of tokens, one behind the other, and where each ends.
+    """Return the concatenated CBOR of each block's list of tokens, and the end of each.
 
     A token below 24 is one byte; others are a head (0x18, 0x19, 0x1a) and 1, 2 or 4 bytes, big-endian. So each gets
-    five columns, and the columns that it needs are kept: 500 is ``19 .. .. 01 f4`` without the dots.
+    five columns, and only the columns it needs are kept: 500 is ``19 .. .. 01 f4`` without the dots.
     """
     small, byte, short = tokens < 24, tokens < 1 << 8, tokens < 1 << 16
     columns = np.empty((len(tokens), 5), np.uint8)
@@ -299,5 +298,5 @@ def _cbor_blocks(tokens: Tokens, block_tokens: int) -> tuple[bytes, list[int]]:
 
 
 def vllm_event_hash(block_hash: BlockHash) -> int:
-    """The number of 64 bits by which vLLM's KV events name a block, unless they are configured to carry all bytes."""
+    """Return the 64-bit number that names a block in vLLM's KV events, unless configured to carry all bytes."""
     return int.from_bytes(block_hash[-8:], "big")

@@ -1,4 +1,4 @@
-"""The masters of a store: one address, several, or those that etcd names; and the credentials to show them."""
+"""The masters of a store: one address, several, or those registered in etcd; and the credentials for them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tanghulu.types import Address
 
 @dataclass(frozen=True, slots=True)
 class Masters:
-    """The address of the master, those of several of which one leads, or the etcd in which they elect the leader.
+    """The address of the master, of several masters of which one leads, or of the etcd in which they elect the leader.
 
     Written ``host:port``, ``host:port,host:port``, or ``etcd://host:port[,host:port][/namespace]``. ``credentials``
-    are shown to the masters at ``addresses``; others, and nodes, are shown credentials derived for them.
+    are presented to the masters at ``addresses``; other masters, and nodes, get credentials derived for them.
     """
 
     addresses: tuple[Address, ...]
@@ -24,7 +24,7 @@ class Masters:
 
     @classmethod
     def parse(cls, text: str) -> Masters:
-        """Read the text that a user wrote; raises InvalidRequest with the part that was wrong."""
+        """Parse text written by a user; raises InvalidRequest with the invalid part."""
         in_etcd = text.startswith("etcd://")
         listed, _, namespace = text.removeprefix("etcd://").partition("/")
         addresses = tuple(Address.parse(part.strip()) for part in listed.split(","))
@@ -34,7 +34,7 @@ class Masters:
 
     @classmethod
     def of(cls, value: Masters | Address | str) -> Masters:
-        """``value`` in this form; one Address is one master."""
+        """Return ``value`` in this form; one Address is one master."""
         if isinstance(value, Masters):
             return value
         if isinstance(value, Address):
@@ -44,17 +44,17 @@ class Masters:
         return cls.parse(value)
 
     def showing(self, credentials: Credentials) -> Masters:
-        """These masters with other ``credentials`` to show them."""
+        """Return these masters with other ``credentials``."""
         return replace(self, credentials=credentials)
 
     def credentials_for(self, address: Address) -> Credentials:
-        """The credentials to show to the master at ``address``, which may be one that another has named."""
+        """Return the credentials for the master at ``address``, which may have been named by another master."""
         is_typed = not self.in_etcd and address in self.addresses
         return self.credentials if is_typed else self.credentials.to(address)
 
     @property
     def several(self) -> bool:
-        """Whether the master may be here now and there later."""
+        """Whether the master's address may change."""
         return self.in_etcd or len(self.addresses) > 1
 
     def __str__(self) -> str:

@@ -1,9 +1,9 @@
-"""A dict of millions of keys that never stands still: many small dicts, each for the keys of some hashes.
+"""A dict of millions of keys without long pauses: many small dicts, each for the keys of some hashes.
 
-A dict that is full is copied into a larger one in one step: 0.1 s at a million keys, while an event loop waits. Here no
-part grows large, and they do not all grow at once, as no two have the same number of keys.
+A full dict is copied into a larger one in one step: 0.1 s at a million keys, while an event loop waits. Here no part
+grows large, and they do not all grow at once, as no two have the same number of keys.
 
-Example: a million keys make some 980 in each part; the 1,366th key of a part has it copied, in 20 us.
+Example: a million keys make some 980 in each part; the 1,366th key of a part triggers its copy, in 20 us.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Generic, TypeVar
 V = TypeVar("V")
 K = TypeVar("K", bound=str)
 
-#: Ten million keys make 10,000 in each, which is copied within 1 ms.
+#: Ten million keys make 10,000 in each part, which is copied within 1 ms.
 NUM_PARTS = 1024
 #: ``hash(key) >> PART_SHIFT`` is a key's part, negative numbers from the end: the high bits of 64. Dicts use the low.
 PART_SHIFT = 54
 
 
 class PartedDict(Generic[K, V]):
-    """A mapping from strings; see the module. Iteration is in no order."""
+    """A mapping from strings; see the module. Iteration order is undefined."""
 
     def __init__(self) -> None:
         self._parts: list[dict[K, V]] = [{} for _ in range(NUM_PARTS)]
         self._num_keys = 0
 
     def get(self, key: K) -> V | None:
-        """What ``key`` has; None if it is not there."""
+        """Return the value of ``key``; None if absent."""
         return self._parts[hash(key) >> PART_SHIFT].get(key)
 
     def __getitem__(self, key: K) -> V:
@@ -58,11 +58,11 @@ class PartedDict(Generic[K, V]):
         return chain.from_iterable(self._parts)
 
     def values(self) -> Iterator[V]:
-        """All values; the dict does not change meanwhile."""
+        """Iterate over all values; the dict must not change meanwhile."""
         return chain.from_iterable(map(dict.values, self._parts))
 
     def items(self) -> Iterator[tuple[K, V]]:
-        """All keys with their values; the dict does not change meanwhile."""
+        """Iterate over all keys with their values; the dict must not change meanwhile."""
         return chain.from_iterable(map(dict.items, self._parts))
 
     def check(self) -> None:

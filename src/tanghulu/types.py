@@ -1,6 +1,6 @@
 """Types that every component shares: ids, hashes and small value classes.
 
-Owns no behaviour beyond parsing and printing. Knows nothing of sockets, protobuf or torch.
+Owns no behaviour beyond parsing and printing. Does not depend on sockets, protobuf or torch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tanghulu.errors import InvalidRequest
 InstanceId = NewType("InstanceId", str)
 #: Identity of a client's inference request inside the cluster.
 RequestId = NewType("RequestId", str)
-#: 16 bytes: the chained hash of a block and of all the blocks in front of it.
+#: 16 bytes: the chained hash of a block and of all preceding blocks.
 BlockHash = NewType("BlockHash", bytes)
-#: 16 bytes: what makes two KV caches interchangeable (weights, dtype, layout, rotary settings, LoRA).
+#: 16 bytes: identifies interchangeable KV caches (weights, dtype, layout, rotary settings, LoRA).
 Fingerprint = NewType("Fingerprint", bytes)
 #: Key of a chunk in the store, UTF-8 of at most ``MAX_KEY_BYTES``.
 ChunkKey = NewType("ChunkKey", str)
-#: Number of an access right to a range of a segment (a reservation or a pin); 0 is never given out.
+#: Number of an access right to a range of a segment (a reservation or a pin); 0 is never issued.
 LeaseId = NewType("LeaseId", int)
 
 MAX_KEY_BYTES = 1024
@@ -64,12 +64,12 @@ class Place:
 
     @classmethod
     def here(cls) -> Place:
-        """The place of a process that was given none: this machine, in an unnamed zone and rack."""
+        """Return the default place of a process: this machine, in an unnamed zone and rack."""
         return cls(host=socket.gethostname().replace("/", "-") or "local")
 
     @classmethod
     def parse(cls, text: str) -> Place:
-        """Read ``zone/rack/host``; raises InvalidRequest if it has not exactly three non-empty parts."""
+        """Parse ``zone/rack/host``; raises InvalidRequest unless it has exactly three non-empty parts."""
         parts = text.split("/")
         if len(parts) != 3 or not all(parts):
             raise InvalidRequest(f"place {text!r} is not of the form zone/rack/host")
@@ -88,7 +88,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Read ``host:port``; raises InvalidRequest with the text that was wrong."""
+        """Parse ``host:port``; raises InvalidRequest with the invalid text."""
         host, separator, port = text.rpartition(":")
         if not separator or not host or not re.fullmatch("[0-9]{1,5}", port):
             raise InvalidRequest(f"address {text[:200]!r} is not of the form host:port")
@@ -103,14 +103,14 @@ class Address:
 
 
 def printable(text: str) -> str:
-    """``text`` for a terminal: control characters, line ends and the like as escapes, so that it is one line."""
+    """Return ``text`` for a terminal: control characters, line ends and the like escaped, so that it is one line."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def check_host(host: str) -> str:
-    """``host``, which is an IP address or can be a name. Raises InvalidRequest that says why it can be neither."""
+    """Return ``host``, which is an IP address or can be a name. Raises InvalidRequest stating why it can be neither."""
     try:
         ipaddress.ip_address(host)
         return host
@@ -129,9 +129,9 @@ def check_host(host: str) -> str:
 
 
 def parse_url(text: str, *, path: bool = False) -> str:
-    """The URL of an HTTP server, without a slash at its end; a path may follow only where ``path`` allows one.
+    """Return the URL of an HTTP server, without a trailing slash; a path may follow only if ``path`` is true.
 
-    Raises InvalidRequest that says what is wrong.
+    Raises InvalidRequest stating what is wrong.
     """
     scheme, separator, rest = text.partition("://")
     shown = f"url {text[:200]!r}"
@@ -152,23 +152,23 @@ def parse_url(text: str, *, path: bool = False) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches what listens on ``host``."""
+    """Return whether ``host`` is reachable only from this machine."""
     if host == "localhost":
         return True
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a name, or nothing: who knows
+    except ValueError:  # a name, or nothing: unknown
         return False
 
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
-#: The largest size that can be asked for.
+#: The largest size that can be requested.
 MAX_SIZE_BYTES = 1 << 60
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of ``"64MiB"``, ``"1.5 GiB"``, ``"4kB"`` (1000) or ``"512"``; raises InvalidRequest."""
+    """Parse ``"64MiB"``, ``"1.5 GiB"``, ``"4kB"`` (1000) or ``"512"`` into bytes; raises InvalidRequest."""
     if type(text) is int and text >= 0:
         return text
     match = _SIZE.match(text) if isinstance(text, str) else None
@@ -183,7 +183,7 @@ def parse_size(text: str | int) -> int:
 
 
 def format_size(size_bytes: float) -> str:
-    """``size_bytes`` for people, in binary units: ``1.5 MiB``."""
+    """Format ``size_bytes`` for people, in binary units: ``1.5 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size_bytes) < 1024:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
@@ -191,21 +191,21 @@ def format_size(size_bytes: float) -> str:
     return f"{size_bytes:.1f} TiB"
 
 
-#: Hexadecimal digits of a block's name in a key: names of 128 bits, and vLLM's of 256.
+#: Number of hexadecimal digits of a block's name in a key: names of 128 bits, and vLLM's of 256.
 _HASH_DIGITS = (32, 64)
 
 
 def kv_chunk_key(fingerprint: Fingerprint, block_hash: BlockHash, part: int = 0) -> ChunkKey:
-    """Key of the chunk that holds one block's KV: ``kv/<fingerprint>/<block hash>/<part>``.
+    """Return the key of the chunk that holds one block's KV: ``kv/<fingerprint>/<block hash>/<part>``.
 
-    ``part`` is the tensor-parallel rank. The fingerprint stands in the key for people and for
-    ``remove_matching``; it is also the seed of the hash chain, so the hash alone is already unambiguous.
+    ``part`` is the tensor-parallel rank. The fingerprint is in the key for people and for ``remove_matching``; it is
+    also the seed of the hash chain, so the hash alone is already unambiguous.
     """
     return ChunkKey(f"kv/{fingerprint[:8].hex()}/{block_hash.hex()}/{part}")
 
 
 def parse_kv_chunk_key(key: str) -> tuple[str, BlockHash, int] | None:
-    """The inverse of kv_chunk_key: (fingerprint's first 8 bytes in hex, block hash, part), or None for other keys."""
+    """Parse a ``kv_chunk_key``: (fingerprint's first 8 bytes in hex, block hash, part), or None for other keys."""
     parts = key.split("/")
     if len(parts) != 4 or parts[0] != "kv" or len(parts[2]) not in _HASH_DIGITS:
         return None

@@ -1,3 +1,3 @@
-"""The version, in one place; setuptools reads it from here."""
+"""The version, defined once; setuptools reads it from here."""
 
 __version__ = "0.1.0"

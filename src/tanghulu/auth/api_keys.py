@@ -1,19 +1,19 @@
-"""API keys, ``--api-keys FILE``: who may use the HTTP API, what for, how much, and whose cached prefixes are shared.
+"""API keys, ``--api-keys FILE``: callers of the HTTP API, their rights, limits and tenants.
 
     [[keys]]
     name = "acme-chat"              # for logs, metrics and error messages
-    tenant = "acme"                 # its prefixes are shared within this tenant; left out: among all that have none
+    tenant = "acme"                 # its prefixes are shared within this tenant; absent: among keys without one
     rights = ["inference"]          # of inference, metrics, admin
     sha256 = "..."                  # of the key; `tanghulu keys create` makes both
     expires = 2027-01-31            # optional; a date or a time
-    requests_per_s = 10             # optional, as are those that follow: no limit
-    tokens_per_minute = 100000      # prompt tokens and generated ones
-    max_in_flight = 32              # requests under way at one time
-    weight = 2.0                    # turns that it has for each of another key's, where many wait; default 1
-    shared_prefixes = true          # its prefixes are shared with everybody who says so, whatever the tenant
+    requests_per_s = 10             # optional, like the following ones; default: no limit
+    tokens_per_minute = 100000      # prompt and generated tokens
+    max_in_flight = 32              # concurrent requests
+    weight = 2.0                    # turns in a queue per turn of a key of weight 1; default 1
+    shared_prefixes = true          # prefixes are shared with all keys that set this, in any tenant
 
-The file is this user's alone (mode 0600) and is read again when it changes. It is TOML, or JSON if its name ends so.
-Keys are secrets of 256 random bits, so one round of SHA-256 hides them well enough: there is nothing to try out.
+The file belongs to this user alone (mode 0600) and is read again when it changes. It is TOML, or JSON if its name ends
+in .json. Keys are secrets of 256 random bits, so one round of SHA-256 hides them well enough: guessing is hopeless.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from tanghulu.errors import ConfigError, Forbidden, Unauthorized
 
 KEY_PREFIX: Final = "sk-tanghulu-"
 MAX_KEYS: Final = 4096
-#: In front of the salts that callers with a key name: no two tenants, and no tenant and nobody, share a salt.
+#: Prefix of the salts of callers with a key, so that no two tenants, and no tenant and a keyless caller, share a salt.
 _SALT: Final = "@{}/"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,62}")
 _MAX_WEIGHT: Final = 1000.0
 
 
 class KeyRight(Enum):
-    """A right that an API key gives; the value is its name in the file. ``admin`` gives the others, too."""
+    """A right granted by an API key; the value is its name in the file. ``admin`` includes the others."""
 
     INFERENCE = "inference"
     METRICS = "metrics"
@@ -51,7 +51,7 @@ class KeyRight(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """How much a key may ask for; 0: no limit."""
+    """The limits of a key; 0 means no limit."""
 
     requests_per_s: float = 0.0
     tokens_per_minute: float = 0.0
@@ -60,7 +60,7 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One key, known by its hash."""
+    """One key, identified by its hash."""
 
     name: str
     sha256: str = field(repr=False)
@@ -73,7 +73,7 @@ class ApiKey:
 
     @property
     def client(self) -> str:
-        """The client that takes turns with others in the name of this key."""
+        """The name under which this key's requests take turns with other clients."""
         return f"key {self.name}"
 
     def may(self, right: KeyRight) -> bool:
@@ -86,17 +86,17 @@ class ApiKey:
             raise Forbidden(f"{what} needs the right {right.value!r}; key {self.name!r} has {has}")
 
     def salted(self, salt: bytes) -> bytes:
-        """The salt of a request whose body names ``salt``: prefixes are shared within one tenant only."""
+        """Return the salt of a request whose body names ``salt``: prefixes are shared within one tenant only."""
         return _SALT.format("" if self.shared_prefixes else self.tenant).encode() + salt
 
 
 def new_key() -> str:
-    """A key that nobody can guess."""
+    """Return a new random key."""
     return KEY_PREFIX + secrets.token_urlsafe(32)
 
 
 class ApiKeyTable:
-    """All keys, checked; there may be none, if all were revoked. Immutable: a changed file makes another table."""
+    """All keys, validated; empty if all were revoked. Immutable: a changed file makes another table."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self.keys: dict[str, ApiKey] = {}
@@ -120,7 +120,7 @@ class ApiKeyTable:
         self.keys[key.name] = self._by_hash[key.sha256] = key
 
     def authenticate(self, shown: str, now_unix_s: float | None = None) -> ApiKey:
-        """The key that ``shown`` is; raises Unauthorized that says what is missing."""
+        """Return the key matching ``shown``; raises Unauthorized stating what is missing."""
         if not shown:
             raise Unauthorized("this port requires an API key: send the header Authorization: Bearer KEY")
         sha256 = hash_of(shown)
@@ -133,7 +133,7 @@ class ApiKeyTable:
         return key
 
     def still_stands(self, key: ApiKey, now_unix_s: float) -> bool:
-        """Return whether ``key`` is in this table as it is, and its time is not over."""
+        """Return whether ``key`` is in this table unchanged and has not expired."""
         return self.keys.get(key.name) == key and (key.expires_unix_s is None or key.expires_unix_s > now_unix_s)
 
     def check(self) -> None:
@@ -145,7 +145,7 @@ class ApiKeyTable:
 
 
 class ApiKeysFile(PrivateFile[ApiKeyTable]):
-    """The table of a file of keys, as it was when last looked at and well-formed. Raises ConfigError."""
+    """The table of a file of keys, as of the last well-formed read. Raises ConfigError."""
 
     def __init__(self, path: Path, called: str = "") -> None:
         super().__init__(path, called or f"--api-keys {path}", _parse)

@@ -1,13 +1,13 @@
-"""Roles of processes in their certificates, so that the key of a stolen worker does not make a master.
+"""Roles of processes in their certificates, so that a stolen worker's key cannot act as a master.
 
 A certificate of ``tanghulu certs init`` names its role in a URI, ``tanghulu://role/worker``, and its authority has the
-URI ``tanghulu://role/authority``. A process whose authority or own certificate has such a URI requires of each peer
-the role that belongs at that place. Certificates of an operator's own authority, without URIs, are not checked.
+URI ``tanghulu://role/authority``. A process whose authority or own certificate has such a URI requires each peer to
+have the role that belongs at that place. Certificates of an operator's own authority, without URIs, are not checked.
 
 gRPC verifies the names of a peer and hides its URIs. So ``tanghulu certs init`` gives each certificate one more name
-for each of its hosts, such as ``10-0-0-5.master.tanghulu`` for a master at 10.0.0.5. Where the authority has its URI,
-gRPC's connections verify that name instead. With ``--host '*'`` the name is ``*.master.tanghulu``: such a certificate
-holds for its role at any host, as those of pods do, whose addresses nobody knows before.
+per host, such as ``10-0-0-5.master.tanghulu`` for a master at 10.0.0.5. If the authority has its URI, gRPC's
+connections verify that name instead. With ``--host '*'`` the name is ``*.master.tanghulu``: such a certificate is valid
+for its role at any host, as pods need, whose addresses are not known in advance.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ CONDUCTOR: Final = "conductor"
 ROUTER: Final = "router"
 GATEWAY: Final = "gateway"
 CLIENT: Final = "client"
-#: All roles that a cluster has. A client only connects, the others listen, too.
+#: All roles in a cluster. Clients only connect; the others also listen.
 ROLES: Final = (MASTER, NODE, WORKER, CONDUCTOR, ROUTER, GATEWAY, CLIENT)
 _CERTIFICATE: Final = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 
 
-#: What stands for the role of a certificate without one, where one is required.
+#: Stands for the role of a certificate without one when a role is required.
 NONE: Final = "none"
 
 
 def name_for(host: str, role: str) -> str:
-    """The name by which gRPC recognises a process of ``role`` at ``host``."""
+    """Return the name by which gRPC recognises a process of ``role`` at ``host``."""
     return f"{re.sub('[.:]', '-', host)}.{role}.tanghulu"
 
 
@@ -57,7 +57,7 @@ def _holds_for(certificate: Mapping[str, Any], host: str, roles: Iterable[str]) 
 
 
 def has_roles(*paths: str) -> bool:
-    """Return whether one of these PEM files has a certificate with a role; raises OSError."""
+    """Return whether one of these PEM files contains a certificate with a role; raises OSError."""
     return any(_has_role(Path(path).read_text(errors="replace")) for path in paths if path)
 
 
@@ -66,32 +66,32 @@ def _has_role(pem: str) -> bool:
 
 
 def roles_of(certificate: Mapping[str, Any] | None) -> set[str]:
-    """The roles in a certificate as ``getpeercert`` returns it."""
+    """Return the roles in a certificate as ``getpeercert`` returns it."""
     names = (certificate or {}).get("subjectAltName", ())
     return {name.removeprefix(URI) for kind, name in names if kind == "URI" and name.startswith(URI)}
 
 
 def require_role(roles: Collection[str], expected: str, what: str) -> None:
-    """Raise Forbidden if a peer's certificate has ``roles`` and ``expected`` is none of them."""
+    """Raise Forbidden if a peer's certificate has ``roles`` and ``expected`` is not among them."""
     if roles and expected not in roles:
         shown = ", ".join(sorted(roles))
         raise Forbidden(f"{what} needs the certificate of a {expected}; the role of the one shown is {shown}")
 
 
 class RoleContext(ssl.SSLContext):
-    """A context whose handshakes fail unless the peer has a role that is expected; ``expect`` says which."""
+    """A context whose handshakes fail unless the peer has an expected role; ``expect`` sets which."""
 
     _expected: tuple[str, ...] = ()
     _required = False
 
     def expect(self, roles: tuple[str, ...], *, required: bool) -> None:
-        """Refuse peers of other ``roles``, and those without any if a role is ``required``; () admits all roles."""
+        """Refuse peers with other ``roles``, and those without a role if one is ``required``; () admits all roles."""
         self._expected, self._required = roles, required
-        # The host is looked for by ``check``: OpenSSL does not know the names that hold for a role at any host.
+        # ``check`` verifies the host: OpenSSL does not know the names that are valid for a role at any host.
         self.check_hostname = not (roles and required)
 
     def check(self, certificate: Mapping[str, Any] | None, host: str | None) -> None:
-        """Raise SSLCertVerificationError for a peer's certificate whose role or host does not belong here."""
+        """Raise SSLCertVerificationError if a peer's certificate has the wrong role or host."""
         roles = roles_of(certificate)
         if not self._expected or not (roles or self._required):
             return

@@ -1,12 +1,12 @@
-"""The cluster secret, ``--cluster-secret``: what processes that compute KV share and their clients do not know.
+"""The cluster secret, ``--cluster-secret``: shared by the processes that compute KV, and unknown to their clients.
 
-Everything made from it is BLAKE2b (RFC 7693), keyed, with a purpose of its own each:
+Everything derived from it is keyed BLAKE2b (RFC 7693), each with its own purpose:
 
-* the root of block names, so that nobody else can compute the names of a prompt's blocks (``hashing.root_hash``);
-* signatures of KV in the store, so that nobody else's is loaded (``store.client.signed_kv``);
-* a check value that says which secret a process has and nothing about it.
+* the root of block names, so that others cannot compute the names of a prompt's blocks (``hashing.root_hash``);
+* signatures of KV in the store, so that only KV of the cluster is loaded (``store.client.signed_kv``);
+* a check value that identifies a process's secret without revealing anything about it.
 
-Without a secret the key is empty: names and signatures have the same form, and everybody can make them.
+Without a secret the key is empty: names and signatures have the same form, and anybody can make them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HELP: Final = (
 
 @dataclass(frozen=True)
 class ClusterSecret:
-    """``text`` "" is no secret."""
+    """The secret; ``text`` "" means no secret."""
 
     text: str = field(default="", repr=False)
 
@@ -64,9 +64,9 @@ NO_SECRET = ClusterSecret()
 
 
 def make_cluster_secret(path: Path) -> Path:
-    """Make a secret that nobody can guess in the file ``path``, for its owner only, unless it is there.
+    """Create a random secret in the file ``path``, readable by its owner only, unless the file exists.
 
-    Returns the file's whole path; raises ConfigError.
+    Returns the file's absolute path; raises ConfigError.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def make_cluster_secret(path: Path) -> Path:
 
 
 def read_cluster_secret(text: str) -> ClusterSecret:
-    """The secret in ``text``, or in the file FILE if that is ``@FILE``. Raises ConfigError, also for a short one."""
+    """Return the secret in ``text``, or in the file FILE if that is ``@FILE``; raises ConfigError, also if short."""
     secret = read_token(text, "the cluster secret")
     if text and len(secret) < MIN_CHARACTERS:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""The credentials that a process shows to its peers: the tenant it acts for, and the token that proves it.
+"""The credentials that a process presents to its peers: the tenant it acts for, and the token that proves it.
 
-Credentials travel with the address of the master (``types.Masters``), because a caller
-needs both. Empty credentials are not sent. The token itself goes only to addresses that an operator or a user has
-typed; a process that was found, by discovery or named by a peer, gets one derived for its address (``to``).
+Credentials travel with the address of the master (``types.Masters``), because a caller needs both. Empty credentials
+are not sent. The token itself is sent only to addresses typed by an operator or a user; a process found by discovery
+or named by a peer gets one derived for its address (``to``).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _BEARER = "Bearer "
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths of PEM files, see ``tls``; "" where there is none. ``cert`` and ``key`` come together.
+    """Paths of PEM files, see ``tls``; "" for none. ``cert`` and ``key`` come together.
 
-    ``peers`` are the roles, one of which each process that this one connects to must have; () for any. See
+    ``peers`` are the accepted roles of the processes that this one connects to; () accepts any. See
     ``certificate_roles``.
     """
 
@@ -36,7 +36,7 @@ class TlsFiles:
         return bool(self.cert or self.key or self.ca)
 
     def to(self, *roles: str) -> TlsFiles:
-        """For connections to processes of one of ``roles``."""
+        """Return these files for connections to processes of one of ``roles``."""
         return replace(self, peers=roles)
 
 
@@ -45,9 +45,9 @@ NO_TLS = TlsFiles()
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """A tenant and its token. A tenant's own token needs no ``tenant``; an operator's without one acts for nobody.
+    """A tenant and its token. A tenant's own token needs no ``tenant``; an operator's without one acts for no tenant.
 
-    ``tls`` without any file: connections are not encrypted.
+    ``tls`` without any file means unencrypted connections.
     """
 
     tenant: str = ""
@@ -60,10 +60,10 @@ class Credentials:
         return bool(self.token)
 
     def to(self, address: Address, unix_path: str | None = None) -> Credentials:
-        """The credentials to show to a process that was found at ``address``: their token is of use there alone.
+        """Return the credentials for a process found at ``address``: their token is valid only there.
 
-        Whoever dials the Unix socket beside it gives its path, too: an instance could name another's address beside a
-        path of its own.
+        A caller dialling the Unix socket beside it passes its path, too: an instance could name another's address
+        beside its own path.
         """
         return replace(self, token=derive(self.token, place_of(address, unix_path))) if self.token else self
 
@@ -76,7 +76,7 @@ class Credentials:
 
 
 def from_metadata(metadata: tuple[tuple[str, str | bytes], ...]) -> Credentials:
-    """The credentials that a gRPC caller showed; empty ones if it showed none."""
+    """Return the credentials that a gRPC caller presented; empty ones if it presented none."""
     given = {key: value for key, value in metadata if isinstance(value, str)}
     authorization = given.get(AUTHORIZATION, "")
     token = authorization.removeprefix(_BEARER) if authorization.startswith(_BEARER) else ""
@@ -84,7 +84,7 @@ def from_metadata(metadata: tuple[tuple[str, str | bytes], ...]) -> Credentials:
 
 
 def read_token(text: str, what: str = "the token") -> str:
-    """The token in ``text``, or in the file FILE if ``text`` is ``@FILE``; raises ConfigError that says ``what``."""
+    """Return the token in ``text``, or in the file FILE if that is ``@FILE``; raises ConfigError naming ``what``."""
     if not text.startswith("@"):
         return _sendable(text, what)
     path = Path(text[1:])
@@ -95,7 +95,7 @@ def read_token(text: str, what: str = "the token") -> str:
 
 
 def _sendable(token: str, name: str) -> str:
-    """``token``, which headers and metadata take as it is; raises ConfigError."""
+    """Return ``token`` if headers and metadata can carry it unchanged; raises ConfigError."""
     if not (token.isascii() and token.isprintable()):
         raise ConfigError(
             f"{name} has characters that are not printable ASCII, which no token has; was it copied whole?"
@@ -104,7 +104,7 @@ def _sendable(token: str, name: str) -> str:
 
 
 def place_of(address: Address, unix_path: str | None = None) -> str:
-    """The place for which a token is derived."""
+    """Return the place for which a token is derived."""
     return f"{address}|{unix_path}" if unix_path else str(address)
 
 

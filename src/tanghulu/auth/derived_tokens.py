@@ -1,12 +1,12 @@
-"""Tokens derived for one address: what a caller shows to a process that it has found, instead of its own token.
+"""Tokens derived for one address: presented to a discovered process instead of the caller's own token.
 
-Whoever registers an address is dialled by others. A derived token is worth something at that address alone, so a
-process that registers an address of its own collects nothing that it could use elsewhere. Its form is
-``tgd_<id>_<code>``: the id names the token, and the code is an HMAC of the address under the token's hash. A process
-that has the tokens file can check it, and could make it: the file is as secret as the tokens themselves.
+A process that registers an address is dialled by others. A derived token is valid at that address alone, so a
+process that registers an address of its own collects nothing usable elsewhere. Its form is ``tgd_<id>_<code>``: the id
+names the token, and the code is an HMAC of the address under the token's hash. A process that has the tokens file can
+check it, and could make it: the file is as secret as the tokens themselves.
 
-Example: a conductor finds a worker at ``10.0.0.7:8100`` and shows it ``tgd_5f0c…_9be2…``. The worker, which has
-registered ``10.0.0.7:8100``, accepts it; every process at another address refuses it.
+Example: a conductor finds a worker at ``10.0.0.7:8100`` and presents ``tgd_5f0c…_9be2…``. The worker, which has
+registered ``10.0.0.7:8100``, accepts it; processes at other addresses reject it.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _ID_DIGITS = 16
 
 
 def hash_of(token: str) -> str:
-    """The hash of ``token`` that a tokens file holds: SHA-256 in hex."""
+    """Return the hash of ``token`` as stored in a tokens file: SHA-256 in hex."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 def id_of(sha256: str) -> str:
-    """The public id of the token with this hash."""
+    """Return the public id of the token with this hash."""
     return hash_of(sha256)[:_ID_DIGITS]
 
 
 def derive(token: str, address: str) -> str:
-    """The token to show instead of ``token`` to the process at ``address``, as that process has registered it."""
+    """Return the token to present instead of ``token`` to the process that registered ``address``."""
     sha256 = hash_of(token)
     return f"{_PREFIX}{id_of(sha256)}_{_code(sha256, address)}"
 
 
 def named_in(shown: str) -> str:
-    """The id in a derived token; "" for a token that is not derived."""
+    """Return the id in a derived token; "" if the token is not derived."""
     return shown[len(_PREFIX) :].partition("_")[0] if shown.startswith(_PREFIX) else ""
 
 

@@ -1,7 +1,7 @@
-"""TLS handshakes at one listener: each has a deadline, and all of them together a quota.
+"""TLS handshakes at one listener: each has a deadline, and their number is bounded.
 
-A connection that begins a handshake and does not end it costs its peer nothing and this process a context of OpenSSL.
-So at most ``MAX_HANDSHAKES`` are under way; when another comes, the oldest makes way.
+A connection that begins a handshake without finishing it costs its peer nothing and this process an OpenSSL context.
+So at most ``MAX_HANDSHAKES`` are in progress; a new one beyond that evicts the oldest.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Handshakes:
         self._under_way: dict[socket.socket, asyncio.Task[None]] = {}
 
     def __call__(self) -> asyncio.Protocol:
-        """A connection has come."""
+        """Accept a new connection."""
         return _Arrival(self)
 
     def __len__(self) -> int:
         return len(self._under_way)
 
     def begin(self, sock: socket.socket) -> None:
-        """Take a connection; the oldest handshake is hung up on if there are too many."""
+        """Start the handshake of a connection; the oldest one is closed if there are too many."""
         self._under_way[sock] = asyncio.ensure_future(self._shake(sock))
         if len(self._under_way) > MAX_HANDSHAKES:
             oldest = next(iter(self._under_way))
@@ -47,7 +47,7 @@ class Handshakes:
             _hang_up(oldest)
 
     def close(self) -> None:
-        """Hang up on all that have not ended."""
+        """Close all unfinished handshakes."""
         for sock in self._under_way:
             _hang_up(sock)
 
@@ -56,7 +56,7 @@ class Handshakes:
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._make, sock, ssl=self._context, ssl_handshake_timeout=self._patience_s
             )
-        except OSError as error:  # it hung up, made way, was silent, or speaks something else
+        except OSError as error:  # it hung up, was evicted, timed out, or speaks another protocol
             _log.debug("handshakes.failed", error=str(error))
             sock.close()
         finally:

@@ -1,10 +1,10 @@
-"""How much each API key has asked for: requests a second, tokens a minute, requests under way. Pure: times go in.
+"""Usage of each API key: requests a second, tokens a minute, requests in flight. Pure: times are arguments.
 
-Rates are token buckets: what a key does not use fills its bucket, up to what it may ask for in one second (requests) or
-one minute (tokens). How many tokens a request will cost is not known when it comes. So a request is let in while
-there is anything left, and what it costs is taken when it is known, even below zero; then the key waits longer.
+Rates are token buckets: unused allowance fills a key's bucket, up to its limit for one second (requests) or one minute
+(tokens). A request's cost in tokens is unknown on arrival. So a request is admitted while anything is left, and its
+cost is deducted once known, even below zero; the key then waits longer.
 
-Example: 600 tokens a minute, 10 a second, all there. A request costs 900, so 300 are owed. For the next 30 s requests
+Example: 600 tokens a minute, 10 a second, bucket full. A request costs 900, leaving -300. For the next 30 s requests
 are refused, with Retry-After as the seconds until something is left; a minute after that the bucket is full.
 """
 
@@ -24,14 +24,14 @@ _MINUTE_S: Final = 60.0
 
 
 class RateLimitExceeded(Overloaded):
-    """A key asked for more than it may; ``retry_after_s`` later it may ask again."""
+    """A key exceeded its limit; it may try again after ``retry_after_s``."""
 
     code = "RATE_LIMIT_EXCEEDED"
     retry_after_s = 1.0
 
 
 class TokenBucket:
-    """Holds at most ``capacity``, is full at first, and gains ``rate`` a second."""
+    """A bucket of at most ``capacity``, initially full, refilled at ``rate`` a second."""
 
     def __init__(self, rate: float, capacity: float, now_s: float) -> None:
         assert rate > 0
@@ -41,21 +41,21 @@ class TokenBucket:
         self._level, self._at_s = capacity, now_s
 
     def level(self, now_s: float) -> float:
-        """What is left; below zero: what is owed."""
+        """Return the remaining amount; negative if overdrawn."""
         return min(self.capacity, self._level + self._rate * max(0.0, now_s - self._at_s))
 
     def take(self, amount: float, now_s: float) -> None:
-        """Take ``amount``, whether or not it is there."""
+        """Deduct ``amount``, even if the bucket goes below zero."""
         self._level, self._at_s = self.level(now_s) - amount, max(now_s, self._at_s)
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """Seconds until ``amount`` is there, 0 if it is; it must fit."""
+        """Return the seconds until ``amount`` is available, 0 if it is; it must fit."""
         assert amount <= self.capacity
         return max(0.0, (amount - self.level(now_s)) / self._rate)
 
 
 class KeyAccount:
-    """What one key has asked for."""
+    """The usage of one key."""
 
     def __init__(self, key: ApiKey, now_s: float) -> None:
         self.num_in_flight = 0
@@ -65,7 +65,7 @@ class KeyAccount:
         self.follow(key, now_s)
 
     def follow(self, key: ApiKey, now_s: float) -> None:
-        """Take over the limits of ``key`` where the file has changed; buckets are full again then."""
+        """Adopt the limits of ``key`` if the file has changed; the buckets are then full again."""
         if key.limits == self.limits:
             return
         self.limits = limits = key.limits
@@ -74,7 +74,7 @@ class KeyAccount:
         self._tokens = TokenBucket(per_minute / _MINUTE_S, max(1.0, per_minute), now_s) if per_minute else None
 
     def begin(self, now_s: float) -> None:
-        """Let one request in; raises RateLimitExceeded, and then it counts for nothing."""
+        """Admit one request; raises RateLimitExceeded, and then it does not count."""
         most = self.limits.max_in_flight
         if most and self.num_in_flight >= most:
             raise self._refusal(f"{most} requests under way", 1.0)
@@ -90,17 +90,17 @@ class KeyAccount:
         self.num_in_flight += 1
 
     def end(self) -> None:
-        """Note that a request that was let in is over."""
+        """Note that an admitted request has ended."""
         assert self.num_in_flight > 0
         self.num_in_flight -= 1
 
     def spend(self, num_tokens: int, now_s: float) -> None:
-        """Take tokens that were read or made for this key."""
+        """Deduct tokens read or generated for this key."""
         if self._tokens is not None:
             self._tokens.take(num_tokens, now_s)
 
     def headers(self, now_s: float) -> list[tuple[bytes, bytes]]:
-        """The headers by which OpenAI's clients pace themselves."""
+        """Return the headers by which OpenAI's clients pace themselves."""
         shown: list[tuple[bytes, bytes]] = []
         for name, bucket in ((b"requests", self._requests), (b"tokens", self._tokens)):
             if bucket is not None:
@@ -119,13 +119,13 @@ class KeyAccount:
 
 
 class KeyAccounts:
-    """The accounts of all keys, by the client that a key is in the queue."""
+    """The accounts of all keys, by the key's client name in the queue."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, KeyAccount] = {}
 
     def of(self, key: ApiKey, now_s: float) -> KeyAccount:
-        """The account of ``key``, with its limits as they are now."""
+        """Return the account of ``key``, with its current limits."""
         account = self._accounts.get(key.client)
         if account is None:
             account = self._accounts[key.client] = KeyAccount(key, now_s)
@@ -134,13 +134,13 @@ class KeyAccounts:
         return account
 
     def spend(self, client: str, num_tokens: int, now_s: float) -> None:
-        """Take tokens of ``client``; nothing where it has no account, as without a key."""
+        """Deduct tokens of ``client``; no effect if it has no account, as without a key."""
         account = self._accounts.get(client)
         if account is not None:
             account.spend(num_tokens, now_s)
 
     def keep(self, table: ApiKeyTable) -> None:
-        """Forget the accounts of keys that are gone and have nothing under way."""
+        """Drop the accounts of removed keys that have nothing in flight."""
         known = {key.client for key in table.keys.values()}
         gone = [name for name, each in self._accounts.items() if name not in known and not each.num_in_flight]
         for name in gone:

@@ -1,15 +1,15 @@
 """Places for connections and calls: shares of tenants, a reserve for operators, and a short queue of strangers. Pure.
 
-Whoever has not shown a token, a stranger, takes no place: strangers have a few of their own, and when one more comes,
-the oldest of the address that has most of them is hung up on. Behind a proxy all have one address, and the oldest goes.
-Of the other places a tenant has at most a share, and an eighth is left to operators, so that the cluster's own
-processes get in however many others there are. Example with 16 places and a share of 4: a tenant has 4, tenants and
-others together 14, and an operator's processes all 16 where nobody else is.
+A peer that has not presented a token, a stranger, takes no place: strangers have a few of their own. When one more
+comes, the oldest connection of the address with the most strangers is closed; behind a proxy, where all have one
+address, the oldest of all. Of the other places a tenant has at most a share, and an eighth is reserved for operators,
+so that the cluster's own processes always get in. Example with 16 places and a share of 4: a tenant has 4, tenants and
+others together 14, and an operator's processes all 16 if nobody else is connected.
 
-gRPC tells nobody how large a message is before it has all of it. So each message that is coming counts as the largest
-one that is taken, until it is there; from then on it counts as what it is, until its call is over. Calls that find no
+gRPC does not report a message's size until all of it has arrived. So each arriving message counts as the largest
+accepted size until it is complete, and from then until the end of its call as its actual size. Calls that find no
 room wait, and callers take turns. Example: room for four messages. Four callers send 60 MiB each and the fifth waits.
-The first of the four is there with 1 KiB: the fifth is received beside the three others and that 1 KiB.
+The first of the four arrives with 1 KiB: the fifth is received beside the three others and that 1 KiB.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from tanghulu.auth.tenants import Identity, Right
 from tanghulu.errors import Overloaded
 
 T = TypeVar("T", bound=Hashable)
-#: Of all places, one in so many is left to operators.
+#: One in this many of all places is reserved for operators.
 _RESERVED = 8
-#: Of connections, a tenant has at most one in so many.
+#: A tenant has at most one in this many connections.
 CONNECTIONS_ONE_IN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose place it is. ``has_share``: it takes no more than a share; ``is_operator``: the reserve is for it."""
+    """Owner of a place. ``has_share``: limited to a share; ``is_operator``: may use the reserve."""
 
     name: str = ""
     has_share: bool = False
@@ -41,7 +41,7 @@ class Caller:
 
     @classmethod
     def of(cls, identity: Identity | None) -> Caller:
-        """The caller with a token. Tokens of one tenant share its places; None where no tokens are asked for."""
+        """Return the caller with a token. Tokens of one tenant share its places; None if no tokens are required."""
         if identity is None:
             return cls()
         if identity.tenant:
@@ -50,17 +50,17 @@ class Caller:
 
     @classmethod
     def of_key(cls, key: ApiKey) -> Caller:
-        """The caller with an API key."""
+        """Return the caller with an API key."""
         is_operator = key.may(KeyRight.ADMIN)
         return cls(key.client, not is_operator, is_operator)
 
 
-#: Where nobody shows a token.
+#: The caller if tokens are not required.
 ANYBODY = Caller()
 
 
 class Places:
-    """Places of one kind, ``what`` in errors. A share is one in ``one_in`` of them, and ``most_share`` at most."""
+    """Places of one kind, ``what`` in errors. A share is one in ``one_in`` of them, and at most ``most_share``."""
 
     def __init__(self, what: str, one_in: int, most_share: int | None = None) -> None:
         self._what, self._one_in, self._most_share = what, one_in, most_share
@@ -81,26 +81,26 @@ class Places:
         self._num_others += not caller.is_operator
 
     def give_back(self, caller: Caller) -> None:
-        """Give a place back."""
+        """Release a place."""
         self._taken[caller] -= 1
         self._num_others -= not caller.is_operator
         if not self._taken[caller]:
             del self._taken[caller]
 
     def check(self) -> None:
-        """Assert that what is counted is counted once."""
+        """Assert that the counts agree."""
         assert all(count > 0 for count in self._taken.values())
         assert self._num_others == sum(n for caller, n in self._taken.items() if not caller.is_operator)
 
 
 def host_of(transport: asyncio.BaseTransport) -> str:
-    """The address that a connection comes from; "" of a Unix socket."""
+    """Return the address of a connection's peer; "" for a Unix socket."""
     name = transport.get_extra_info("peername")
     return str(name[0]) if isinstance(name, tuple) else ""
 
 
 class Strangers(Generic[T]):
-    """Connections of whoever has not shown who it is, in the order in which they came."""
+    """Connections of peers that have not authenticated, in order of arrival."""
 
     def __init__(self) -> None:
         self._hosts: dict[T, str] = {}
@@ -113,12 +113,12 @@ class Strangers(Generic[T]):
         return connection in self._hosts
 
     def enter(self, connection: T, host: str) -> None:
-        """Enter a connection from ``host``, as the newest."""
+        """Add a connection from ``host`` as the newest."""
         self._hosts[connection] = host
         self._of_host.setdefault(host, {})[connection] = None
 
     def make_way(self, most: int) -> T | None:
-        """Remove and return the connection that makes way if there are more than ``most``."""
+        """Remove and return the connection to evict if there are more than ``most``."""
         if len(self._hosts) <= most:
             return None
         crowded = max(self._of_host, key=lambda each: len(self._of_host[each]))
@@ -127,7 +127,7 @@ class Strangers(Generic[T]):
         return oldest
 
     def leave(self, connection: T) -> None:
-        """The connection is a stranger's no more; no error if it was none."""
+        """Remove a connection; no error if it was not a stranger's."""
         host = self._hosts.pop(connection, None)
         if host is None:
             return
@@ -143,9 +143,9 @@ class Strangers(Generic[T]):
 
 
 class RequestRoom:
-    """The room that calls' messages have, and the calls that wait for it. Pure.
+    """The room for calls' messages, and the calls waiting for it. Pure.
 
-    ``enter``, then ``came``, then ``leave``; the last two return the calls whose turn has come by it. Callers with a
+    Call ``enter``, then ``came``, then ``leave``; the last two return the calls admitted as a result. Callers with a
     share have at most half of the room.
     """
 
@@ -156,21 +156,21 @@ class RequestRoom:
         self._held: dict[Hashable, tuple[Caller, int]] = {}
         self._held_bytes = 0
         self._bytes_of: Counter[Caller] = Counter()
-        #: By caller, the one whose turn is next first.
+        #: By caller, the next to be served first.
         self._waiting: OrderedDict[Caller, OrderedDict[Hashable, None]] = OrderedDict()
 
     @property
     def num_held(self) -> int:
-        """Calls that have room."""
+        """Number of calls that have room."""
         return len(self._held)
 
     @property
     def num_waiting(self) -> int:
-        """Calls that wait for it."""
+        """Number of calls waiting for room."""
         return sum(map(len, self._waiting.values()))
 
     def enter(self, call: Hashable, caller: Caller = ANYBODY) -> bool:
-        """Return whether the call's message may come now; else it waits for its turn."""
+        """Return whether the call's message may arrive now; otherwise it waits for its turn."""
         if caller not in self._waiting and self._next_caller() is None and self._may_come(caller):
             self._hold(call, caller, self._message_bytes)
             return True
@@ -178,14 +178,14 @@ class RequestRoom:
         return False
 
     def came(self, call: Hashable, num_bytes: int) -> list[Hashable]:
-        """The message is there, and so large."""
+        """Note that the message has arrived with ``num_bytes``."""
         caller = self._let_go(call)
         if caller is not None:
             self._hold(call, caller, num_bytes)
         return self._next()
 
     def leave(self, call: Hashable) -> list[Hashable]:
-        """The call is over, whether or not its turn had come."""
+        """Note that the call has ended, whether or not it had its turn."""
         self._let_go(call)
         for caller, calls in self._waiting.items():
             if call in calls:
@@ -232,7 +232,7 @@ class RequestRoom:
         return served
 
     def check(self) -> None:
-        """Assert that the sums are the sums, that they are bounded, and that nobody waits beside room."""
+        """Assert that the sums are correct and bounded, and that nobody waits while there is room."""
         of_callers: Counter[Caller] = Counter()
         for caller, num_bytes in self._held.values():
             of_callers[caller] += num_bytes

@@ -1,6 +1,6 @@
-"""Files of secrets' hashes, which are this user's alone and are read again when they change: TOML, or JSON by its name.
+"""Files of secrets' hashes, private to this user and read again when they change: TOML, or JSON by file name.
 
-Tokens (``tokens``) and API keys (``api_keys``) stand in such files.
+Tokens (``tokens``) and API keys (``api_keys``) are kept in such files.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _MAX_BYTES = 16 << 20
 
 
 class PrivateFile(Generic[T]):
-    """What ``parse`` makes of the file at ``path``, as it was when last looked at and well-formed.
+    """The file at ``path`` as parsed by ``parse``, as of the last well-formed read.
 
     ``called`` names the file in errors, such as "--tokens FILE". Raises ConfigError, also if others can read the file:
-    only its owner may, or, of a file of root's, a group of this process.
+    only its owner may, or, if root owns it, a group of this process.
     """
 
     def __init__(self, path: Path, called: str, parse: Callable[[dict[str, Any]], T]) -> None:
@@ -41,7 +41,7 @@ class PrivateFile(Generic[T]):
         self.table = self._parsed(data)
 
     def refresh(self) -> bool:
-        """Look at the file; returns whether the table has changed. A broken file is logged and ignored."""
+        """Check the file; returns whether the table has changed. A broken file is logged and ignored."""
         try:
             stamp, data = self._read()
             if stamp == self._stamp:
@@ -55,7 +55,7 @@ class PrivateFile(Generic[T]):
         return True
 
     def _read(self) -> tuple[_Stamp, bytes]:
-        """A pair: a stamp that changes when the file does, and the file's bytes."""
+        """Return a stamp that changes when the file does, and the file's bytes."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -79,34 +79,34 @@ class PrivateFile(Generic[T]):
 
 
 def _is_mounted_secret(status: os.stat_result) -> bool:
-    """Whether root lets a group of this process read the file, and nobody else: how Kubernetes mounts a Secret."""
+    """Return whether root owns the file and only a group of this process may read it, as in a Kubernetes Secret."""
     groups = {os.getegid(), *os.getgroups()}
     return status.st_uid == 0 and status.st_gid in groups - {0} and not status.st_mode & 0o037
 
 
 def table_of(value: Any, what: str) -> dict[str, Any]:
-    """``value`` if it is a table; else raises ConfigError."""
+    """Return ``value`` if it is a table; else raise ConfigError."""
     if not isinstance(value, dict):
         raise ConfigError(f"{what} is not a table")
     return value
 
 
 def refuse_unknown(table: dict[str, Any], keys: Set[str], what: str) -> None:
-    """Raise ConfigError for a key of ``table`` that is none of ``keys``."""
+    """Raise ConfigError for a key of ``table`` that is not in ``keys``."""
     for key in table_of(table, what):
         if key not in keys:
             raise ConfigError(f"{what}: key {key!r} is unknown; known: {', '.join(sorted(keys))}")
 
 
 def list_of(value: Any, kind: type[V], what: str) -> list[V]:
-    """``value`` if it is a list of ``kind`` alone; else raises ConfigError."""
+    """Return ``value`` if it is a list of ``kind`` alone; else raise ConfigError."""
     if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
         raise ConfigError(f"{what} is not a list of {'tables' if kind is dict else 'strings'}")
     return value
 
 
 def rights_of(value: Any, kind: type[E], what: str) -> frozenset[E]:
-    """The rights of ``kind`` that a list names; raises ConfigError for another."""
+    """Return the rights of ``kind`` named in a list; raises ConfigError for an unknown one."""
     known = {right.value: right for right in kind}
     for right in list_of(value, str, f"{what}: rights"):
         if right not in known:
@@ -115,7 +115,7 @@ def rights_of(value: Any, kind: type[E], what: str) -> frozenset[E]:
 
 
 def expiry_unix_s(what: str, value: Any) -> float | None:
-    """The time that a date or a time stands for, in UTC where it does not say; None for None. Raises ConfigError."""
+    """Return a date or a time as Unix time, in UTC unless it has a zone; None for None. Raises ConfigError."""
     if value is None:
         return None
     try:

@@ -1,11 +1,11 @@
 """Tenants, the rights of tokens, and the part of the key space that belongs to each tenant. Pure.
 
-Inside the store a tenant's keys carry its scope, ``@tenant/``; the calls add it to the keys that a tenant sends and
-take it from those that it receives, so nobody has a way to name another tenant's chunk. Example: tenant acme puts
-``doc``. The store holds ``@acme/doc``; tenant initech, asking for ``@acme/doc``, asks for ``@initech/@acme/doc``. An
-operator's token belongs to no tenant, has the scope "" and so sees every key as it is.
+Inside the store a tenant's keys carry its scope, ``@tenant/``; calls add it to the keys that a tenant sends and strip
+it from those it receives, so no tenant can name another's chunk. Example: tenant acme puts ``doc``. The store holds
+``@acme/doc``; if tenant initech requests ``@acme/doc``, that means ``@initech/@acme/doc``. An operator's token belongs
+to no tenant, has the scope "" and so sees every key unchanged.
 
-Tokens are secrets of 256 random bits, so one round of SHA-256 hides them well enough: there is nothing to try out.
+Tokens are secrets of 256 random bits, so one round of SHA-256 hides them well enough: guessing is hopeless.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ MAX_TENANTS = 1024
 
 
 class Right(Enum):
-    """A right that a token gives; the value is its name in the tokens file."""
+    """A right granted by a token; the value is its name in the tokens file."""
 
     READ = "read"  # get, exists, list, stat, follow events
     WRITE = "write"  # put, remove
     KV = "kv"  # besides write: put and remove KV, which workers and engines load
-    JOIN = "join"  # be a process of the cluster: register, announce; an operator's alone
-    METRICS = "metrics"  # see the metrics of processes, which tell of all tenants
+    JOIN = "join"  # be a process of the cluster: register, announce; operators only
+    METRICS = "metrics"  # see the metrics of processes, which cover all tenants
     ADMIN = "admin"  # everything, of every tenant: drain, evict, policies, checks
 
     __hash__ = object.__hash__  # see store.protocol.types.Pin
 
 
-#: The rights that no token of a tenant may have, and why.
+#: The rights that no token of a tenant may have, with the reason.
 OF_OPERATORS = {
     Right.ADMIN: "it sees all tenants",
     Right.METRICS: "it sees all tenants",
@@ -51,9 +51,9 @@ OF_OPERATORS = {
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """``quota_bytes``, on one node, and ``cluster_quota_bytes``, on all nodes together: 0: no bound.
+    """A tenant. ``quota_bytes`` on one node and ``cluster_quota_bytes`` on all nodes together; 0 means unlimited.
 
-    ``shared_memory``: its clients may map a node's memory, which holds all tenants'.
+    ``shared_memory``: its clients may map a node's memory, which holds all tenants' data.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class TokenEntry:
-    """One token, known by its hash. ``tenant`` "" is an operator's. ``expires_unix_s`` None: no end."""
+    """One token, identified by its hash. ``tenant`` "" is an operator's. ``expires_unix_s`` None means no expiry."""
 
     name: str
     sha256: str
@@ -75,7 +75,7 @@ class TokenEntry:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The caller, as its token has shown. ``tenant`` "" is an operator who acts for nobody."""
+    """The caller as proved by its token. ``tenant`` "" is an operator acting for no tenant."""
 
     token_name: str
     rights: frozenset[Right]
@@ -89,35 +89,35 @@ class Identity:
         return scope_of(self.tenant)
 
     def may(self, right: Right) -> bool:
-        """Return whether the token gives ``right``; a process of the cluster stores KV."""
+        """Return whether the token grants ``right``; a process of the cluster stores KV."""
         implied = right is Right.KV and Right.JOIN in self.rights
         return implied or right in self.rights or Right.ADMIN in self.rights
 
     @property
     def sees_metrics(self) -> bool:
-        """Whether the caller may see metrics and instances, which tell of all tenants; processes of the cluster may."""
+        """Whether the caller may see metrics and instances, which cover all tenants; processes of the cluster may."""
         return self.may(Right.METRICS) or self.may(Right.JOIN)
 
     def require(self, right: Right, what: str) -> None:
-        """Raise Forbidden unless the token gives ``right``; ``what`` names the call."""
+        """Raise Forbidden unless the token grants ``right``; ``what`` names the call."""
         if not self.may(right):
             has = ", ".join(sorted(each.value for each in self.rights)) or "no right"
             raise Forbidden(f"{what} needs the right {right.value!r}; token {self.token_name!r} has {has}")
 
     def scoped(self, key: str) -> str:
-        """``key`` as the store names it; raises InvalidRequest for one that becomes too long."""
+        """Return ``key`` as the store names it; raises InvalidRequest if it becomes too long."""
         scope = self.scope
         if scope and len(scope) + len(key) * 4 > MAX_KEY_BYTES and len(scope) + len(key.encode()) > MAX_KEY_BYTES:
             raise InvalidRequest(f"a key of tenant {self.tenant!r} has at most {MAX_KEY_BYTES - len(scope)} bytes")
         return scope + key
 
     def unscoped(self, key: str) -> str:
-        """The inverse of ``scoped``; a key of another tenant must not come here."""
+        """Undo ``scoped``; ``key`` must not belong to another tenant."""
         assert key.startswith(self.scope), "a key of another tenant"
         return key[len(self.scope) :]
 
 
-#: Below these, engines load what is stored as KV: our workers and vLLM, LMCache, SGLang.
+#: Engines load anything stored under these prefixes as KV: our workers, vLLM, LMCache and SGLang.
 KV_PREFIXES: Final = ("kv/", "lmcache/", "sgl/")
 
 
@@ -127,12 +127,12 @@ def is_kv(key: str) -> bool:
 
 
 def scope_of(tenant: str) -> str:
-    """The prefix of all keys of ``tenant``; "" for the tenant ""."""
+    """Return the prefix of all keys of ``tenant``; "" for the tenant ""."""
     return f"@{tenant}/" if tenant else ""
 
 
 def tenant_of(key: str) -> str:
-    """The tenant that owns ``key``, as the store names it; "" if it belongs to no tenant."""
+    """Return the tenant that owns ``key``, as the store names it; "" if it belongs to no tenant."""
     if not key.startswith("@"):
         return ""
     name, slash, _ = key[1:].partition("/")
@@ -140,12 +140,12 @@ def tenant_of(key: str) -> str:
 
 
 def new_token() -> str:
-    """A token that nobody can guess."""
+    """Return a new random token."""
     return TOKEN_PREFIX + secrets.token_urlsafe(32)
 
 
 class TokenTable:
-    """All tokens and tenants, checked. Immutable: a changed file makes another table."""
+    """All tokens and tenants, validated. Immutable: a changed file makes another table."""
 
     def __init__(self, tokens: Iterable[TokenEntry], tenants: Mapping[str, Tenant]) -> None:
         self.tenants: dict[str, Tenant] = dict(tenants)
@@ -183,7 +183,7 @@ class TokenTable:
     def authenticate(
         self, credentials: Credentials, now_unix_s: float | None = None, addresses: Collection[str] = ()
     ) -> Identity:
-        """The identity that ``credentials`` prove; raises Unauthorized that says what is missing.
+        """Return the identity that ``credentials`` prove; raises Unauthorized stating what is missing.
 
         A derived token is accepted if it is for one of ``addresses``, those of this process.
         """
@@ -218,7 +218,7 @@ class TokenTable:
         return Identity(entry.name, entry.rights, tenant, trusted and reads, entry.sha256)
 
     def still_stands(self, identity: Identity, now_unix_s: float) -> bool:
-        """Whether the token behind ``identity`` is in this table with the same rights, and its time is not over."""
+        """Return whether the token behind ``identity`` is in this table with the same rights and has not expired."""
         entry = self._by_hash.get(identity.sha256)
         if entry is None or (entry.expires_unix_s is not None and entry.expires_unix_s <= now_unix_s):
             return False
@@ -241,7 +241,7 @@ class TokenTable:
 
 
 def validate_tenant(name: str) -> str:
-    """``name``, if it is a valid tenant's name; else raises ConfigError."""
+    """Return ``name`` if it is a valid tenant name; else raise ConfigError."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"tenant {name!r}: a name has 1 to 63 of a-z 0-9 _ . - and begins with a letter or digit")
     return name

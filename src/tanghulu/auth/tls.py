@@ -1,9 +1,9 @@
-"""TLS for connections between hosts: the files, and the contexts made of them. Unix sockets stay plain.
+"""TLS for connections between hosts: the files, and the contexts built from them. Unix sockets stay plain.
 
-A process that listens shows ``cert`` (its chain) and proves it by ``key``; a client verifies it, the host's
-name or address included, by the authorities in ``ca``, or by the system's. With ``mutual`` those who connect show a
-certificate too, which the same ``ca`` must have signed. Files that were replaced are read again for new connections.
-Roles in certificates are in ``certificate_roles``.
+A listening process presents ``cert`` (its chain) and proves it by ``key``; a client verifies it, including the host's
+name or address, against the authorities in ``ca``, or the system's. With ``mutual``, clients present a certificate
+too, which the same ``ca`` must have signed. Replaced files are read again for new connections. Roles in certificates
+are in ``certificate_roles``.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from tanghulu.auth.credentials import TlsFiles
 from tanghulu.errors import ConfigError
 
 _HTTP2 = "h2"
-#: What ports speak that understand HTTP/1.1 alone: who offers both must not begin with the other.
+#: ALPN of ports that understand HTTP/1.1 alone: a peer offering both must not begin with the other.
 HTTP1 = "http/1.1"
-#: How often listeners look at their files.
+#: Interval at which listeners check their files.
 REFRESH_S = 30.0
 
 
 class ServerTls:
-    """The listening side's context. ``refresh`` reads replaced files again; open connections stay.
+    """The listening side's context. ``refresh`` reads replaced files again; open connections are unaffected.
 
-    ``protocol``: what is spoken inside.
+    ``protocol`` is the protocol spoken inside.
     """
 
     def __init__(self, files: TlsFiles, *, mutual: bool, protocol: str = _HTTP2) -> None:
@@ -47,7 +47,7 @@ class ServerTls:
             self.context.verify_mode = ssl.CERT_REQUIRED
 
     def refresh(self) -> bool:
-        """Read files that have changed; returns whether any had. Raises ConfigError if they are broken."""
+        """Read changed files; returns whether any had changed. Raises ConfigError if they are broken."""
         stamps = _stamps(self._files)
         if stamps == self._stamps:
             return False
@@ -57,12 +57,12 @@ class ServerTls:
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
-    """The context for connections that this process opens; raises ConfigError for files that do not fit."""
+    """Return the context for connections opened by this process; raises ConfigError for files that do not match."""
     return _client_context(files, _stamps(files))
 
 
 def _stamps(files: TlsFiles) -> tuple[int, ...]:
-    """A value of the files that changes when one is replaced; raises ConfigError if one is missing."""
+    """Return a value that changes when one of the files is replaced; raises ConfigError if one is missing."""
     try:
         return tuple(Path(path).stat().st_mtime_ns if path else 0 for path in (files.cert, files.key, files.ca))
     except OSError as error:

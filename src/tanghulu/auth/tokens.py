@@ -1,19 +1,19 @@
 """The tokens file, ``--tokens FILE``, which is read again when it changes.
 
     [tenants.acme]                  # needed only for what differs from the defaults
-    quota = "64GiB"                 # most bytes on one node; default: no bound
-    cluster_quota = "256GiB"        # most bytes on all nodes together; default: no bound
+    quota = "64GiB"                 # maximum bytes on one node; default: unlimited
+    cluster_quota = "256GiB"        # maximum bytes on all nodes together; default: unlimited
     shared_memory = true            # its clients may map the nodes' memory, and so read all of it
 
     [[tokens]]
     name = "acme-engines"           # for logs and error messages
-    tenant = "acme"                 # left out: an operator's token
+    tenant = "acme"                 # absent: an operator's token
     rights = ["read", "write"]
     sha256 = "..."                  # of the token; `tanghulu store token` makes both
     expires = 2027-01-31            # optional; a date or a time
 
-The file is this user's alone (mode 0600), and as secret as a private key: derived tokens can be made from it. It is
-TOML, or JSON if its name ends in .json.
+The file belongs to this user alone (mode 0600), and is as secret as a private key: derived tokens can be made from it.
+It is TOML, or JSON if its name ends in .json.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ from tanghulu.auth.tenants import Identity, Right, Tenant, TokenEntry, TokenTabl
 from tanghulu.errors import ConfigError
 from tanghulu.types import Address, parse_size
 
-#: Every machine has these addresses, so a token derived for one would be of use everywhere.
+#: Every machine has these addresses, so a token derived for one would be valid everywhere.
 _WILDCARDS = {"", "0.0.0.0", "::"}
 _TOKEN_KEYS = {"name", "tenant", "rights", "sha256", "expires"}
 _TENANT_KEYS = {"quota", "cluster_quota", "shared_memory"}
 
 
 class Tokens:
-    """The tokens that a process lets in, and the addresses for which they may be derived."""
+    """The tokens that a process accepts, and the addresses for which they may be derived."""
 
     def __init__(self, table: TokenTable) -> None:
         self.table = table
         self._addresses: set[str] = set()
 
     def refresh(self) -> bool:
-        """Look whether the tokens have changed."""
+        """Check whether the tokens have changed."""
         return False
 
     def answer_at(self, *addresses: Address, unix_path: str = "") -> None:
         """Accept tokens derived for these addresses: those at which this process listens, and those it registers.
 
-        ``unix_path`` is the socket that it registers beside them.
+        ``unix_path`` is the socket registered beside them.
         """
         for address in addresses:
             if address.host not in _WILDCARDS:
                 self._addresses.update((place_of(address), place_of(address, unix_path)))
 
     def authenticate(self, credentials: Credentials) -> Identity:
-        """The identity that ``credentials`` prove here; raises Unauthorized."""
+        """Return the identity that ``credentials`` prove here; raises Unauthorized."""
         return self.table.authenticate(credentials, addresses=self._addresses)
 
 
 class OneToken(Tokens):
-    """A token that gives every right, whichever tenant is named: the one that processes of a cluster share."""
+    """A token that grants every right, whichever tenant is named; shared by the processes of a cluster."""
 
     def __init__(self, token: str) -> None:
         super().__init__(TokenTable([TokenEntry("of the cluster", hash_of(token), frozenset({Right.ADMIN}))], {}))
@@ -72,7 +72,7 @@ class OneToken(Tokens):
 
 
 class TokensFile(PrivateFile[TokenTable], Tokens):
-    """The table of a tokens file, as it was when last looked at and well-formed. Raises ConfigError."""
+    """The table of a tokens file, as of the last well-formed read. Raises ConfigError."""
 
     def __init__(self, path: Path) -> None:
         PrivateFile.__init__(self, path, f"--tokens {path}", _parse)
@@ -80,7 +80,7 @@ class TokensFile(PrivateFile[TokenTable], Tokens):
 
 
 def load(path: Path) -> TokenTable:
-    """The table in ``path``; raises ConfigError that names what is wrong, a mode that others can read included."""
+    """Return the table in ``path``; raises ConfigError stating the reason, such as a mode that lets others read it."""
     return TokensFile(path).table
 
 

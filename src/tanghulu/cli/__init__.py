@@ -1,1 +1,1 @@
-"""The ``tanghulu`` command: all processes, the embedded cluster, the chat, the store's administration."""
+"""The ``tanghulu`` command: all processes, the embedded cluster, the chat, and administration of the store."""

@@ -1,4 +1,4 @@
-"""``tanghulu bench``: measure a running cluster, its HTTP API or its store, from where the command runs."""
+"""``tanghulu bench``: measure a running cluster, its HTTP API or its store, from the machine that runs the command."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _TIMEOUT = httpx.Timeout(600, connect=10, pool=None)
 
 @click.group("bench", short_help="Measure a running cluster.")
 def COMMAND() -> None:
-    """Measure a running cluster: streams of its HTTP API, or its store with one client.
+    """Measure a running cluster: its HTTP API with concurrent streams, or its store with one client.
 
-    Both leave nothing behind: chunks are removed, and prompts have beginnings of their own. Figures hold for this
+    Neither leaves anything behind: chunks are removed, and each run has its own prompts. The figures hold for this
     machine and its other load.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class HttpFigures:
-    """Of one run: times in seconds; ``gap``: between two tokens of one answer."""
+    """Figures of one run: times in seconds; ``gap`` is between two tokens of one answer."""
 
     num_requests: int
     num_failed: int
@@ -55,7 +55,7 @@ class HttpFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamLoad:
-    """``concurrency`` streams at a time, ``num_requests`` in all; ``shared``: the part that prompts have in common."""
+    """``concurrency`` streams at a time, ``num_requests`` in all; ``shared``: the fraction common to all prompts."""
 
     num_requests: int
     concurrency: int
@@ -66,7 +66,7 @@ class StreamLoad:
 
 
 def prompts(load: StreamLoad, vocabulary: Sequence[int], run: int) -> list[list[int]]:
-    """Token ids of each prompt. ``run`` makes those of two runs differ from their first token on."""
+    """Return the token ids of each prompt. Prompts of different ``run`` differ from their first token on."""
     draw = np.random.default_rng((load.seed, run))
     num_shared = int(load.prompt_tokens * load.shared)
     ids = np.array(vocabulary, dtype=np.uint32)
@@ -95,7 +95,7 @@ def prompts(load: StreamLoad, vocabulary: Sequence[int], run: int) -> list[list[
 @click.option("--tls-ca", default="", envvar=PREFIX + "TLS_CA", metavar="FILE", help=TLS_CA_HELP)
 @click.option("--json", "as_json", is_flag=True, help="print JSON for programs")
 def http(url: str, requests: int, api_key: str, tls_ca: str, as_json: bool, **load_options: Any) -> None:
-    """Send concurrent streamed completions and report times to tokens and throughput."""
+    """Send concurrent streamed completions and report times to tokens, and throughput."""
     load = StreamLoad(num_requests=requests, **load_options)
     figures = asyncio.run(measure_http(url, load, HttpClientOptions(api_key=api_key, tls_ca=tls_ca)))
     if as_json:
@@ -181,7 +181,7 @@ def _percentile(values: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StoreFigures:
-    """Of one operation with chunks of one size."""
+    """Figures of one operation on chunks of one size."""
 
     operation: str
     num_bytes: int
@@ -196,7 +196,7 @@ class StoreFigures:
 @click.option("--seconds", type=FiniteRange(0.01, 3600), default=1.0, show_default=True, help="seconds per measurement")
 @store_options
 def store(sizes: Sequence[str], seconds: float, master: Masters, as_json: bool) -> None:
-    """Put, find, get and remove chunks of several sizes, one call after the other."""
+    """Put, find, get and remove chunks of several sizes, one call at a time."""
     rows = list[StoreFigures]()
     try:
         with connect(master) as client:
@@ -220,12 +220,12 @@ def _rounded(row: StoreFigures) -> tuple[str, str, str]:
     return f"{row.p50_us:.1f}", f"{row.p99_us:.1f}", f"{row.gb_per_s:.2f}"
 
 
-#: Chunks that one measurement leaves in the store at a time; fewer where a node's memory holds not twice as many.
+#: Chunks that one measurement keeps in the store at a time; fewer if a node's memory cannot hold twice as many.
 _KEPT = 16
 
 
 def _num_kept(client: Client, num_bytes: int) -> int:
-    """Raises StoreFull for chunks of which no node can hold one."""
+    """Return the number of chunks to keep; raises StoreFull if no node can hold one."""
     capacities = [node.capacity_bytes for node in client.nodes()]
     if num_bytes > max(capacities, default=num_bytes):
         raise StoreFull(f"--size {format_size(num_bytes)}: the largest node has {format_size(max(capacities))}")
@@ -233,7 +233,7 @@ def _num_kept(client: Client, num_bytes: int) -> int:
 
 
 def measure_store(client: Client, num_bytes: int, seconds: float) -> list[StoreFigures]:
-    """Figures of put, exists, get and remove; each for about ``seconds``. The chunks are removed, whatever happens."""
+    """Measure put, exists, get and remove, each for about ``seconds``. The chunks are removed in any case."""
     num_kept = _num_kept(client, num_bytes)
     payload, prefix = os.urandom(num_bytes), f"bench/{uuid.uuid4().hex}"
     keys = [f"{prefix}/{number}" for number in range(num_kept)]
@@ -262,7 +262,7 @@ def measure_store(client: Client, num_bytes: int, seconds: float) -> list[StoreF
 
 
 def _timed(call: Callable[[int], object], seconds: float, before: Callable[[int], object] | None = None) -> list[float]:
-    """Seconds of each call of ``call(0)``, ``call(1)``, ...; ``before`` is not counted."""
+    """Return the seconds of each of ``call(0)``, ``call(1)``, ...; ``before`` is not counted."""
     times = list[float]()
     until = time.perf_counter() + seconds
     for number in itertools.count():

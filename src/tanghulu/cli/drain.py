@@ -1,4 +1,4 @@
-"""``tanghulu drain``: have a worker, a conductor or a store node finish or move what it has, and end."""
+"""``tanghulu drain``: have a worker, a conductor or a store node finish or move its work, and exit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def COMMAND(instance: str, discovery: str, namespace: str, master: Masters, as_j
 
 
 async def _find(wanted: str, discovery: str, namespace: str, master: Masters) -> Instance:
-    """The instance of that id or address. Raises InvalidRequest that names those that are there."""
+    """Return the instance with that id or address. Raises InvalidRequest listing the existing ones."""
     there = await instances_now(discovery, master, *_ROLES, namespace=namespace, deadline_s=_DEADLINE_S)
     for instance in there:
         if wanted in (instance.id, str(instance.address)):
@@ -64,7 +64,7 @@ async def _find(wanted: str, discovery: str, namespace: str, master: Masters) ->
 
 
 async def _end(instance: Instance, master: Masters) -> EndReply:
-    """Have the process end in order. Raises NodeUnavailable, DeadlineExceeded, Unauthorized."""
+    """End the process in order. Raises NodeUnavailable, DeadlineExceeded, Unauthorized."""
     address, role = instance.address, WORKER
     if instance.role is Role.CONDUCTOR:
         address, role = Address.parse(instance.attributes[PEERS]), CONDUCTOR

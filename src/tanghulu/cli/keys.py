@@ -1,6 +1,6 @@
 """``tanghulu keys``: make, list and revoke the API keys of a file. Processes that use it follow within a second.
 
-The file holds the keys' hashes only. It is changed by text, so that comments and further lines of a key stay.
+The file holds the keys' hashes only. It is edited as text, so that comments and further lines of a key are kept.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="print JSON for pro
 
 @click.group("keys", help="Make, list and revoke API keys of the HTTP API; make a cluster secret.")
 def COMMAND() -> None:
-    """The group; its commands follow."""
+    """The command group; its commands follow."""
 
 
 @COMMAND.command("create", short_help="Add a key to a file, and print it once.")
@@ -83,7 +83,7 @@ def secret(file: Path) -> None:
 
 
 def add(file: Path, name: str, key: str, rights: tuple[str, ...], tenant: str = "", **numbers: float) -> None:
-    """Enter ``key`` into ``file``; raises ConfigError for a file or a name that is not good."""
+    """Add ``key`` to ``file``; raises ConfigError for an invalid file or name."""
     if file.suffix == ".json":
         raise ConfigError(f"{file}: keys are added to TOML files only; enter the SHA-256 of a new one by hand")
     lines = ["[[keys]]", f"name = {json.dumps(name)}"]
@@ -117,7 +117,7 @@ def show(file: Path, as_json: bool) -> None:
 @_FILE
 @click.argument("name")
 def revoke(file: Path, name: str) -> None:
-    """Remove the key called NAME from FILE. Running answers finish; further requests get 401."""
+    """Remove the key called NAME from FILE. Answers in progress finish; further requests get 401."""
     if name not in ApiKeysFile(file, called=str(file)).table.keys:
         raise InvalidRequest(f"{file} has no key {name!r}")
     if file.suffix == ".json":
@@ -144,7 +144,7 @@ def _row(key: ApiKey) -> dict[str, Any]:
 
 
 def _place_of(lines: list[str], name: str) -> tuple[int, int]:
-    """The lines of the key called ``name``: from its [[keys]] up to the next table. Raises ConfigError."""
+    """Return the lines of the key called ``name``: from its [[keys]] up to the next table. Raises ConfigError."""
     heads = [number for number, line in enumerate(lines) if _HEAD.match(line)]
     named = re.compile(rf"""^\s*name\s*=\s*["']{re.escape(name)}["']\s*(#.*)?$""")
     for begin in heads:
@@ -157,7 +157,7 @@ def _place_of(lines: list[str], name: str) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _changing(file: Path) -> Iterator[list[str]]:
-    """The lines of ``file``, or of the one that it links to, replaced after the block if they are well-formed."""
+    """Yield the lines of ``file``, or of its link target, and replace them after the block if they are well-formed."""
     file = Path(os.path.realpath(file))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""The ``tanghulu`` command's root: finds commands by name and maps typed errors to exit codes.
+"""The root of the ``tanghulu`` command: finds commands by name and maps typed errors to exit codes.
 
-Commands are imported when they are used, so that ``tanghulu store ls`` does not pay for torch or FastAPI.
+Commands are imported on use, so that ``tanghulu store ls`` does not load torch or FastAPI.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tanghulu.runtime.descriptors import require_descriptors
 from tanghulu.types import printable
 from tanghulu.version import __version__
 
-#: name -> (module, attribute, help); the help stands here so that ``tanghulu --help`` imports nothing.
+#: name -> (module, attribute, help); the help is here so that ``tanghulu --help`` imports nothing.
 _COMMANDS = {
     "up": ("tanghulu.cli.up", "COMMAND", "Start the embedded cluster: master, node, workers, conductor."),
     "status": ("tanghulu.cli.status", "COMMAND", "Show the whole cluster at a glance."),
@@ -52,7 +52,7 @@ _COMMANDS = {
     "replay": ("tanghulu.conductor.replay.main", "COMMAND", "Replay request traces through the policies."),
 }
 
-#: Exit codes of typed errors, for scripts. 2 is click's own for a bad command line.
+#: Exit codes of typed errors, for scripts. 2 is click's own for an invalid command line.
 EXIT_CODES = {
     "CHUNK_NOT_FOUND": 3,
     "MASTER_UNAVAILABLE": 4,
@@ -86,7 +86,7 @@ class _LazyGroup(click.Group):
 
 
 def load_command(name: str) -> click.Command | None:
-    """The command called ``name``, imported now; None if there is none."""
+    """Import and return the command called ``name``; None if there is none."""
     if name not in _COMMANDS:
         return None
     module, attribute, _ = _COMMANDS[name]
@@ -111,7 +111,7 @@ def root(ctx: click.Context, config: Path | None) -> None:
 
 
 def _check_variables(ctx: click.Context) -> None:
-    """Refuse a TANGHULU_* variable that no command reads; asks the others only if this one does not read it."""
+    """Refuse a TANGHULU_* variable that no command reads; loads other commands only if this one does not read it."""
     invoked = load_command(ctx.invoked_subcommand or "")
     known = variables_of([root, invoked] if invoked is not None else [root])
     if variables() - known:
@@ -124,13 +124,13 @@ def _all_commands() -> dict[str, click.Command]:
 
 
 class OutputFailed(TanghuluError):
-    """Standard output cannot take what a command prints: it is closed, or a file on a full disk."""
+    """Standard output cannot be written: it is closed, or a file on a full disk."""
 
     code = "OUTPUT_FAILED"
 
 
 class _Stdout(io.FileIO):
-    """Standard output whose failures are typed errors. A pipe whose reader has gone stays click's to end quietly."""
+    """Standard output whose failures are typed errors. A pipe closed by its reader is click's to end quietly."""
 
     def write(self, data: Any) -> int:
         try:
@@ -138,13 +138,13 @@ class _Stdout(io.FileIO):
         except BrokenPipeError:
             raise
         except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # what is left in buffers goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # discards what is left in buffers
             raise OutputFailed(f"cannot write to standard output: {error.strerror}") from error
 
 
 def _mend_streams() -> None:
-    """Have the standard streams be there, whatever they were started with, and take any text."""
-    for number, mode in ((0, os.O_WRONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):  # the wrong way: to use it is an error
+    """Make sure that all standard streams are open, however the process was started, and accept any text."""
+    for number, mode in ((0, os.O_WRONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):  # wrong direction: using it is an error
         try:
             os.fstat(number)
         except OSError:
@@ -157,8 +157,8 @@ def _mend_streams() -> None:
 
 
 def _log_to_stderr() -> None:
-    """Keep the log out of what commands print."""
-    from tanghulu.runtime.telemetry import configure_log  # here: `tanghulu --help` needs none
+    """Keep the log out of the output of commands."""
+    from tanghulu.runtime.telemetry import configure_log  # here: `tanghulu --help` does not need it
 
     configure_log("cli", "warning")
 
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; exits with click's codes, or with that of a typed error."""
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines are none of the log; what matters comes as an error
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines are not for the log; what matters is an error
     _mend_streams()
     try:
         try:

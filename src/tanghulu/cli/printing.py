@@ -39,7 +39,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="print JSON for pro
 
 
 def store_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that every command of the group has; ``master`` comes as Masters with credentials."""
+    """Add the options common to all commands of the group; ``master`` is passed as Masters with credentials."""
 
     @functools.wraps(function)
     def command(
@@ -54,26 +54,26 @@ def store_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def counted(number: int, what: str) -> str:
-    """ "1 node", "3 nodes"."""
+    """Return "1 node", "3 nodes"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def wide_console() -> Console:
-    """The console for tables: as wide as the terminal, or unbounded where there is none."""
+    """Return the console for tables: as wide as the terminal, or unbounded without one."""
     console = Console()
     return console if console.is_terminal else Console(width=_PIPED_WIDTH)
 
 
 def print_json(value: Any) -> None:
-    """JSON that people can read too."""
+    """Print ``value`` as indented JSON."""
     click.echo(json.dumps(value, indent=2))
 
 
 def print_table(columns: tuple[str, ...], rows: Iterable[Iterable[Any]]) -> None:
-    """Rows under ``columns``; without columns, as they come."""
+    """Print rows under ``columns``; without columns, the rows alone."""
     table = Table(*columns, show_header=bool(columns), box=None, pad_edge=False)
     for row in rows:
-        cells = [Text(printable(str(cell))) for cell in row]  # not str: rich would take "[x]" in a key for markup
+        cells = [Text(printable(str(cell))) for cell in row]  # not str: rich would parse "[x]" in a key as markup
         for _ in range(0 if columns else len(cells) - len(table.columns)):
             table.add_column(overflow="fold")
         table.add_row(*cells)

@@ -1,6 +1,6 @@
-"""The display of ``tanghulu up``: a line a process while it starts, then what to try.
+"""The display of ``tanghulu up``: one line per process during the start, then commands to try.
 
-On a terminal it is a live display; elsewhere (a pipe, CI) plain lines, one a change.
+On a terminal it is a live display; elsewhere (a pipe, CI) plain lines, one per change.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Board:
     """The live display; a context manager."""
 
     def __init__(self) -> None:
-        terminal = sys.stdout  # a live display puts itself in its place
+        terminal = sys.stdout  # a live display replaces it
         self.console = Console(file=cast(TextIO, LossyStream(lambda: terminal)))
-        self._live = self.console.is_terminal  # until everything is ready: then changes are lines, as elsewhere
+        self._live = self.console.is_terminal  # until everything is ready; then changes are plain lines
         self._progress = Progress(
             SpinnerColumn(finished_text="[green]*"),
             TextColumn("{task.description:12}"),
@@ -77,7 +77,7 @@ class Board:
         self._live = False
 
     def say(self, text: str) -> None:
-        """A line of its own, above a display that lives."""
+        """Print a separate line, above the display if it is live."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -96,7 +96,7 @@ def _describe(message: dict[str, Any]) -> tuple[str, float]:
 
 
 def program() -> str:
-    """What to type for this program: its name where the shell finds it, else where it stands."""
+    """Return the command to type for this program: its name if on the PATH, else its path."""
     beside = Path(sys.executable).with_name("tanghulu")
     found = shutil.which("tanghulu")
     if found is not None and Path(found).resolve() == beside.resolve():
@@ -108,9 +108,9 @@ def program() -> str:
 def welcome(
     board: Board, url: str, model: str, master: str, store_url: str, secure: tuple[Path, Path] | None = None
 ) -> None:
-    """Say that the cluster serves, and what to try first.
+    """Report that the cluster serves, and what to try first.
 
-    ``secure``: the files with the API key, and with the authority that its certificates are verified by.
+    ``secure``: the files with the API key, and with the authority that verifies its certificates.
     """
     board.stop()
     files, chat = "", ""

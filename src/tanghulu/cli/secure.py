@@ -2,14 +2,14 @@
 
     certs/      an authority's certificate, and one for each role (``tanghulu certs init``)
     tokens.toml the hashes of three tokens: the cluster's own, the operator's, and Prometheus's
-    cluster.secret  what names of blocks and signatures of KV are made from
+    cluster.secret  the source of block names and KV signatures
     cluster.token, operator.token, metrics.token, api.key      secrets, for their owner only
     keys.toml   the API keys (``tanghulu keys``); the first, ``operator``, is in api.key
 
-The authority's key is gone once it has signed: who reads the folder cannot make further certificates. Once one is
-missing, or all are a month from their end, all are made anew, and clients need the new ``ca.pem``.
+The authority's key is deleted after signing: a reader of the folder cannot make further certificates. If one is
+missing, or they expire within a month, all are made anew, and clients need the new ``ca.pem``.
 
-Children get the names of these files and never a secret, so none is seen in ``ps``, in logs or in cluster.json.
+Children get the names of these files and never a secret, so none appears in ``ps``, in logs or in cluster.json.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SecureFiles:
 
     @property
     def authority(self) -> Path:
-        """What clients verify the cluster's certificates by."""
+        """The authorities' certificate by which clients verify the cluster."""
         return self.folder / "certs" / "ca.pem"
 
     @property
@@ -59,11 +59,11 @@ class SecureFiles:
 
     @property
     def tls(self) -> TlsFiles:
-        """What a client of the HTTP API needs."""
+        """The TLS files of a client of the HTTP API."""
         return TlsFiles(ca=str(self.authority)).to(CONDUCTOR)
 
     def options(self, role: str) -> list[str]:
-        """The options of a child, pairs of a flag and its value."""
+        """Return the options of a child, pairs of a flag and its value."""
         certificate = self.folder / "certs" / _CERTIFICATES.get(role, role)
         tls = ("--tls-cert", f"{certificate}.pem", "--tls-key", f"{certificate}.key", "--tls-ca", str(self.authority))
         own = () if role == "master" else ("--token", f"@{self.folder / 'cluster.token'}")
@@ -71,12 +71,12 @@ class SecureFiles:
         return [*tls, *own, *api, "--tokens", str(self.folder / "tokens.toml")]
 
     def flags(self, role: str) -> list[str]:
-        """Further options, which have no value: those who call conductor and gateway have no certificates."""
+        """Return further options, which have no value: callers of conductor and gateway have no certificates."""
         return {"conductor": [], "gateway": ["--require-token"]}.get(role, ["--tls-mutual"])
 
 
 def prepare(folder: Path, hosts: tuple[str, ...]) -> SecureFiles:
-    """Make what is missing in ``folder``, for a cluster that is reached at ``hosts``. Raises ConfigError."""
+    """Make the missing files in ``folder``, for a cluster reached at ``hosts``. Raises ConfigError."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = folder.resolve()
@@ -115,7 +115,7 @@ def _make_tokens(folder: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file that is its owner's alone from the beginning."""
+    """Write a file that is private to its owner from the start."""
     scratch = path.with_name(f"{path.name}.new")
     scratch.unlink(missing_ok=True)
     with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -125,14 +125,14 @@ def _write(path: Path, text: str) -> None:
 
 @click.group("secrets", help="Make the secrets of a cluster: certificates, tokens, an API key.")
 def COMMAND() -> None:
-    """The group; its command follows."""
+    """The command group; its command follows."""
 
 
 @COMMAND.command("init", short_help="Make all secrets of a cluster.")
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("secrets"))
 @click.option("--host", "hosts", multiple=True, help=certs.HOST_HELP)
 def init(folder: Path, hosts: tuple[str, ...]) -> None:
-    """Make certificates, tokens and keys for a secure cluster in FOLDER; existing files stay.
+    """Make certificates, tokens and keys for a secure cluster in FOLDER; existing files are kept.
 
     Each process gets tokens.toml, cluster.token, certs/ca.pem and its role's certificate; conductors get keys.toml too.
     operator.token is for `tanghulu store` and `tanghulu drain`, metrics.token for Prometheus, api.key for the HTTP API.

@@ -1,4 +1,4 @@
-"""``tanghulu status``: every process of a cluster at a glance, from discovery, the master and all metrics."""
+"""``tanghulu status``: overview of every process of a cluster, from discovery, the master and all metrics."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from tanghulu.types import Address, InstanceId, Role, format_size, printable
 
 _DEADLINE_S = 5.0
 
-#: The figures of one process, summed over labels, by metric name; None: its metrics could not be read.
+#: The figures of one process, summed over labels, by metric name; None if its metrics could not be read.
 Figures = Mapping[str, float] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One process of the cluster. ``hit_ratio``: of keys asked of a node, of prompt tokens sent to a conductor."""
+    """One process of the cluster. ``hit_ratio``: of keys read from a node, of prompt tokens sent to a conductor."""
 
     role: str
     id: str
@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """The cluster at one moment. ``problems``: what a person should look at, a sentence each."""
+    """The cluster at one moment. ``problems`` are what needs attention, one sentence each."""
 
     master: str
     parts: tuple[Part, ...]
@@ -57,7 +57,7 @@ class ClusterStatus:
 
 
 def part_of(instance: Instance, figures: Figures, view: NodeView | None, now_s: float) -> Part:
-    """The line of one process; ``now_s`` is the time of day, as its metrics tell when it started."""
+    """Return the line of one process; ``now_s`` is the time of day, as metrics state the start time."""
     started_s = (figures or {}).get("process_start_time_seconds")
     return Part(
         role=instance.role.value,
@@ -72,7 +72,7 @@ def part_of(instance: Instance, figures: Figures, view: NodeView | None, now_s: 
 
 
 def part_of_master(view: MasterView, registered: Part | None, address: str) -> Part:
-    """The line of the master at ``address``, as it is ``registered`` with the others if it is."""
+    """Return the line of the master at ``address``, merged with its ``registered`` line if there is one."""
     rebuilding = f", {view.num_rebuilding} of {len(view.ranges)} ranges rebuilding" if view.num_rebuilding else ""
     load = f"{view.num_keys} keys{', leads' if view.leads else ''}{rebuilding}" if view.answers else ""
     if registered is not None:
@@ -81,7 +81,7 @@ def part_of_master(view: MasterView, registered: Part | None, address: str) -> P
 
 
 def problems_of(parts: Sequence[Part]) -> list[str]:
-    """What is missing for serving, and who does not answer."""
+    """Return what is missing for serving, and the processes that do not answer."""
     silent = (each for each in parts if each.health == "silent")
     found = [f"{each.id} does not answer at {each.metrics_address or each.address}" for each in silent]
     roles = {each.role for each in parts}
@@ -131,7 +131,7 @@ def _hit_ratio(role: Role, figures: Mapping[str, float]) -> float | None:
 
 
 async def look(master: Masters, discovery: str, namespace: str) -> ClusterStatus:
-    """Ask discovery, the master and every process; raises MasterUnavailable if nobody can say who there is."""
+    """Query discovery, the master and every process; raises MasterUnavailable if none can list the processes."""
     instances = await instances_now(discovery, master, namespace=namespace, deadline_s=_DEADLINE_S)
     views: dict[str, NodeView] = {}
     masters: list[MasterView] = []
@@ -162,7 +162,7 @@ async def look(master: Masters, discovery: str, namespace: str) -> ClusterStatus
 
 
 def _node_of(view: NodeView) -> Instance:
-    """A node that only the list of nodes names: a client's token sees no instances."""
+    """Return an instance for a node known only from the list of nodes: a client's token sees no instances."""
     address = Address.parse(view.address)
     return Instance(InstanceId(view.id), Role.NODE, address, metrics_address=view.metrics_address)
 

@@ -1,4 +1,4 @@
-"""``tanghulu store``: look into and administer the store. Tables for people, ``--json`` for programs."""
+"""``tanghulu store``: inspect and administer the store. Tables for people, ``--json`` for programs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DEFAULT_LIMIT = 1000
 
 @click.group("store", help="Inspect and administer the store.")
 def COMMAND() -> None:
-    """The group; its commands follow."""
+    """The command group; its commands follow."""
 
 
 @COMMAND.command(short_help="List keys, their sizes and who holds them.")
@@ -47,7 +47,7 @@ def COMMAND() -> None:
 @click.option("--after", default="", metavar="KEY", help="only keys after KEY in alphabetical order")
 @store_options
 def ls(prefix: str, limit: int, after: str, master: Masters, as_json: bool) -> None:
-    """List the keys that begin with PREFIX, their sizes and the nodes that hold them."""
+    """List the keys that begin with PREFIX, with their sizes and the nodes that hold them."""
     with connect(master) as store:
         keys = store.list_keys(prefix, limit=limit or None, after=after)
     if as_json:
@@ -59,7 +59,7 @@ def ls(prefix: str, limit: int, after: str, master: Masters, as_json: bool) -> N
 
 
 def _quoted(key: str) -> str:
-    """``key`` as a shell takes it."""
+    """Quote ``key`` for a shell."""
     return (
         shlex.quote(key) if key.isprintable() else "$'" + printable(key.replace("\\", r"\\")).replace("'", r"\'") + "'"
     )
@@ -96,7 +96,7 @@ def _described(info: ChunkInfo) -> list[tuple[str, str]]:
         ("replicas wanted", str(info.replicas)),
         ("pin", info.pin.value),
         ("may go after", "-" if info.ttl_s is None else f"{info.ttl_s:g} s"),
-        ("age", f"{info.age_s:.1f} s" if info.tier is Tier.MEMORY else "-"),  # below nobody keeps it
+        ("age", f"{info.age_s:.1f} s" if info.tier is Tier.MEMORY else "-"),  # lower tiers do not record it
         ("hits", str(info.num_hits)),
         ("leases", str(info.num_leases)),
         ("checksums", f"{len(info.checksums.parts)} of {covered}"),
@@ -212,7 +212,7 @@ def _write(output: Path, value: bytes) -> None:
 @click.option("--dry-run", is_flag=True, help="only print the keys that --matching would remove")
 @store_options
 def rm(keys: tuple[str, ...], matching: str | None, dry_run: bool, master: Masters, as_json: bool) -> None:
-    """Remove the chunks of KEYS, or all that match a pattern. Try --dry-run first: kv/ holds the workers' own.
+    """Remove the chunks of KEYS, or all that match a pattern. Try --dry-run first: kv/ holds the workers' own chunks.
 
     Exits with 3 if a key did not exist; if removals fail, the first reason is printed.
     """
@@ -262,7 +262,7 @@ def policy(name: str | None, node_id: str, master: Masters, as_json: bool) -> No
 
 
 def _serve(config: GatewayConfig) -> None:
-    from tanghulu.store.gateway.main import serve  # here, so that the other commands do not pay for FastAPI
+    from tanghulu.store.gateway.main import serve  # here, so that other commands do not load FastAPI
 
     run(Role.GATEWAY, config, serve)
 

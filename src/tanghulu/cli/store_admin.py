@@ -45,7 +45,7 @@ def drain(node: str, wait: bool, timeout_s: float | None, master: Masters, as_js
 
 
 def _drain(store: Client, node: str, wait: bool, timeout_s: float | None, *, show: bool) -> Row:
-    """Carry out the order, with a bar that shows its progress."""
+    """Drain the node, with a progress bar."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     most = 0
@@ -146,9 +146,9 @@ def replicate(keys: tuple[str, ...], holders: int, for_s: float, master: Masters
 def watch(prefix: str, snapshot: bool, count: int | None, master: Masters, as_json: bool) -> None:
     """Follow stored and removed keys and lost nodes, one line each (--json: one object each), until Ctrl-C.
 
-    After a loss of the master it continues; if it has to start over, with a "reset" and all existing keys.
+    Continues after the loss of a master; if it has to start over, it prints a "reset" and then all existing keys.
     """
-    connect(master).close()  # a master that is not there is said now and not waited for
+    connect(master).close()  # report an absent master now instead of waiting for it
     asyncio.run(_watch(master, prefix, snapshot, count, as_json))
 
 
@@ -165,7 +165,7 @@ async def _watch(masters: Masters, prefix: str, snapshot: bool, count: int | Non
                     if count is not None and num_lines >= count:
                         return
     finally:
-        await events.aclose()  # type: ignore[attr-defined]  # an async generator, which AsyncIterator does not say
+        await events.aclose()  # type: ignore[attr-defined]  # an async generator, which AsyncIterator does not express
 
 
 def _line(row: Row, as_json: bool) -> str:
@@ -177,7 +177,7 @@ def _line(row: Row, as_json: bool) -> str:
 def masters_command(master: Masters, as_json: bool) -> None:
     """List the masters that own ranges of keys: number of ranges, term, keys, and the leader.
 
-    A rebuilding master does not know the holders of all its keys yet. --json lists the ranges' numbers.
+    A rebuilding master does not have the holders of all its keys yet. --json lists the ranges' numbers.
     """
     with connect(master) as store:
         found = store.masters()
@@ -277,7 +277,7 @@ def token(name: str, tenant: str, rights: tuple[str, ...], as_json: bool) -> Non
 
 
 class Disagreement(TanghuluError):
-    """The directory and the nodes do not agree on who holds what."""
+    """The directory and the nodes disagree about the holders of chunks."""
 
     code = "DISAGREEMENT"
 
@@ -317,7 +317,7 @@ def _checked(master: Masters, with_repair: bool, *, show: bool) -> CheckReport:
 
 
 def _complain(left: Counter[Kind]) -> None:
-    """Raise an error for the worst finding that is left."""
+    """Raise an error for the worst remaining finding."""
     if left[Kind.CORRUPT]:
         raise ChecksumMismatch(f"{counted(left[Kind.CORRUPT], 'corrupt chunk')}; see --repair")
     if left[Kind.SILENT]:

@@ -36,7 +36,7 @@ _COUNTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One node at one moment; ``counters`` None if its metrics could not be read."""
+    """One node at one moment; ``counters`` is None if its metrics could not be read."""
 
     at_s: float
     view: NodeView
@@ -45,7 +45,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One node between two samples; rates are per second, None where they are not known."""
+    """One node between two samples; rates are per second, None if unknown."""
 
     node: str
     used_bytes: int
@@ -61,13 +61,13 @@ class Row:
 
 
 def counters_in(samples: Samples) -> dict[str, float]:
-    """The counters above on a page of metrics, summed over their labels."""
+    """Return the counters above from a page of metrics, summed over their labels."""
     totals = summed(samples)
     return {name: totals.get(metric, 0.0) for name, metric in _COUNTERS.items()}
 
 
 def row(before: Sample | None, now: Sample) -> Row:
-    """The row of one node between two samples."""
+    """Return the row of one node between two samples."""
     view = now.view
     rates: dict[str, float | None] = dict.fromkeys(_COUNTERS)
     if before is not None and before.counters is not None and now.counters is not None and now.at_s > before.at_s:
@@ -78,7 +78,7 @@ def row(before: Sample | None, now: Sample) -> Row:
 
 
 def _samples(views: list[NodeView], credentials: Credentials) -> dict[str, Sample]:
-    """All nodes now; of one that is gone, or whose metrics are not for us, only what the master knows."""
+    """Sample all nodes; a lost node, or one that denies access to its metrics, has only the master's figures."""
     pages = asyncio.run(scrape([view.metrics_address for view in views], credentials))
     at_s = time.monotonic()
     return {
@@ -99,14 +99,14 @@ def _table(rows: list[Row]) -> Table:
 
 
 class _View:
-    """The samples of the last call."""
+    """The samples of the previous call."""
 
     def __init__(self, store: Client, credentials: Credentials) -> None:
         self._store, self._credentials = store, credentials
         self._before: dict[str, Sample] = {}
 
     def rows(self) -> list[Row]:
-        """All nodes, with rates since the last call."""
+        """Return all nodes, with rates since the previous call."""
         samples = _samples(self._store.nodes(), self._credentials)
         rows = [row(self._before.get(node), sample) for node, sample in samples.items()]
         self._before = samples

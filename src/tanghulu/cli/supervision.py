@@ -1,18 +1,18 @@
-"""Supervision of the embedded cluster: when to start, restart and end its processes. Decisions only.
+"""Supervision of the embedded cluster: decides when to start, restart and end its processes. Decisions only.
 
-    WAITING --(what it needs is ready)--> STARTING --ready--> READY
+    WAITING --(its needs are ready)--> STARTING --ready--> READY
     STARTING, READY --exited--> BACKOFF --(delay is over)--> STARTING
     STARTING, READY --exited--> DEAD                                      and then the whole cluster ends
 
-Until all children have been ready together a child is restarted MAX_RESTARTS times at most: what fails then is most
-likely its configuration. A child that refuses its configuration before it was ever ready ends the cluster at once; one
-that was ready with the same configuration refuses it for a reason that passes, as a port that somebody took meanwhile.
-From then on one that dies is restarted for ever, with delays that grow up to MAX_BACKOFF_S, as the others serve
-meanwhile; only a ``vital`` one ends the cluster, without which nothing is served. A child that stayed ready for
-STABLE_S has its restarts forgiven.
+Until all children have been ready together a child is restarted at most MAX_RESTARTS times: a failure then is most
+likely due to its configuration. A child that refuses its configuration before it was ever ready ends the cluster at
+once; one that was ready with the same configuration refuses it for a temporary reason, such as a port in use. From then
+on a dead child is restarted for ever, with delays growing up to MAX_BACKOFF_S, as the others keep serving; only a
+``vital`` one, without which nothing is served, ends the cluster. A child that stayed ready for STABLE_S has its
+restarts forgiven.
 
-A child that has said that it is alive is expected to go on saying so. Where it is silent for ``hung_s`` it is killed,
-and so restarted. A look that comes late does not count as its silence: then this process stood still itself.
+A child that has reported being alive must keep reporting. If it is silent for ``hung_s`` it is killed, and so
+restarted. A late check does not count as its silence: then this process itself was stalled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from enum import Enum
 MAX_RESTARTS = 5
 FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 30.0
-#: Looks at silent children in ``hung_s``.
+#: Checks for silent children per ``hung_s``.
 LOOKS = 4
 STABLE_S = 60.0
 #: Exit codes of a process that refuses its command line or its configuration.
@@ -37,8 +37,8 @@ class ChildState(Enum):
     WAITING = "waiting"  # for a child it needs
     STARTING = "starting"  # spawned, not yet ready
     READY = "ready"  # serves
-    BACKOFF = "backoff"  # died; will be started again
-    DEAD = "dead"  # died once too often
+    BACKOFF = "backoff"  # died; will be restarted
+    DEAD = "dead"  # died too often
     STOPPED = "stopped"  # ended because the cluster ends
 
 
@@ -65,7 +65,7 @@ _TABLE: dict[tuple[ChildState, ChildEvent], ChildState] = {
 
 @dataclass(eq=False)
 class Child:
-    """One child's place in the plan."""
+    """One child's position in the plan."""
 
     name: str
     needs: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class Child:
     start_at_s: float = 0.0
 
     def on(self, event: ChildEvent) -> None:
-        """Move along the table; an unknown pair is a programmer's error."""
+        """Apply the transition table; an unknown pair is a programming error."""
         key = (self.state, event)
         assert key in _TABLE, f"{self.name}: {event} in {self.state}"
         self.state = _TABLE[key]
@@ -93,21 +93,21 @@ class Spawn:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Instruction: this child hangs; kill its process."""
+    """Instruction: kill the process of this child, which hangs."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class EndAll:
-    """Instruction: a child is dead for good; end the cluster."""
+    """Instruction: end the cluster, as a child cannot be restarted."""
 
     because: str
 
 
 @dataclass
 class Supervision:
-    """The plan for all children; feed it events with the time, perform what it returns.
+    """The plan for all children; pass it events with the time, and perform what it returns.
 
     With ``hung_s`` 0 no child is killed.
     """
@@ -124,7 +124,7 @@ class Supervision:
         self.children[name] = Child(name, tuple(needs), vital=vital)
 
     def tick(self, now_s: float) -> list[Spawn]:
-        """The children to start now."""
+        """Return the children to start now."""
         due = [c for c in self.children.values() if self._may_start(c, now_s)]
         for child in due:
             child.on(ChildEvent.START)
@@ -137,18 +137,18 @@ class Supervision:
         return child.state is ChildState.WAITING and all(s is ChildState.READY for s in needed)
 
     def next_tick_s(self) -> float | None:
-        """The time of the next delayed start; None if there is none."""
+        """Return the time of the next delayed start; None if there is none."""
         due = [c.start_at_s for c in self.children.values() if c.state is ChildState.BACKOFF]
         return min(due) if due else None
 
     def alive(self, name: str, now_s: float) -> None:
-        """Note that a child says that it does its work."""
+        """Note a child's report of being alive."""
         child = self.children[name]
         if child.state is ChildState.READY:
             child.alive_s = now_s
 
     def look(self, now_s: float) -> list[Kill]:
-        """The children to kill now, as they hang; asked every ``hung_s / LOOKS``."""
+        """Return the hung children to kill now; called every ``hung_s / LOOKS``."""
         period_s = self.hung_s / LOOKS
         late_s, self._looked_s = now_s - self._looked_s - period_s, now_s
         kills = []
@@ -170,7 +170,7 @@ class Supervision:
         self.been_ready = self.been_ready or self.all_ready
 
     def exited(self, name: str, code: int, now_s: float, last_words: str = "") -> list[EndAll]:
-        """Plan the restart of a child whose process ended unasked, or the cluster's end."""
+        """Plan the restart of a child whose process exited unexpectedly, or the cluster's end."""
         child = self.children[name]
         if code in REFUSALS and not child.been_ready:
             return self.refused(name, last_words or f"exited with {code}")
@@ -186,7 +186,7 @@ class Supervision:
         return []
 
     def refused(self, name: str, message: str) -> list[EndAll]:
-        """Plan the cluster's end if the child would refuse its configuration again; else its exit is as any other."""
+        """Plan the cluster's end if the child would refuse its configuration again; else its exit is like any other."""
         child = self.children[name]
         if child.been_ready:
             return []
@@ -194,7 +194,7 @@ class Supervision:
         return [EndAll(f"{name}: {message}")]
 
     def stop(self) -> None:
-        """Plan no more starts: the cluster ends."""
+        """Plan no more starts: the cluster is ending."""
         for child in self.children.values():
             child.alive_s = None
             if child.state is not ChildState.DEAD:

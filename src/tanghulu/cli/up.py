@@ -37,20 +37,20 @@ from tanghulu.runtime.tasks import cancelled
 from tanghulu.types import is_loopback
 
 _READY_POLL_S = 0.1
-#: A worker is restarted when it was silent so many times longer than the conductor waits.
+#: A worker is restarted after a silence of this many times the conductor's limit.
 _HUNG_TIMEOUTS = 2.0
-#: What a process may take to end beyond its own grace.
+#: Seconds that a process may take to exit beyond its own grace.
 _END_S = 5.0
-#: The conductor, as long as it goes on, has workers finish what it has; then they have nothing left.
+#: While the conductor is ending, workers finish its requests; then they have nothing left.
 _STOP_ORDER = (("conductor",), ("prefill", "decode", "worker", "vllm-worker", "gateway"), ("node",), ("master",))
 _VITAL = ("master", "conductor")
 _MASTER_TO_NODES = 10  # 7400 -> 7410
 _MASTER_TO_WORKERS = 30  # 7400 -> 7430
 _MOST_OF_A_ROLE = 1000
-_TO_METRICS = 100  # 7400 -> 7500, 7410 -> 7510; the conductor's metrics stand on its HTTP port, too
-#: What `up` alone decides for its parts; in their tables these keys would contradict it.
+_TO_METRICS = 100  # 7400 -> 7500, 7410 -> 7510; the conductor's metrics are on its HTTP port, too
+#: Options that `up` alone sets for its parts; in their tables these keys would contradict it.
 _DECIDED_HERE = frozenset({"host", "port", "metrics_port", "master", "run_dir"})
-#: Who names blocks and moves KV, and so has the cluster secret.
+#: Roles that name blocks and move KV, and so have the cluster secret.
 _KNOW_SECRET = frozenset({"conductor", "prefill", "decode", "worker", "vllm-worker"})
 _PARTS = ("master", "node", "prefill", "decode", "worker", "vllm-worker", "conductor")
 
@@ -144,7 +144,7 @@ class UpConfig(SecretOptions):
             )
 
     def _check_derived_ports(self) -> None:
-        """Raise ConfigError if the ports that follow --master-port are too high, or meet."""
+        """Raise ConfigError if the ports derived from --master-port are too high, or overlap."""
         base = self.master_port
         if not base:
             return
@@ -166,7 +166,7 @@ class UpConfig(SecretOptions):
 
 
 class Cluster:
-    """The running cluster: performs what Supervision decides and shows it on the Board."""
+    """The running cluster: performs the decisions of Supervision and shows them on the Board."""
 
     def __init__(
         self, config: UpConfig, file: Path | None, run_dir: Path, board: Board, secure: SecureFiles | None = None
@@ -183,14 +183,14 @@ class Cluster:
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
         self._failure: str | None = None
-        self._broken: Exception | None = None  # a fault of our own, behind which nothing is known any more
+        self._broken: Exception | None = None  # a bug of our own; the state is unknown after it
         self._spawned: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Start all, keep them running until a signal or a child's final death; raises TanghuluError for the latter."""
         loop = asyncio.get_running_loop()
         for number in stop_signals():
-            # A terminal that is closed may send more than one SIGHUP: that is no haste.
+            # A terminal that is closed may send more than one SIGHUP: that is no request to hurry.
             loop.add_signal_handler(number, self._end if number is signal.SIGHUP else self._signalled)
         self._add_master()
         announce = asyncio.create_task(self._announce_ready())
@@ -209,7 +209,7 @@ class Cluster:
         if self._failure is not None:
             raise TanghuluError(self._failure)
 
-    # --- what there is to run
+    # --- the processes to run
 
     def _add(self, role: str, name: str, port: int, *arguments: str, needs: tuple[str, ...] = ()) -> None:
         run_dir = self._run_dir / name
@@ -232,7 +232,7 @@ class Cluster:
         self._add("master", "master", self._config.master_port)
 
     def _add_others(self, master: str) -> None:
-        """Add all other processes: they need the master's address, which port 0 leaves open until it is ready."""
+        """Add all other processes: they need the master's address, with port 0 unknown until it is ready."""
         config, at = self._config, ("--master", master)
         base = config.master_port
         for i in range(config.nodes):
@@ -294,7 +294,7 @@ class Cluster:
         match message["event"]:
             case "ready":
                 if name == "master" and len(self._children) == 1:
-                    self._add_others(message["address"])  # first: the master alone is not all
+                    self._add_others(message["address"])  # first: the master alone is not the whole cluster
                 self._plan.ready(name, now_s)
                 self._write_cluster()
             case "failed" if _is_refusal(message["code"]):
@@ -313,11 +313,11 @@ class Cluster:
         self._wake.set()
 
     def _own_words(self, name: str, message: str) -> str:
-        """A child's refusal with the flag of `up` that is behind the child's own."""
+        """Return a child's refusal, naming the flag of `up` behind the child's own."""
         return message if name.startswith("conductor") else message.replace("another --port", "another --master-port")
 
     def _signalled(self) -> None:
-        """End in order; told a second time, at once."""
+        """End in order; on a second signal, at once."""
         if self._stopping.is_set():
             for child in self._children.values():
                 child.kill()
@@ -335,7 +335,7 @@ class Cluster:
             try:
                 child.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
                 await child.spawn(self._on_status)
-            except OSError as error:  # a full disk, no process or descriptor to be had: as if it had ended at once
+            except OSError as error:  # a full disk, no process or descriptor available: treated as an immediate exit
                 self._board.show(child.name, {"event": "failed", "message": str(error)})
                 self._on_status(child.name, {"event": "exited", "code": os.EX_OSERR})
                 continue
@@ -357,7 +357,7 @@ class Cluster:
                 self._children[hung.name].kill()
 
     async def _stop_children(self) -> None:
-        """Stop the conductor first, whose answers end or are told so, and last the master, where all deregister."""
+        """Stop the conductor first, which finishes or fails its answers, and the master, where all deregister, last."""
         for roles in _STOP_ORDER:
             ending = [child for child in self._children.values() if child.role in roles]
             await asyncio.gather(*(child.stop(self._config.grace_s + _END_S) for child in ending))
@@ -366,12 +366,12 @@ class Cluster:
         entries = [c.entry() for c in self._children.values() if c.info]
         path = self._config.state_dir / "cluster.json"
         scratch = path.with_suffix(".tmp")
-        with contextlib.suppress(OSError):  # a full disk, or a directory that somebody removed: the cluster goes on
+        with contextlib.suppress(OSError):  # a full disk, or a directory that somebody removed: the cluster continues
             scratch.write_text(json.dumps(entries, indent=2) + "\n")
             scratch.replace(path)
 
     async def _announce_ready(self) -> None:
-        """Ask the conductor until it would serve a request, then say what to try."""
+        """Poll the conductor until it would serve a request, then print what to try."""
         secure, shown, tls = self._secure, {}, NO_TLS
         if secure is not None:
             shown, tls = {"authorization": f"Bearer {secure.key_file.read_text().strip()}"}, secure.tls
@@ -386,7 +386,7 @@ class Cluster:
                     url = f"{'http' if secure is None else 'https'}://{conductor.info['address']}"
                     if (await http.get(f"{url}/ready")).status_code == 200:
                         models = await http.get(f"{url}/v1/models")
-                        # With API keys of the user's own (TANGHULU_API_KEYS) the list is not for us.
+                        # With API keys of the user's own (TANGHULU_API_KEYS) the list is denied to us.
                         model = models.json()["data"][0]["id"] if models.is_success else "MODEL"
                         master = self._children["master"].info["address"]
                         files = None if secure is None else (secure.key_file, secure.authority)
@@ -400,7 +400,7 @@ class Cluster:
 
 
 def without_options(arguments: Sequence[str], table: Mapping[str, Any]) -> list[str]:
-    """``arguments``, flags with their values if they have one, without those that a part's own table decides."""
+    """Return ``arguments``, flags with any values, without those set by a part's own table."""
     kept: list[str] = []
     is_kept = True
     for each in arguments:
@@ -412,7 +412,7 @@ def without_options(arguments: Sequence[str], table: Mapping[str, Any]) -> list[
 
 
 def _tables_of_parts(file: Path | None) -> dict[str, dict[str, Any]]:
-    """The tables of ``file`` that are for the processes of the cluster; raises ConfigError for what `up` decides."""
+    """Return the tables of ``file`` for the cluster's processes; raises ConfigError for options set by `up`."""
     tables = {role: table_in(file, role) for role in _PARTS} if file is not None else {}
     for role, table in tables.items():
         for key in sorted(table.keys() & _DECIDED_HERE):
@@ -421,12 +421,12 @@ def _tables_of_parts(file: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def _is_refusal(code: str) -> bool:
-    """Return whether a child that failed with an error of this code would fail so again."""
+    """Return whether a child that failed with this error code would fail again."""
     return code != TanghuluError.code and not error_from_code(code, "").retryable
 
 
 def _names(host: str) -> tuple[str, ...]:
-    """The names that the certificates of a cluster at ``host`` hold for."""
+    """Return the names in the certificates of a cluster at ``host``."""
     return (host,) if host not in ("", "0.0.0.0", "::") else (socket.gethostname(), own_address())
 
 
@@ -446,8 +446,8 @@ def _locked(state_dir: Path) -> Iterator[None]:
 
 
 def run(config: UpConfig) -> None:
-    """Run the cluster in the foreground until it is told to end."""
-    # Logs, cluster.json and SSD files, those of all processes of the cluster, are for this user.
+    """Run the cluster in the foreground until it is stopped."""
+    # Logs, cluster.json and SSD files of all processes of the cluster are private to this user.
     os.umask(0o077)
     if config.engine == "torch":
         extras.require("worker", "--engine torch")

@@ -1,7 +1,7 @@
-"""The Discovery interface: processes register instances under leases; others watch them come and go.
+"""The Discovery interface: processes register instances under leases; others watch them appear and disappear.
 
 One contract suite (tests/contracts/discovery.py) runs against every implementation: the master (the default), a file,
-memory. An implementation only stores and tells; it decides nothing about what an instance is good for.
+memory. An implementation only stores and reports; it does not decide the use of an instance.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MAX_FIELD_BYTES = 256
 MAX_ATTRIBUTES_BYTES = 4096
 WAIT_FOR_LEASE = "choose another id, or wait until its lease has ended"
 _BARE_BYTES = 512
-#: Attribute of a store node that registers for the first time and has nothing to report. Later it may have.
+#: Attribute of a store node that registers for the first time with nothing to report. Later it may have chunks.
 HOLDS_NOTHING = "holds_nothing"
-#: Attribute of a worker that neither hands KV over nor goes on from another's: prefill and answer happen there.
+#: Attribute of a worker that neither exports nor imports KV: prefill and answer happen in the same worker.
 WHOLE_REQUESTS = "whole_requests"
 
 
@@ -31,7 +31,7 @@ WHOLE_REQUESTS = "whole_requests"
 class Instance:
     """One process as others see it. ``generation`` differs between a process and its restarted successor.
 
-    ``metrics_address`` is host:port, or "" where there are no metrics.
+    ``metrics_address`` is host:port, or "" if there are no metrics.
     """
 
     id: InstanceId
@@ -46,7 +46,7 @@ class Instance:
 
     @property
     def num_bytes(self) -> int:
-        """About the memory that the instance takes."""
+        """Approximate memory used by the instance."""
         texts = (self.id, self.namespace, self.metrics_address, self.unix_path, *chain(*self.attributes.items()))
         return _BARE_BYTES + sum(map(len, texts))
 
@@ -56,14 +56,14 @@ class Instance:
         return HOLDS_NOTHING in self.attributes
 
     def again(self) -> Instance:
-        """The instance as it registers again, perhaps because nobody heard the answer to the first time."""
+        """Return the instance for a repeated registration, perhaps because the first reply was lost."""
         if not self.holds_nothing:
             return self
         return replace(self, attributes={name: each for name, each in self.attributes.items() if name != HOLDS_NOTHING})
 
 
 def validate(instance: Instance) -> Instance:
-    """``instance``, if it is within bounds; else raises InvalidRequest that names the field."""
+    """Return ``instance`` if it is within bounds; else raise InvalidRequest naming the field."""
     for name in ("id", "namespace", "metrics_address", "unix_path"):
         _require_bytes(name, getattr(instance, name), MAX_FIELD_BYTES)
     _require_bytes("address", str(instance.address), MAX_FIELD_BYTES)
@@ -97,9 +97,9 @@ def require_same_role(known: Instance, instance: Instance) -> None:
 class EventKind(Enum):
     """The kinds of changes of an instance."""
 
-    PUT = "put"  # it is there, for the first time or with other contents
-    DELETE = "delete"  # it unregistered, or its lease ran out
-    SYNCED = "synced"  # all that were there when the watch began have been told
+    PUT = "put"  # it is new or has other contents
+    DELETE = "delete"  # it unregistered, or its lease expired
+    SYNCED = "synced"  # all instances present at the start of the watch were sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class InstanceEvent:
 
 
 class Registration(Protocol):
-    """An instance that stays registered, its lease renewed, until it is closed or this process dies."""
+    """An instance kept registered by renewing its lease, until it is closed or this process dies."""
 
     async def update(self, instance: Instance) -> None:
         """Replace the registered contents (same id)."""
@@ -123,30 +123,30 @@ class Registration(Protocol):
 
 
 class Discovery(Protocol):
-    """The place where instances are registered and watched. An async context manager."""
+    """The registry in which instances are registered and watched. An async context manager."""
 
     async def look(self) -> None:
-        """Return if somebody could register now. Raises MasterUnavailable; NotLeader if only the leader is missing.
+        """Return if registration is possible now. Raises MasterUnavailable; NotLeader if only the leader is missing.
 
-        One attempt of a few seconds at most; whoever may wait calls it again.
+        One attempt of a few seconds at most; callers that can wait retry.
         """
         ...
 
     async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> Registration:
-        """Enter ``instance``; it vanishes ``ttl_s`` after this process stops renewing. Raises MasterUnavailable.
+        """Register ``instance``; it vanishes ``ttl_s`` after this process stops renewing. Raises MasterUnavailable.
 
-        Processes call ``entering.enter``, which asks ``require_role`` first.
+        Processes call ``entering.enter``, which first calls ``require_role``.
         """
         ...
 
     async def require_role(self, instance: Instance) -> None:
-        """Raise Conflict if an instance with this id is alive and has another role, unless ``register`` does."""
+        """Raise Conflict if a live instance with this id has another role, unless ``register`` does so itself."""
         ...
 
     def watch(self, *roles: Role, namespace: str = "default") -> AsyncIterator[InstanceEvent]:
-        """First every live instance (PUT), then SYNCED, then changes. No role: all roles.
+        """Yield every live instance (PUT), then SYNCED, then changes. Without roles: all roles.
 
-        An implementation that loses its source connects again by itself and tells only the differences.
+        An implementation that loses its source reconnects by itself and yields only the differences.
         """
         ...
 

@@ -1,8 +1,8 @@
-"""How every process comes into its cluster: it looks for the others first, starts, and then registers.
+"""The entry of every process into its cluster: it looks for the others, starts, and then registers.
 
-``meet`` is called before anything that takes long, such as loading a model, so that a wrong address is told at once.
-``enter`` is called when the process serves. By then the address has proved right: a master that is away meanwhile is
-being replaced or restarted, and is waited for, with one line in the log when that begins and one when it is over.
+``meet`` is called before slow steps, such as loading a model, so that a wrong address is reported at once. ``enter`` is
+called when the process serves. By then the address has proved right: an absent master is being replaced or restarted,
+and the process waits for it, with one line in the log at the start of the wait and one at its end.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from tanghulu.runtime.backoff import Backoff
 from tanghulu.runtime.clock import SystemClock
 
 _log = structlog.get_logger(__name__)
-#: How long a start looks for somebody who answers, and, where somebody does, for a master that leads: several elect
-#: another when theirs has died.
+#: Seconds that a starting process looks for any answer, and, after an answer, for a leading master: several masters
+#: elect another when theirs has died.
 MEET_S, LEADER_S = 5.0, 120.0
-#: Between two tries, at first and at most.
+#: Pause between two attempts, initially and at most.
 _RETRY_S, _RETRY_MOST_S = 0.1, 0.4
 
 
 class _Waiting:
-    """The pauses of one wait, and its two lines in the log: when it begins, and when it is over."""
+    """The pauses of one wait, and its two log lines: at its start and at its end."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -39,7 +39,7 @@ class _Waiting:
         return self._clock.now_s() - self._began_s
 
     async def pause(self, error: TanghuluError) -> None:
-        """Wait until the next try is due, behind one that failed with ``error``."""
+        """Wait until the next attempt is due, after one that failed with ``error``."""
         if not self._has_logged:
             _log.warning("discovery.waiting", to=self._what, code=error.code, error=error.message)
         self._has_logged = True
@@ -53,7 +53,7 @@ class _Waiting:
 async def meet(discovery: Discovery) -> None:
     """Return when ``discovery`` has answered. Raises MasterUnavailable if it does not, Unauthorized if it refuses.
 
-    Where nobody answers, that is MEET_S later; where somebody does who knows of no leader, LEADER_S.
+    Without any answer, that takes MEET_S; with answers that name no leader, LEADER_S.
     """
     waiting = _Waiting("start")
     while True:
@@ -73,7 +73,7 @@ async def meet(discovery: Discovery) -> None:
 
 
 async def enter(discovery: Discovery, instance: Instance) -> Registration:
-    """Register ``instance``, however long that takes. Raises at once what another try would not change."""
+    """Register ``instance``, retrying without limit. Raises at once an error that a retry would not change."""
     waiting = _Waiting("register")
     while True:
         try:

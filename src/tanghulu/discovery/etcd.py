@@ -1,10 +1,10 @@
-"""Discovery in etcd, for clusters that run one already: instances are keys under leases.
+"""Discovery in etcd, for clusters that already run one: instances are keys under leases.
 
 Keys are ``/tanghulu/<namespace>/<instance id>``, values as ``instance_wire`` encodes them. A watch reads the range,
-then follows from the next revision; when the connection breaks it reads the range again and tells the differences.
+then follows from the next revision; after a lost connection it reads the range again and yields the differences.
 
-etcd guards the keys, by its own users and certificates: whoever can write below ``/tanghulu`` can replace and end any
-instance. An id keeps its role while its key is there, which guards against mistakes only.
+etcd guards the keys with its own users and certificates: any client that can write below ``/tanghulu`` can replace and
+remove any instance. An id keeps its role while its key exists, which guards against mistakes only.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _RETRY_S = 0.2
 
 
 class EtcdRegistration:
-    """A key under a lease that a task of its own keeps alive."""
+    """A key under a lease that its own task keeps alive."""
 
     def __init__(self, discovery: EtcdDiscovery, instance: Instance, ttl_s: float) -> None:
         self._discovery = discovery
         self._instance = instance
         self._ttl_s = ttl_s
-        #: Under which ``instance`` was last written; 0 while that is due.
+        #: The lease under which ``instance`` was last written; 0 while a write is due.
         self._lease = 0
         self._writing = asyncio.Lock()
         self._renewing: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Take a lease and enter the key; raises MasterUnavailable when etcd does not answer."""
+        """Acquire a lease and write the key; raises MasterUnavailable if etcd does not answer."""
         await self._enter()
         self._renewing = asyncio.create_task(self._renew())
 
@@ -53,13 +53,13 @@ class EtcdRegistration:
             await self._write(await self._discovery.client.grant(self._ttl_s))
 
     async def _write(self, lease: int) -> None:
-        """Put the key. Until that has succeeded, it is due, and each renewal enters anew."""
+        """Put the key. Until that succeeds, the write is due, and each renewal registers anew."""
         self._lease = 0
         await self._discovery.put(self._instance, lease)
         self._lease = lease
 
     async def _renew(self) -> None:
-        """Keep the lease alive; enter under a new one when it is gone, or the last write has failed."""
+        """Keep the lease alive; register under a new one if it has expired, or the last write failed."""
         while True:
             await asyncio.sleep(self._ttl_s / 3)
             try:
@@ -69,7 +69,7 @@ class EtcdRegistration:
                 _log.warning("discovery.lease_not_renewed", instance=self._instance.id, error=error.message)
 
     async def update(self, instance: Instance) -> None:
-        """Replace the registered contents (same id). What cannot be written now is written at the next renewal."""
+        """Replace the registered contents (same id). A failed write is repeated at the next renewal."""
         assert instance.id == self._instance.id, "an update keeps the id"
         async with self._writing:
             self._instance = instance
@@ -77,7 +77,7 @@ class EtcdRegistration:
                 await self._write(self._lease)
 
     async def close(self) -> None:
-        """Unregister now; an etcd that is away lets the lease run out."""
+        """Unregister now; if etcd is unreachable, the lease expires."""
         self._discovery.forget(self)
         if self._renewing is not None:
             self._renewing.cancel()
@@ -87,14 +87,14 @@ class EtcdRegistration:
 
 
 class EtcdDiscovery:
-    """Instances in the etcd at ``addresses``. An async context manager; leases have etcd's least TTL of about 2 s."""
+    """Instances in the etcd at ``addresses``. An async context manager; leases have etcd's minimum TTL of about 2 s."""
 
     def __init__(self, *addresses: Address, prefix: str = "/tanghulu") -> None:
         self.client = EtcdClient(addresses)
         self._prefix = prefix
         self._rare_log = RareLog(_log)
         self._registrations: set[EtcdRegistration] = set()
-        #: Entries that were passed over because they could not be read.
+        #: Unreadable entries that were skipped.
         self.num_unreadable = 0
 
     async def __aenter__(self) -> Self:
@@ -112,14 +112,14 @@ class EtcdDiscovery:
         await self.client.range(self._prefix.encode())
 
     async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> EtcdRegistration:
-        """Enter ``instance`` under a lease of ``ttl_s`` (rounded up to seconds). Raises MasterUnavailable."""
+        """Register ``instance`` under a lease of ``ttl_s`` (rounded up to seconds). Raises MasterUnavailable."""
         registration = EtcdRegistration(self, instance, ttl_s)
         await registration.open()
         self._registrations.add(registration)
         return registration
 
     def forget(self, registration: EtcdRegistration) -> None:
-        """The registration was closed: leaving the context need not do it."""
+        """Drop a closed registration, which leaving the context need not close."""
         self._registrations.discard(registration)
 
     async def require_role(self, instance: Instance) -> None:
@@ -136,8 +136,8 @@ class EtcdDiscovery:
         await self.client.put(self._key(instance), instance_to_bytes(instance), lease)
 
     async def watch(self, *roles: Role, namespace: str = "default") -> AsyncIterator[InstanceEvent]:
-        """First every live instance, then SYNCED, then changes; connects again by itself."""
-        mirror = InstanceMirror(grace_s=0)  # etcd keeps leases over its own restarts: who is missing is gone
+        """Yield every live instance, then SYNCED, then changes; reconnects by itself."""
+        mirror = InstanceMirror(grace_s=0)  # etcd keeps leases over its restarts: missing means gone
         while True:
             try:
                 async with aclosing(self._follow(self._range_key(namespace), mirror, frozenset(roles))) as events:
@@ -168,7 +168,7 @@ class EtcdDiscovery:
                     yield event
 
     def _put_events(self, mirror: InstanceMirror, kv: etcd_pb2.KeyValue, roles: frozenset[Role]) -> list[InstanceEvent]:
-        """The events of an entry; none, and it is counted, for one that a newer version or a stranger has written."""
+        """Return the events of an entry; one written by a newer version or a stranger is counted and gives none."""
         try:
             instance = instance_from_bytes(kv.value)
         except InvalidRequest as error:

@@ -1,9 +1,9 @@
-"""The calls to etcd that Discovery and the masters' election stand on. Knows keys and leases, not what they mean.
+"""The calls to etcd used by Discovery and the masters' election. Handles keys and leases, not their meaning.
 
-Several endpoints of one etcd may be given: after one has failed, the next call goes to the next.
+Several endpoints of one etcd may be given: after a failure the next call uses the next endpoint.
 
-A watch says nothing while nothing changes, so its silence is looked into: every ``BEAT_S`` a key is read over the same
-connection. gRPC's own pings would not do, because etcd hangs up on clients that ping more often than every 5 s.
+A watch is silent while nothing changes, so silence is probed: every ``BEAT_S`` a key is read over the same connection.
+gRPC's own pings would not do, because etcd disconnects clients that ping more often than every 5 s.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from tanghulu.rpc.grpc_edge import channel, typed_errors
 from tanghulu.types import Address
 
 CALL_DEADLINE_S = 3.0
-#: A watch that was silent for so long asks whether etcd is there; that it is not is known within 4.5 s, the deadline of
-#: the call included.
+#: A watch silent for this long probes etcd; its loss is detected within 4.5 s, including the deadline of the probe.
 BEAT_S = 1.5
-#: gRPC's pings are rarer than the beats and hardly ever sent. What the kernel could not deliver for ``_SILENCE_MS``
-#: ends the connection, so that nobody waits for TCP's late repetitions when the path is whole again.
+#: gRPC's pings are rarer than the beats and hardly ever sent. Data undelivered by the kernel for ``_SILENCE_MS`` ends
+#: the connection, so that nobody waits for TCP's late retransmissions when the path is restored.
 _PING_MS, _SILENCE_MS = 10_000, 3_000
 
 
 class EtcdClient:
-    """A client of etcd. Every call raises MasterUnavailable when etcd does not answer in time."""
+    """A client of etcd. Every call raises MasterUnavailable if etcd does not answer in time."""
 
     def __init__(self, addresses: Sequence[Address], call_deadline_s: float = CALL_DEADLINE_S) -> None:
         self._addresses = tuple(addresses)
@@ -43,7 +42,7 @@ class EtcdClient:
 
     @property
     def peer(self) -> str:
-        """The endpoint that is asked now, for error messages."""
+        """The endpoint in use, for error messages."""
         return f"etcd at {self._addresses[self._index]}"
 
     async def close(self) -> None:
@@ -58,7 +57,7 @@ class EtcdClient:
             async with typed_errors(self.peer, MasterUnavailable):
                 try:
                     yield self._channels[index]
-                except asyncio.InvalidStateError as error:  # grpc's word for a write to a stream that has ended
+                except asyncio.InvalidStateError as error:  # grpc's error for a write to an ended stream
                     raise MasterUnavailable(f"{self.peer} ended the call") from error
         except (MasterUnavailable, DeadlineExceeded) as error:
             if self._index == index:
@@ -68,14 +67,14 @@ class EtcdClient:
     # --- leases
 
     async def grant(self, ttl_s: float) -> int:
-        """A new lease of ``ttl_s`` rounded up to seconds (etcd may grant more, never less)."""
+        """Create a lease of ``ttl_s`` rounded up to seconds (etcd may grant more, never less)."""
         request = etcd_pb2.LeaseGrantRequest(TTL=math.ceil(ttl_s))
         async with self._asking() as link:
             stub = etcd_pb2_grpc.LeaseStub(link)
             return int((await stub.LeaseGrant(request, timeout=self._deadline_s)).ID)
 
     async def keep_alive(self, lease: int) -> bool:
-        """Renew ``lease``; False if it is gone."""
+        """Renew ``lease``; return False if it has expired."""
         async with self._asking() as link:
             call = etcd_pb2_grpc.LeaseStub(link).LeaseKeepAlive(timeout=self._deadline_s)
             await call.write(etcd_pb2.LeaseKeepAliveRequest(ID=lease))
@@ -85,7 +84,7 @@ class EtcdClient:
         return reply is not grpc.aio.EOF and reply.TTL > 0
 
     async def revoke(self, lease: int) -> None:
-        """End ``lease`` and the keys under it."""
+        """End ``lease`` and delete the keys under it."""
         async with self._asking() as link:
             stub = etcd_pb2_grpc.LeaseStub(link)
             await stub.LeaseRevoke(etcd_pb2.LeaseRevokeRequest(ID=lease), timeout=self._deadline_s)
@@ -99,22 +98,22 @@ class EtcdClient:
             await etcd_pb2_grpc.KVStub(link).Put(request, timeout=self._deadline_s)
 
     async def range(self, key: bytes, end: bytes = b"") -> etcd_pb2.RangeResponse:
-        """The key, or all keys from it up to ``end``."""
+        """Read the key, or all keys from it up to ``end``."""
         async with self._asking() as link:
             request = etcd_pb2.RangeRequest(key=key, range_end=end)
             reply: etcd_pb2.RangeResponse = await etcd_pb2_grpc.KVStub(link).Range(request, timeout=self._deadline_s)
             return reply
 
     async def transact(self, request: etcd_pb2.TxnRequest) -> etcd_pb2.TxnResponse:
-        """Compare and write in one step."""
+        """Compare and write atomically."""
         async with self._asking() as link:
             reply: etcd_pb2.TxnResponse = await etcd_pb2_grpc.KVStub(link).Txn(request, timeout=self._deadline_s)
             return reply
 
     async def watch(self, key: bytes, end: bytes, revision: int) -> AsyncGenerator[etcd_pb2.Event, None]:
-        """Changes of the keys from ``revision`` on; ends when etcd cancels the watch. Close it to stop.
+        """Yield changes of the keys from ``revision`` on; ends when etcd cancels the watch. Close it to stop.
 
-        Raises MasterUnavailable as well when etcd has not answered for ``BEAT_S`` and the deadline of a call.
+        Also raises MasterUnavailable if etcd has not answered for ``BEAT_S`` and the deadline of a call.
         """
         async with aclosing(self.watch_together(key, end, revision)) as responses:
             async for changes in responses:
@@ -124,7 +123,7 @@ class EtcdClient:
     async def watch_together(
         self, key: bytes, end: bytes, revision: int
     ) -> AsyncGenerator[Sequence[etcd_pb2.Event], None]:
-        """As ``watch``, the changes of one revision always together."""
+        """Watch like ``watch``, yielding the changes of one revision together."""
         create = etcd_pb2.WatchCreateRequest(key=key, range_end=end, start_revision=revision)
         async with self._asking() as link:
             call = etcd_pb2_grpc.WatchStub(link).Watch()
@@ -154,7 +153,7 @@ class EtcdClient:
 
 
 def read_blocking(addresses: Sequence[Address], key: bytes, deadline_s: float) -> bytes | None:
-    """The value of ``key`` for callers without an event loop; None if there is none. Raises MasterUnavailable."""
+    """Return the value of ``key`` for callers without an event loop; None if absent. Raises MasterUnavailable."""
     failure = ""
     for address in addresses:
         with grpc.insecure_channel(str(address), options=[("grpc.enable_http_proxy", 0)]) as link:

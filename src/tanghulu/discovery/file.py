@@ -1,15 +1,15 @@
-"""Discovery through a directory that all processes see: one JSON file an instance, its mtime the sign of life.
+"""Discovery through a directory visible to all processes: one JSON file per instance, its mtime the sign of life.
 
     <directory>/<namespace>/<instance id>.json        {"id": …, "role": …, "ttl_s": 3.0, …}
 
-Files appear by rename, so a reader never sees half of one, and a writer that is killed leaves at most a ``.tmp``.
-Writers touch their file every third of the lease. A reader believes a file for ``ttl_s`` after it has seen its
+Files appear by rename, so a reader never sees half of one, and a killed writer leaves at most a ``.tmp``.
+Writers touch their file every third of the lease. A reader trusts a file for ``ttl_s`` after seeing its
 mtime move, by its own monotonic clock; the wall clock decides only whether a file seen for the first time is alive. So
-clocks of hosts that share the directory may differ: then a crashed process may be seen for one lease, a living one is
+clocks of hosts that share the directory may differ: then a crashed process may be listed for one lease, a live one
 missed for a third of one. A reader deletes files that have not moved for ``LITTER_S`` by its monotonic clock.
 
-There are no tokens: whoever can write in the directory can register, replace and end any instance, so it belongs to
-the cluster's user alone. An id keeps its role while its file is fresh, which guards against mistakes only.
+There are no tokens: anyone who can write to the directory can register, replace and remove any instance, so it
+belongs to the cluster's user alone. An id keeps its role while its file is fresh, which guards against mistakes only.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from tanghulu.types import Address, InstanceId, Place, Role
 
 _log = structlog.get_logger(__name__)
 POLL_S = 0.1
-#: A file that a reader has seen unchanged for this long is litter.
+#: A file that a reader has seen unchanged for this long is deleted.
 LITTER_S = 600.0
 
 
-#: The types of an instance's values, whoever wrote the file.
+#: The types of an instance's values in a file from any writer.
 _TEXTS = ("id", "role", "address", "namespace", "metrics_address", "place", "unix_path")
 _KINDS: dict[str, type | tuple[type, ...]] = {**dict.fromkeys(_TEXTS, str), "generation": int, "attributes": dict}
 _KINDS["ttl_s"] = (int, float)
 
 
 def encode(instance: Instance, ttl_s: float) -> bytes:
-    """The contents of an instance's file."""
+    """Return the contents of an instance's file."""
     values = dataclasses.asdict(instance)
     values.update(
         role=instance.role.value, address=str(instance.address), place=str(instance.place), ttl_s=ttl_s, format=1
@@ -60,7 +60,7 @@ def encode(instance: Instance, ttl_s: float) -> bytes:
 
 
 def decode(data: bytes) -> tuple[Instance, float]:
-    """The instance and its ttl_s; raises InvalidRequest for contents that are no instance."""
+    """Return the instance and its ttl_s; raises InvalidRequest for contents that are not an instance."""
     try:
         values: dict[str, Any] = json.loads(data)
         for name, kind in _KINDS.items():
@@ -134,14 +134,14 @@ class FileRegistration:
 class _Sighting:
     mtime_ns: int
     inode: int
-    seen_s: float  # when this reader first saw the file as it is, by its own clock
-    moved_s: float  # when it was written, as far as this reader knows
+    seen_s: float  # when this reader first saw this version, by its own clock
+    moved_s: float  # when it was written, to this reader's knowledge
     instance: Instance | None
     ttl_s: float
 
 
 class _Reader:
-    """The files of one namespace as one watcher has seen them; ``scan`` runs in a thread."""
+    """The files of one namespace as seen by one watcher; ``scan`` runs in a thread."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -165,7 +165,7 @@ class _Reader:
                 _unlink(path)
             return
         age_s = max(time.time() - stat.st_mtime, 0.0) if seen is None else 0.0
-        # Inode numbers come back, so a moved mtime may mean other contents: read again.
+        # Inode numbers are reused, so a moved mtime may mean other contents: read again.
         instance, ttl_s = None, 0.0
         try:
             if not name.endswith(".tmp"):
@@ -178,7 +178,7 @@ class _Reader:
 
 
 class FileDiscovery:
-    """Instances as files under ``directory``. An async context manager; leaving it closes what it registered."""
+    """Instances as files under ``directory``. An async context manager; leaving it closes its registrations."""
 
     def __init__(self, directory: Path, poll_s: float = POLL_S) -> None:
         self.registrations: set[FileRegistration] = set()
@@ -196,7 +196,7 @@ class FileDiscovery:
         await asyncio.gather(*(registration.close() for registration in list(self.registrations)))
 
     async def look(self) -> None:
-        """Make the directory if it is not there. Raises MasterUnavailable."""
+        """Create the directory if absent. Raises MasterUnavailable."""
         await asyncio.to_thread(_make, self._directory)
 
     async def require_role(self, instance: Instance) -> None:
@@ -207,14 +207,14 @@ class FileDiscovery:
         return self._namespace(instance.namespace) / f"{quote(instance.id, safe='')}.json"
 
     async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> FileRegistration:
-        """Enter ``instance``. Raises MasterUnavailable if the directory cannot be written."""
+        """Register ``instance``. Raises MasterUnavailable if the directory cannot be written."""
         registration = FileRegistration(self, self._path_of(instance), instance, ttl_s)
         await registration.open()
         self.registrations.add(registration)
         return registration
 
     async def watch(self, *roles: Role, namespace: str = "default") -> AsyncIterator[InstanceEvent]:
-        """First every live instance, then SYNCED, then changes, at most ``poll_s`` late."""
+        """Yield every live instance, then SYNCED, then changes, at most ``poll_s`` late."""
         reader = _Reader(self._namespace(namespace))
         mirror = InstanceMirror(grace_s=0.0)
         while True:
@@ -236,12 +236,12 @@ class FileDiscovery:
 
 
 def _stats(directory: Path) -> dict[str, os.stat_result]:
-    """The files in ``directory`` now, those of writers under way or killed included."""
+    """Return the files in ``directory``, including those of active or killed writers."""
     found: dict[str, os.stat_result] = {}
     with contextlib.suppress(FileNotFoundError):  # nobody has registered yet
         with os.scandir(directory) as entries:
             for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # it went away meanwhile
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                     if entry.name.endswith((".json", ".tmp")):
                         found[entry.name] = entry.stat()
     return found
@@ -255,11 +255,11 @@ def _make(directory: Path) -> None:
 
 
 def _require_role(path: Path, instance: Instance) -> None:
-    """Raise Conflict if the file at ``path`` is of a live instance of another role."""
+    """Raise Conflict if the file at ``path`` belongs to a live instance of another role."""
     try:
         known, ttl_s = decode(path.read_bytes())
         age_s = time.time() - path.stat().st_mtime
-    except (OSError, InvalidRequest):  # nobody has this id, or the file is of no instance
+    except (OSError, InvalidRequest):  # no such id, or the file is not an instance
         return
     if age_s <= ttl_s:
         require_same_role(known, instance)
@@ -278,7 +278,7 @@ def _write(path: Path, data: bytes) -> None:
 def _touch(path: Path, data: bytes) -> None:
     try:
         os.utime(path)
-    except FileNotFoundError:  # taken for litter while this process stood still
+    except FileNotFoundError:  # deleted by a reader while this process was stalled
         _write(path, data)
     except OSError as error:
         raise MasterUnavailable(f"cannot renew {path}: {error}") from error

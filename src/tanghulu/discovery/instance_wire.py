@@ -1,4 +1,4 @@
-"""An Instance as it travels between processes and as etcd keeps it: texts, checked when they are read."""
+"""An Instance as sent between processes and stored in etcd: texts, checked when they are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROLES = {role.value: role for role in Role}
 
 
 def role_of(component: str) -> Role:
-    """The role that registers as ``component``; raises InvalidRequest."""
+    """Return the role that registers as ``component``; raises InvalidRequest."""
     role = _ROLES.get(component)
     if role is None:
         raise InvalidRequest(f"component {component!r} is none of {', '.join(sorted(_ROLES))}")
@@ -21,7 +21,7 @@ def role_of(component: str) -> Role:
 
 
 class InstanceEntry(FastMessage, frozen=True):
-    """An instance in messages. ``component`` is a role's value; a peer of a newer version may have another."""
+    """An instance in messages. ``component`` is a role's value; a peer of a newer version may send another."""
 
     id: str
     component: str
@@ -35,7 +35,7 @@ class InstanceEntry(FastMessage, frozen=True):
 
     @classmethod
     def of(cls, instance: Instance) -> InstanceEntry:
-        """``instance`` as it travels."""
+        """Convert ``instance`` to an entry."""
         return cls(
             instance.id,
             instance.role.value,
@@ -49,7 +49,7 @@ class InstanceEntry(FastMessage, frozen=True):
         )
 
     def instance(self) -> Instance:
-        """The instance; raises InvalidRequest that names a field that is malformed or too long."""
+        """Return the instance; raises InvalidRequest naming a malformed or too long field."""
         return validate(
             Instance(
                 id=InstanceId(self.id),
@@ -66,10 +66,10 @@ class InstanceEntry(FastMessage, frozen=True):
 
 
 def instance_to_bytes(instance: Instance) -> bytes:
-    """``instance`` as etcd keeps it."""
+    """Encode ``instance`` for etcd."""
     return encode(InstanceEntry.of(instance))
 
 
 def instance_from_bytes(value: bytes) -> Instance:
-    """The instance in a value of etcd; raises InvalidRequest."""
+    """Decode the instance in a value of etcd; raises InvalidRequest."""
     return parser_of(InstanceEntry)(value).instance()

@@ -1,10 +1,10 @@
 """Instances under leases, as a plain table: events and a time in, changes out. Pure.
 
 A process that serves Discovery (the master, a MemoryRegistry) keeps one of these. A lease is a secret number and a
-deadline; a new registration of the same instance id takes the old one's place, and the old lease is void.
+deadline; a new registration of the same instance id replaces the old one, whose lease becomes void.
 
-As long as its lease lives, an instance keeps its role and its owner, the token with which it registered ("" without
-tokens): another token neither replaces nor renews nor ends it. So nobody takes the place of a process that is alive.
+While its lease lives, an instance keeps its role and its owner, the token with which it registered ("" without
+tokens): another token can neither replace nor renew nor end it. So nobody takes the place of a live process.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ MAX_TTL_S = 3600.0
 
 @dataclass(slots=True)
 class InstanceLease:
-    """A registered instance, and the time until which it is taken for alive."""
+    """A registered instance, and the time until which it is considered alive."""
 
     lease_id: int
     instance: Instance
     owner: str
     ttl_s: float
     expires_s: float
-    wake_s: float  # when the table's heap brings it up; renewals move only expires_s
+    wake_s: float  # its time in the table's heap; renewals move only expires_s
 
 
 class LeaseTable:
-    """The registered instances. Changes wait in order until ``take_events``."""
+    """The registered instances. Changes are queued in order until ``take_events``."""
 
     def __init__(self, new_lease_id: Callable[[], int] = lambda: secrets.randbits(63) | 1) -> None:
         self._new_lease_id = new_lease_id
         self._leases: dict[str, InstanceLease] = {}
-        self._deadlines: list[tuple[float, str]] = []  # a heap; stale entries are dropped when they come up
+        self._deadlines: list[tuple[float, str]] = []  # a heap; stale entries are dropped when popped
         self._events: list[InstanceEvent] = []
         self.num_by_role: Counter[Role] = Counter()
 
@@ -51,15 +51,15 @@ class LeaseTable:
         return len(self._leases)
 
     def holds(self, instance_id: str) -> bool:
-        """Return whether that instance has a lease that is not over."""
+        """Return whether that instance has an unexpired lease."""
         return instance_id in self._leases
 
     def instances(self) -> list[Instance]:
-        """All live instances, by id."""
+        """Return all live instances, by id."""
         return [self._leases[key].instance for key in sorted(self._leases)]
 
     def register(self, instance: Instance, ttl_s: float, now_s: float, owner: str = "") -> int:
-        """Enter or replace ``instance``; returns the lease id. Raises InvalidRequest, Conflict or Overloaded."""
+        """Add or replace ``instance``; returns the lease id. Raises InvalidRequest, Conflict or Overloaded."""
         if not instance.id:
             raise InvalidRequest("an instance without an id cannot be registered")
         if not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
@@ -85,14 +85,14 @@ class LeaseTable:
         return lease_id
 
     def keep_alive(self, instance_id: str, lease_id: int, now_s: float, owner: str = "") -> bool:
-        """Renew a lease; False if it is not (or no longer) one of this table, or another owner's."""
+        """Renew a lease; return False if it is not (or no longer) in this table, or belongs to another owner."""
         if self._find(instance_id, lease_id, owner) is None:
             return False
         self.prolong(instance_id, now_s)
         return True
 
     def prolong(self, instance_id: str, now_s: float) -> None:
-        """Prolong the lease of an instance that showed otherwise than by renewing that it lives."""
+        """Prolong the lease of an instance that proved alive in another way than by renewing."""
         lease = self._leases.get(instance_id)
         if lease is not None:
             lease.expires_s = max(lease.expires_s, now_s + lease.ttl_s)
@@ -107,7 +107,7 @@ class LeaseTable:
                 heapq.heappush(self._deadlines, (until_s, instance_id))
 
     def deregister(self, instance_id: str, lease_id: int, owner: str = "") -> bool:
-        """End a lease now; False if it is not one of this table, or another owner's."""
+        """End a lease now; return False if it is not in this table, or belongs to another owner."""
         lease = self._find(instance_id, lease_id, owner)
         if lease is None:
             return False
@@ -124,9 +124,9 @@ class LeaseTable:
         while self._deadlines and self._deadlines[0][0] <= now_s:
             wake_s, instance_id = heapq.heappop(self._deadlines)
             lease = self._leases.get(instance_id)
-            if lease is None or lease.wake_s != wake_s:  # of a lease that ended
+            if lease is None or lease.wake_s != wake_s:  # belongs to an ended lease
                 continue
-            if lease.expires_s > now_s:  # renewed since
+            if lease.expires_s > now_s:  # renewed since then
                 lease.wake_s = lease.expires_s
                 heapq.heappush(self._deadlines, (lease.expires_s, instance_id))
                 continue
@@ -135,12 +135,12 @@ class LeaseTable:
         return expired
 
     def forgive(self, seconds: float) -> None:
-        """Move all deadlines: the holder of this table stood still, and renewals may wait in its sockets."""
+        """Postpone all deadlines: the owner of this table was stalled, and renewals may wait in its sockets."""
         for lease in self._leases.values():
             lease.expires_s += seconds
 
     def take_events(self) -> list[InstanceEvent]:
-        """The changes since the last call."""
+        """Return the changes since the last call."""
         events, self._events = self._events, []
         return events
 
@@ -150,7 +150,7 @@ class LeaseTable:
         self._events.append(InstanceEvent(EventKind.DELETE, lease.instance))
 
     def check(self) -> None:
-        """Every lease has its id's key, a number, and a wake-up not after its deadline."""
+        """Assert that every lease has its id's key, a number, and a wake-up not after its deadline."""
         for key, lease in self._leases.items():
             assert lease.instance.id == key
             assert lease.lease_id > 0

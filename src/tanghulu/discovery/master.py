@@ -1,10 +1,10 @@
 """Discovery through the master's membership service, the default.
 
-A registration renews its lease every third of it; when the master does not know the lease (it restarted, or the
-process stood still too long) it registers again and says so, because such a master knows nothing of what a node
-holds either. What a first registration says of itself is in no other, and is gone with the first renewal. A watch
-outlives its master: it connects again and tells only what differs (see mirror). Of several masters the leader is
-followed (see masters).
+A registration renews its lease every third of it; if the master does not have the lease (it restarted, or the process
+was stalled too long) it registers again and reports so, because such a master has also lost the chunks of a node.
+Attributes of a first registration are absent from others, and dropped at the first renewal. A watch outlives its
+master: it reconnects and yields only the differences (see mirror). Of several masters the leader is followed (see
+masters).
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ _log = structlog.get_logger(__name__)
 REGISTER_DEADLINE_S = 5.0
 _CALL_DEADLINE_S = 2.0
 _CLOSE_DEADLINE_S = 0.5
-#: Between two tries: well below what a new master waits before it takes those that have come for all there are.
+#: Pause between two attempts: well below a new master's wait before it considers the registrations complete.
 _RETRY_S, _RETRY_MOST_S = 0.2, 0.4
-#: The same of who only watches.
+#: The same for watchers.
 _WATCH_MOST_S = 1.0
 A = TypeVar("A", bound=Body)
 
@@ -76,7 +76,7 @@ class MasterRegistration:
         self._ttl_s = ttl_s
         self._lease_id = 0
         self._clock = SystemClock()
-        #: When the lease ends unless it is renewed; the master's clock counts from later.
+        #: When the lease ends unless it is renewed; the master's clock starts later.
         self.lease_until_s = float("-inf")
         self._lock = asyncio.Lock()
         self._renewing: asyncio.Task[None] | None = None
@@ -87,14 +87,14 @@ class MasterRegistration:
         self._renewing = asyncio.create_task(self._renew_forever())
 
     async def update(self, instance: Instance) -> None:
-        """Replace the registered contents. If it raises MasterUnavailable, they follow when the master is back."""
+        """Replace the registered contents. After MasterUnavailable they are sent when the master is back."""
         assert instance.id == self._instance.id, "an update keeps the id"
         self._instance = instance
         async with self._lock:
             await self._enter(REGISTER_DEADLINE_S)
 
     async def close(self) -> None:
-        """Unregister now; without a master the lease runs out by itself."""
+        """Unregister now; without a master the lease expires by itself."""
         if self._renewing is None:
             return
         renewing, self._renewing = self._renewing, None
@@ -141,11 +141,11 @@ class MasterRegistration:
 
 
 class MasterDiscovery:
-    """Instances at the master, or at the one of several that leads. An async context manager; leaving it closes what
-    it registered.
+    """Instances at the master, or at the leader of several. An async context manager; leaving it closes its
+    registrations.
 
     ``on_reregistered(master_generation)`` is called whenever an instance had to be registered again: a node then
-    sends its report, because that master's directory has forgotten it. ``finder`` may be shared with other callers of
+    sends its report, because that master's directory has lost it. ``finder`` may be shared with other callers of
     the master in this process.
     """
 
@@ -161,7 +161,7 @@ class MasterDiscovery:
         self._finder = finder or MasterFinder(masters)
         self._peer = f"master at {masters}"
         self._clock = SystemClock()
-        self._links: dict[Address, AsyncFastConnection] = {}  # for calls; a watch has a connection of its own
+        self._links: dict[Address, AsyncFastConnection] = {}  # for calls; a watch has its own connection
         self._connecting = asyncio.Lock()
         self._tried: set[str] = set()  # ids of instances that a master may have entered
         self._poked = asyncio.Event()
@@ -178,15 +178,15 @@ class MasterDiscovery:
 
     @property
     def address(self) -> Address:
-        """The master that is asked now, or would be first."""
+        """The master in use, or the first to try."""
         return self._finder.current or self._finder.masters.addresses[0]
 
     def is_listed(self, now_s: float) -> bool:
-        """Return whether the master lists what was registered here: for certain as long as its leases run."""
+        """Return whether the master lists what was registered here: guaranteed only until its leases expire."""
         return any(registration.lease_until_s > now_s for registration in self.registrations)
 
     def poke(self) -> None:
-        """Renew all registrations now: a caller has learnt that the master does not know them."""
+        """Renew all registrations now: a caller has learnt that the master does not have them."""
         self._poked.set()
 
     async def pause(self, seconds: float) -> None:
@@ -196,7 +196,7 @@ class MasterDiscovery:
             self._poked.clear()
 
     async def look(self) -> None:
-        """Renew nobody's lease. Raises NotLeader if etcd or other masters answer, MasterUnavailable if nobody does."""
+        """Renew no lease. Raises NotLeader if only etcd or other masters answer, MasterUnavailable if nobody does."""
         try:
             await self._call(lambda: KEEP_ALIVE.call(LeaseRequest()), ATTEMPT_S)
         except (MasterUnavailable, DeadlineExceeded) as error:
@@ -204,17 +204,17 @@ class MasterDiscovery:
             raise kind(error.message) from error
 
     async def require_role(self, instance: Instance) -> None:
-        """The master says so when the instance registers."""
+        """Do nothing: the master checks this when the instance registers."""
 
     async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> MasterRegistration:
-        """Enter ``instance``; waits up to REGISTER_DEADLINE_S for the master, then raises MasterUnavailable."""
+        """Register ``instance``; waits up to REGISTER_DEADLINE_S for the master, then raises MasterUnavailable."""
         registration = MasterRegistration(self, instance, ttl_s)
         await registration.open()
         self.registrations.add(registration)
         return registration
 
     async def watch(self, *roles: Role, namespace: str = "default") -> AsyncIterator[InstanceEvent]:
-        """First every live instance, then SYNCED, then changes; waits for a master that is away."""
+        """Yield every live instance, then SYNCED, then changes; waits for an unreachable master."""
         mirror = InstanceMirror(DEFAULT_TTL_S)
         call = WATCH.call(WatchRequest(namespace, roles))
         rng = Random(secrets.randbits(64))
@@ -238,7 +238,7 @@ class MasterDiscovery:
     async def _follow(
         self, address: Address, call: Call[WatchReply], mirror: InstanceMirror
     ) -> AsyncGenerator[InstanceEvent, None]:
-        """The events of one stream, and of the doubts that end meanwhile: a beat comes often enough to look at them."""
+        """Yield the events of one stream, and those of expired doubts: beats come often enough to check them."""
         silence_s = SILENCE_S if self._finder.several else SILENCE_OF_ONE_S
         connection = await self._connect(address, silence_s)
         mirror.begin()
@@ -256,7 +256,7 @@ class MasterDiscovery:
             return mirror.delete(message.entry.id)
         try:
             return mirror.put(message.entry.instance())
-        except InvalidRequest as error:  # a newer peer's kind of instance is nothing that this one could use
+        except InvalidRequest as error:  # a newer peer's kind of instance is of no use here
             _log.warning("discovery.unknown_instance", instance=message.entry.id, error=error.message)
             return []
 
@@ -281,7 +281,7 @@ class MasterDiscovery:
         return reply.lease_id
 
     async def keep_alive(self, instance: Instance, lease_id: int) -> bool:
-        """Renew a lease; False if this master does not know it."""
+        """Renew a lease; return False if this master does not have it."""
         reply = await self._call(lambda: KEEP_ALIVE.call(LeaseRequest(lease_id, instance.id)), _CALL_DEADLINE_S)
         self.master_generation = reply.master_generation
         return reply.known
@@ -291,9 +291,9 @@ class MasterDiscovery:
         await self._call(lambda: DEREGISTER.call(LeaseRequest(lease_id, instance.id)), _CLOSE_DEADLINE_S)
 
     async def _call(self, make: Callable[[], Call[A]], deadline_s: float, *, waits: bool = False) -> A:
-        """Make a call of the master: of several, one after the other until the leader has answered.
+        """Call the master; of several, one after the other until the leader answers.
 
-        ``waits`` for a single master that is away, too. ``make`` is called for each attempt that reaches a master.
+        ``waits``: also wait for an absent single master. ``make`` is called for each attempt that reaches a master.
         """
         seeking = Seeking(self._finder, self._clock.now_s(), deadline_s, waits=waits)
         while True:
@@ -308,7 +308,7 @@ class MasterDiscovery:
             await asyncio.sleep(pause_s)
 
     async def _attempt(self, address: Address, make: Callable[[], Call[A]], timeout_s: float) -> A:
-        """One attempt. A connection without an answer is given up: the path may swallow everything."""
+        """Make one attempt. A connection without an answer is dropped: its path may be dead."""
         until_s = self._clock.now_s() + timeout_s
         try:
             link = await self._link(address, timeout_s)
@@ -327,7 +327,7 @@ class MasterDiscovery:
         return reply.message
 
     async def _link(self, address: Address, timeout_s: float) -> AsyncFastConnection:
-        """The connection for calls to the master at ``address``."""
+        """Return the connection for calls to the master at ``address``."""
         try:
             async with asyncio.timeout(timeout_s), self._connecting:
                 link = self._links.get(address)

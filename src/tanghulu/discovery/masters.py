@@ -1,9 +1,9 @@
-"""Which of several masters a process asks: a guess that is corrected by what the masters answer.
+"""Choice among several masters: a guess corrected by the masters' answers.
 
-One that does not lead names the leader (NotLeader); one that does not answer is passed over for the next; with an
-``etcd://`` the election's key tells. All callers in a process may share one guess, so that the first to
-find the new leader finds it for all. With a single master there is nothing to guess; who has met it waits for it while
-it is restarted.
+A master that does not lead names the leader (NotLeader); one that does not answer is skipped; with an ``etcd://`` the
+election's key names it. All callers in a process may share one guess, so that the first to find the new leader finds
+it for all. With a single master there is nothing to guess; a process that has met it waits for it while it
+restarts.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from tanghulu.masters import Masters
 from tanghulu.runtime.backoff import Backoff
 from tanghulu.types import Address
 
-#: Between two tries to find the leader, or to reach a single master again, at first and at most.
+#: Pause between two attempts to find the leader, or to reach a single master again, initially and at most.
 SEEK_PAUSE_S, SEEK_MOST_S = 0.05, 0.25
-#: The longest wait for one of several masters before the next is asked: a stopped one does not refuse.
+#: The longest wait for one of several masters before trying the next: a stopped one does not refuse.
 ATTEMPT_S = 1.5
-#: Seconds without a beat on a stream after which a master counts as lost: it stands still, or the path to it swallows
-#: everything. A single one gets longer, as nobody replaces it.
+#: Seconds without a beat on a stream after which a master counts as lost: it is stalled, or its path is dead. A single
+#: one gets longer, as nothing replaces it.
 SILENCE_S, SILENCE_OF_ONE_S = 2.5, 4.5
 _ETCD_DEADLINE_S = 1.0
 
 
 def masters_prefix(namespace: str) -> bytes:
-    """The prefix of all keys in etcd of the masters of ``namespace``."""
+    """Return the prefix of all keys in etcd of the masters of ``namespace``."""
     return f"/tanghulu-masters/{namespace}/".encode()
 
 
 def leader_key(namespace: str) -> bytes:
-    """The key in etcd that holds the leader of ``namespace``, as ``instance_wire`` encodes it, under its lease."""
+    """Return the key in etcd holding the leader of ``namespace``, as ``instance_wire`` encodes it, under its lease."""
     return masters_prefix(namespace) + b"leader"
 
 
 def leader_in(value: bytes | None) -> Address | None:
-    """The leader's address in the key's value."""
+    """Return the leader's address in the key's value."""
     return instance_from_bytes(value).address if value else None
 
 
 class MasterFinder:
-    """Finds the master to ask now. Safe to share between threads: each step is one assignment."""
+    """Finds the current master. Safe to share between threads: each step is one assignment."""
 
     def __init__(self, masters: Masters | Address | str) -> None:
         self.masters = Masters.of(masters)
         self._current: Address | None = None if self.masters.in_etcd else self.masters.addresses[0]
-        #: Whether the etcd, or a master that does not lead, has answered: so what was given is the right address.
+        #: Whether etcd, or a master that does not lead, has answered, so that the given address is right.
         self.answered = False
 
     @property
@@ -58,7 +58,7 @@ class MasterFinder:
 
     @property
     def current(self) -> Address | None:
-        """The master to ask; None if it is unknown and has to be looked up."""
+        """The master to call; None if unknown, so that it has to be looked up."""
         return self._current
 
     def failed(self, asked: Address, error: TanghuluError) -> None:
@@ -76,7 +76,7 @@ class MasterFinder:
             self._current = known[(known.index(asked) + 1) % len(known)] if asked in known else known[0]
 
     async def find(self) -> Address:
-        """The master to ask; raises MasterUnavailable when etcd does not answer or there is no leader yet."""
+        """Return the master to call; raises MasterUnavailable if etcd does not answer or there is no leader yet."""
         if self._current is None:
             client = EtcdClient(self.masters.addresses, _ETCD_DEADLINE_S)
             try:
@@ -88,7 +88,7 @@ class MasterFinder:
         return self._known()
 
     def find_blocking(self) -> Address:
-        """``find`` without an event loop."""
+        """Do the same as ``find``, without an event loop."""
         if self._current is None:
             key = leader_key(self.masters.namespace)
             self._current = leader_in(read_blocking(self.masters.addresses, key, _ETCD_DEADLINE_S))
@@ -105,14 +105,14 @@ class MasterFinder:
 
 
 class Seeking:
-    """The tries of one call until its deadline: how long the next may take, and the pause after a failure. Pure.
+    """The attempts of one call until its deadline: timeout of the next, and the pause after a failure. Pure.
 
     One of several masters is always sought. A single one is waited for if the caller ``waits``; not if it answers that
-    another leads, for that one is not among those that the caller was told of. A master that does not own the keys of
-    the call is no reason to seek another leader: the caller asks for their owners.
+    another leads, for that one is not among the caller's masters. A master that does not own the keys of the call is no
+    reason to seek another leader: the caller looks for their owners.
 
-    Example: a single master is away from 0 s to 1 s, and a call with a deadline of 5 s comes at 0.4 s. It tries at 0.4,
-    0.45, 0.53, 0.71, 0.9 and 1.2 s, when it is answered; with a deadline of 0.5 s it fails at 0.71 s.
+    Example: a single master is away from 0 s to 1 s, and a call with a deadline of 5 s starts at 0.4 s. It tries at
+    0.4, 0.45, 0.53, 0.71, 0.9 and 1.2 s, when it succeeds; with a deadline of 0.5 s it fails at 0.71 s.
     """
 
     def __init__(
@@ -130,16 +130,16 @@ class Seeking:
         self._backoff = Backoff(SEEK_PAUSE_S, SEEK_MOST_S, rng)
 
     def attempt_s(self, now_s: float) -> float:
-        """Seconds that the next try may take."""
+        """Return the seconds that the next attempt may take."""
         left_s = max(self._until_s - now_s, 0.0)
         return min(left_s, ATTEMPT_S) if self._finder.several else left_s
 
     def waited_s(self, now_s: float) -> float:
-        """Seconds since the first try."""
+        """Return the seconds since the first attempt."""
         return now_s - self._began_s
 
     def pause_s(self, asked: Address | None, error: TanghuluError, now_s: float) -> float | None:
-        """``asked`` failed with ``error``: seconds until the next try; None if there is none, and ``error`` stands."""
+        """Return the seconds until the next attempt after ``error`` from ``asked``; None to raise ``error``."""
         if asked is not None and not isinstance(error, KeysMoved):
             self._finder.failed(asked, error)
         pause_s = self._backoff.pause_s()

@@ -1,4 +1,4 @@
-"""The master's methods by which instances register and are watched: messages, numbers, rights."""
+"""The master's methods to register and watch instances: messages, numbers, rights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tanghulu.types import Role
 
 
 class RegisterRequest(FastMessage, frozen=True):
-    """Enter or replace an instance; it stays while KEEP_ALIVE comes within ``ttl_ms``."""
+    """Add or replace an instance; it stays while KEEP_ALIVE comes within ``ttl_ms``."""
 
     entry: InstanceEntry
     ttl_ms: U32
@@ -27,32 +27,32 @@ class RegisterReply(FastMessage, frozen=True):
 
 
 class LeaseRequest(FastMessage, frozen=True):
-    """Renew or end a lease. KEEP_ALIVE without an instance renews nothing, and is answered by a master that leads."""
+    """Renew or end a lease. KEEP_ALIVE without an instance renews nothing, and is answered by the leader only."""
 
     lease_id: U64 = 0
     instance_id: str = ""
 
 
 class KeepAliveReply(FastMessage, frozen=True):
-    """Not ``known``: the lease is gone; register again."""
+    """``known`` is false if the lease has ended; register again."""
 
     known: bool
     master_generation: U64
 
 
 class DeregisterReply(FastMessage, frozen=True):
-    """The lease is ended, or was before."""
+    """The lease has ended, now or before."""
 
 
 class WatchRequest(FastMessage, frozen=True):
-    """Every live instance (PUT), then SYNCED, then changes. Without ``roles`` those of all roles."""
+    """Request every live instance (PUT), then SYNCED, then changes. Without ``roles``: all roles."""
 
     namespace: str = "default"
     roles: tuple[Role, ...] = ()
 
 
 class WatchReply(FastMessage, frozen=True):
-    """A change of ``entry``, which is None with SYNCED. The message without a ``kind`` is the stream's beat."""
+    """A change of ``entry``, which is None with SYNCED. A message without a ``kind`` is the stream's beat."""
 
     kind: EventKind | None = None
     entry: InstanceEntry | None = None
@@ -62,7 +62,7 @@ _JOIN: Final = Rule("registering", Right.JOIN)
 REGISTER = Method(60, "register", RegisterRequest, RegisterReply, _JOIN)
 KEEP_ALIVE = Method(61, "keep_alive", LeaseRequest, KeepAliveReply, _JOIN)
 DEREGISTER = Method(62, "deregister", LeaseRequest, DeregisterReply, _JOIN)
-#: Anybody who is known; the master shows clients the masters alone.
+#: Any authenticated caller; clients see the masters alone.
 WATCH = Method(63, "watch", WatchRequest, WatchReply, Rule("watching instances", None))
 
 METHODS: tuple[Method[Any, Any], ...] = (REGISTER, KEEP_ALIVE, DEREGISTER, WATCH)

@@ -1,9 +1,9 @@
 """Discovery within one process: for tests, simulation, and clusters whose parts share an interpreter.
 
 A MemoryRegistry is the source that several MemoryDiscovery objects share, each standing for one process. A lease is
-renewed for as long as its MemoryDiscovery lives; ``crash`` ends that without a word, and the instances vanish when
-their leases run out by the registry's clock. With a ManualClock call ``tick`` after advancing it; a SystemClock
-ticks itself.
+renewed while its MemoryDiscovery lives; ``crash`` stops that silently, and the instances vanish when their leases
+expire by the registry's clock. With a ManualClock call ``tick`` after advancing it; a SystemClock ticks
+itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MemoryRegistry:
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock = clock or SystemClock()
         self._leases = LeaseTable()
-        self._alive: dict[int, Instance] = {}  # lease id -> instance of a process that lives
+        self._alive: dict[int, Instance] = {}  # lease id -> instance of a live process
         self._watchers: set[asyncio.Queue[InstanceEvent]] = set()
 
     def enter(self, instance: Instance, ttl_s: float) -> int:
@@ -47,12 +47,12 @@ class MemoryRegistry:
             self._publish()
 
     def abandon(self, lease_id: int) -> None:
-        """Renew this lease no more: its process has crashed."""
+        """Stop renewing this lease: its process has crashed."""
         self.tick()
         self._alive.pop(lease_id, None)
 
     def tick(self) -> None:
-        """Renew the leases of live processes, end the others whose time is over."""
+        """Renew the leases of live processes and end the other expired ones."""
         now_s = self.clock.now_s()
         for lease_id, instance in self._alive.items():
             self._leases.keep_alive(instance.id, lease_id, now_s)
@@ -60,7 +60,7 @@ class MemoryRegistry:
         self._publish()
 
     def attach(self) -> tuple[list[Instance], asyncio.Queue[InstanceEvent]]:
-        """The instances now, and a queue of all later changes (to be detached)."""
+        """Return the current instances, and a queue of all later changes (to be detached)."""
         self.tick()
         queue: asyncio.Queue[InstanceEvent] = asyncio.Queue(MAX_UNREAD_EVENTS)
         self._watchers.add(queue)
@@ -78,7 +78,7 @@ class MemoryRegistry:
                 queue.put_nowait(event)
 
     def check(self) -> None:
-        """The table is sound."""
+        """Assert that the table is sound."""
         self._leases.check()
 
 
@@ -106,7 +106,7 @@ class MemoryRegistration:
 
 
 class MemoryDiscovery:
-    """One process's view of a MemoryRegistry; leaving the context closes what it registered."""
+    """One process's view of a MemoryRegistry; leaving the context closes its registrations."""
 
     def __init__(self, registry: MemoryRegistry) -> None:
         self.registry = registry
@@ -123,13 +123,13 @@ class MemoryDiscovery:
             await registration.close()
 
     async def look(self) -> None:
-        """The registry is always there."""
+        """Return at once: the registry is always available."""
 
     async def require_role(self, instance: Instance) -> None:
-        """The registry says so when the instance registers."""
+        """Do nothing: the registry checks this when the instance registers."""
 
     async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> MemoryRegistration:
-        """Enter ``instance``. Raises MasterUnavailable after ``crash``."""
+        """Register ``instance``. Raises MasterUnavailable after ``crash``."""
         if self._crashed:
             raise MasterUnavailable("this process has crashed; registering needs another MemoryDiscovery")
         registration = MemoryRegistration(self, instance, ttl_s)
@@ -137,7 +137,7 @@ class MemoryDiscovery:
         return registration
 
     async def watch(self, *roles: Role, namespace: str = "default") -> AsyncIterator[InstanceEvent]:
-        """First every live instance, then SYNCED, then changes."""
+        """Yield every live instance, then SYNCED, then changes."""
 
         def wanted(instance: Instance) -> bool:
             return instance.namespace == namespace and (not roles or instance.role in roles)
@@ -155,7 +155,7 @@ class MemoryDiscovery:
             self.registry.detach(queue)
 
     def crash(self) -> None:
-        """Behave as a killed process: stop without a word. The instances vanish when their leases end."""
+        """Stop like a killed process, silently. The instances vanish when their leases end."""
         self._crashed = True
         for registration in self.registrations:
             self.registry.abandon(registration.lease_id)

@@ -1,8 +1,8 @@
-"""A watcher's knowledge of the instances, and the changes to tell when its source comes back. Pure.
+"""A watcher's copy of the instances, and the changes to report when its source returns. Pure.
 
-A source that was away, or another in its place, gives a fresh snapshot; only the differences are told. An instance that
-is missing from it is not gone yet: a master that has just restarted knows nobody until each has registered again
-(within a third of its lease). So the missing are doubted for ``grace_s`` before they are told as DELETE.
+A returned source, or its replacement, sends a fresh snapshot; only the differences are reported. An instance missing
+from it may still live: a restarted master has no instance until each has registered again (within a third of its
+lease). So missing instances are doubted for ``grace_s`` before they are reported as DELETE.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from tanghulu.discovery.base import EventKind, Instance, InstanceEvent
 
 
 class InstanceMirror:
-    """The known instances: snapshots, changes and a time go in; the events to tell come out."""
+    """The known instances: takes snapshots, changes and a time; returns the events to report."""
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
         self._known: dict[str, Instance] = {}
-        self._doubted: dict[str, float] = {}  # id -> when it is told as gone
-        self._seen: set[str] | None = None  # ids of the snapshot under way
+        self._doubted: dict[str, float] = {}  # id -> when it is reported as gone
+        self._seen: set[str] | None = None  # ids of the unfinished snapshot
         self._synced = False
 
     def begin(self) -> None:
-        """Begin a snapshot; instances that are missing from it are doubted anew."""
+        """Begin a snapshot; instances missing from it are doubted anew."""
         self._seen = set()
         self._doubted.clear()
 
     def put(self, instance: Instance) -> list[InstanceEvent]:
-        """Enter ``instance``, from the snapshot or as a change."""
+        """Add ``instance``, from the snapshot or as a change."""
         if self._seen is not None:
             self._seen.add(instance.id)
         self._doubted.pop(instance.id, None)
@@ -36,13 +36,13 @@ class InstanceMirror:
         return [InstanceEvent(EventKind.PUT, instance)]
 
     def delete(self, instance_id: str) -> list[InstanceEvent]:
-        """Remove the instance, as the source says."""
+        """Remove the instance at the source's request."""
         self._doubted.pop(instance_id, None)
         instance = self._known.pop(instance_id, None)
         return [InstanceEvent(EventKind.DELETE, instance)] if instance is not None else []
 
     def synced(self, now_s: float) -> list[InstanceEvent]:
-        """The snapshot is complete."""
+        """Complete the snapshot."""
         assert self._seen is not None, "a snapshot ended that did not begin"
         for instance_id in self._known.keys() - self._seen:
             self._doubted[instance_id] = now_s + self._grace_s
@@ -53,7 +53,7 @@ class InstanceMirror:
         return [InstanceEvent(EventKind.SYNCED)]
 
     def expire(self, now_s: float) -> list[InstanceEvent]:
-        """Remove the doubted instances whose grace is over; returns the events to tell."""
+        """Remove the doubted instances whose grace has ended; returns the events to report."""
         gone = sorted(instance_id for instance_id, at_s in self._doubted.items() if at_s <= now_s)
         return [event for instance_id in gone for event in self.delete(instance_id)]
 

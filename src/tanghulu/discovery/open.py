@@ -1,4 +1,4 @@
-"""The Discovery that a process uses, as its option ``--discovery`` names it."""
+"""The Discovery of a process, as named by its option ``--discovery``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HELP = "where instances find each other: master (the default), etcd://host:port[
 
 
 def open_discovery(spec: str, master: Masters | Address) -> Discovery:
-    """The Discovery that ``spec`` names; enter it as an async context. Raises ConfigError for another spec."""
+    """Return the Discovery named by ``spec``; enter it as an async context. Raises ConfigError for an unknown one."""
     if spec in ("", "master"):
         return MasterDiscovery(master)
     scheme, _, rest = spec.partition(":")
@@ -31,7 +31,7 @@ def open_discovery(spec: str, master: Masters | Address) -> Discovery:
 async def instances_now(
     spec: str, master: Masters | Address, *roles: Role, namespace: str, deadline_s: float
 ) -> list[Instance]:
-    """Live instances of ``roles``, or of all. Raises MasterUnavailable or Unauthorized soon after ``deadline_s``."""
+    """Return live instances of ``roles``, or all. Raises MasterUnavailable or Unauthorized after ``deadline_s``."""
     found: dict[InstanceId, Instance] = {}
     async with open_discovery(spec, master) as source:
         try:
@@ -42,7 +42,7 @@ async def instances_now(
                     if event.instance is not None:
                         found[event.instance.id] = event.instance
         except TimeoutError:
-            await source.look()  # its error says why nobody answers
+            await source.look()  # its error explains the missing answer
             where = master if spec in ("", "master") else spec
             raise MasterUnavailable(f"{where} did not list the processes of the cluster in {deadline_s:g} s") from None
     return list(found.values())

@@ -1,1 +1,1 @@
-"""Connectors: what runs tanghulu inside other inference engines, a folder an engine and what they share."""
+"""Connectors that run tanghulu inside other inference engines, one folder per engine plus a common one."""

@@ -1,4 +1,4 @@
-"""Eviction policies: which chunks go first when room is needed."""
+"""Eviction policies: the order in which chunks are evicted when room is needed."""
 
 from tanghulu.eviction.base import Policy
 from tanghulu.eviction.ordered import Lru

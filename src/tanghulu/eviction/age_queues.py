@@ -1,8 +1,8 @@
-"""Keys by class and age bin, so that the one of the least rank is found without a search.
+"""Keys by class and age bin, so that the key of the lowest rank is found without a search.
 
-Keys of one class that were used at about the same time form a group; a group lies in the queue of its class and of the
-bin of its age, and moves from bin to bin as it ages. So the cost of ageing is per group, not per key. ``rank`` orders
-the queues; the first that holds a key gives the next victim, of its oldest group the key that entered first.
+Keys of one class used at about the same time form a group; a group is in the queue of its class and of the bin of its
+age, and moves from bin to bin as it ages. So the cost of ageing is per group, not per key. ``rank`` orders the queues;
+the first that holds a key gives the next victim: from its oldest group, the key that entered first.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Iterator
 from tanghulu.eviction.reuse_times import NUM_BINS, bin_of, first_age
 from tanghulu.types import ChunkKey
 
-#: Groups are looked through for their age after this many uses.
+#: Number of uses between checks of the groups' ages.
 AGEING_STEP = 32
-#: Keys of a class share a group if they were used close together: most uses between them, and most keys of a group.
+#: Keys of a class share a group if used close together: maximum uses between them, and maximum keys of a group.
 _GROUP_SPAN = 32
 _GROUP_KEYS = 512
 
 
 class Group:
-    """Keys of one class, used at about ``used_at``. ``queue``: the place of its queue in the order of all."""
+    """Keys of one class, used at about ``used_at``. ``queue`` is the position of its queue in the order of all."""
 
     __slots__ = ("class_", "keys", "queued", "used_at")
 
@@ -33,7 +33,7 @@ class Group:
 
 
 class AgeQueues:
-    """See the module. The caller takes keys out of ``Group.keys`` itself; an empty group is dropped when met."""
+    """See the module. The caller removes keys from ``Group.keys`` itself; an empty group is dropped when met."""
 
     def __init__(self, num_classes: int) -> None:
         self._queues: list[list[deque[Group]]] = [[deque() for _ in range(NUM_BINS)] for _ in range(num_classes)]
@@ -41,7 +41,7 @@ class AgeQueues:
         self._open: list[Group | None] = [None] * num_classes
         self._order: list[deque[Group]] = []
         self._places: list[list[int]] = []
-        self._first = 0  # no queue before this place in the order holds a group
+        self._first = 0  # no queue before this position in the order holds a group
         self.rank([[0.0] * NUM_BINS for _ in range(num_classes)])
 
     def rank(self, ranks: list[list[float]]) -> None:
@@ -55,14 +55,14 @@ class AgeQueues:
         self._first = 0
 
     def group_for(self, class_: int, now: int) -> Group:
-        """The group that takes keys of ``class_`` used now."""
+        """Return the group for keys of ``class_`` used now."""
         group = self._open[class_]
         if group is None or now - group.used_at >= _GROUP_SPAN or len(group.keys) >= _GROUP_KEYS:
             group = self._open[class_] = Group(class_, now)
         return group
 
     def enqueue(self, group: Group, now: int) -> None:
-        """See to it that ``group``, which got a key, lies in the queue of its age."""
+        """Make sure that ``group``, which got a key, is in the queue of its age."""
         if not group.queued:
             self._append(group, bin_of(now - group.used_at))
 
@@ -72,7 +72,7 @@ class AgeQueues:
         self._first = min(self._first, self._places[group.class_][index])
 
     def age(self, now: int) -> None:
-        """Move groups whose time in a bin is over to the next, the oldest bins first."""
+        """Move groups whose time in a bin has ended to the next, the oldest bins first."""
         for index in range(NUM_BINS - 2, -1, -1):
             latest = now - first_age(index + 1)
             if latest < 0:
@@ -86,7 +86,7 @@ class AgeQueues:
                         group.queued = False
 
     def first(self) -> ChunkKey | None:
-        """The key of the least rank; None if there is none at all."""
+        """Return the key of the lowest rank; None if empty."""
         for place in range(self._first, len(self._order)):
             queue = self._order[place]
             while queue:
@@ -98,13 +98,13 @@ class AgeQueues:
         return None
 
     def keys(self) -> Iterator[ChunkKey]:
-        """All keys by rank."""
+        """Yield all keys by rank."""
         for queue in self._order[self._first :]:
             for group in queue:
                 yield from group.keys
 
     def check(self) -> None:
-        """Assert that groups lie once, in a queue of their class, and none before the first place."""
+        """Assert that each group is in one queue, of its class, and none before the first position."""
         seen: set[int] = set()
         for class_, row in enumerate(self._queues):
             for group in (group for queue in row for group in queue):

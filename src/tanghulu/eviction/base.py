@@ -1,7 +1,7 @@
-"""The interface of an eviction policy: it is told of add, touch and remove, and yields victims.
+"""The interface of an eviction policy: it receives adds, touches and removes, and yields victims.
 
-A policy orders keys; it decides nothing else. Leases, pins, sizes and the moment of eviction are the node's. One
-contract suite (tests/contracts/eviction.py) runs against every implementation.
+A policy only orders keys. Leases, pins, sizes and the moment of eviction are the node's responsibility. One contract
+suite (tests/contracts/eviction.py) runs against every implementation.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ class Policy(Protocol):
 
     @property
     def num_ghosts(self) -> int:
-        """Keys that are gone and still remembered; a policy that remembers bounds it."""
+        """Number of evicted keys still remembered; a policy that remembers keys bounds it."""
         ...
 
     def begin_batch(self) -> None:
-        """A hint: the adds and touches from here to the next call came in one request, its last key first.
+        """Hint that the adds and touches from here to the next call came in one request, its last key first.
 
-        The keys of a request are a chain: each key's prefix follows it. Without the hint nothing breaks; a policy that
-        learns from chains learns less.
+        The keys of a request are a chain: each key's prefix follows it. Without the hint nothing breaks, but a policy
+        that learns from chains learns less.
         """
         ...
 
     def add(self, key: ChunkKey, size_bytes: int) -> None:
-        """Enter a chunk that can be evicted in principle; asserts that the key is new."""
+        """Add a chunk that can be evicted in principle; asserts that the key is new."""
         ...
 
     def touch(self, key: ChunkKey) -> bool:
-        """Note that the chunk was read. False, and nothing changes, if the key is unknown."""
+        """Note that the chunk was read. Returns False, without effect, if the key is unknown."""
         ...
 
     def remove(self, key: ChunkKey, *, evicted: bool) -> None:
-        """Forget a chunk: ``evicted`` by this policy's choice, or gone otherwise. KeyError if it is unknown."""
+        """Drop a chunk: ``evicted`` by this policy's choice, or removed otherwise. Raises KeyError if it is unknown."""
         ...
 
     def victims(self) -> Iterator[ChunkKey]:
-        """All keys, the first to evict first. Asking changes no answer; the policy must not be changed meanwhile."""
+        """Yield all keys in eviction order. Calling it has no effect; the policy must not be changed meanwhile."""
         ...
 
     def __len__(self) -> int: ...

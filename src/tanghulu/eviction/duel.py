@@ -1,8 +1,8 @@
-"""A duel of two eviction orders: which has been right lately, judged by what is used again first, as Belady's rule.
+"""A duel of two eviction orders: the recently better one, judged by which victim is used again first (Belady's rule).
 
 When both orders name a victim and they differ, the pair is remembered. If the key that A would have evicted is used
-before the one that B would have evicted, A was wrong, whatever was really done with them. A pair of which neither comes
-back says nothing and is forgotten. In the spirit of set duelling (Qureshi et al., ISCA'07), with pairs instead of sets.
+before the one that B would have evicted, A was wrong, whatever was actually evicted. A pair of which neither returns
+has no result and is dropped. In the spirit of set duelling (Qureshi et al., ISCA'07), with pairs instead of sets.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections import OrderedDict
 from tanghulu.types import ChunkKey
 
 MAX_PAIRS = 4096
-#: Each decided pair moves the score by this share of the way to +1 or -1.
+#: Each decided pair moves the score by this fraction of the way to +1 or -1.
 _STEP = 1 / 128
-#: The challenger is dropped below the lower score and taken again above the upper one.
+#: The challenger is dropped below the lower score and restored above the upper one.
 _DROP_BELOW = -0.12
 _TAKE_ABOVE = 0.0
 
@@ -59,7 +59,7 @@ class Duel:
             self.challenger_leads = True
 
     def check(self) -> None:
-        """Assert that pairs and keys agree, and the bounds."""
+        """Assert that pairs and keys agree and are bounded."""
         assert len(self._pairs) <= MAX_PAIRS
         assert len(self._by_key) == 2 * len(self._pairs)
         assert -1 <= self.score <= 1

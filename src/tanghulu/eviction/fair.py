@@ -1,8 +1,8 @@
-"""Fair eviction between tenants: each has an order of its own, and the one that holds most for its share goes first.
+"""Fair eviction between tenants: each has its own order, and the tenant furthest above its share is evicted first.
 
-A tenant's share is its weight (its quota, where it has one). The next victim is always the first in the order of the
+A tenant's share is its weight (its quota, if it has one). The next victim is always the first in the order of the
 tenant with the most bytes for its weight: weighted max-min fairness, as in fair queueing, over memory instead of time.
-So a tenant that floods the store evicts what it put itself, and one that stays within its share keeps its chunks.
+So a tenant that floods the store evicts its own chunks, and one that stays within its share keeps its chunks.
 
 Example: acme (weight 60) holds 50 bytes as a1 20, a2 30, initech (weight 40) holds 50 as i1 10, i2 40. Ratios .83 and
 1.25: i1 goes first, which leaves initech at 40/40 = 1.0, still more than acme: i2, then a1, a2.
@@ -20,10 +20,10 @@ from tanghulu.types import ChunkKey
 
 
 class Fair:
-    """An order of evictions made of one ``make_inner`` policy for each tenant; see the module.
+    """An eviction order made of one ``make_inner`` policy for each tenant; see the module.
 
-    ``weight_of`` gives a tenant's share, above 0; shares are compared with each other only. ``on_evicted`` is told
-    whose chunk was evicted, and its size.
+    ``weight_of`` returns a tenant's share, above 0; shares are only compared with each other. ``on_evicted`` receives
+    the tenant whose chunk was evicted, and its size.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class Fair:
         self._orders: dict[str, Policy] = {}
         self._bytes: dict[str, int] = {}
         self._sizes = PartedDict[ChunkKey, int]()
-        self._notified: set[str] = set()  # tenants whose order has heard of the batch under way
+        self._notified: set[str] = set()  # tenants whose order has begun the current batch
 
     @property
     def num_ghosts(self) -> int:
-        """Ghosts of all tenants; each order bounds its own."""
+        """Number of ghosts of all tenants; each order bounds its own."""
         return sum(order.num_ghosts for order in self._orders.values())
 
     def begin_batch(self) -> None:
@@ -51,7 +51,7 @@ class Fair:
         self._notified.clear()
 
     def add(self, key: ChunkKey, size_bytes: int) -> None:
-        """Enter ``key`` into its tenant's order."""
+        """Add ``key`` to its tenant's order."""
         tenant = tenant_of(key)
         self._order(tenant).add(key, size_bytes)
         self._sizes[key] = size_bytes
@@ -62,7 +62,7 @@ class Fair:
         return key in self._sizes and self._order(tenant_of(key)).touch(key)
 
     def remove(self, key: ChunkKey, *, evicted: bool) -> None:
-        """Forget ``key``."""
+        """Drop ``key``."""
         size_bytes = self._sizes[key]
         del self._sizes[key]
         tenant = tenant_of(key)
@@ -72,7 +72,7 @@ class Fair:
             self._on_evicted(tenant, size_bytes)
 
     def victims(self) -> Iterator[ChunkKey]:
-        """Yield all keys, the first to evict first; a tenant's share shrinks as its keys are yielded."""
+        """Yield all keys in eviction order; a tenant's share shrinks as its keys are yielded."""
         weights = {tenant: self._weight_of(tenant) for tenant in self._orders}
         left = dict(self._bytes)
         heap = [
@@ -92,7 +92,7 @@ class Fair:
             yield key
 
     def victims_of(self, tenant: str) -> Iterator[ChunkKey]:
-        """The keys of one tenant, the first to evict first."""
+        """Yield the keys of one tenant in eviction order."""
         order = self._orders.get(tenant)
         return iter(()) if order is None else order.victims()
 

@@ -1,6 +1,6 @@
-"""Least frequently used, the least recently used first among equals. Counts die with their chunk and stop at a limit.
+"""Least frequently used, the least recently used first among equals. Counts end with their chunk and stop at a limit.
 
-Good for a fixed set of hot prefixes; bad where popularity moves on, because what was hot once stays for long.
+Good for a fixed set of hot prefixes; bad if popularity changes, because once-hot keys stay for long.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ MAX_COUNT = 255
 
 
 class Lfu:
-    """One LRU order for each count of reads; the lowest that is not empty gives the victim."""
+    """One LRU order for each count of reads; the lowest non-empty one gives the victim."""
 
     name = "lfu"
 
     def __init__(self) -> None:
         self._counts: dict[ChunkKey, int] = {}
         self._orders: list[OrderedDict[ChunkKey, None]] = [OrderedDict() for _ in range(MAX_COUNT + 1)]
-        self._lowest = 0  # no order below it holds anything
+        self._lowest = 0  # all orders below it are empty
 
     @property
     def num_ghosts(self) -> int:
-        """No evicted key is remembered: 0."""
+        """Number of remembered evicted keys: always 0."""
         return 0
 
     def begin_batch(self) -> None:
         """Ignore the hint: only the order of keys matters here."""
 
     def add(self, key: ChunkKey, size_bytes: int) -> None:
-        """Enter ``key`` with no reads."""
+        """Add ``key`` with no reads."""
         assert key not in self._counts, f"{key!r} was added before"
         self._counts[key] = 0
         self._orders[0][key] = None
@@ -53,11 +53,11 @@ class Lfu:
         return True
 
     def remove(self, key: ChunkKey, *, evicted: bool) -> None:
-        """Forget ``key`` and its count."""
+        """Drop ``key`` and its count."""
         del self._orders[self._counts.pop(key)][key]
 
     def victims(self) -> Iterator[ChunkKey]:
-        """Keys by their counts, equal ones from the least to the most recently used."""
+        """Yield keys by their counts, equal ones from the least to the most recently used."""
         while self._lowest < MAX_COUNT and not self._orders[self._lowest]:
             self._lowest += 1
         for order in self._orders[self._lowest :]:
@@ -70,7 +70,7 @@ class Lfu:
         return key in self._counts
 
     def check(self) -> None:
-        """Assert that every key stands in the order of its count."""
+        """Assert that every key is in the order of its count."""
         assert sum(map(len, self._orders)) == len(self._counts)
         assert all(key in self._orders[count] for key, count in self._counts.items())
         assert not any(self._orders[: self._lowest])

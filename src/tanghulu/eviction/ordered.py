@@ -1,7 +1,7 @@
-"""The two simple policies, FIFO and LRU: keys in a row, which is the order of eviction.
+"""The two simple policies, FIFO and LRU: keys in a list, which is the order of eviction.
 
-Each key knows its neighbours by their names. An OrderedDict does the same in C, and stands still for 0.1 s whenever it
-grows at half a million keys.
+Each key stores its neighbours' names. An OrderedDict does the same in C, but pauses for 0.1 s whenever it grows at half
+a million keys.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Place(msgspec.Struct, eq=False, gc=False):
 
 
 class Ordered:
-    """Keys in the order of their eviction. Subclasses say what ``touch`` does to the order."""
+    """Keys in eviction order. Subclasses define the effect of ``touch`` on the order."""
 
     name = ""
 
@@ -33,14 +33,14 @@ class Ordered:
 
     @property
     def num_ghosts(self) -> int:
-        """No evicted key is remembered: 0."""
+        """Number of remembered evicted keys: always 0."""
         return 0
 
     def begin_batch(self) -> None:
         """Ignore the hint: only the order of keys matters here."""
 
     def add(self, key: ChunkKey, size_bytes: int) -> None:
-        """Enter ``key`` as the last to go."""
+        """Add ``key`` at the most recently used end."""
         assert key not in self._places, f"{key!r} was added before"
         self._places[key] = _Place(self._last, None)
         if self._last is None:
@@ -50,7 +50,7 @@ class Ordered:
         self._last = key
 
     def remove(self, key: ChunkKey, *, evicted: bool) -> None:
-        """Forget ``key``."""
+        """Drop ``key``."""
         place = self._places[key]
         before, after = place.before, place.after
         del self._places[key]
@@ -64,7 +64,7 @@ class Ordered:
             self._places[after].before = before
 
     def victims(self) -> Iterator[ChunkKey]:
-        """Keys from the first to the last to go."""
+        """Yield keys in eviction order."""
         key = self._first
         while key is not None:
             after = self._places[key].after
@@ -78,7 +78,7 @@ class Ordered:
         return key in self._places
 
     def check(self) -> None:
-        """Assert that the row is whole, in both directions."""
+        """Assert that the list is consistent in both directions."""
         self._places.check()
         num_keys, before = 0, None
         for key in self.victims():
@@ -92,9 +92,9 @@ class Ordered:
 
 
 class Fifo(Ordered):
-    """First in, first out: evicts what was added longest ago.
+    """First in, first out: evicts the key added longest ago.
 
-    The cheapest order, blind to reads. Useful where every chunk is read about once.
+    The cheapest order, blind to reads. Useful if every chunk is read about once.
     """
 
     name = "fifo"
@@ -105,9 +105,9 @@ class Fifo(Ordered):
 
 
 class Lru(Ordered):
-    """Least recently used: evicts what was added or touched longest ago.
+    """Least recently used: evicts the key added or touched longest ago.
 
-    With a request's blocks touched tail first it evicts leaves before the prefix they stand on.
+    With a request's blocks touched tail first it evicts leaves before the prefix they depend on.
     """
 
     name = "lru"

@@ -1,4 +1,4 @@
-"""The eviction policies by name, as ``--eviction`` knows them."""
+"""The eviction policies by name, as used by ``--eviction``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {policy.name: policy for policy in (
 
 
 def make_policy(name: str) -> Policy:
-    """A new policy called ``name``; raises InvalidRequest that lists the known ones."""
+    """Return a new policy called ``name``; raises InvalidRequest listing the known ones."""
     try:
         return POLICIES[name]()
     except KeyError:

@@ -1,18 +1,18 @@
-"""The reuse-time policy: evicts the chunk whose slot would earn the fewest hits, as learned from what came back when.
+"""The reuse-time policy: evicts the chunk whose slot would earn the fewest hits, as learned from past reuse times.
 
 A chunk's class is what is known when it is used: how often it was used before (0, 1, 2 or more), how many turns its
 prompt had before this one (0, 1, 2 or more; a prompt that continues a known prefix is one turn further than that
-prefix), and whether it stands at the prompt's end. ``ReuseTimes`` learns, for each class, the ages at which chunks were
-used again, from residents and from ghosts, and ranks every class at every age. The chunk of least rank goes, but only
-leaves do: a chunk goes after those whose prefix it is.
+prefix), and whether it is at the prompt's end. ``ReuseTimes`` learns, for each class, the ages at which chunks were
+used again, from residents and from ghosts, and ranks every class at every age. The chunk of lowest rank is evicted,
+but only among leaves: a chunk goes after those whose prefix it is.
 
 Example, a chat: the first turn's blocks are used again in 28 cases of 100, after 42 to 486 s; those of a third turn in
-62. A cache that lasts 60 s under LRU keeps everything for 60 s and so meets few of the second turns. Here old blocks of
-third turns, about to be wanted, outlive young ones of first turns, which would not last until they are wanted anyway.
+62. A cache that lasts 60 s under LRU keeps everything for 60 s and so serves few of the second turns. Here old blocks
+of third turns, soon to be used, outlive young ones of first turns, which would not last until they are used anyway.
 
-Requests come by ``begin_batch``, tail first. Keys used since the last one are pending: they have no class yet, and go
-last. Ghosts (class and time of last use of what was evicted) are bounded. A ``Duel`` against LRU decides whose order
-counts: where the past teaches nothing about the future, this is LRU.
+Requests are delimited by ``begin_batch``, tail first. Keys used since the last one are pending: they have no class
+yet, and go last. Ghosts (class and time of last use of evicted keys) are bounded. A ``Duel`` against LRU decides which
+order counts: if the past predicts nothing, this is LRU.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from tanghulu.eviction.duel import Duel
 from tanghulu.eviction.reuse_times import ReuseTimes
 from tanghulu.types import ChunkKey
 
-#: Most ghosts: for each resident key, and at least in all.
+#: Maximum ghosts: per resident key, and the minimum of that bound.
 GHOSTS_PER_KEY = 8
 MIN_GHOSTS = 16384
-#: A batch that goes on longer is cut, so that its keys get their class.
+#: A longer batch is cut, so that its keys get their class.
 MAX_PENDING = 1024
 
 _MAX_USES = 2
 _MAX_TURN = 2
 _NUM_CLASSES = (_MAX_USES + 1) * (_MAX_TURN + 1) * 2
-#: The number of a batch's keys that count as its end: the last whole block and the partial one behind it.
+#: Number of a batch's keys that count as its end: the last whole block and the partial one after it.
 _END_KEYS = 2
-#: Uses after which the histograms are first fitted, and most uses between fits; else after half as many again.
+#: Uses before the first fit of the histograms, and maximum uses between fits; otherwise after half as many again.
 _FIRST_FIT = 512
 _FIT_STEP = 8192
 #: One eviction in this number is judged.
 _DUEL_STEP = 4
-#: How far a prefix is followed to see that a new link makes no circle.
+#: Length of prefix followed to see that a new link makes no cycle.
 _MAX_DEPTH = 4096
 
 
 class _Entry:
-    """A resident key. ``group`` is None while it is pending; ``parent`` is the chunk of the prefix before it."""
+    """A resident key. ``group`` is None while it is pending; ``parent`` is the chunk of the preceding prefix."""
 
     __slots__ = ("alive", "class_", "group", "key", "num_children", "parent", "seen", "turn", "used_at", "uses")
 
@@ -58,7 +58,7 @@ class _Entry:
         self.class_ = 0
         self.uses = 0
         self.turn = 0
-        self.seen = False  # whether it was known before the pending batch
+        self.seen = False  # known before the pending batch
         self.group: Group | None = None
         self.parent: _Entry | None = None
         self.num_children = 0
@@ -83,13 +83,13 @@ class Reuse:
 
     @property
     def num_ghosts(self) -> int:
-        """At most ``max(MIN_GHOSTS, GHOSTS_PER_KEY * keys)``."""
+        """Number of ghosts, at most ``max(MIN_GHOSTS, GHOSTS_PER_KEY * keys)``."""
         return len(self._ghosts)
 
-    # --- what happens to keys
+    # --- changes of keys
 
     def begin_batch(self) -> None:
-        """The pending keys were one request, its last first: give them their classes."""
+        """Assign classes to the pending keys, which were one request, its last key first."""
         if self._pending:
             self._classify()
         if self._now >= self._next_ageing:
@@ -101,7 +101,7 @@ class Reuse:
             self._queues.rank(self._times.ranks)
 
     def add(self, key: ChunkKey, size_bytes: int) -> None:
-        """Enter ``key``, with what its ghost remembers of it."""
+        """Add ``key``, with the history of its ghost."""
         assert key not in self._entries, f"{key!r} was added before"
         entry = self._entries[key] = _Entry(key)
         ghost = self._ghosts.pop(key, None)
@@ -120,7 +120,7 @@ class Reuse:
             return False
         self._now += 1
         self._entries.move_to_end(key)
-        if entry.group is not None:  # else it is used twice in one request
+        if entry.group is not None:  # otherwise used twice in one request
             self._times.reused(entry.class_, self._now - entry.used_at)
             self._duel.used(key)
             if not entry.num_children:
@@ -136,7 +136,7 @@ class Reuse:
             self.begin_batch()
 
     def remove(self, key: ChunkKey, *, evicted: bool) -> None:
-        """Forget ``key``; one evicted stays as a ghost."""
+        """Drop ``key``; an evicted one stays as a ghost."""
         entry = self._entries[key]
         if evicted:
             self._judge()
@@ -160,7 +160,7 @@ class Reuse:
                 self._duel.pose(next(iter(self._entries)), first)
 
     def _remember(self, entry: _Entry) -> None:
-        if entry.group is not None:  # a pending key has no class that could learn from it
+        if entry.group is not None:  # a pending key has no class to learn from it
             self._ghosts[entry.key] = (entry.used_at, entry.class_, entry.uses, entry.turn)
 
     def _unlink(self, entry: _Entry) -> None:
@@ -170,7 +170,7 @@ class Reuse:
             self._offer(parent)
 
     def _offer(self, entry: _Entry) -> None:
-        """Enter a classified leaf into the queues that victims are taken from."""
+        """Add a classified leaf to the queues from which victims are taken."""
         group = entry.group
         if group is not None and entry.num_children == 0 and entry.alive:
             group.keys[entry.key] = None
@@ -203,7 +203,7 @@ class Reuse:
         entered(group.class_, num_alike)
 
     def _link(self, batch: list[_Entry]) -> None:
-        """Make each key of a batch stand on the one that follows it, unless it stands on one already."""
+        """Link each key of a batch to the following one as its parent, unless it has one already."""
         for entry, parent in itertools.pairwise(batch):
             has_parent = entry.parent is not None and entry.parent.alive
             if not has_parent and (not entry.num_children or not _stands_on(parent, entry)):
@@ -213,7 +213,7 @@ class Reuse:
     # --- the order
 
     def victims(self) -> Iterator[ChunkKey]:
-        """Leaves by rank, then what they stand on and what is pending by age; or all by age, where LRU does better."""
+        """Yield leaves by rank, then their parents and pending keys by age; or all by age, if LRU does better."""
         if not self._duel.challenger_leads:
             yield from self._entries
             return
@@ -255,7 +255,7 @@ class Reuse:
 
 
 def _turn_of(batch: list[_Entry]) -> int:
-    """One more than the turn of the longest prefix that was known before; 0 for a prompt that begins anew."""
+    """Return one more than the turn of the longest previously known prefix; 0 for a prompt that begins anew."""
     turn = 0
     for entry in reversed(batch):
         if not entry.seen:
@@ -265,7 +265,7 @@ def _turn_of(batch: list[_Entry]) -> int:
 
 
 def _stands_on(entry: _Entry, other: _Entry) -> bool:
-    """Return whether ``other`` is ``entry`` or in the prefix of it; also if the prefix is too long to tell."""
+    """Return whether ``other`` is ``entry`` or in its prefix; also true if the prefix is too long to search."""
     current: _Entry | None = entry
     for _ in range(_MAX_DEPTH):
         if current is None:

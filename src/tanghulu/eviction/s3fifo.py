@@ -1,13 +1,13 @@
 """S3-FIFO (Yang et al., SOSP'23, https://dl.acm.org/doi/10.1145/3600006.3613147).
 
-Three queues. Newcomers enter a small one, a tenth of all. What leaves it unread is evicted and remembered as a ghost;
-what was read moves to the main queue, and a ghost that comes back enters there at once. The main queue is a clock: each
-key counts up to three reads, and one that comes to the front with a count loses one of it and starts at the back.
+Three queues. New keys enter a small one, a tenth of all. A key leaving it unread is evicted and remembered as a ghost;
+a read one moves to the main queue, and a returning ghost enters there at once. The main queue is a clock: each key
+counts up to three reads, and one that reaches the front with a count loses one and restarts at the back.
 
-Example: ten keys, all new, k3 was read. The small queue may hold one: k0 goes (a ghost now). Later k3 comes to its
-front and moves to the main queue, k4 goes. When k0 is put again it stands in the main queue.
+Example: ten keys, all new, k3 was read. The small queue may hold one: k0 is evicted (now a ghost). Later k3 reaches its
+front and moves to the main queue, and k4 is evicted. If k0 is put again it enters the main queue.
 
-The capacity is not known here: the target of the small queue and the limit of ghosts follow the number of keys.
+The capacity is unknown here: the target of the small queue and the limit of ghosts follow the number of keys.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from tanghulu.types import ChunkKey
 
 MAX_READS = 3
-#: The small queue's share of all keys is one in this many; ghosts may be as many as the rest.
+#: The small queue's share of all keys is one in this many; ghosts may equal the rest in number.
 SMALL_SHARE = 10
 
 
 class S3Fifo:
-    """Evicts newcomers that nobody reads soon; gives keys that were read more time."""
+    """Evicts new keys that are not read soon; gives keys that were read more time."""
 
     name = "s3-fifo"
 
@@ -34,14 +34,14 @@ class S3Fifo:
 
     @property
     def num_ghosts(self) -> int:
-        """Never more than the keys that are in, plus one."""
+        """Number of ghosts, at most the number of resident keys plus one."""
         return len(self._ghosts)
 
     def begin_batch(self) -> None:
         """Ignore the hint: only the order of keys matters here."""
 
     def add(self, key: ChunkKey, size_bytes: int) -> None:
-        """Enter ``key``: into the main queue if it went lately, else into the small one."""
+        """Add ``key``: to the main queue if recently evicted, else to the small one."""
         assert key not in self, f"{key!r} was added before"
         if key in self._ghosts:
             del self._ghosts[key]
@@ -59,7 +59,7 @@ class S3Fifo:
         return True
 
     def remove(self, key: ChunkKey, *, evicted: bool) -> None:
-        """Forget ``key``; one evicted from the small queue stays as a ghost."""
+        """Drop ``key``; one evicted from the small queue stays as a ghost."""
         if evicted and key in self._small:
             self._promote_before(key)
             self._remember(key)
@@ -78,7 +78,7 @@ class S3Fifo:
             self._ghosts.popitem(last=False)
 
     def _promote_before(self, key: ChunkKey) -> None:
-        """Move keys on that were read and stand before ``key`` in the small queue; unread ones there were leased."""
+        """Promote read keys that precede ``key`` in the small queue; unread ones there were leased."""
         passed = []
         for each, reads in self._small.items():
             if each == key:
@@ -100,7 +100,7 @@ class S3Fifo:
         self._main[key] = 0
 
     def _turn_main(self) -> None:
-        """Turn the main queue until its front has no life left: the victim, or something leased."""
+        """Turn the main queue until its front has no life left: the victim, or a leased key."""
         while True:
             first, reads = next(iter(self._main.items()))
             if not reads:
@@ -140,7 +140,7 @@ class S3Fifo:
         return key in self._small or key in self._main
 
     def check(self) -> None:
-        """Assert that no key stands in two places and that ghosts are bounded."""
+        """Assert that each key is in one queue and that ghosts are bounded."""
         assert not self._small.keys() & self._main.keys()
         assert not self._ghosts.keys() & (self._small.keys() | self._main.keys())
         assert len(self._ghosts) <= len(self) + 1

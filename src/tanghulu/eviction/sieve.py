@@ -1,13 +1,13 @@
 """SIEVE (Zhang et al., NSDI'24, https://www.usenix.org/conference/nsdi24/presentation/zhang-yazhuo).
 
 One queue from old to new, a mark on every key that was read, and a hand. The hand walks from the oldest to the newest:
-a marked key loses its mark and stays where it is, an unmarked one goes. Keys that survive keep their place, so new ones
-are tried early and hot keys gather behind the hand.
+a marked key loses its mark and stays in place, an unmarked one is evicted. Surviving keys keep their place, so new ones
+are tested early and hot keys gather behind the hand.
 
-Example: a, b, c came in this order, a was read. The hand passes a (mark off) and evicts b; the next victim is c, the
-newest, so that the hand then wraps to the oldest: a is evicted next, even if d has been added by then.
+Example: a, b, c were added in this order, a was read. The hand passes a (mark off) and evicts b; the next victim is c,
+the newest, so that the hand then wraps to the oldest: a is evicted next, even if d has been added by then.
 
-The order is kept as two dictionaries, each from old to new: ``_behind`` holds the keys that the hand has passed in this
+The order is kept as two dictionaries, each from old to new: ``_behind`` holds the keys passed by the hand in this
 round, ``_ahead`` those still in front of it. A new key joins ``_ahead``. When ``_ahead`` becomes empty the hand wraps.
 """
 
@@ -20,7 +20,7 @@ from tanghulu.types import ChunkKey
 
 
 class Sieve:
-    """Evicts the first key without a mark that the hand meets."""
+    """Evicts the first unmarked key that the hand meets."""
 
     name = "sieve"
 
@@ -31,14 +31,14 @@ class Sieve:
 
     @property
     def num_ghosts(self) -> int:
-        """No evicted key is remembered: 0."""
+        """Number of remembered evicted keys: always 0."""
         return 0
 
     def begin_batch(self) -> None:
         """Ignore the hint: only the order of keys matters here."""
 
     def add(self, key: ChunkKey, size_bytes: int) -> None:
-        """Enter ``key`` as the newest, unmarked."""
+        """Add ``key`` as the newest, unmarked."""
         assert key not in self._marked, f"{key!r} was added before"
         self._marked[key] = False
         self._ahead[key] = None
@@ -51,7 +51,7 @@ class Sieve:
         return True
 
     def remove(self, key: ChunkKey, *, evicted: bool) -> None:
-        """Forget ``key``; if it is evicted, the hand stands where it stood."""
+        """Drop ``key``; if it is evicted, move the hand first."""
         if evicted:
             self._walk_to(key)
         del self._marked[key]
@@ -59,13 +59,13 @@ class Sieve:
         self._wrap()
 
     def _wrap(self) -> None:
-        """Put the hand back to the oldest key once it has passed the newest, before another key is added."""
+        """Reset the hand to the oldest key once it has passed the newest, before another key is added."""
         if not self._ahead:
             self._ahead, self._behind = self._behind, self._ahead
 
     def _walk_to(self, key: ChunkKey) -> None:
-        """Move the hand to the first unmarked key; that may be another than ``key``, if leases protect it."""
-        if self._marked[key]:  # every key that may go is marked: the hand went all the way round
+        """Move the hand to the first unmarked key, which may differ from ``key`` if leases protect it."""
+        if self._marked[key]:  # every evictable key is marked: the hand went all the way round
             self._marked = dict.fromkeys(self._marked, False)
         while self._marked[first := next(iter(self._ahead))]:
             self._marked[first] = False
@@ -74,7 +74,7 @@ class Sieve:
             self._wrap()
 
     def victims(self) -> Iterator[ChunkKey]:
-        """Unmarked keys as the hand would meet them, then the marked ones, which lose their marks on its way."""
+        """Yield unmarked keys in the order of the hand, then the marked ones, which lose their marks as it passes."""
         for wanted in (False, True):
             for part in (self._ahead, self._behind):
                 yield from (key for key in part if self._marked[key] is wanted)

@@ -1,9 +1,9 @@
-"""Who is let through to a process's methods, where it was started with ``--tokens``.
+"""Authorization of callers of a process's methods, if it was started with ``--tokens``.
 
-An authorizer stands between the wire and the handlers: it learns from HELLO who calls, looks up the rule of the method,
-refuses what the token does not allow, and puts the tenant's scope in front of the keys of requests and takes it away
-from those of answers. Handlers know nothing of it, and a process without ``--tokens`` has none, so it costs nothing
-there. A method without a rule is refused.
+An authorizer is between the wire and the handlers: it gets the caller from HELLO, looks up the rule of the method,
+rejects what the token does not allow, adds the tenant's scope to the keys of requests and removes it from those of
+answers. Handlers are unaware of it, and a process without ``--tokens`` has none, so it costs nothing there. A method
+without a rule is rejected.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ REFRESH_S = 1.0
 
 
 class Authorizer:
-    """Authorises the fast lane's calls: ``authorize`` a service with all its methods registered; ``watch`` revokes."""
+    """Authorizes the fast lane's calls: ``authorize`` a service with all its methods registered; ``watch`` revokes."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
 
     def authorize(self, service: FastService) -> None:
-        """Have every method of ``service`` ask this object first."""
+        """Have every method of ``service`` check with this object first."""
         service.guarded = True
         for number, served in list(service.served.items()):
             method, handler = served.method, served.handler
@@ -55,10 +55,10 @@ class Authorizer:
         return hello
 
     async def watch(self, service: FastService) -> None:
-        """Follow the tokens file, and hang up on peers whose token was revoked or has expired; until cancelled."""
+        """Follow the tokens file, and disconnect peers whose token was revoked or has expired; runs until cancelled."""
         while True:
             await asyncio.sleep(REFRESH_S)
-            await asyncio.to_thread(self._tokens.refresh)  # a disk that is busy takes its time
+            await asyncio.to_thread(self._tokens.refresh)  # a busy disk may be slow
             now_unix_s = time.time()
             for peer in list(service.peers):
                 identity = peer.identity
@@ -68,7 +68,7 @@ class Authorizer:
 
 
 def _authorized(method: Method[Any, Any], handler: Callable[[Peer, Any, Any], Any]) -> Callable[[Peer, Any, Any], Any]:
-    """Authorize and scope each call of ``handler``, which may also be what makes a payload sink."""
+    """Authorize and scope each call of ``handler``, which may also be the maker of a payload sink."""
     rule = method.rule
 
     def authorized(peer: Peer, request: Any, payload: Any) -> Any:

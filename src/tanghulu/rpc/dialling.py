@@ -1,4 +1,4 @@
-"""Opens blocking connections of the fast lane: by a Unix socket, by TCP, or by TLS."""
+"""Opens blocking connections of the fast lane: over a Unix socket, TCP or TLS."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tanghulu.rpc.unix_sockets import dial_nearby
 from tanghulu.runtime.fork import lose_in_children
 from tanghulu.types import Address
 
-#: The kernel wakes a waiting receive this often, so that a deadline is at most this late.
+#: Interval at which the kernel wakes a waiting receive; a deadline is at most this late.
 _TICK_S = 0.05
 _TICK = struct.pack("ll", 0, int(_TICK_S * 1e6))
-#: Buffers in one send are joined up to this size: a record each would cost more than the copy.
+#: Buffers in one send are joined up to this size: one record for each would cost more than the copy.
 _JOINED_BYTES = 64 << 10
 CONNECT_TIMEOUT_S = 5.0
-#: A kernel lets a connection in at once, however busy its processes are; one that does not for so long is out of reach.
+#: A kernel accepts a connection at once, however busy its processes are; after this time its host is unreachable.
 REACH_S = 2.0
 
 
@@ -36,19 +36,19 @@ def dial(
     tls: TlsFiles = NO_TLS,
     dead_s: int = 0,
 ) -> socket.socket | TlsSocket:
-    """A connected blocking socket, by the Unix socket if its path exists here; raises NodeUnavailable.
+    """Return a connected blocking socket, a Unix socket if its path exists here; raises NodeUnavailable.
 
-    PeerSilent if the host does not answer within ``REACH_S``. ``dead_s``: see `notice_dead_peer`; 0: nothing but the
-    deadlines of calls ends them.
+    Raises PeerSilent if the host does not answer within ``REACH_S``. ``dead_s``: see `notice_dead_peer`; 0 leaves only
+    the deadlines of calls to end them.
 
-    ``shortcut``: to an address of this host, come by its Unix socket of that name if there is one. ``tls`` with files:
-    TCP is encrypted; raises Unauthorized if a certificate is not what it should be.
+    ``shortcut``: reach an address of this host by the Unix socket of that name, if there is one. ``tls`` with files
+    encrypts TCP; raises Unauthorized for an invalid certificate.
     """
     try:
         if unix_path and os.path.exists(unix_path):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                sock.settimeout(timeout_s)  # a peer that stands still lets its backlog fill up
+                sock.settimeout(timeout_s)  # a stalled peer lets its backlog fill up
                 sock.connect(unix_path)
                 sock.settimeout(None)
             except OSError:
@@ -81,22 +81,22 @@ def _reach(address: Address, timeout_s: float) -> socket.socket:
     try:
         return socket.create_connection((address.host, address.port), timeout=min(timeout_s, REACH_S))
     except OSError as error:
-        if not is_silence(error) or timeout_s < REACH_S:  # it had no time
+        if not is_silence(error) or timeout_s < REACH_S:  # it had too little time
             raise
         raise PeerSilent(f"{address} cannot be reached: {error}") from error
 
 
 def is_silence(error: OSError) -> bool:
-    """Return whether ``error`` says that a host does not answer, rather than a process on it."""
+    """Return whether ``error`` means that a host does not answer, rather than a process on it."""
     return isinstance(error, TimeoutError) or error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 class TlsSocket:
-    """A blocking TLS connection with the calls and the time-outs of the plain sockets that the fast lane uses.
+    """A blocking TLS connection with the calls and the time-outs of the plain sockets used by the fast lane.
 
     ``sock`` is connected; the handshake happens here and raises OSError. ``tick_s``: see FastConnection.
 
-    As with SO_RCVTIMEO, a call that waited for ``tick_s`` in vain raises BlockingIOError and may be made again.
+    As with SO_RCVTIMEO, a call that has waited for ``tick_s`` in vain raises BlockingIOError and may be repeated.
     """
 
     def __init__(
@@ -108,14 +108,14 @@ class TlsSocket:
         lose_in_children(self._sock)
 
     def send(self, data: bytes | memoryview) -> int:
-        """Some of ``data``."""
+        """Send some of ``data``; returns the number of bytes."""
         try:
             return self._sock.send(data)
         except (TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             raise BlockingIOError from error
 
     def sendmsg(self, parts: Sequence[bytes | bytearray | memoryview]) -> int:
-        """Some of ``parts``, one behind the other."""
+        """Send some of ``parts``, in order; returns the number of bytes."""
         joined = bytearray()
         for part in parts:
             view = memoryview(part).cast("B")
@@ -125,7 +125,7 @@ class TlsSocket:
         return self.send(memoryview(joined))
 
     def sendall(self, data: bytes) -> None:
-        """All of it, as long as that takes."""
+        """Send all of ``data``, blocking as long as necessary."""
         view = memoryview(data)
         while view:
             try:
@@ -134,7 +134,7 @@ class TlsSocket:
                 continue
 
     def recv(self, num_bytes: int) -> bytes:
-        """At most so many bytes; none when the peer has hung up."""
+        """Receive at most ``num_bytes``; none if the peer has disconnected."""
         try:
             return self._sock.recv(num_bytes)
         except (TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
@@ -143,7 +143,7 @@ class TlsSocket:
             return b""
 
     def recv_into(self, buffer: memoryview) -> int:
-        """As ``recv``, into ``buffer``."""
+        """Receive like ``recv``, into ``buffer``."""
         try:
             return self._sock.recv_into(buffer)
         except (TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
@@ -152,17 +152,17 @@ class TlsSocket:
             return 0
 
     def setblocking(self, flag: bool) -> None:
-        """False: a call that would have to wait raises BlockingIOError at once."""
+        """Set the blocking mode; without it, a call that would have to wait raises BlockingIOError at once."""
         self._sock.setblocking(flag)
 
     def fileno(self) -> int:
-        """The descriptor, to be polled."""
+        """Return the descriptor, for polling."""
         return self._sock.fileno()
 
     def getsockopt(self, level: int, option: int) -> int:
-        """As a socket's."""
+        """Return an option of the socket."""
         return self._sock.getsockopt(level, option)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._sock.close()

@@ -32,20 +32,20 @@ from tanghulu.runtime.fork import lose_in_children
 from tanghulu.types import Address
 
 R = TypeVar("R", bound=Body)
-#: Told the reply, or why there is none, in the loop step in which that is known.
+#: Receives the reply, or the reason for its absence, in the same loop step.
 OnReply: TypeAlias = Callable[[Reply[Any] | TanghuluError], None]
 
 _CONNECT_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 1.0
-#: Late replies that may be wanted of one connection; a peer that owes more is hung up on.
+#: Maximum wanted late replies of one connection; a peer that owes more is disconnected.
 _MAX_LATE = 1024
 
 
 class AsyncFastConnection(asyncio.Protocol):
     """One open connection; made by ``await AsyncFastConnection.connect(...)``.
 
-    A reply of a type in ``on_late`` is wanted even if its caller's time is over, or its task cancelled: it may carry
-    what has to be given back.
+    A reply of a type in ``on_late`` is delivered even after its caller timed out or was cancelled: it may carry a
+    resource to be returned.
     """
 
     def __init__(self, peer: str, on_late: LateReplies | None = None) -> None:
@@ -58,7 +58,7 @@ class AsyncFastConnection(asyncio.Protocol):
         self._streams: dict[int, tuple[type[Any], OnReply]] = {}
         self._transport: asyncio.Transport | None = None
         self._lost = asyncio.get_running_loop().create_future()
-        self._reason = ""  # that the peer gave, or that we had
+        self._reason = ""  # of the peer, or our own
         self._writable = asyncio.Event()
         self._writable.set()
 
@@ -72,10 +72,10 @@ class AsyncFastConnection(asyncio.Protocol):
         tls: TlsFiles = NO_TLS,
         on_late: LateReplies | None = None,
     ) -> AsyncFastConnection:
-        """Open a connection, by the Unix socket if its path exists here; raises NodeUnavailable.
+        """Open a connection, over the Unix socket if its path exists here; raises NodeUnavailable.
 
-        ``shortcut``: to an address of this host, come by its Unix socket of that name if there is one. ``tls`` with
-        files: TCP is encrypted; raises Unauthorized if a certificate is not what it should be.
+        ``shortcut``: reach an address of this host by the Unix socket of that name, if there is one. ``tls`` with files
+        encrypts TCP; raises Unauthorized for an invalid certificate.
         """
         loop = asyncio.get_running_loop()
         connection = cls(unix_path or str(address), on_late)
@@ -94,32 +94,32 @@ class AsyncFastConnection(asyncio.Protocol):
             raise Unauthorized(
                 f"{address} has a certificate for another name or role: {error.verify_message}"
             ) from error
-        except OSError as error:  # TimeoutError is one
+        except OSError as error:  # includes TimeoutError
             kind = PeerSilent if is_silence(error) else NodeUnavailable
             raise kind(f"cannot connect to {connection.peer}: {_why(error)}") from error
         return connection
 
     @property
     def closed(self) -> bool:
-        """Whether the connection is of no use any more."""
+        """Whether the connection is unusable."""
         return self._lost.done()
 
     def fileno(self) -> int:
-        """The socket's descriptor, -1 when it is closed."""
+        """Return the socket's descriptor, -1 if closed."""
         sock = None if self._transport is None or self.closed else self._transport.get_extra_info("socket")
         return -1 if sock is None else int(sock.fileno())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Greet the peer."""
+        """Send the preamble."""
         lose_in_children(self)
-        self._transport = cast(asyncio.Transport, transport)  # uvloop has its own, which is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop has its own, which is not a subclass
         sock, peer = transport.get_extra_info("socket"), transport.get_extra_info("peername")
         if sock is not None and sock.family != socket.AF_UNIX and peer:
             unpace_within_machine(sock, peer)
         self._transport.write(PREAMBLE)
 
     def data_received(self, data: bytes) -> None:
-        """Hand each frame to the call that waits for it."""
+        """Pass each frame to the call waiting for it."""
         try:
             only = self._reader.whole(data)
             for frame in self._reader.feed(data) if only is None else (only,):
@@ -134,7 +134,7 @@ class AsyncFastConnection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Every call in flight ends with NodeUnavailable."""
+        """Fail every call in flight with NodeUnavailable."""
         if not self._lost.done():
             self._lost.set_result(None)
         self._writable.set()
@@ -145,7 +145,7 @@ class AsyncFastConnection(asyncio.Protocol):
             on_reply(NodeUnavailable(f"connection to {self.peer} was lost: {reason}"))
 
     def pause_writing(self) -> None:
-        """Have calls wait before they send: the peer reads slowly."""
+        """Make calls wait before sending: the peer reads slowly."""
         self._writable.clear()
 
     def resume_writing(self) -> None:
@@ -163,7 +163,7 @@ class AsyncFastConnection(asyncio.Protocol):
     ) -> Reply[R]:
         """Send one request and wait for its reply, at most ``deadline_s``.
 
-        Raises the peer's typed error, DeadlineExceeded, or NodeUnavailable when the connection is gone.
+        Raises the peer's typed error, DeadlineExceeded, or NodeUnavailable if the connection is lost.
         """
         try:
             async with asyncio.timeout(deadline_s):
@@ -194,12 +194,12 @@ class AsyncFastConnection(asyncio.Protocol):
         call_id = self.send(method, request, reply_type, on_reply, attachment)
         try:
             return await future
-        except BaseException:  # the time is over, or the task was cancelled; all is raised on
+        except BaseException:  # timed out or cancelled; everything is re-raised
             self._abandon(call_id, reply_type, future)
             raise
 
     def _abandon(self, call_id: int, reply_type: type[R], future: asyncio.Future[Reply[R]]) -> None:
-        """Nobody waits for the reply, which is still to come, or came in the very step that ended the wait."""
+        """Abandon a reply that is still to come, or came in the very step that ended the wait."""
         if self._pending.pop(call_id, None) is None:
             if future.done() and not future.cancelled() and future.exception() is None:
                 deliver_late(self._on_late, reply_type, future.result())
@@ -223,7 +223,7 @@ class AsyncFastConnection(asyncio.Protocol):
     ) -> int:
         """Send one request without waiting; ``on_reply`` is called once, or never if this raises NodeUnavailable.
 
-        The caller bounds what it has in flight. Returns the call's number on this connection.
+        The caller bounds the number in flight. Returns the call's number on this connection.
         """
         transport = self._open_transport()
         call_id, head = self._encode(method, request, attachment)
@@ -235,9 +235,9 @@ class AsyncFastConnection(asyncio.Protocol):
         return call_id
 
     def stream(self, method: int, request: Body, reply_type: type[Any], on_reply: OnReply) -> int:
-        """Begin a call that is answered by many messages; ``on_reply`` is told each, and last why there are no more.
+        """Begin a call answered by many messages; ``on_reply`` receives each, and last the reason for the end.
 
-        Returns the call's number, for ``send_on``. Raises NodeUnavailable, and then tells nothing.
+        Returns the call's number, for ``send_on``. Raises NodeUnavailable, and then reports nothing.
         """
         transport = self._open_transport()
         call_id, head = self._encode(method, request)
@@ -250,7 +250,7 @@ class AsyncFastConnection(asyncio.Protocol):
         """Send one more message of a stream, which has no answer of its own.
 
         Raises Overloaded if more than ``most_unsent_bytes`` would wait for the peer, and InvalidRequest for a message
-        that is too large. On a connection that is lost it is dropped: ``on_reply`` is told of that.
+        that is too large. On a lost connection it is dropped: ``on_reply`` receives the loss.
         """
         transport = self._transport
         if transport is None or transport.is_closing():
@@ -263,12 +263,12 @@ class AsyncFastConnection(asyncio.Protocol):
         transport.write(head + body)
 
     def pause_reading(self) -> None:
-        """Read nothing more from the peer, so that it holds what it has to say, until ``resume_reading``."""
+        """Stop reading from the peer, which then keeps its messages, until ``resume_reading``."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read again."""
+        """Resume reading."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
@@ -280,7 +280,7 @@ class AsyncFastConnection(asyncio.Protocol):
     def _encode(
         self, method: int, request: Body, attachment: Sequence[bytes | bytearray | memoryview] = ()
     ) -> tuple[int, bytes]:
-        """(the number of a call, its bytes but for the attachment)."""
+        """Return the number of a call, and its bytes without the attachment."""
         call_id = call_id_of(next(self._numbers))
         body = encode(request)
         size = sum([memoryview(part).nbytes for part in attachment])
@@ -296,16 +296,16 @@ class AsyncFastConnection(asyncio.Protocol):
         if self._transport is not None and not self.closed:
             self._transport.close()
             await asyncio.wait({self._lost}, timeout=_CLOSE_TIMEOUT_S)
-            self._transport.abort()  # a peer that does not read would hold what is unsent for ever
+            self._transport.abort()  # a peer that does not read would delay this for ever
 
 
 def _why(error: OSError) -> str:
-    """The reason of ``error`` as the system names it; asyncio has words of its own for a refused connection."""
+    """Return the system's text for ``error``; asyncio has its own for a refused connection."""
     return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error) or "no answer"
 
 
 def _outcome(reply_type: type[R], frame: Frame) -> Reply[R] | TanghuluError:
     try:
         return outcome_of(reply_type, frame)
-    except InvalidRequest as error:  # whoever waits for this call is to hear of it
+    except InvalidRequest as error:  # reported to this call's waiter
         return error

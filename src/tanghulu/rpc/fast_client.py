@@ -1,7 +1,7 @@
 """The fast lane's blocking client: one connection, many threads, calls that may be pipelined.
 
 No event loop: a blocking socket answers a small call in 12-20 us, an asyncio one in several times that.
-A thread that calls holds the connection until its replies are in; deadlines are kept by the kernel's
+A calling thread holds the connection until its replies are in; deadlines are kept by the kernel's
 receive time-out, so that no call costs an extra poll.
 """
 
@@ -27,27 +27,27 @@ from tanghulu.types import Address
 R = TypeVar("R", bound=Body)
 Q = TypeVar("Q")
 A = TypeVar("A")
-#: Told the message of a reply, by its type, that came when nobody waited for it any more.
+#: Handler of late replies that nobody waits for, by type.
 LateReplies: TypeAlias = Mapping[type[Any], Callable[[Any], None]]
 
-#: Requests that are sent ahead of their replies, in bytes. Less than a socket holds, so that neither side can end up
-#: writing to the other while nobody reads.
+#: Bytes of requests sent ahead of their replies. Less than a socket holds, so that the two sides cannot both block
+#: writing to each other.
 _WINDOW_BYTES = 64 << 10
-#: Posted requests whose replies are still to come; beyond it the next one waits for a reply.
+#: Maximum posted requests without a reply; beyond it the next one waits for a reply.
 _MAX_ABANDONED = 64
 #: Buffers in one send: the kernel takes at most 1024 (IOV_MAX).
 _MAX_PARTS = 1000
-#: What one receive takes at most: an answer with the largest inline value in it.
+#: Maximum size of one receive: an answer with the largest inline value.
 _RECEIVE_BYTES = 66 << 10
 #: A deadline that has passed.
 _AT_ONCE = float("-inf")
 
 
-@dataclass(slots=True)  # not frozen, here and below: freezing makes every one of them a microsecond dearer
+@dataclass(slots=True)  # not frozen, here and below: freezing costs a microsecond for each
 class Call(Generic[R]):
     """A request to send: ``attachment`` is raw payload (a list is sent as one, without joining it).
 
-    ``request`` is a message, or the bytes of one; the reply's is parsed as a ``reply_type``, or stays bytes.
+    ``request`` is a message, or its bytes; the reply's is parsed as a ``reply_type``, or stays bytes.
     """
 
     method: int
@@ -57,13 +57,13 @@ class Call(Generic[R]):
 
     @property
     def body(self) -> bytes:
-        """The request's bytes."""
+        """Return the request's bytes."""
         return encode(self.request)
 
 
 @dataclass(slots=True)
 class Reply(Generic[R]):
-    """An answer: the message, and the payload behind it (a view that stays valid as long as it is held)."""
+    """An answer: the message, and its payload (a view that stays valid while it is held)."""
 
     message: R
     attachment: memoryview
@@ -72,10 +72,10 @@ class Reply(Generic[R]):
 class FastConnection:
     """One open connection. Broken by the first failure or missed deadline, and then closed for good.
 
-    A reply of a type in ``on_late`` is wanted even if it comes late: it may carry what has to be given back. A
-    connection that was broken before it came stays open for it alone, see ``take_late``.
+    A reply of a type in ``on_late`` is delivered even if late: it may carry a resource to be returned. A connection
+    broken before the reply came stays open for it alone, see ``take_late``.
 
-    ``dead_s``: calls fail with PeerSilent when the peer's host has answered nothing for so long, and `failure` tells.
+    ``dead_s``: calls fail with PeerSilent if the peer's host answers nothing for that time, and `failure` reports it.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class FastConnection:
         self.timed_out = False  # a call took too long, and so broke the connection
         self._rest = b""  # received beyond the last frame
         self._num_missing = 0  # of the frame that is being received
-        self._abandoned: dict[int, type[Any]] = {}  # calls whose reply nobody waits for, and its type
-        self._posted: dict[int, Call[Any]] = {}  # of these, what was only to be told
+        self._abandoned: dict[int, type[Any]] = {}  # abandoned calls, and the types of their replies
+        self._posted: dict[int, Call[Any]] = {}  # of these, the posted ones
         self._on_late = on_late or {}
         try:
             self._socket.sendall(PREAMBLE)
@@ -108,13 +108,13 @@ class FastConnection:
 
     @property
     def closed(self) -> bool:
-        """Whether the connection is of no use for calls any more."""
+        """Whether the connection is unusable for calls."""
         return self._closed
 
     def failure(self) -> NodeUnavailable | None:
-        """Why the connection is lost, if the kernel has noticed that while nobody called. Never waits."""
+        """Return the failure of the connection if the kernel has detected one while it was idle. Never waits."""
         if not self._lock.acquire(blocking=False):
-            return None  # the call that is under way will say
+            return None  # the call in progress will report it
         try:
             if self._closed:
                 return NodeUnavailable(f"connection to {self.peer} is closed")
@@ -130,16 +130,16 @@ class FastConnection:
 
     @property
     def has_late_replies(self) -> bool:
-        """Whether replies are to come that ``on_late`` wants."""
+        """Whether replies are outstanding that ``on_late`` wants."""
         return not self._on_late.keys().isdisjoint(self._abandoned.values())
 
     @property
     def unanswered(self) -> list[Call[Any]]:
-        """What was posted and has not been answered: of a connection that is closed, the peer may not have read it."""
+        """Return posted calls without an answer; if the connection is closed, the peer may not have read them."""
         return list(self._posted.values())
 
     def take_late(self) -> bool:
-        """Take the late replies that have come to a broken connection; False, and closed: no more will. Never waits."""
+        """Take arrived late replies from a broken connection; False, and closed, if no more will come. Never waits."""
         if not self._lock.acquire(blocking=False):
             return True
         try:
@@ -156,7 +156,7 @@ class FastConnection:
         return False
 
     def _take_abandoned(self, frame: Frame) -> None:
-        """A reply that nobody waits for."""
+        """Deliver or drop an abandoned reply."""
         reply_type = self._abandoned.pop(frame.call_id, None)
         self._posted.pop(frame.call_id, None)
         if reply_type in self._on_late:
@@ -174,7 +174,7 @@ class FastConnection:
     ) -> Reply[R]:
         """Send one request and wait for its reply, at most ``deadline_s``.
 
-        Raises the peer's typed error, DeadlineExceeded, or NodeUnavailable when the connection is gone.
+        Raises the peer's typed error, DeadlineExceeded, or NodeUnavailable if the connection is lost.
         """
         outcome = self.call_one(Call(method, request, reply_type, attachment), deadline_s=deadline_s)
         if isinstance(outcome, TanghuluError):
@@ -182,20 +182,20 @@ class FastConnection:
         return outcome
 
     def call_one(self, call: Call[R], *, deadline_s: float = 5.0) -> Reply[R] | TanghuluError:
-        """``call_many`` for one call, with as little work as that takes."""
+        """Do the same as ``call_many`` for one call, with the least work."""
         return self._alone(self._exchange_one, call, deadline_s)
 
     def call_many(self, calls: Sequence[Call[R]], *, deadline_s: float = 5.0) -> list[Reply[R] | TanghuluError]:
-        """Send all of ``calls``, then take their replies; typed errors of the peer come in their place.
+        """Send all of ``calls``, then collect their replies; typed errors of the peer are returned in their place.
 
-        Raises DeadlineExceeded or NodeUnavailable for all of them when the connection fails.
+        Raises DeadlineExceeded or NodeUnavailable for all of them if the connection fails.
         """
         return self._alone(self._exchange, calls, deadline_s)
 
     def begin(self, call: Call[R], *, deadline_s: float = 5.0) -> SentCall[R]:
-        """Send one request; its reply is taken later. Raises as ``call_many``.
+        """Send one request; its reply is taken later. Raises like ``call_many``.
 
-        Until then the connection is for nothing else.
+        Until then the connection cannot be used for anything else.
         """
         until = time.monotonic() + deadline_s
         return SentCall(self, call.reply_type, self._alone(self._begin, call, deadline_s), until)
@@ -210,13 +210,13 @@ class FastConnection:
         return call_id
 
     def end(self, call_id: int, reply_type: type[R], deadline_s: float) -> Reply[R] | TanghuluError:
-        """The reply to what was begun; raises as ``call_many``."""
+        """Return the reply to a begun call; raises like ``call_many``."""
         return self._alone(self._end, (call_id, reply_type), deadline_s)
 
     def _end(self, wanted: tuple[int, type[R]], until: float) -> Reply[R] | TanghuluError:
         try:
             frame = self._receive(until)
-        except BaseException:  # an interrupt, too; all is raised on
+        except BaseException:  # an interrupt, too; everything is re-raised
             self._abandoned[wanted[0]] = wanted[1]
             raise
         if frame.call_id != wanted[0]:
@@ -224,13 +224,13 @@ class FastConnection:
         return outcome_of(wanted[1], frame)
 
     def leave(self, call_id: int, reply_type: type[Any]) -> None:
-        """Nobody waits for the reply to what was begun. If it has to be taken, the connection is there for it alone."""
+        """Abandon the reply to a begun call. If it must be taken, the connection is reserved for it."""
         self._abandoned[call_id] = reply_type
         if reply_type in self._on_late:
             self._closed = True
 
     def post(self, call: Call[R], *, deadline_s: float = 5.0) -> None:
-        """Send a request whose reply nobody needs; it is dropped when it comes. Raises as ``call_many``."""
+        """Send a request whose reply is dropped on arrival. Raises like ``call_many``."""
         self._alone(self._post, call, deadline_s)
 
     def _alone(self, exchange: Callable[[Q, float], A], wanted: Q, deadline_s: float) -> A:
@@ -242,8 +242,8 @@ class FastConnection:
                 raise NodeUnavailable(f"connection to {self.peer} is closed")
             return exchange(wanted, until)
         except BaseException as error:
-            # An interrupt, too: replies still under way would be taken for those of later calls, so this connection
-            # is spent. All is raised on.
+            # An interrupt, too: outstanding replies would be taken for those of later calls, so this connection is
+            # spent. Everything is re-raised.
             if isinstance(error, OSError | NodeUnavailable) or not self.has_late_replies:
                 self.close()
             self._closed = True
@@ -259,7 +259,7 @@ class FastConnection:
         try:
             self._send(call, call_id, until)
             frame = self._receive(until)
-        except BaseException:  # an interrupt, too, which may come when all has been sent; all is raised on
+        except BaseException:  # an interrupt, too, which may come after sending; everything is re-raised
             self._abandoned[call_id] = call.reply_type
             raise
         if frame.call_id != call_id:
@@ -293,12 +293,12 @@ class FastConnection:
                 size = len(body) + sum([memoryview(part).nbytes for part in call.attachment])
                 while pending and in_flight_bytes + size > _WINDOW_BYTES:
                     in_flight_bytes -= take_reply()
-                pending[call_id] = (index, size)  # before it is sent: an interrupt may come behind that
+                pending[call_id] = (index, size)  # before sending: an interrupt may follow
                 in_flight_bytes += size
                 self._send(call, call_id, until, body)
             while pending:
                 take_reply()
-        except BaseException:  # an interrupt, too; all is raised on
+        except BaseException:  # an interrupt, too; everything is re-raised
             for call_id, (index, _) in pending.items():
                 self._abandoned[call_id] = calls[index].reply_type
             for index, outcome in outcomes.items():
@@ -307,7 +307,7 @@ class FastConnection:
         return [outcomes[index] for index in range(len(calls))]
 
     def _send(self, call: Call[R], call_id: int, until: float, body: bytes | None = None) -> None:
-        """One system call in the usual case, whatever the attachment; ``body`` if it is encoded already."""
+        """Send with one system call in the usual case, whatever the attachment; ``body`` if it is encoded already."""
         body, attachment = call.body if body is None else body, call.attachment
         size = sum([memoryview(part).nbytes for part in attachment]) if attachment else 0
         head = encode_head(call.method, call_id, len(body), size) + body
@@ -333,7 +333,7 @@ class FastConnection:
                 self._check_deadline(until)
 
     def _receive(self, until: float) -> Frame:
-        """The next frame that somebody waits for."""
+        """Return the next frame with a waiter."""
         frame = self._receive_next(until)
         while frame.call_id in self._abandoned:
             self._take_abandoned(frame)
@@ -341,7 +341,7 @@ class FastConnection:
         return frame
 
     def _receive_next(self, until: float) -> Frame:
-        """The next frame; one system call if it is small and there already."""
+        """Return the next frame, with one system call if it is small and there already."""
         data: bytes | bytearray = self._rest or self._receive_some(until)
         if not self._rest and len(data) >= HEAD.size:
             body_bytes, attachment_bytes, method, call_id = decode_head(data)
@@ -374,19 +374,19 @@ class FastConnection:
             return data
 
     def _receive_rest(self, begun: bytes | bytearray, size: int, until: float) -> bytearray:
-        """A frame of ``size`` bytes that begins with ``begun``; what has come is kept if the rest does not in time."""
+        """Receive a frame of ``size`` bytes beginning with ``begun``; if the rest times out, what arrived is kept."""
         frame = bytearray(size)
         frame[: len(begun)] = begun
         rest = memoryview(frame)[len(begun) :]
         try:
             self._fill(rest, until)
-        except BaseException:  # an interrupt, too; all is raised on
+        except BaseException:  # an interrupt, too; everything is re-raised
             self._rest = bytes(frame[: size - self._num_missing])
             raise
         return frame
 
     def _fill(self, rest: memoryview, until: float) -> None:
-        """Receive all of ``rest``; ``_num_missing`` counts."""
+        """Receive all of ``rest``, updating ``_num_missing``."""
         self._num_missing = len(rest)
         while rest:
             try:
@@ -406,9 +406,9 @@ class FastConnection:
             raise DeadlineExceeded(f"{self.peer} did not answer in time")
 
     def finish(self, deadline_s: float) -> None:
-        """Close the socket when what was posted has been answered, or at the deadline.
+        """Close the socket when the posted requests have been answered, or at the deadline.
 
-        Of a connection that is closed before, the peer may lose what it has not read yet: its first answer fails.
+        After an earlier close, the peer may lose what it has not read yet: its first answer fails.
         """
         until = time.monotonic() + deadline_s
         if self._lock.acquire(blocking=False):
@@ -432,7 +432,7 @@ class FastConnection:
 
 @dataclass(slots=True)
 class SentCall(Generic[R]):
-    """A request that is under way on ``connection``. ``end`` it or not, ``close`` it: then others may use it."""
+    """A request in progress on ``connection``. ``close`` it, with or without ``end``, so that others may use it."""
 
     connection: FastConnection
     _reply_type: type[R]
@@ -441,7 +441,7 @@ class SentCall(Generic[R]):
     _open: bool = True
 
     def end(self) -> Reply[R] | TanghuluError:
-        """Wait for the reply; a failure of the connection is a value too."""
+        """Wait for the reply; a failure of the connection is returned, too."""
         self._open = False
         try:
             return self.connection.end(self._call_id, self._reply_type, max(self._until - time.monotonic(), 0.0))
@@ -449,14 +449,14 @@ class SentCall(Generic[R]):
             return error
 
     def close(self) -> None:
-        """The reply is not needed, if it has not been taken."""
+        """Abandon the reply if it has not been taken."""
         if self._open:
             self._open = False
             self.connection.leave(self._call_id, self._reply_type)
 
 
 def deliver_late(on_late: LateReplies, reply_type: type[Any], outcome: Reply[Any] | TanghuluError) -> None:
-    """Tell of a reply that nobody waits for any more."""
+    """Deliver a reply that nobody waits for any more."""
     tell = on_late.get(reply_type)
     if tell is not None and isinstance(outcome, Reply):
         tell(outcome.message)
@@ -468,19 +468,19 @@ def _failed(peer: str, error: OSError) -> NodeUnavailable:
 
 
 def _stray(peer: str, frame: Frame) -> TanghuluError:
-    """The meaning of a reply to no call: with id 0 the peer says why it ends the connection."""
+    """Return the error in a reply to no call: with id 0 the peer states why it ends the connection."""
     if frame.call_id == 0 and frame.method == ERROR:
         return error_in(frame)
     return InvalidRequest(f"{peer} answered call {frame.call_id}, which nobody made")
 
 
 def error_in(frame: Frame) -> TanghuluError:
-    """The typed error in an ERROR frame; raises InvalidRequest for bytes that are none."""
+    """Return the typed error in an ERROR frame; raises InvalidRequest for invalid bytes."""
     return parser_of(Failure)(frame.body).error
 
 
 def outcome_of(reply_type: type[R], frame: Frame) -> Reply[R] | TanghuluError:
-    """The reply in ``frame``, or the peer's typed error; raises InvalidRequest for bytes that are neither."""
+    """Return the reply in ``frame``, or the peer's typed error; raises InvalidRequest for bytes that are neither."""
     if frame.method == ERROR:
         return error_in(frame)
     return Reply(parser_of(reply_type)(frame.body), memoryview(frame.attachment))

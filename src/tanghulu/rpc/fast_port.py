@@ -1,7 +1,7 @@
 """The one port of a process, where its fast lane listens: over TCP, with TLS if it has a certificate, and locally.
 
-Local peers come by a Unix socket (mode 0600) of the run directory, or, if they know nothing but the port, by the one of
-``unix_sockets``. A connection begins with the preamble; one that begins otherwise, or says nothing, is closed.
+Local peers use a Unix socket (mode 0600) in the run directory, or, if they have only the port, the one of
+``unix_sockets``. A connection begins with the preamble; one that begins otherwise, or sends nothing, is closed.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _log = structlog.get_logger(__name__)
 #: Connections that have not sent their preamble yet.
 MAX_UNDECIDED = 256
 DESCRIPTORS_PER_CONNECTION = 1
-#: How often the files of TLS are looked at.
+#: Interval of checking the TLS files.
 _CERTIFICATES_S = 30.0
 
 
 class FastPort:
-    """Listens for ``service``. ``start`` opens the port; ``close`` stops listening and ends what is open."""
+    """Listens for ``service``. ``start`` opens the port; ``close`` stops listening and ends open connections."""
 
     def __init__(self, service: FastService, run_dir: Path, name: str, tls: ServerTls | None = None) -> None:
         self.service = service
@@ -57,16 +57,16 @@ class FastPort:
         self.address = Address("", 0)
 
     async def start(self, host: str, port: int, advertised_host: str = "") -> Address:
-        """``bind`` and ``open`` in one; for processes whose services do not need to know the address."""
+        """Do ``bind`` and ``open`` in one, for processes whose services do not need the address."""
         address = await self.bind(host, port, advertised_host)
         await self.open()
         return address
 
     async def bind(self, host: str, port: int, advertised_host: str = "", flag: str = "--port") -> Address:
-        """Take host:port (0 picks one) and the Unix socket, without letting anybody in yet.
+        """Bind host:port (0 picks one) and the Unix socket, without accepting anybody yet.
 
-        Returns the address to publish, with ``advertised_host`` in place of ``host`` if given. Raises ConfigError that
-        names ``flag``.
+        Returns the address to publish, with ``advertised_host`` in place of ``host`` if given. Raises ConfigError
+        naming ``flag``.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -75,7 +75,7 @@ class FastPort:
                 make = self._handshakes = Handshakes(self.tls.context, make, HELLO_S)
             tcp = await loop.create_server(make, host, port, start_serving=False)
         except OSError as error:
-            why = os.strerror(error.errno) if error.errno else error.strerror  # asyncio says the address once more
+            why = os.strerror(error.errno) if error.errno else error.strerror  # asyncio repeats the address
             raise ConfigError(f"cannot listen on {host}:{port}: {why}; choose another {flag}") from error
         self._servers.append(tcp)
         try:
@@ -94,7 +94,7 @@ class FastPort:
         return self.address
 
     async def open(self) -> None:
-        """Let peers in: the service is complete now."""
+        """Accept peers: the service is complete now."""
         for server in self._servers:
             await server.start_serving()
         if self.tls is not None:
@@ -115,7 +115,7 @@ class FastPort:
             transport.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._empty.wait(), grace_s)
-        for transport in list(self._transports):  # of peers that do not read what is left for them
+        for transport in list(self._transports):  # of peers that do not read their last answers
             transport.abort()
         await asyncio.sleep(0)
         with contextlib.suppress(FileNotFoundError):
@@ -123,13 +123,13 @@ class FastPort:
 
     @property
     def num_handshakes(self) -> int:
-        """Connections whose TLS handshake has not ended."""
+        """Number of unfinished TLS handshakes."""
         return 0 if self._handshakes is None else len(self._handshakes)
 
     def enter(self, transport: asyncio.Transport) -> None:
         """Count a new connection; if too many have sent no preamble, the oldest of those is closed.
 
-        A connection that the kernel had accepted before the port was closed is cut.
+        A connection accepted by the kernel before the port was closed is cut.
         """
         self._transports.add(transport)
         self._empty.clear()
@@ -146,14 +146,14 @@ class FastPort:
         self._undecided.leave(transport)
 
     def leave(self, transport: asyncio.Transport) -> None:
-        """Forget a connection that has ended."""
+        """Forget an ended connection."""
         self._transports.discard(transport)
         self._undecided.leave(transport)
         if not self._transports:
             self._empty.set()
 
     def roles(self, transport: asyncio.Transport) -> frozenset[str]:
-        """The roles in the certificate of a peer; none if it has shown no certificate."""
+        """Return the roles in the certificate of a peer; empty without a certificate."""
         certificate = transport.get_extra_info("peercert")
         if not certificate or self.tls is None:
             return frozenset()
@@ -161,7 +161,7 @@ class FastPort:
 
 
 async def _follow_files(tls: ServerTls) -> None:
-    """Use replaced certificates for new connections; until cancelled."""
+    """Use replaced certificates for new connections; runs until cancelled."""
     while True:
         await asyncio.sleep(_CERTIFICATES_S)
         try:
@@ -173,7 +173,7 @@ async def _follow_files(tls: ServerTls) -> None:
 
 @contextlib.contextmanager
 def _private_files() -> Iterator[None]:
-    """Socket files made inside are for this user only."""
+    """Make socket files created inside private to this user."""
     previous = os.umask(0o177)
     try:
         yield
@@ -182,7 +182,7 @@ def _private_files() -> Iterator[None]:
 
 
 class _Newcomer(asyncio.Protocol):
-    """A connection up to its preamble; then the fast lane's protocol has it."""
+    """A connection before its preamble; then the fast lane's protocol takes over."""
 
     def __init__(self, port: FastPort) -> None:
         self._port = port
@@ -191,7 +191,7 @@ class _Newcomer(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport = cast(asyncio.Transport, transport)  # uvloop has its own, which is no subclass
+        self._transport = transport = cast(asyncio.Transport, transport)  # uvloop has its own, which is not a subclass
         self._port.enter(transport)
         if self._port.tls is not None and not _may_come_plain(transport):
             transport.abort()
@@ -219,7 +219,7 @@ class _Newcomer(asyncio.Protocol):
             transport.close()
 
     def _pass_on(self, transport: asyncio.Transport) -> None:
-        """Give the connection, and what came behind the preamble, to the fast lane's protocol."""
+        """Pass the connection, and the data after the preamble, to the fast lane's protocol."""
         peer = _peer(transport)
         peer.roles = self._port.roles(transport)
         peer.on_close.append(lambda: self._port.leave(transport))
@@ -231,7 +231,7 @@ class _Newcomer(asyncio.Protocol):
 
 
 def _may_come_plain(transport: asyncio.Transport) -> bool:
-    """Return whether a connection that is not encrypted comes from this user or root, and so from this host."""
+    """Return whether an unencrypted connection comes from this user or root, and so from this host."""
     sock = transport.get_extra_info("socket")
     if sock is None or sock.family != socket.AF_UNIX:
         return transport.get_extra_info("sslcontext") is not None

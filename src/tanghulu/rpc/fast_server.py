@@ -1,12 +1,12 @@
 """The fast lane's server side, as an asyncio protocol: frames in, handlers called, frames out.
 
 A handler that needs no waiting is a plain function and is answered in the same loop step. One that waits for a single
-event returns a Later, which is set by whoever learns of that event, without a task in between; others are coroutines.
-An AnswerStream is an answer of many messages; the caller may send on under the same call id. Handlers raise typed
-errors; what else they raise is a bug: it is logged with its trace, answered as INTERNAL, and the connection lives on.
+event returns a Later, set by the code that receives the event, without a task in between; others are coroutines. An
+AnswerStream is an answer of many messages; the caller may send more under the same call id. Handlers raise typed
+errors; anything else they raise is a bug: it is logged with its trace, answered as INTERNAL, and the connection stays.
 
-Thirty bytes may ask for megabytes, so requests are answered only while their peer takes the answers: those that came
-behind wait as the bytes that they came in, and nothing more is read.
+Thirty bytes may request megabytes, so requests are answered only while their peer takes the answers: later ones wait
+as received bytes, and nothing more is read.
 
 It is long because frames, answers, slow peers and the end are one connection's state, which no part could do without.
 """
@@ -41,37 +41,37 @@ _log = structlog.get_logger(__name__)
 #: A reply (a message or the bytes of one), or a reply with raw payload behind it.
 Answer: TypeAlias = Body | tuple[Body, Sequence[bytes | memoryview]]
 Handler: TypeAlias = Callable[["Peer", Any, memoryview], "Answer | Later | AnswerStream | Coroutine[Any, Any, Answer]"]
-#: Asked when the head of a large request is there and its payload, of so many bytes, is not; None: nowhere special.
+#: Called when the head of a large request has arrived but not its payload, of the given size; None: no sink.
 SinkMaker: TypeAlias = Callable[["Peer", Any, int], "PayloadSink | None"]
 
 MAX_CALLS_IN_FLIGHT = 256
 MAX_CONNECTIONS = 16384
 MAX_UNKNOWN_BYTES = 64 << 10
-#: A peer that has not shown who it is (see ``FastService.guarded``), or asked for anything, is hung up on after this.
+#: A peer that has neither authenticated (see ``FastService.guarded``) nor sent a request is disconnected after this.
 HELLO_S = 10.0
-#: Such peers at one time; the oldest is hung up on when another comes. They do not count as connections.
+#: Maximum such peers; a new one disconnects the oldest. They do not count as connections.
 MAX_UNKNOWN_PEERS = 256
 END_WAIT_S = 1.0
-#: Bytes of answers in one step of the loop; the next requests of the connection are answered in another.
+#: Bytes of answers in one step of the loop; further requests of the connection are answered in another.
 MAX_STEP_BYTES = 8 << 20
-#: Time after which the next requests of the connection are answered in another step.
+#: Time after which further requests of the connection are answered in another step.
 MAX_STEP_S = 0.001
-#: A peer has come to a halt when so much waits for it; its requests are not answered then.
+#: Unsent bytes at which a peer counts as stopped; its requests are not answered then.
 MAX_PEER_UNSENT_BYTES = 64 << 10
-#: How often a peer that takes nothing is looked at.
+#: Interval of checking a peer that takes nothing.
 _SLOW_LOOK_S = 1.0
-#: Bytes of requests that have begun to come and are not whole, of all connections; while there are more, those that
-#: have been coming for ``PRESSED_S`` are given up.
+#: Bytes of unfinished requests of all connections; above this bound, those that have been arriving for ``PRESSED_S``
+#: are given up.
 MAX_COMING_BYTES = 256 << 20
-#: What is missing of a frame is read straight into its place if it is at least so much.
+#: The rest of a frame is read straight into its place if it is at least this large.
 BULK_BYTES = 128 << 10
 
 
 @dataclass(eq=False)
 class Peer:
-    """What a server knows of one connection. ``state`` is the service's own: it sets and reads it.
+    """A server's state of one connection. ``state`` belongs to the service, which sets and reads it.
 
-    ``identity`` is who it has shown to be, where there is a gate; ``hang_up`` ends the connection. ``pidfd`` opens
+    ``identity`` is its proved identity, if there is a gate; ``hang_up`` ends the connection. ``pidfd`` opens
     a pidfd of the process, for the caller. ``roles`` are those in its certificate, see ``certificate_roles``.
     ``has_stream``: a stream of ``streams`` runs on the connection, which carries one.
     """
@@ -89,7 +89,7 @@ class Peer:
 
 
 class Later:
-    """An answer that comes later: ``set`` it once, and it is sent in that same step of the event loop."""
+    """A deferred answer: ``set`` it once, and it is sent in that same step of the event loop."""
 
     __slots__ = ("_answer", "_then")
 
@@ -98,14 +98,14 @@ class Later:
         self._then: Callable[[Answer], None] | None = None
 
     def set(self, answer: Answer) -> None:
-        """This is the answer."""
+        """Set the answer."""
         assert self._answer is None, "an answer is given once"
         self._answer = answer
         if self._then is not None:
             self._then(answer)
 
     def then(self, send: Callable[[Answer], None]) -> None:
-        """Call ``send`` with the answer, now if it is there."""
+        """Call ``send`` with the answer, now if it is set."""
         self._then = send
         if self._answer is not None:
             send(self._answer)
@@ -120,49 +120,49 @@ def _as_it_is(message: Any) -> Any:
 
 
 class AnswerStream:
-    """An answer of many messages, until the connection ends. Whoever makes it sends, once the handler has returned it.
+    """An answer of many messages, until the connection ends. Its maker sends, once the handler has returned it.
 
-    ``send`` keeps what the peer does not take, so ask ``has_room`` first; ``on_room`` is called when there is some
-    again. A peer that takes too little for too long is hung up on, as with all answers (``unsent``).
+    ``send`` buffers what the peer does not take, so check ``has_room`` first; ``on_room`` is called when there is some
+    again. A peer that takes too little for too long is disconnected, as with all answers (``unsent``).
     """
 
     __slots__ = ("_frame", "_protocol", "on_room", "view")
 
     def __init__(self, on_room: Callable[[], None]) -> None:
         self.on_room = on_room
-        self.view: Callable[[Any], Body] = _as_it_is  # what the peer may see of a message
+        self.view: Callable[[Any], Body] = _as_it_is  # the part of a message that the peer may see
         self._protocol: FastServerProtocol | None = None
         self._frame = Frame(0, 0, b"")
 
     def begin(self, protocol: FastServerProtocol, frame: Frame) -> None:
-        """Answer the call in ``frame`` from now on; for the protocol."""
+        """Answer the call in ``frame`` from now on; called by the protocol."""
         self._protocol, self._frame = protocol, frame
 
     @property
     def has_room(self) -> bool:
-        """Whether the peer takes what it is sent."""
+        """Whether the peer keeps up with the messages."""
         return self._protocol is not None and self._protocol.takes
 
     def send(self, message: Body) -> None:
-        """Send the next message; a peer that is gone gets none. Raises InvalidRequest for one that is too large."""
+        """Send the next message, unless the peer is gone. Raises InvalidRequest for one that is too large."""
         assert self._protocol is not None, "the handler has returned by now"
         self._protocol.answer(self._frame, self.view(message))
 
     def fail(self, error: TanghuluError) -> None:
-        """Send why there are no more messages."""
+        """Send the error that ends the messages."""
         assert self._protocol is not None, "the handler has returned by now"
         self._protocol.fail(self._frame, error)
 
     def end(self) -> None:
-        """Hang up when the peer has taken what was sent, or did not take it in ``SLOW_PEER_S``."""
+        """Disconnect when the peer has taken what was sent, or has not in ``SLOW_PEER_S``."""
         assert self._protocol is not None, "the handler has returned by now"
         self._protocol.hang_up()
 
 
 class PayloadSink(NamedTuple):
-    """Where a request's payload is received, and what then answers the request instead of its handler.
+    """The destination of a request's payload, and the answer to the request in place of its handler.
 
-    When the connection ends before, ``landed`` is not called; ``Peer.on_close`` is.
+    If the connection ends early, ``landed`` is not called; ``Peer.on_close`` is.
     """
 
     view: memoryview
@@ -170,7 +170,7 @@ class PayloadSink(NamedTuple):
 
 
 class Served(NamedTuple):
-    """A method that is answered: what parses its requests, and what answers them."""
+    """An answered method: the parser of its requests, and its handler."""
 
     method: Method[Any, Any]
     parse: Callable[[bytes], Any]
@@ -181,13 +181,13 @@ class Served(NamedTuple):
 class FastService:
     """The methods that a process answers, by their numbers.
 
-    ``guarded``: peers have to show who they are before they may send more than ``MAX_UNKNOWN_BYTES``.
+    ``guarded``: peers must authenticate before they may send more than ``MAX_UNKNOWN_BYTES``.
     """
 
     served: dict[int, Served] = field(default_factory=dict)
     sinks: dict[int, SinkMaker] = field(default_factory=dict)
     peers: set[Peer] = field(default_factory=set)
-    #: Connections of those that have not shown who they are, the oldest first.
+    #: Connections that have not authenticated, the oldest first.
     unknown: Strangers[FastServerProtocol] = field(default_factory=lambda: Strangers())
     places: Places = field(default_factory=lambda: Places("connections", CONNECTIONS_ONE_IN))
     latencies: Latencies[str] = field(default_factory=Latencies)
@@ -203,40 +203,40 @@ class FastService:
         self.served[method.number] = Served(method, parser_of(method.request), handler)
 
     def register_sink(self, method: Method[Any, Any], make: SinkMaker) -> None:
-        """Have payload of ``method`` received where ``make`` says; its handler answers where that is nowhere."""
+        """Receive payload of ``method`` in the sink returned by ``make``; if it returns None, the handler answers."""
         assert method.number in self.served, f"method {method.name} has no handler"
         self.sinks[method.number] = make
 
 
 class FastServerProtocol(asyncio.Protocol):
-    """One connection of the fast lane; ``FastPort`` hands it the transport once the preamble has come."""
+    """One connection of the fast lane; ``FastPort`` passes the transport once the preamble has arrived."""
 
     def __init__(self, service: FastService, peer: Peer) -> None:
         self._service = service
         self._peer = peer
         self._reader = FrameReader(self._place)
-        self._sink: PayloadSink | None = None  # of the frame that is coming
+        self._sink: PayloadSink | None = None  # of the incoming frame
         self._transport: asyncio.Transport | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_later = 0
-        self._unknown_bytes = 0  # that came before it was known from whom
-        self._frames: Iterator[Frame] | None = None  # what has come and is not answered yet
+        self._unknown_bytes = 0  # received before authentication
+        self._frames: Iterator[Frame] | None = None  # received and not answered yet
         self._answered_bytes = 0
         self._slow: SlowPeer | None = None
         self._looking: asyncio.TimerHandle | None = None
-        self._coming: tuple[PartialFrame, SlowPeer] | None = None  # a frame that has begun to come
-        self._awaiting: asyncio.TimerHandle | None = None  # looks at it
+        self._coming: tuple[PartialFrame, SlowPeer] | None = None  # an incomplete frame
+        self._awaiting: asyncio.TimerHandle | None = None  # checks it
         self._held_up = False  # the peer is slow, or has too many calls in flight
         self._serving = self._will_serve = False
         self._paused = False
         self._ending: asyncio.TimerHandle | None = None
-        self._hello_due: asyncio.TimerHandle | None = None  # while the peer is unknown
+        self._hello_due: asyncio.TimerHandle | None = None  # before authentication
         self._caller: Caller | None = None  # once it has a place
         self._streams: list[AnswerStream] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the transport; refuse it when the process has too many peers."""
-        self._transport = transport = cast(asyncio.Transport, transport)  # uvloop has its own, which is no subclass
+        """Take the transport; refuse it if the process has too many peers."""
+        self._transport = transport = cast(asyncio.Transport, transport)  # uvloop has its own, which is not a subclass
         transport.set_write_buffer_limits(high=MAX_PEER_UNSENT_BYTES)
         service = self._service
         self._peer.hang_up = transport.close
@@ -261,14 +261,14 @@ class FastServerProtocol(asyncio.Protocol):
         self._send_error(frame.call_id, error)
 
     def hang_up(self) -> None:
-        """Close behind what was sent; in ``SLOW_PEER_S`` in any case."""
+        """Close after sending what is buffered; after ``SLOW_PEER_S`` in any case."""
         transport = self._transport
         if transport is not None and not transport.is_closing():
             transport.close()
             self._ending = asyncio.get_running_loop().call_later(SLOW_PEER_S, transport.abort)
 
     def turn_out(self) -> None:
-        """Make way for others, without having been known."""
+        """Make room for others; the peer has not authenticated."""
         self._known()
         if self._transport is not None:
             self._transport.abort()
@@ -283,7 +283,7 @@ class FastServerProtocol(asyncio.Protocol):
             self._hello_due = None
 
     def _meet(self) -> None:
-        """Count the peer as a connection, if it has shown who it is; refuse it when the process has too many."""
+        """Count the peer as a connection once it has authenticated; refuse it if the process has too many."""
         service = self._service
         if service.guarded and self._peer.identity is None:
             return
@@ -303,7 +303,7 @@ class FastServerProtocol(asyncio.Protocol):
                 self._end(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End what the connection had started and tell the service."""
+        """End what the connection had started and notify the service."""
         if self._ending is not None:
             self._ending.cancel()
         self._frames = None
@@ -343,7 +343,7 @@ class FastServerProtocol(asyncio.Protocol):
             self._serve()
 
     def _serve(self) -> None:
-        """Answer the frames that have come, until the peer has had enough, or this step of the loop."""
+        """Answer the received frames, within the limits of the peer and of this step of the loop."""
         self._will_serve = False
         if self._frames is None or self._transport is None:
             return
@@ -375,7 +375,7 @@ class FastServerProtocol(asyncio.Protocol):
         self._end(error)
 
     def _place(self, method: int, body: bytes, attachment_bytes: int) -> memoryview | None:
-        """Where a payload goes that is about to come; what is wrong with its request the handler says in the end."""
+        """Return where to receive the coming payload, or None. A bad request is reported later, by its handler."""
         make = self._service.sinks.get(method)
         if make is None:
             return None
@@ -396,23 +396,23 @@ class FastServerProtocol(asyncio.Protocol):
             self._transport.resume_reading()
 
     def bulk_ended(self) -> None:
-        """The rest of a large frame has come."""
+        """Take the completed large frame."""
         self._coming_no_more()
         self._read_by(self)
         self._take(self._reader.finish())
 
     def _end(self, error: TanghuluError) -> None:
-        """Say why and hang up. What the peer still sends is read and dropped: a reset would overtake the answer."""
+        """Send the reason and disconnect. Further input is read and dropped: a reset would overtake the answer."""
         assert self._transport is not None
         if self._transport.is_closing() or self._ending is not None:
             return
         self._send_error(0, error)
-        if self._transport.can_write_eof():  # TLS cannot end one direction
+        if self._transport.can_write_eof():  # TLS cannot close one direction
             self._transport.write_eof()
         self._ending = asyncio.get_running_loop().call_later(END_WAIT_S, self._transport.close)
 
     def pause_writing(self) -> None:
-        """A peer that does not read its answers is not read from."""
+        """Stop reading from a peer that does not read its answers."""
         assert self._transport is not None
         if self._slow is None:
             loop = asyncio.get_running_loop()
@@ -422,7 +422,7 @@ class FastServerProtocol(asyncio.Protocol):
         self._pace()
 
     def resume_writing(self) -> None:
-        """The peer reads again."""
+        """Resume, as the peer reads again."""
         self._slow_no_more()
         self._pace()
         for stream in self._streams:
@@ -436,7 +436,7 @@ class FastServerProtocol(asyncio.Protocol):
             self._looking = None
 
     def _look(self) -> None:
-        """Give up a peer that takes too little."""
+        """Disconnect a peer that takes too little."""
         assert self._transport is not None
         assert self._slow is not None
         loop = asyncio.get_running_loop()
@@ -451,10 +451,10 @@ class FastServerProtocol(asyncio.Protocol):
         self._looking = loop.call_later(_SLOW_LOOK_S, self._look)
 
     def _await_rest(self, partial: PartialFrame) -> None:
-        """Give up a peer whose request has begun to come and comes too slowly."""
+        """Disconnect a peer whose unfinished request arrives too slowly."""
         loop = asyncio.get_running_loop()
         service, missing = self._service, partial.missing
-        if self._coming is None or self._coming[0] is not partial or self._paused:  # it is we who do not read
+        if self._coming is None or self._coming[0] is not partial or self._paused:  # we are not reading
             self._coming = partial, SlowPeer(missing, loop.time())
         elif self._coming[1].is_given_up(missing, service.coming, loop.time()):
             service.rare_log.warning("fast_lane.request_comes_too_slowly", peer=self._peer.name, missing_bytes=missing)
@@ -488,11 +488,11 @@ class FastServerProtocol(asyncio.Protocol):
             self._paused = paused
             (self._transport.pause_reading if paused else self._transport.resume_reading)()
         if self._frames is not None and not (self._held_up or self._serving or self._will_serve):
-            self._will_serve = True  # not at once: this may be inside of another call's handler
+            self._will_serve = True  # not at once: this may be inside another call's handler
             asyncio.get_running_loop().call_soon(self._serve)
 
     def _take(self, frame: Frame) -> None:
-        """Answer one request; the first ones of a peer tell who it is."""
+        """Answer one request; the first ones of a peer authenticate it."""
         if self._hello_due is None:
             self._dispatch(frame)
             return
@@ -525,7 +525,7 @@ class FastServerProtocol(asyncio.Protocol):
             self._send_error(frame.call_id, error)
             self._service.latencies.took(method.name, perf_counter() - begun)
             return
-        except Exception:  # noqa: BLE001 - a handler's bug must not take the connection's other calls down
+        except Exception:  # noqa: BLE001 - a handler's bug must not end the connection's other calls
             self._internal(frame)
             return
         if answer is NO_ANSWER:
@@ -566,7 +566,7 @@ class FastServerProtocol(asyncio.Protocol):
         self._service.latencies.took(name, perf_counter() - begun)
 
     def _task_done(self, answer: Coroutine[Any, Any, Answer], task: asyncio.Task[None]) -> None:
-        answer.close()  # it has not begun where the connection was lost at once
+        answer.close()  # not begun if the connection was lost at once
         self._tasks.discard(task)
         self._pace()
 
@@ -587,7 +587,7 @@ class FastServerProtocol(asyncio.Protocol):
 
     def _write(self, head: bytes, attachment: Sequence[bytes | memoryview]) -> None:
         if self._transport is None or self._ending is not None or self._transport.is_closing():
-            return  # nobody reads it any more
+            return  # nobody reads it now
         slow = self._slow
         if attachment:
             self._transport.writelines([head, *attachment])
@@ -599,30 +599,30 @@ class FastServerProtocol(asyncio.Protocol):
 
 
 class _Bulk(asyncio.BufferedProtocol):
-    """Takes the rest of one large frame straight to where it belongs: a copy and an allocation less a read."""
+    """Receives the rest of one large frame straight into its place: saves a copy and an allocation per read."""
 
     def __init__(self, main: FastServerProtocol, partial: PartialFrame) -> None:
         self._main = main
         self._partial = partial
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """In the middle of the frame."""
+        """Handle a loss in the middle of the frame."""
         self._main.connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """As at any time."""
+        """Forward to the main protocol."""
         self._main.pause_writing()
 
     def resume_writing(self) -> None:
-        """As at any time."""
+        """Forward to the main protocol."""
         self._main.resume_writing()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes belong; none beyond the frame."""
+        """Return the place of the next bytes, never beyond the frame."""
         return self._partial.rest
 
     def buffer_updated(self, nbytes: int) -> None:
-        """They have come."""
+        """Count received bytes."""
         self._partial.filled(nbytes)
         if not self._partial.missing:
             self._main.bulk_ended()

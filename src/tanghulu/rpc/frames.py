@@ -5,8 +5,8 @@ and by raw payload (the attachment), so that small values need no copy into a me
 
     body_bytes u32 | attachment_bytes u32 | method u16 | flags u16 | call_id u32      16 bytes, little-endian
 
-A reply repeats its request's call_id and method; ``ERROR`` carries a Status instead. Replies may come in
-any order. Lengths beyond the maxima are a broken or hostile peer: the connection ends.
+A reply repeats its request's call_id and method; ``ERROR`` carries a Status instead. Replies may arrive in
+any order. Lengths beyond the maxima indicate a broken or hostile peer: the connection ends.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from tanghulu.errors import InvalidRequest
 
 PREAMBLE = b"TANGHULU"
 _MAX_CALL_ID = (1 << 32) - 1
-#: The method of a reply that is an error.
+#: The method of an error reply.
 ERROR = 2
 HEAD = struct.Struct("<IIHHI")
 MAX_BODY_BYTES = 16 << 20
 MAX_ATTACHMENT_BYTES = 64 << 20
-#: Memory that a peer gets for a frame by announcing it; the rest comes as its bytes come.
+#: Memory allocated for an announced frame; the rest grows with the received bytes.
 _AHEAD_BYTES = 2 << 20
-#: Says where the attachment of a frame (method, body, its bytes) belongs: memory of that length. None: nowhere yet.
+#: Returns memory for the attachment of a frame (method, body, its length), or None for no place yet.
 Placing: TypeAlias = Callable[[int, bytes, int], memoryview | None]
-#: Smaller attachments are not asked about: they come in one piece with their head.
+#: Smaller attachments are not placed: they arrive in one piece with their head.
 _PLACED_BYTES = 32 << 10
 
 
 class Frame(NamedTuple):
-    """One frame: ``body`` is an encoded message, ``attachment`` the payload behind it."""
+    """One frame: ``body`` is an encoded message, ``attachment`` the payload after it."""
 
     method: int
     call_id: int
@@ -42,7 +42,7 @@ class Frame(NamedTuple):
 
 
 def encode_head(method: int, call_id: int, body_bytes: int, attachment_bytes: int) -> bytes:
-    """The 16 bytes in front of a frame; raises InvalidRequest if it is larger than a peer would take."""
+    """Encode the 16-byte head of a frame; raises InvalidRequest if it is larger than a peer would accept."""
     if body_bytes > MAX_BODY_BYTES or attachment_bytes > MAX_ATTACHMENT_BYTES:
         raise InvalidRequest(
             f"a frame of {body_bytes} + {attachment_bytes} bytes exceeds {MAX_BODY_BYTES} + {MAX_ATTACHMENT_BYTES}; "
@@ -52,7 +52,7 @@ def encode_head(method: int, call_id: int, body_bytes: int, attachment_bytes: in
 
 
 def decode_head(data: bytes | bytearray | memoryview, position: int = 0) -> tuple[int, int, int, int]:
-    """(body bytes, attachment bytes, method, call id) of the head at ``position``.
+    """Return (body bytes, attachment bytes, method, call id) of the head at ``position``.
 
     Raises InvalidRequest for lengths beyond the maxima.
     """
@@ -63,12 +63,12 @@ def decode_head(data: bytes | bytearray | memoryview, position: int = 0) -> tupl
 
 
 def call_id_of(number: int) -> int:
-    """Id of a connection's call ``number`` (from 0). Ids go round; 0 is none: it marks an error of the connection."""
+    """Return the id of a connection's call ``number`` (from 0). Ids wrap; 0 marks an error of the connection."""
     return number % _MAX_CALL_ID + 1
 
 
 class PartialFrame:
-    """A frame of known length whose bytes are still coming; its memory is never far ahead of what has come."""
+    """An incomplete frame of known length; its memory is never far ahead of the received bytes."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -77,21 +77,21 @@ class PartialFrame:
 
     @property
     def rest(self) -> memoryview:
-        """Where the next bytes belong."""
+        """The memory for the next bytes."""
         return self._memory[self._filled :]
 
     @property
     def missing(self) -> int:
-        """How many bytes have yet to come."""
+        """Number of bytes still to be received."""
         return self._size - self._filled
 
     @property
     def held_bytes(self) -> int:
-        """Memory that is there for the frame, beside the place of its attachment."""
+        """Memory allocated for the frame, without the place of its attachment."""
         return len(self._memory)
 
     def filled(self, count: int) -> None:
-        """Count bytes that have come into ``rest``."""
+        """Count bytes received into ``rest``."""
         self._filled += count
         if self._filled == len(self._memory) < self._size:
             larger = memoryview(bytearray(min(2 * self._filled, self._size)))
@@ -99,7 +99,7 @@ class PartialFrame:
             self._memory = larger
 
     def take(self, data: memoryview) -> int:
-        """Copy of ``data`` what belongs to the frame; how many bytes that is."""
+        """Copy the frame's part of ``data``; returns its number of bytes."""
         taken = 0
         while self.missing and taken < len(data):
             rest = self.rest
@@ -110,7 +110,7 @@ class PartialFrame:
         return taken
 
     def cut(self) -> Frame:
-        """The whole frame."""
+        """Return the complete frame."""
         assert not self.missing
         body_bytes, attachment_bytes, method, call_id = decode_head(self._memory)
         start = HEAD.size + body_bytes
@@ -119,7 +119,7 @@ class PartialFrame:
 
 
 class PlacedFrame(PartialFrame):
-    """A frame whose attachment is received where it belongs; ``view`` is that memory, all of it."""
+    """A frame whose attachment is received in its final place; ``view`` is that memory, all of it."""
 
     def __init__(self, method: int, call_id: int, body: bytes, view: memoryview) -> None:
         self._frame = Frame(method, call_id, body, view)
@@ -127,11 +127,11 @@ class PlacedFrame(PartialFrame):
 
     @property
     def held_bytes(self) -> int:
-        """None: the place is not the frame's."""
+        """Always 0: the memory does not belong to the frame."""
         return 0
 
     def cut(self) -> Frame:
-        """The whole frame; its attachment is the memory itself."""
+        """Return the complete frame; its attachment is the memory itself."""
         assert not self.missing
         return self._frame
 
@@ -139,7 +139,7 @@ class PlacedFrame(PartialFrame):
 class FrameReader:
     """Cuts a byte stream into frames; holds at most one unfinished frame. Feed bytes, take frames.
 
-    ``place`` is asked once for a frame whose head and body are there and whose attachment is not.
+    ``place`` is called once for a frame with head and body but without its attachment.
     """
 
     def __init__(self, place: Placing | None = None) -> None:
@@ -148,7 +148,7 @@ class FrameReader:
         self.partial: PartialFrame | None = None
 
     def whole(self, data: bytes) -> Frame | None:
-        """The frame, if ``data`` is just one and nothing came before it: the usual case, and the cheapest.
+        """Return the frame if ``data`` is exactly one and nothing was buffered: the usual and cheapest case.
 
         Raises InvalidRequest on a bad head.
         """
@@ -161,7 +161,7 @@ class FrameReader:
         return Frame(method, call_id, data[HEAD.size : start], memoryview(data)[start:] if attachment_bytes else b"")
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """The frames that ``data`` completes, in order; raises InvalidRequest on a bad head."""
+        """Yield the frames that ``data`` completes, in order; raises InvalidRequest on a bad head."""
         position = 0
         if self.partial is not None:
             position = self.partial.take(memoryview(data))
@@ -193,7 +193,7 @@ class FrameReader:
         self._buffer = data[position:]
 
     def finish(self) -> Frame:
-        """The partial frame, which is whole now."""
+        """Return the now complete partial frame."""
         assert self.partial is not None
         frame, self.partial = self.partial.cut(), None
         return frame

@@ -1,4 +1,4 @@
-"""HELLO of callers that state their version, and show credentials if they have any: no session, no memory."""
+"""HELLO of callers that state their version, and present credentials if they have any: no session, no memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tanghulu.types import Address
 
 
 async def show(connection: AsyncFastConnection, credentials: Credentials, deadline_s: float) -> None:
-    """Greet a peer that needs it for the credentials alone, if there are any; raises Unauthorized."""
+    """Greet a peer that requires it for the credentials alone, if there are any; raises Unauthorized."""
     if credentials.shown:
         await greet(connection, credentials, deadline_s)
 
@@ -30,7 +30,7 @@ async def connect(address: Address, credentials: Credentials, role: str, deadlin
             connection = await AsyncFastConnection.connect(address, tls=credentials.tls.to(role))
             try:
                 await greet(connection, credentials, deadline_s)
-            except BaseException:  # a cancel, too
+            except BaseException:  # cancellation, too
                 connection.abort()
                 raise
     except TimeoutError:
@@ -46,12 +46,12 @@ async def greet(connection: AsyncFastConnection, credentials: Credentials, deadl
 
 
 def hello(credentials: Credentials) -> Call[HelloReply]:
-    """The first call on a connection, for callers that need no session."""
+    """Return the first call on a connection, for callers that need no session."""
     return HELLO.call(HelloRequest(PROTOCOL_VERSION, credentials.tenant, credentials.token))
 
 
 def greet_blocking(connection: FastConnection, credentials: Credentials, deadline_s: float) -> None:
-    """``greet`` on a blocking connection, which is closed if it is refused."""
+    """Greet on a blocking connection, which is closed if the peer refuses."""
     try:
         outcome = connection.call_one(hello(credentials), deadline_s=deadline_s)
         if isinstance(outcome, TanghuluError):
@@ -63,5 +63,5 @@ def greet_blocking(connection: FastConnection, credentials: Credentials, deadlin
 
 
 def welcome(peer: Peer, request: HelloRequest, attachment: memoryview) -> HelloReply:
-    """Answer HELLO where nothing belongs to a session; the authorizer, if there is one, has seen the credentials."""
+    """Answer HELLO if nothing belongs to a session; the authorizer, if any, has seen the credentials."""
     return HelloReply(PROTOCOL_VERSION)

@@ -1,9 +1,9 @@
-"""gRPC's edge: typed errors to gRPC statuses and back; channels and servers made in one way.
+"""gRPC's edge: typed errors to gRPC statuses and back; one way to make channels and servers.
 
 A server counts the calls of each caller, and receives a request only when there is room for it (``RequestRoom``):
-gRPC's flow control keeps it with its sender until then. For this every request is read as if it were a stream of one
-message: on the wire there is no difference. A tenant has at most half of the room, and operators have a room of their
-own: no one holds up the others by calls whose message does not come.
+until then gRPC's flow control keeps it with its sender. For this every request is read as a stream of one message,
+which is the same on the wire. A tenant has at most half of the room, and operators have their own room: nobody delays
+others by calls whose message does not arrive.
 """
 
 from __future__ import annotations
@@ -62,22 +62,22 @@ _STATUS = {
     "DEADLINE_EXCEEDED": grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 _CODE_KEY = "tanghulu-error"
-#: Of a status's details. gRPC's clients drop trailing metadata beyond 8 KiB; a byte that is no ASCII takes 3 there.
+#: Bound of a status's details. gRPC's clients drop trailing metadata beyond 8 KiB; a non-ASCII byte takes 3 there.
 MOST_DETAILS_BYTES = 2048
 _CUT = " ... "
-#: The largest message, of any process.
+#: Maximum message size of any process.
 MESSAGE_BYTES = 64 << 20
 _PING_MS = 10_000
-#: The least time between pings that a server allows.
+#: Minimum interval of pings that a server allows.
 _MIN_PING_MS = 900
 
-#: The least time between two looks at a peer's name; gRPC's own is 30 s.
+#: Minimum interval of resolving a peer's name; gRPC's default is 30 s.
 _RESOLVE_MS = 500
-#: A client says what it speaks in this time, and one without a call is disconnected after that; it connects again by
-#: itself when it has one.
+#: Time limit for a client's protocol handshake, and for a connection without a call, which is then closed; the client
+#: reconnects by itself for its next call.
 _HANDSHAKE_MS, _IDLE_MS = 10_000, 60_000
 
-#: Of every gRPC server behind a ``FastPort``.
+#: Options of every gRPC server behind a ``FastPort``.
 SERVER_OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.max_send_message_length", MESSAGE_BYTES),
@@ -86,7 +86,7 @@ SERVER_OPTIONS = [
     ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
     ("grpc.max_connection_idle_ms", _IDLE_MS),
     ("grpc.so_reuseport", 0),
-    # What comes of a message before it is asked for stays 64 KiB; of one that is, gRPC opens the window for all.
+    # Up to 64 KiB of a message arrive before it is requested; after that, gRPC opens the window for all of it.
     ("grpc.http2.bdp_probe", 0),
 ]
 
@@ -94,10 +94,10 @@ SERVER_OPTIONS = [
 def channel(
     address: Address | str, ping_ms: int = _PING_MS, silence_ms: int = 2 * _PING_MS, tls: TlsFiles = NO_TLS
 ) -> grpc.aio.Channel:
-    """An asyncio channel to a process's port, encrypted if ``tls`` names files. The caller closes it.
+    """Return an asyncio channel to a process's port, encrypted if ``tls`` names files. The caller closes it.
 
-    A peer that is asked for a sign of life every ``ping_ms`` (at least 1000: servers hang up on those that ask more
-    often) and gives none for ``silence_ms``, or does not answer a new connection for so long, is lost.
+    The peer is pinged every ``ping_ms`` (at least 1000: servers disconnect more frequent callers). It is lost if
+    it gives no sign of life, or does not answer a new connection, for ``silence_ms``.
     """
     options: list[tuple[str, int | str]] = [
         ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -105,13 +105,13 @@ def channel(
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", silence_ms),  # also how long a connection may take to be made
+        ("grpc.min_reconnect_backoff_ms", silence_ms),  # also the limit of connecting
         ("grpc.max_reconnect_backoff_ms", 1000),
-        ("grpc.keepalive_time_ms", ping_ms),  # a peer whose host died says nothing
+        ("grpc.keepalive_time_ms", ping_ms),  # a peer whose host died is silent
         ("grpc.keepalive_timeout_ms", silence_ms),
-        ("grpc.http2.ping_timeout_ms", silence_ms),  # which newer versions go by
-        ("grpc.dns_min_time_between_resolutions_ms", _RESOLVE_MS),  # a name may lead elsewhere behind a lost peer
-        ("grpc.http2.max_pings_without_data", 0),  # 0: no limit; a stream that only listens sends no data
+        ("grpc.http2.ping_timeout_ms", silence_ms),  # used by newer versions
+        ("grpc.dns_min_time_between_resolutions_ms", _RESOLVE_MS),  # a name may point elsewhere after a lost peer
+        ("grpc.http2.max_pings_without_data", 0),  # 0 means unlimited; a stream that only listens sends no data
     ]
     if tls:
         if tls.peers and certificate_roles.has_roles(tls.ca):
@@ -123,15 +123,15 @@ def channel(
 
 
 def _channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
-    client_context(files)  # says what is wrong with the files, which gRPC does not
+    client_context(files)  # explains faults of the files, which gRPC does not
     ca, key, cert = (Path(path).read_bytes() if path else None for path in (files.ca, files.key, files.cert))
     return grpc.ssl_channel_credentials(ca, key, cert)
 
 
 def listening_credentials(files: TlsFiles, *, mutual: bool) -> grpc.ServerCredentials:
-    """For a gRPC server that listens by itself; ``mutual``: who connects shows a certificate that ``ca`` has signed.
+    """Return credentials for a gRPC server with its own listener; ``mutual`` requires certificates signed by ``ca``.
 
-    Files that were replaced count for new connections.
+    Replaced files apply to new connections.
     """
     in_use = client_context(files)  # as above
 
@@ -140,7 +140,7 @@ def listening_credentials(files: TlsFiles, *, mutual: bool) -> grpc.ServerCreden
         return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
 
     def replaced() -> grpc.ServerCertificateConfiguration | None:
-        """The files if they are others than those in use; None as well while they do not fit. gRPC's threads ask."""
+        """Return the files if they differ from those in use; None also if they do not fit. Called by gRPC's threads."""
         nonlocal in_use
         try:
             found = client_context(files)
@@ -158,7 +158,7 @@ def listening_credentials(files: TlsFiles, *, mutual: bool) -> grpc.ServerCreden
 def listen(server: grpc.aio.Server, where: Address, tls: TlsFiles | None, *, mutual: bool, flag: str) -> Address:
     """Have ``server`` listen at ``where``, encrypted if there is ``tls``; returns the address with its port.
 
-    Raises ConfigError if the port, which ``flag`` names, is taken.
+    Raises ConfigError if the port, set by ``flag``, is taken.
     """
     try:
         if tls is None:
@@ -170,17 +170,17 @@ def listen(server: grpc.aio.Server, where: Address, tls: TlsFiles | None, *, mut
     return Address(where.host, int(port))
 
 
-#: Messages of all calls under way, those that are coming counted as the largest; of operators, and of all others.
+#: Bytes of messages of all current calls, incoming ones counted as the largest; for operators, and for all others.
 MAX_REQUEST_BYTES: Final = 256 << 20
-#: How long a call may wait for room, and then how long its message may take to come: less, so that turns come in time.
+#: Seconds that a call may wait for room, and then for its message: fewer, so that turns come in time.
 WAIT_S: Final = 30.0
 REQUEST_S: Final = 20.0
-#: Of a server that listens by itself: connections beyond it are closed, so that descriptors are left for other ports.
+#: For a server with its own listener: connections beyond it are closed, to leave descriptors for other ports.
 MOST_CONNECTIONS: Final = "grpc.max_allowed_incoming_connections"
 
 
 class Shares(NamedTuple):
-    """A caller with a share has one call in ``one_in``, and at most ``calls``; None: no bound."""
+    """A caller with a share has one call in ``one_in``, and at most ``calls``, if not None."""
 
     one_in: int
     calls: int | None = None
@@ -191,7 +191,7 @@ KEYS: Final = Shares(2)
 
 
 class CallAdmission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's own types are not strict
-    """Counts calls and receives their requests; the first interceptor of its server, in front of ``authorizer``."""
+    """Counts calls and receives their requests; the first interceptor of its server, before ``authorizer``."""
 
     def __init__(
         self,
@@ -212,12 +212,12 @@ class CallAdmission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's
 
     @property
     def num_held(self) -> int:
-        """Calls whose request is coming, or has come."""
+        """Number of calls whose request is arriving, or has arrived."""
         return sum(room.num_held for room in self._rooms.values())
 
     @property
     def num_waiting(self) -> int:
-        """Calls that wait for room."""
+        """Number of calls waiting for room."""
         return sum(room.num_waiting for room in self._rooms.values())
 
     async def intercept_service(
@@ -225,7 +225,7 @@ class CallAdmission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """The call's handler, which now receives its request itself. What the authorizer refuses is left as it is."""
+        """Return the call's handler, changed to receive its request itself. The authorizer's rejections stay as is."""
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
             return handler
@@ -242,7 +242,7 @@ class CallAdmission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's
         async def stream(_: Any, context: Any) -> None:
             answers = handler.unary_stream(await self._receive(context, caller), context)
             if not isasyncgen(answers):
-                await answers  # it writes by itself
+                await answers  # it writes on its own
                 return
             async with aclosing(answers):
                 async for message in answers:
@@ -254,7 +254,7 @@ class CallAdmission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's
         return grpc.stream_unary_rpc_method_handler(unary, *codec)
 
     async def _receive(self, context: Any, caller: Caller) -> Any:
-        """The request, for which there are a place and room until the call is over."""
+        """Receive the request, with a place and room reserved until the call ends."""
         try:
             self._calls.take(caller, self._max_calls)
         except Overloaded as error:
@@ -299,17 +299,17 @@ def guarded_server(
     message_bytes: int = MESSAGE_BYTES,
     shares: Shares = KEYS,
 ) -> grpc.aio.Server:
-    """A gRPC server that admits calls so, with ``options`` beside those that every server has."""
+    """Return a gRPC server with this admission, with ``options`` beside those of every server."""
     admission = CallAdmission(max_calls, authorizer, message_bytes=message_bytes, shares=shares)
     return grpc.aio.server(
         options=list((dict(SERVER_OPTIONS) | dict(options)).items()),
         interceptors=[admission] if authorizer is None else [admission, authorizer],
-        maximum_concurrent_rpcs=2 * max_calls,  # twice: what is refused is a call, too, for a moment
+        maximum_concurrent_rpcs=2 * max_calls,  # twice: a rejected call counts, too, for a moment
     )
 
 
 def refusal(handler: grpc.RpcMethodHandler[Any, Any], error: TanghuluError) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler in place of ``handler`` that answers ``error``, without receiving a message."""
+    """Return a handler that answers ``error`` in place of ``handler``, without receiving a message."""
 
     async def unary(request: Any, context: Any) -> Any:
         await abort(context, error)
@@ -318,14 +318,14 @@ def refusal(handler: grpc.RpcMethodHandler[Any, Any], error: TanghuluError) -> g
         await abort(context, error)
         yield
 
-    # As streams, whatever the call is: then its message is not received before it is refused.
+    # As streams, whatever the call is, so that its message is not received before it is rejected.
     if handler.response_streaming:
         return grpc.stream_stream_rpc_method_handler(stream)
     return grpc.stream_unary_rpc_method_handler(unary)
 
 
 def shortened(message: str, most_bytes: int = MOST_DETAILS_BYTES) -> str:
-    """``message``, cut in its middle if it is longer: what it quotes is long then, and both its ends say something."""
+    """Shorten a long ``message`` in the middle: it quotes something long, and both ends are informative."""
     data = message.encode("utf-8", "replace")
     if len(data) <= most_bytes:
         return data.decode()
@@ -334,14 +334,14 @@ def shortened(message: str, most_bytes: int = MOST_DETAILS_BYTES) -> str:
 
 
 def status_of(error: TanghuluError) -> grpc.StatusCode:
-    """The gRPC status of a typed error."""
+    """Return the gRPC status of a typed error."""
     return _STATUS.get(error.code, grpc.StatusCode.INTERNAL)
 
 
 async def abort(
     context: grpc.aio.ServicerContext[Any, Any], error: TanghuluError, more: tuple[tuple[str, str], ...] = ()
 ) -> None:
-    """End a server call with the status of ``error``; its code travels in the trailing metadata, beside ``more``."""
+    """End a server call with the status of ``error``; its code is in the trailing metadata, beside ``more``."""
     try:
         await context.abort(
             status_of(error), shortened(error.message), trailing_metadata=((_CODE_KEY, error.code), *more)
@@ -352,12 +352,12 @@ async def abort(
 
 
 def _break_cycle(aborted: grpc.aio.AbortError) -> None:
-    """Let a refused request go: gRPC's call keeps the exception, whose traceback keeps the call and its message."""
+    """Release a rejected request: gRPC's call keeps the exception, whose traceback keeps the call and its message."""
     aborted.__traceback__ = aborted.__context__ = None
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> TanghuluError:
-    """The typed error behind a failed call to ``peer``."""
+    """Return the typed error behind a failed call to ``peer``."""
     for key, value in error.trailing_metadata() or ():
         if key == _CODE_KEY:
             return error_from_code(str(value), error.details() or "")
@@ -368,7 +368,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> TanghuluError:
 
 @asynccontextmanager
 async def typed_errors(peer: str, unavailable: Callable[[str], TanghuluError] = NodeUnavailable) -> AsyncIterator[None]:
-    """Raise typed errors for gRPC's own inside the block; ``unavailable`` makes the one for a dead peer."""
+    """Convert gRPC's own errors inside the block to typed ones; ``unavailable`` makes the one for a dead peer."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
@@ -379,9 +379,9 @@ async def typed_errors(peer: str, unavailable: Callable[[str], TanghuluError] = 
 
 
 class GrpcKeyAuthorizer(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's own types are not strict
-    """Lets in callers that show an API key with the right that ``rights`` has for the method, by its full name.
+    """Admits callers with an API key that has the right given by ``rights`` for the method, by its full name.
 
-    None there: any key will do. What is not there is for administrators.
+    None there accepts any key. Methods without an entry are for administrators.
     """
 
     def __init__(self, keys: ApiKeysFile, rights: Mapping[str, KeyRight | None]) -> None:
@@ -391,7 +391,7 @@ class GrpcKeyAuthorizer(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
         return self._keys.table.authenticate(from_metadata(tuple(metadata)).token)
 
     def caller(self, metadata: Sequence[tuple[str, str | bytes]]) -> Caller:
-        """Whose places a call takes. Raises Unauthorized."""
+        """Return the owner of a call's place. Raises Unauthorized."""
         return Caller.of_key(self._key(metadata))
 
     async def intercept_service(
@@ -399,7 +399,7 @@ class GrpcKeyAuthorizer(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Let the call through as it is, or refuse it."""
+        """Pass the call through unchanged, or reject it."""
         handler, method = await continuation(handler_call_details), handler_call_details.method
         if handler is None:
             return handler

@@ -1,4 +1,4 @@
-"""Latency histograms for ``/metrics``, above all of the time that a process takes to answer, by method."""
+"""Latency histograms for ``/metrics``, above all of a process's response times, by method."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-#: Upper ends of the buckets in microseconds: powers of four from 1 us to 17 s.
+#: Upper bounds of the buckets in microseconds: powers of four from 1 us to 17 s.
 NUM_BUCKETS = 13
 K = TypeVar("K", bound=Hashable)
 
@@ -16,7 +16,7 @@ K = TypeVar("K", bound=Hashable)
 class Latencies(Generic[K]):
     """Counts by kind (of calls: their method) and bucket; one addition each. Read from any thread.
 
-    ``kinds`` are shown from the start, the others once there is something to show.
+    ``kinds`` are exported from the start, the others once they have a count.
     """
 
     def __init__(self, kinds: Iterable[K] = ()) -> None:
@@ -24,7 +24,7 @@ class Latencies(Generic[K]):
         self.sums_s: dict[K, float] = dict.fromkeys(self.counts, 0.0)
 
     def took(self, kind: K, seconds: float) -> None:
-        """Count one of ``kind`` that took ``seconds``; a call's, from its last byte to its answer or error."""
+        """Count one of ``kind`` that took ``seconds``; for a call, from its last byte to its answer or error."""
         counts = self.counts.get(kind)
         if counts is None:
             counts = self.counts[kind] = [0] * (NUM_BUCKETS + 1)
@@ -43,7 +43,7 @@ class HistogramCollector(Collector, Generic[K]):
         self._name_of = name_of
 
     def collect(self) -> Iterator[Metric]:
-        """One histogram with a label."""
+        """Yield one histogram with a label."""
         family = HistogramMetricFamily(*self._what, labels=[self._label])
         for kind, counts in list(self._latencies.counts.items()):
             total, buckets = 0, []

@@ -1,7 +1,7 @@
-"""What a method of the fast lane is: one row of a table (``store.protocol.methods``) that everything else reads.
+"""A method of the fast lane: one row of a table (``store.protocol.methods``) read by everything else.
 
-The row registers the method's handler, names it in metrics, says which right a token needs for it and where keys stand
-in its messages; the same rules guard gRPC methods. Adding a method is adding a row.
+The row registers the method's handler, names it in metrics, and states the right that a token needs for it and the
+location of keys in its messages; the same rules guard gRPC methods. To add a method, add a row.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Scoping: TypeAlias = Callable[[Identity, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a method needs. ``right`` None: anybody who is known; it may depend on the request.
+    """The authorization of a method. ``right`` None admits any authenticated caller; it may depend on the request.
 
-    ``written`` names the keys of a request that it stores or removes: for KV among them it needs the right ``kv``, too.
-    ``scope`` gives the request as the store names things, ``unscope`` the answer (of a stream: each message) as the
-    tenant does. ``unscope`` is for handlers that answer at once.
+    ``written`` names the keys of a request that it stores or removes: KV among them needs the right ``kv``, too.
+    ``scope`` returns the request in the store's names, ``unscope`` the answer (of a stream: each message) in the
+    tenant's. ``unscope`` is for handlers that answer at once.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Rule:
     written: Callable[[Any], Iterable[str]] | None = None
 
     def admit(self, identity: Identity, request: Any) -> Any:
-        """The request, scoped; raises Forbidden."""
+        """Return the request, scoped; raises Forbidden."""
         right = self.right(request) if callable(self.right) else self.right
         if right is not None:
             identity.require(right, self.name)
@@ -47,15 +47,15 @@ class Rule:
         return request if self.scope is None or not identity.tenant else self.scope(identity, request)
 
     def answer(self, identity: Identity, answer: Any) -> Any:
-        """The answer, as the tenant names things."""
+        """Return the answer in the tenant's names."""
         return answer if self.unscope is None or not identity.tenant else self.unscope(identity, answer)
 
 
 @dataclass(frozen=True, slots=True)
 class Method(Generic[Q, A]):
-    """One method. ``name`` is its label in metrics; ``reply`` bytes: the answer is not looked at, or there is none.
+    """One method. ``name`` is its label in metrics; ``reply`` bytes: the answer is not parsed, or there is none.
 
-    ``rule`` None: closed where tokens are asked for, but for HELLO, which shows them.
+    ``rule`` None closes it if tokens are required, except HELLO, which presents them.
     """
 
     number: int
@@ -65,7 +65,7 @@ class Method(Generic[Q, A]):
     rule: Rule | None = None
 
     def call(self, request: Q, attachment: Sequence[bytes | bytearray | memoryview] = ()) -> Call[A]:
-        """A call of this method."""
+        """Return a call of this method."""
         return Call(self.number, request, self.reply, attachment)
 
 
@@ -87,28 +87,28 @@ class HelloReply(FastMessage, frozen=True):
     protocol_version: U32
 
 
-#: The first call of a connection. Services that open a session take and give longer messages, whose first fields these
-#: are (see ``transfer_engine.core.segment``).
+#: The first call of a connection. Services that open a session use longer messages that begin with these fields (see
+#: ``transfer_engine.core.segment``).
 HELLO = Method(1, "hello", HelloRequest, HelloReply)
 
 
 class EndRequest(FastMessage, frozen=True):
-    """Have a process end in order, as by SIGTERM."""
+    """Request that a process end in order, as by SIGTERM."""
 
 
 class EndReply(FastMessage, frozen=True):
-    """``num_requests`` are under way; those that have not ended in ``grace_s`` are moved, or fail where they cannot."""
+    """``num_requests`` are in progress; those unfinished after ``grace_s`` are moved, or fail if they cannot be."""
 
     num_requests: U32 = 0
     grace_s: float = 0.0
 
 
-#: Of conductors and workers. The answer comes at once.
+#: Answered by conductors and workers, at once.
 END = Method(55, "end", EndRequest, EndReply, Rule("drain", Right.ADMIN))
 
 
 def writing(name: str, *fields: str) -> Rule:
-    """The rule of a method that stores or removes the keys in these fields of its request."""
+    """Return the rule of a method that stores or removes the keys in these fields of its request."""
     paths = [field.split(".") for field in fields]
 
     def written(request: Any) -> Iterator[str]:
@@ -119,7 +119,7 @@ def writing(name: str, *fields: str) -> Rule:
 
 
 def _texts(value: Any, path: Sequence[str]) -> Iterator[str]:
-    """The strings that lie at ``path``."""
+    """Yield the strings at ``path``."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, FastMessage):
@@ -130,7 +130,7 @@ def _texts(value: Any, path: Sequence[str]) -> Iterator[str]:
 
 
 def scope_keys(*fields: str) -> Scoping:
-    """Put the tenant's scope in front of the keys in these fields of a request.
+    """Return a function that adds the tenant's scope to the keys in these fields of a request.
 
     A field is named by its path: ``keys`` is a list of keys, ``item.key`` a key inside the message ``item``, and
     ``items.key`` one in each message of the list ``items``.
@@ -146,7 +146,7 @@ def scope_keys(*fields: str) -> Scoping:
 
 
 def _changed(value: Any, path: Sequence[str], change: Callable[[str], str]) -> Any:
-    """``value`` with ``change`` done to what lies at ``path``."""
+    """Return ``value`` with ``change`` applied to what is at ``path``."""
     if isinstance(value, str):
         return change(value)
     if not isinstance(value, FastMessage):

@@ -1,8 +1,8 @@
-"""Calls of the fast lane that are answered by many messages: an asynchronous generator at each end.
+"""Calls of the fast lane answered by many messages: an asynchronous generator at each end.
 
-The server sends what its generator yields while the peer takes it, and a beat when there was nothing for ``BEAT_S``, so
-that a client notices a process that is frozen. A stream has its connection to itself and ends with it, from either
-side; a typed error that the generator raises reaches the client's.
+The server sends what its generator yields while the peer takes it, and a beat after an idle ``BEAT_S``, so that a
+client detects a frozen process. A stream has its own connection and ends with it, from either side; a typed error
+raised by the generator reaches the client's.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _log = structlog.get_logger(__name__)
 A = TypeVar("A", bound=Body)
 
 BEAT_S: Final = 0.5
-#: Messages that wait for a client's consumer; with more of them nothing is read from the server.
+#: Messages queued for a client's consumer; beyond it nothing is read from the server.
 MAX_WAITING: Final = 16
 
 
 def send_all(peer: Peer, messages: AsyncGenerator[Body, None], beat: Body | None = None) -> AnswerStream:
-    """Return the answer that sends ``messages`` to ``peer``, and ``beat`` where there is nothing to send.
+    """Return the answer that sends ``messages`` to ``peer``, and ``beat`` if there is nothing to send.
 
     For handlers. The generator is closed when the connection ends. Raises Overloaded for its second stream.
     """
@@ -64,7 +64,7 @@ class _Sending:
             self.stream.end()
         except TanghuluError as error:
             self.stream.fail(error)
-        except Exception:  # noqa: BLE001 - a bug of the generator must not leave the client without an end
+        except Exception:  # noqa: BLE001 - a bug in the generator must still end the client's stream
             _log.exception("fast_lane.stream_failed")
             self.stream.fail(TanghuluError("internal error in a stream; see the log"))
         finally:
@@ -82,7 +82,7 @@ class _Sending:
 async def receive_all(
     connection: AsyncFastConnection, call: Call[A], silence_s: float | None = None
 ) -> AsyncGenerator[A, None]:
-    """Make ``call`` and yield its messages, beats among them; the connection is closed in the end.
+    """Make ``call`` and yield its messages, including beats; the connection is closed at the end.
 
     Raises the server's typed error, NodeUnavailable if the connection is lost, and PeerSilent if nothing has come for
     ``silence_s``, which should be several times ``BEAT_S``.

@@ -1,15 +1,15 @@
-"""Unix sockets of a host: the process at the other end, and a shortcut to one that is known by its TCP address.
+"""Unix sockets of a host: identification of the peer process, and a shortcut to one with a known TCP address.
 
-A pid (SO_PEERCRED) means something in one PID namespace only: of a peer in another one, as every container has its own,
-the kernel says 0. Its pidfd (SO_PEERPIDFD, Linux 6.5) is good in every namespace, and from Linux 6.9 on each process
-has an inode of its own there, which no other process gets until the machine restarts. So such a peer is known by its
+A pid (SO_PEERCRED) is valid in one PID namespace only: for a peer in another one, such as every container has, the
+kernel returns 0. Its pidfd (SO_PEERPIDFD, Linux 6.5) is valid in every namespace, and from Linux 6.9 on each process
+has its own inode there, which no other process gets until the machine restarts. So such a peer is identified by its
 inode. Example: pid 4711 of our namespace is 4711; a process of a container whose pidfd has the inode 9000 is -9000.
 
 The shortcut is a Unix socket named after the port. A small call over the loopback costs several microseconds more each
-way than over a Unix socket, and a put waits for four of them. Whoever serves a port on the loopback also listens on the
-abstract Unix socket of that name; abstract names belong to the network namespace, exactly as the port does. Anybody can
-take such a name, so a caller looks who listens: it must be the same user, or root. Where anything is amiss the TCP
-address works as ever.
+way than over a Unix socket, and a put waits for four of them. A process that serves a port on the loopback also listens
+on the abstract Unix socket of that name; abstract names belong to the network namespace, exactly as the port does.
+Anybody can take such a name, so a caller checks the listener: it must be the same user, or root. If anything is amiss
+the TCP address is used.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _ANY = ("", "0.0.0.0", "::")
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """The user of the process that connected."""
+    """Return the user of the process that connected."""
     return _credentials(sock)[1]
 
 
 def peer_process(sock: socket.socket) -> int:
-    """A number of the peer's process: its pid, or, for one of another PID namespace, a negative one.
+    """Return a number of the peer's process: its pid, or, for one of another PID namespace, a negative one.
 
-    0 where the kernel (before Linux 6.9) cannot tell processes of other namespaces apart.
+    0 if the kernel (before Linux 6.9) cannot distinguish processes of other namespaces.
     """
     pid = _credentials(sock)[0]
     if pid > 0:
@@ -50,7 +50,7 @@ def peer_process(sock: socket.socket) -> int:
 
 
 def peer_pidfd(sock: socket.socket) -> int:
-    """A pidfd of the peer's process, which the caller owns; OSError if it is gone or cannot be named here."""
+    """Return a pidfd of the peer's process, owned by the caller; raises OSError if gone or not nameable here."""
     try:
         pidfd = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
         os.set_inheritable(pidfd, False)
@@ -60,7 +60,7 @@ def peer_pidfd(sock: socket.socket) -> int:
 
 
 def inode_of_process(pidfd: int) -> int:
-    """The inode by which the kernel knows the process of ``pidfd``; 0 before Linux 6.9, where all pidfds share one."""
+    """Return the kernel's inode of the process of ``pidfd``; 0 before Linux 6.9, where all pidfds share one."""
     anonymous = os.eventfd(0, os.EFD_CLOEXEC)
     try:
         found = os.fstat(pidfd)
@@ -75,7 +75,7 @@ def _credentials(sock: socket.socket) -> tuple[int, int, int]:
 
 
 def listen_nearby(host: str, port: int) -> socket.socket | None:
-    """A socket to listen on beside ``host:port``; None if that does not serve the loopback or the name is taken."""
+    """Return a socket listening beside ``host:port``; None if that is not on the loopback or the name is taken."""
     if host not in _LOOPBACK + _ANY:
         return None
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -89,12 +89,12 @@ def listen_nearby(host: str, port: int) -> socket.socket | None:
 
 
 def dial_nearby(address: Address) -> socket.socket | None:
-    """A connected, blocking socket to the process that serves ``address`` on this host; None if there is none."""
+    """Return a connected, blocking socket to the process serving ``address`` on this host; None if there is none."""
     if address.host not in _LOOPBACK:
         return None
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.setblocking(False)  # a listener that takes nobody in must not hold us up
+        sock.setblocking(False)  # a listener that accepts nobody must not block us
         sock.connect(_name(address.port))
         uid = peer_uid(sock)
     except OSError:

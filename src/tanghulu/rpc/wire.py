@@ -1,6 +1,6 @@
 """Bodies of fast-lane frames: messages to bytes and back, in MessagePack.
 
-What is wrong with bytes from a peer is always InvalidRequest.
+Faults in bytes from a peer always raise InvalidRequest.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ U64: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 class FastMessage(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A message of the fast lane: its fields in order, as a MessagePack array.
 
-    A peer that knows more fields sends a longer array, and what stands behind the known fields is ignored; one that
-    knows fewer sends a shorter array, and what is missing has its default. So a field is added at the end and with a
-    default, and never taken away or given another meaning; everything else needs a new version of the protocol
+    A peer with more fields sends a longer array, and what follows the known fields is ignored; one with fewer sends a
+    shorter array, and missing fields have their defaults. So a field is added at the end with a default, and never
+    removed or given another meaning; everything else needs a new version of the protocol
     (see ``versions``). Messages hold no reference cycles (``gc=False``).
     """
 
     def validate(self) -> None:
-        """Raise InvalidRequest for what the fields' types cannot express. Called on what a peer has sent."""
+        """Raise InvalidRequest for faults that the fields' types cannot express. Called on received messages."""
 
 
 _MAX_TEXT = (1 << 16) - 1
@@ -42,12 +42,12 @@ class Failure(FastMessage, frozen=True, tag=1):
 
     @classmethod
     def of(cls, error: TanghuluError) -> Failure:
-        """``error`` as it travels."""
+        """Convert ``error`` to a message."""
         return cls(error.code, error.message[:_MAX_TEXT])
 
     @property
     def error(self) -> TanghuluError:
-        """The typed error."""
+        """Return the typed error."""
         return error_from_code(self.code, self.message)
 
 
@@ -56,7 +56,7 @@ B = TypeVar("B", bound=Body)
 
 
 def _as_plain(value: Any) -> Any:
-    """What callers pass instead of a number, a text or a list: numpy's scalars, subclasses, views of dictionaries."""
+    """Convert a caller's numpy scalar, subclass or view of a dictionary to a plain number, text or list."""
     if isinstance(value, SupportsIndex):
         return operator.index(value)
     if isinstance(value, str):
@@ -72,7 +72,7 @@ _to_bytes = msgspec.msgpack.Encoder(enc_hook=_as_plain).encode
 
 
 def encode(message: Body) -> bytes:
-    """The bytes of ``message``."""
+    """Encode ``message``."""
     return message if isinstance(message, bytes) else _to_bytes(message)
 
 
@@ -84,7 +84,7 @@ _parsers: dict[type[Any], Callable[[bytes], Any]] = {bytes: _as_it_is}
 
 
 def parser_of(kind: type[B]) -> Callable[[bytes], B]:
-    """What makes a message of ``kind`` out of its bytes; it raises InvalidRequest for bytes that are none."""
+    """Return a parser of messages of ``kind``; it raises InvalidRequest for invalid bytes."""
     parser = _parsers.get(kind)
     if parser is None:
         parser = _parsers[kind] = _new_parser(kind)
@@ -101,7 +101,7 @@ def _new_parser(kind: type[Any]) -> Callable[[bytes], Any]:
             message = from_bytes(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             if shorter is not FastMessage:
-                parser_of(shorter)(body)  # of another version of the protocol, its beginning says so
+                parser_of(shorter)(body)  # its beginning identifies another version of the protocol
             raise InvalidRequest(f"bytes are not a {kind.__name__}: {error}") from None
         if must_validate:
             message.validate()

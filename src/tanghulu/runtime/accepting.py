@@ -1,4 +1,4 @@
-"""The end of an asyncio server's listening, without a connection that nobody owns."""
+"""Ends an asyncio server's listening without orphaning accepted connections."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 async def accept_no_more(servers: Sequence[asyncio.Server]) -> None:
-    """Have ``servers`` accept nothing more, so that they can be closed; what they have accepted has its protocol then.
+    """Have ``servers`` accept nothing more, so that they can be closed; accepted connections then have their protocols.
 
-    asyncio makes a connection's protocol two turns of the loop after it was accepted, and up to Python 3.11 forgets one
-    whose server is closed in between: its client waits until the garbage is collected.
+    asyncio makes a connection's protocol two turns of the loop after accepting it, and up to Python 3.11 forgets one
+    whose server is closed in between: its client waits until garbage collection.
     """
     loop = asyncio.get_running_loop()
     for server in servers:

@@ -1,4 +1,4 @@
-"""Pauses between the tries of one caller, such that many callers do not try at the same moments. Pure."""
+"""Pauses between the attempts of one caller, spread so that many callers do not try at the same moments. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Backoff:
         self._rng = rng or Random(secrets.randbits(64))
 
     def pause_s(self) -> float:
-        """The pause before the next try."""
+        """Return the pause before the next attempt."""
         mean_s, self._next_s = self._next_s, min(2 * self._next_s, self._most_s)
         return mean_s * self._rng.uniform(0.5, 1.5)
 

@@ -1,4 +1,4 @@
-"""Time as a value that is passed in, so that decisions can be tested and simulated in virtual time."""
+"""Time as a value passed in, so that decisions can be tested and simulated in virtual time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Clock(Protocol):
     """A monotonic clock in seconds. Its zero has no meaning; only differences do."""
 
     def now_s(self) -> float:
-        """Seconds since some fixed point; never goes back."""
+        """Return the seconds since some fixed point; never goes back."""
         ...
 
 
@@ -18,18 +18,18 @@ class SystemClock:
     """The machine's monotonic clock."""
 
     def now_s(self) -> float:
-        """Seconds of ``CLOCK_MONOTONIC``."""
+        """Return the seconds of ``CLOCK_MONOTONIC``."""
         return time.monotonic()
 
 
 class ManualClock:
-    """Virtual time for tests and simulation; moves only when it is told to."""
+    """Virtual time for tests and simulation; moves only by ``advance``."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
 
     def now_s(self) -> float:
-        """The virtual time in seconds."""
+        """Return the virtual time in seconds."""
         return self._now_s
 
     def advance(self, seconds: float) -> None:

@@ -1,10 +1,10 @@
-"""All configuration: a frozen dataclass a process, filled from flags, variables and TOML.
+"""All configuration: one frozen dataclass per process, filled from flags, variables and TOML.
 
 A field ``node_memory`` of a config class is the flag ``--node-memory``, the variable ``TANGHULU_NODE_MEMORY`` and the
 TOML key ``node_memory`` (in the table of the command, or at the top for all commands), in this order of
-precedence. Unknown TOML keys and TANGHULU_* variables refuse to start and name themselves; so do bad values.
+precedence. A process with unknown TOML keys or TANGHULU_* variables, or with bad values, names them and does not start.
 Fields for developers have no flag each: ``--debug KEY=VALUE`` (repeatable; a list in TOML) sets them.
-What Kubernetes sets for a Service that is called like this program is no option, and is passed over.
+Variables set by Kubernetes for a Service named like this program are not options, and are ignored.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tanghulu.types import Address, Place, check_host, format_size, parse_size
 C = TypeVar("C")
 PREFIX = "TANGHULU_"
 _OPTION = "tanghulu.option"
-#: The most of an option that has no bound of its own: of a count or of seconds, of a size, of a port.
+#: Upper bounds of options without their own: of a count or of seconds, of a size, of a port.
 MOST, MOST_BYTES, MOST_PORT = 1e9, 1 << 50, 65535
 _MOST_FILE_BYTES = 16 << 20
-#: What Kubernetes sets in every container for a Service that is called ``tanghulu`` or ``tanghulu-...``.
+#: Variables set by Kubernetes in every container for a Service called ``tanghulu`` or ``tanghulu-...``.
 _SERVICE_VARIABLE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _SERVICE_VALUE = re.compile(r"(tcp|udp|sctp)://")
-#: Settings that are gone, and what to do instead.
+#: Removed settings, and their replacements.
 _REMOVED = {
     **dict.fromkeys(("checks", "debug_checks"), "use --debug checks=true"),
     **dict.fromkeys(("mock_speedup", "mock_timing", "mock_kv_token_bytes", "mock_hold"), "use --debug KEY=VALUE"),
@@ -63,7 +63,7 @@ def option(
     hidden: bool = False,
     shown: str = "",
 ) -> Any:
-    """A dataclass field with its help text. ``size`` reads ``64MiB``; ``choices`` bounds a string.
+    """Return a dataclass field with its help text. ``size`` reads ``64MiB``; ``choices`` bounds a string.
 
     A ``debug`` field is set by ``--debug KEY=VALUE``; ``hidden`` ones are in no help.
     ``shown`` describes a default that depends on the machine.
@@ -78,7 +78,7 @@ def option(
 
 
 def check_bounds(config: Any) -> None:
-    """Raise ConfigError that names the flag if a number or host of ``config`` is outside the bounds of its option."""
+    """Raise ConfigError naming the flag if a number or host of ``config`` is outside the bounds of its option."""
     _check_values(type(config), vars(config))
 
 
@@ -102,7 +102,7 @@ def _check_values(config_class: type[Any], values: Mapping[str, Any]) -> None:
 
 
 def _is_text(value: str) -> bool:
-    """Return whether ``value`` came in UTF-8; Python has other bytes of a command line as surrogates."""
+    """Return whether ``value`` was valid UTF-8; Python represents other bytes of a command line as surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
@@ -123,7 +123,7 @@ def _is_called(name: str, kind: str) -> bool:
 
 
 class FiniteRange(click.FloatRange):
-    """A click type of numbers within bounds; unlike click's, it refuses NaN."""
+    """A click type of numbers within bounds; unlike click's, it rejects NaN."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -133,7 +133,7 @@ class FiniteRange(click.FloatRange):
 
 
 class _Typed(click.ParamType[Any]):
-    """A click type made of one of our parsers, so that a bad value names its flag."""
+    """A click type for one of our parsers, so that a bad value names its flag."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name = name
@@ -184,7 +184,7 @@ def _shown_default(default: Any, is_size: bool) -> bool | str:
 
 
 def options_of(config_class: type[Any]) -> list[click.Parameter]:
-    """One click option for each field of ``config_class`` made by ``option``, and --debug for those of developers."""
+    """Return a click option for each ``option`` field of ``config_class``, and --debug for those of developers."""
     parameters = _parameters(config_class, debug=False)
     switches = _parameters(config_class, debug=True)
     if switches:
@@ -202,7 +202,7 @@ def _parameters(config_class: type[Any], *, debug: bool) -> list[click.Option]:
 
 
 def _debug_values(config_class: type[Any], given: Iterable[str]) -> dict[str, Any]:
-    """The fields that ``--debug KEY=VALUE`` sets. Raises ConfigError for an unknown key or a bad value."""
+    """Return the fields set by ``--debug KEY=VALUE``. Raises ConfigError for an unknown key or a bad value."""
     switches = {each.name or "": each for each in _parameters(config_class, debug=True)}
     values = {}
     for text in given:
@@ -217,7 +217,7 @@ def _debug_values(config_class: type[Any], given: Iterable[str]) -> dict[str, An
 
 
 class _Command(click.Command):
-    """A command whose removed options name what replaces them."""
+    """A command whose removed options name their replacements."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -230,7 +230,7 @@ class _Command(click.Command):
 
 
 def command(name: str, config_class: type[C], run: Callable[[C], None], help: str) -> click.Command:
-    """The CLI command that fills ``config_class`` and calls ``run`` with it."""
+    """Return the CLI command that fills ``config_class`` and calls ``run`` with it."""
 
     def callback(**values: Any) -> None:
         values |= _debug_values(config_class, values.pop("debug", ()))
@@ -242,13 +242,13 @@ def command(name: str, config_class: type[C], run: Callable[[C], None], help: st
 
 
 def configuration_file() -> Path | None:
-    """The TOML file of the command that runs now; None if it was given none."""
+    """Return the TOML file of the current command; None if it has none."""
     context = click.get_current_context(silent=True)
     return context.find_root().params.get("config") if context is not None else None
 
 
 def read_table(path: Path, what: str = "configuration", *, is_json: bool = False) -> Any:
-    """The contents of a TOML or JSON file, UTF-8 in every locale. Raises ConfigError that says what is wrong."""
+    """Return the contents of a TOML or JSON file, UTF-8 in every locale. Raises ConfigError stating what is wrong."""
     try:
         with path.open("rb") as file:
             data = file.read(_MOST_FILE_BYTES + 1)
@@ -261,25 +261,25 @@ def read_table(path: Path, what: str = "configuration", *, is_json: bool = False
 
 
 def table_in(path: Path, name: str) -> dict[str, Any]:
-    """The table ``name`` of a TOML file that ``load_toml`` has taken, as it stands there."""
+    """Return the table ``name`` of a TOML file accepted by ``load_toml``, unchanged."""
     table: dict[str, Any] = read_table(path).get(name, {})
     return table
 
 
 def variables() -> set[str]:
-    """The TANGHULU_* variables that are set."""
+    """Return the set TANGHULU_* variables."""
     return {key for key in os.environ if key.startswith(PREFIX)}
 
 
 def forget_service_variables() -> None:
-    """Drop what Kubernetes set for Services, for this process and its children: ``TANGHULU_PORT=tcp://10.0.0.1:80``."""
+    """Remove Kubernetes' Service variables, for this process and its children: ``TANGHULU_PORT=tcp://10.0.0.1:80``."""
     for key in variables():
         if _SERVICE_VARIABLE.search(key, len(PREFIX) - 1) or _SERVICE_VALUE.match(os.environ[key]):
             del os.environ[key]
 
 
 def variables_of(commands: Iterable[click.Command]) -> set[str]:
-    """The variables that ``commands`` (and the commands of groups among them) read."""
+    """Return the variables read by ``commands`` (and the commands of groups among them)."""
     known: set[str] = set()
     for each in commands:
         known |= {p.envvar for p in each.params if isinstance(p.envvar, str)}
@@ -289,18 +289,18 @@ def variables_of(commands: Iterable[click.Command]) -> set[str]:
 
 
 def refuse_unknown_variables(known: set[str]) -> None:
-    """Raise ConfigError that names a TANGHULU_* variable which is set but not ``known``."""
+    """Raise ConfigError naming a set TANGHULU_* variable that is not ``known``."""
     for key in sorted(variables() - known):
         raise ConfigError(f"environment variable {key} is unknown{_hint(key, known)}")
 
 
 def load_toml(path: Path, commands: Mapping[str, click.Command]) -> dict[str, Any]:
-    """Click's ``default_map`` from a TOML file: top-level keys for all commands that have them, tables for one.
+    """Return click's ``default_map`` from a TOML file: top-level keys for all commands that have them, tables for one.
 
-    Of a command in a group the table is ``[store.serve]``.
+    The table of a command in a group is ``[store.serve]``.
 
-    Raises ConfigError for a file that cannot be read, for a key that no command, or not that one, has, and for a value
-    of a type that the option does not take. Numbers become text, which is read as on a command line.
+    Raises ConfigError for an unreadable file, for a key that no command, or not that one, has, and for a value of a
+    type that the option does not accept. Numbers become text, which is parsed as on a command line.
     """
     data = read_table(path)
     known = dict(_leaves((), commands))
@@ -318,7 +318,7 @@ def load_toml(path: Path, commands: Mapping[str, click.Command]) -> dict[str, An
 
 
 def _as_given(path: Path, parameter: click.Parameter, value: Any) -> Any:
-    """``value`` as its option takes it."""
+    """Convert ``value`` to the form its option takes."""
     is_flag = isinstance(parameter, click.Option) and parameter.is_flag
     is_list = isinstance(value, list) and isinstance(parameter, click.Option) and parameter.multiple
     given: list[Any] = value if is_list else [value]
@@ -336,7 +336,7 @@ _Words = tuple[str, ...]
 def _leaves(
     words: _Words, commands: Mapping[str, click.Command]
 ) -> Iterator[tuple[_Words, dict[str, click.Parameter]]]:
-    """The keys of each command; of those in groups what is an environment variable, too: the rest is for one call."""
+    """Yield the keys of each command; in groups only those with a variable: the rest is for one call."""
     for name, each in commands.items():
         if isinstance(each, click.Group):
             yield from _leaves((*words, name), each.commands)
@@ -383,7 +383,7 @@ def _hint(name: str, known: set[str]) -> str:
 
 
 def describe(config: Any) -> dict[str, Any]:
-    """The values of ``config`` for the one line that a process prints at its start; secrets are masked."""
+    """Return the values of ``config`` for the one line printed at a process's start; secrets are masked."""
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     return {k: "***" if _is_secret(k) and v and isinstance(v, str) else _plain(v) for k, v in values.items()}
 

@@ -1,4 +1,4 @@
-"""The number of files and connections that this process may have open, and what it does when they run out."""
+"""The limit of files and connections that this process may open, and its behaviour at the limit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tanghulu.runtime.telemetry import RareLog
 
 _log = structlog.get_logger(__name__)
 _rare_log = RareLog(_log)
-#: What a process has open besides its peers' connections.
+#: Descriptors that a process has open besides its peers' connections.
 _OTHERS: Final = 256
-#: With fewer no process comes as far as to say what is wrong.
+#: With fewer no process gets far enough to report what is wrong.
 LEAST: Final = 64
-#: Kept for refusals and for a process's own files: a 16th of all, within these bounds.
+#: Reserved for refusals and for a process's own files: a 16th of all, within these bounds.
 _LEAST_KEPT, _MOST_KEPT = 8, 64
 _LOOK_S: Final = 1.0
 _HINT: Final = "raise the limit of open files (ulimit -n, LimitNOFILE)"
@@ -30,7 +30,7 @@ def _most() -> int:
 
 
 def require_descriptors() -> None:
-    """Raise the soft limit to ``LEAST`` where that is allowed. Raises ConfigError where it is not."""
+    """Raise the soft limit to ``LEAST`` if allowed; else raise ConfigError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = (resource.RLIM_INFINITY, -1)
     if soft not in unlimited and soft < LEAST:
@@ -40,7 +40,7 @@ def require_descriptors() -> None:
 
 
 def allow_descriptors(num_connections: int) -> None:
-    """Raise the process's soft limit to the hard one; log if that is not enough for so many connections."""
+    """Raise the process's soft limit to the hard one; log if that is not enough for ``num_connections``."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -50,9 +50,9 @@ def allow_descriptors(num_connections: int) -> None:
 
 
 def refuse_last_descriptors(descriptor: int) -> None:
-    """Raise Overloaded if a peer's connection, accepted as ``descriptor``, is one of the last that are possible.
+    """Raise Overloaded if a peer's connection, accepted as ``descriptor``, is one of the last possible ones.
 
-    The lowest free number is given out, so it says how many are in use.
+    The kernel assigns the lowest free number, so it indicates how many are in use.
     """
     most = _most()
     if descriptor >= most - min(_MOST_KEPT, max(_LEAST_KEPT, most // 16)):
@@ -61,7 +61,7 @@ def refuse_last_descriptors(descriptor: int) -> None:
 
 
 async def watch_descriptors() -> None:
-    """Log while none can be opened, until cancelled. Event loops close connections then without an error."""
+    """Log while none can be opened; runs until cancelled. Event loops then close connections without an error."""
     while True:
         try:
             os.close(os.open(os.devnull, os.O_RDONLY))

@@ -1,4 +1,4 @@
-"""The optional parts of this installation: which packages each needs, and what to type to have them."""
+"""The optional parts of this installation: the packages each needs, and the command that installs them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlparse
 
 from tanghulu.errors import ConfigError
 
-#: Extra -> the modules that it brings. As in pyproject.toml, by the names under which they are imported.
+#: Extra -> its modules. As in pyproject.toml, by the names under which they are imported.
 EXTRAS = {
     "worker": ("torch", "gguf", "safetensors"),
     "certs": ("cryptography",),
@@ -19,7 +19,7 @@ EXTRAS = {
     "ucx": ("nixl",),
     "vllm": ("zmq",),
 }
-#: What each extra is for, in a few words.
+#: The purpose of each extra, in a few words.
 PURPOSES = {
     "worker": "computing with a real model",
     "certs": "`tanghulu certs init`",
@@ -32,31 +32,31 @@ PURPOSES = {
 
 
 def missing_modules(extra: str) -> list[str]:
-    """The modules of ``extra`` that are not installed; nothing is imported but the packages around them."""
+    """Return the modules of ``extra`` that are not installed; imports only the packages around them."""
     return [each for each in EXTRAS[extra] if not _is_there(each)]
 
 
 def _is_there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package around it
+    except ModuleNotFoundError:  # raised for a package around it
         return False
 
 
 def require(extra: str, what: str) -> None:
-    """Raise ConfigError that says what to install if ``what`` needs an extra that is not there."""
+    """Raise ConfigError stating what to install if ``what`` needs a missing extra."""
     if missing := missing_modules(extra):
         raise ConfigError(f"{what} needs the package {missing[0]}: {install_command(extra)}")
 
 
 def install_command(extra: str) -> str:
-    """The command that installs ``extra`` beside this installation: from its folder if it was installed from one."""
+    """Return the command that installs ``extra`` beside this installation, from its folder if installed from one."""
     folder = _folder()
     return f"pip install -e '{folder}[{extra}]'" if folder else f"pip install 'tanghulu[{extra}]'"
 
 
 def _folder() -> str:
-    """The folder that an editable installation stands in; empty for one from a package index."""
+    """Return the folder of an editable installation; empty for one from a package index."""
     try:
         recorded = metadata.distribution("tanghulu").read_text("direct_url.json")
     except metadata.PackageNotFoundError:

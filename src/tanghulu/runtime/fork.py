@@ -1,14 +1,14 @@
-"""What a forked child must leave alone: its parent's connections, and memory that only the parent has mapped.
+"""Protects forked children from using their parent's connections, and memory that only the parent has mapped.
 
-A child inherits copies of the parent's descriptors. Two processes that speak on one connection take each other's
-answers, so in the child every descriptor that ``lose_in_children`` names is put in the place of nothing (/dev/null):
-whatever the child then does with it (send, close, garbage collection, an event loop that stops watching it) cannot
-reach the parent's connection, and the peer sees that end with the parent alone.
+A child inherits copies of the parent's descriptors. Two processes that use one connection take each other's answers,
+so in the child every descriptor named by ``lose_in_children`` is replaced by /dev/null: whatever the child then does
+with it (send, close, garbage collection, an event loop that stops watching it) cannot reach the parent's connection,
+and for the peer it ends with the parent alone.
 
-A mapping that children do not inherit (MADV_DONTFORK) leaves a hole in the child. ``keep_reserved`` fills it with pages
-that nobody may touch: nothing else is put there, which a late unmapping would take away. An access is a SIGSEGV.
+A mapping that children do not inherit (MADV_DONTFORK) leaves a hole in the child. ``keep_reserved`` fills it with
+inaccessible pages: nothing else is mapped there, which a late unmapping would remove. An access is a SIGSEGV.
 
-Objects that must know of it register with ``tell_in_children``.
+Objects that need a notification register with ``tell_in_children``.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, 
 
 
 class HasDescriptor(Protocol):
-    """Something open, such as a socket."""
+    """An open object with a descriptor, such as a socket."""
 
     def fileno(self) -> int:
-        """Its descriptor; -1 once that is closed."""
+        """Return its descriptor; -1 once closed."""
         ...
 
 
 class Forkable(Protocol):
-    """Something that is of no use in a forked child."""
+    """An object that is unusable in a forked child."""
 
     def forget_in_child(self) -> None:
-        """The process is a child: refuse all use from now on, and touch neither locks nor peers nor mapped memory."""
+        """Refuse all use from now on, in a child, and touch neither locks nor peers nor mapped memory."""
         ...
 
 
@@ -53,7 +53,7 @@ _addresses: WeakKeyDictionary[mmap.mmap, int] = WeakKeyDictionary()
 
 
 def lose_in_children(holder: HasDescriptor) -> None:
-    """Have forked children lose the descriptor of ``holder``, while it lives."""
+    """Make forked children lose the descriptor of ``holder``, while it lives."""
     _descriptors.add(holder)
 
 
@@ -63,7 +63,7 @@ def tell_in_children(thing: Forkable) -> None:
 
 
 def keep_reserved(area: mmap.mmap) -> None:
-    """Keep the addresses of ``area`` taken in forked children, which do not inherit it, while it is mapped."""
+    """Keep the addresses of ``area`` reserved in forked children, which do not inherit it, while it is mapped."""
     _addresses[area] = np.frombuffer(area, np.uint8).__array_interface__["data"][0]
 
 
@@ -94,7 +94,7 @@ def _reserve(area: mmap.mmap, address: int) -> None:
     if area.closed:
         return
     if _mmap(address, len(area), _PROT_NONE, _FLAGS, -1, 0) != address:
-        keep_for_ever(area)  # somebody was faster: to unmap it would unmap theirs
+        keep_for_ever(area)  # another mapping was faster: unmapping would remove it
 
 
 def _lose(holders: list[HasDescriptor]) -> None:

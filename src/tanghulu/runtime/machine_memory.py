@@ -1,9 +1,9 @@
-"""How much memory this machine, and the control group that this process runs in, have to give.
+"""The memory available from this machine, and from the control group in which this process runs.
 
-A store node's memory is taken from the system as it fills, so one that asks for more than there is would run for weeks
-before it is killed. What counts is the least of: the machine (``MemTotal``, ``MemAvailable``) and each control group
-from this process's up to the root, of version 2 (``memory.max``) and 1 (``memory.limit_in_bytes``). Of what a group
-uses, the cache of files does not count: the kernel gives it up.
+A store node's memory is allocated as it fills, so one configured for more than there is would run for weeks before it
+is killed. The limit is the minimum of the machine (``MemTotal``, ``MemAvailable``) and each control group from this
+process's up to the root, of version 2 (``memory.max``) and 1 (``memory.limit_in_bytes``). The file cache does not count
+as used by a group, as the kernel reclaims it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tanghulu.errors import ConfigError, Overloaded
 from tanghulu.types import format_size
 
-#: (limit, usage, the field of memory.stat with the cache that goes first) by version of control groups.
+#: (limit, usage, the field of memory.stat with the cache reclaimed first) by version of control groups.
 _FILES = {
     2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
@@ -23,7 +23,7 @@ _FILES = {
 
 
 class MemoryBound(NamedTuple):
-    """What one of them has in all, and what of it is to be had now."""
+    """The total memory of the machine or a group, and the part available now."""
 
     where: str
     total_bytes: int
@@ -31,12 +31,12 @@ class MemoryBound(NamedTuple):
 
 
 def memory_bounds(root: Path = Path("/")) -> list[MemoryBound]:
-    """Everything that bounds this process's memory; ``root``: where /proc and /sys are."""
+    """Return all bounds of this process's memory; ``root`` is the parent of /proc and /sys."""
     return [*_machine(root), *_control_groups(root)]
 
 
 def refuse_too_much(wanted_bytes: int, flag: str, root: Path = Path("/")) -> None:
-    """Raise ConfigError for more than there can ever be, and Overloaded for more than there is now."""
+    """Raise ConfigError for more than the total, and Overloaded for more than is available now."""
     bounds = memory_bounds(root)
     for where, total_bytes, _ in bounds:
         if wanted_bytes > total_bytes:
@@ -76,7 +76,7 @@ def _control_groups(root: Path) -> Iterator[MemoryBound]:
 
 
 def _groups(mount: Path, name: str, version: int) -> Iterator[MemoryBound]:
-    """The group and those above it; inside a container only the uppermost may be seen."""
+    """Yield the group and its ancestors; inside a container only the uppermost may be visible."""
     parts = [part for part in name.split("/") if part and part != ".."]
     for depth in range(len(parts), -1, -1):
         folder = mount.joinpath(*parts[:depth])
@@ -87,7 +87,7 @@ def _groups(mount: Path, name: str, version: int) -> Iterator[MemoryBound]:
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except OSError:
             continue
-        if limit != "max":  # version 1 says no limit by a number larger than any machine
+        if limit != "max":  # version 1 expresses no limit by a number larger than any machine
             used_bytes -= sum(int(stat.get(each, 0)) for each in caches)
             free_bytes = max(int(limit) - max(used_bytes, 0), 0)
             yield MemoryBound(f"the control group /{'/'.join(parts[:depth])}", int(limit), free_bytes)

@@ -1,4 +1,4 @@
-"""The options by which a process learns where its master is and what to show there."""
+"""The options of a process for its master's address and its credentials."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tanghulu.errors import ConfigError
 from tanghulu.masters import Masters
 from tanghulu.runtime.config import option
 
-#: Of --master, in every process that has one.
+#: Help of --master, in every process that has one.
 MASTER_HELP = "the master: host:port, several as host:port,host:port, or etcd://host:port[,host:port][/namespace]"
 
 TENANT_HELP = "tenant to act for; needed with an operator's token only"
@@ -27,7 +27,7 @@ TOKEN_HELP = "token for a master and nodes with --tokens; @FILE reads it from a 
 
 @dataclass(frozen=True, kw_only=True)
 class TlsOptions:
-    """The options that name TLS files; without any, connections are not encrypted."""
+    """The options that name TLS files; without any, connections are unencrypted."""
 
     tls_cert: str = option("", TLS_CERT_HELP, metavar="FILE")
     tls_key: str = option("", TLS_KEY_HELP, metavar="FILE")
@@ -41,7 +41,7 @@ class TlsOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PortOptions(TlsOptions):
-    """The options of a port that a master or a node listens on: TLS, and the number of connections."""
+    """The options of a port of a master or a node: TLS, and the number of connections."""
 
     max_connections: int = option(16384, "limit on connections")
     tls_mutual: bool = option(False, "require client certificates signed by --tls-ca")
@@ -51,7 +51,7 @@ class PortOptions(TlsOptions):
             raise ConfigError(f"--max-connections {self.max_connections} must be at least 1")
 
     def server_tls(self) -> ServerTls | None:
-        """The TLS context to listen with; None without files. Raises ConfigError."""
+        """Return the TLS context for listening; None without files. Raises ConfigError."""
         return ServerTls(self.tls, mutual=self.tls_mutual) if self.tls or self.tls_mutual else None
 
 
@@ -69,11 +69,11 @@ class ServerOptions(TlsOptions):
 
     @property
     def scheme(self) -> str:
-        """Of the port's URLs."""
+        """Scheme of the port's URLs."""
         return "https" if self.tls_cert else "http"
 
     def http_tls(self) -> ServerTls | None:
-        """The TLS context of the HTTP port; None without a certificate. Raises ConfigError."""
+        """Return the TLS context of the HTTP port; None without a certificate. Raises ConfigError."""
         if not (self.tls_cert or self.tls_key or self.tls_mutual):
             return None
         return ServerTls(self.tls, mutual=self.tls_mutual, protocol=HTTP1)
@@ -93,26 +93,26 @@ class HttpOptions(ServerOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class HttpClientOptions:
-    """The options of commands that ask a conductor over HTTP."""
+    """The options of commands that call a conductor over HTTP."""
 
     api_key: str = option("", "API key for a conductor with --api-keys; @FILE reads it from a file")
     tls_ca: str = option("", TLS_CA_HELP, metavar="FILE")
 
     @property
     def shown(self) -> dict[str, str]:
-        """The headers that show the key; raises ConfigError for a file that cannot be read."""
+        """Return the headers that carry the key; raises ConfigError for an unreadable file."""
         key = read_token(self.api_key)
         return {"authorization": f"Bearer {key}"} if key else {}
 
     @property
     def verified_by(self) -> ssl.SSLContext:
-        """The context that verifies the conductor's certificate."""
+        """Return the context that verifies the conductor's certificate."""
         return client_context(TlsFiles(ca=self.tls_ca).to(CONDUCTOR, ROUTER))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MasterOptions(TlsOptions):
-    """The options of every process that asks a master."""
+    """The options of every process that uses a master."""
 
     master: Masters = option(Masters.parse("127.0.0.1:7400"), MASTER_HELP)
     tenant: str = option("", TENANT_HELP)
@@ -120,7 +120,7 @@ class MasterOptions(TlsOptions):
 
     @property
     def credentials(self) -> Credentials:
-        """The credentials to show to the master; raises ConfigError for a file that cannot be read."""
+        """Return the credentials for the master; raises ConfigError for an unreadable file."""
         return Credentials(self.tenant, read_token(self.token), self.tls)
 
 
@@ -131,5 +131,5 @@ class SecretOptions:
     cluster_secret: str = option("", SECRET_HELP, metavar="@FILE")
 
     def shared_secret(self) -> ClusterSecret:
-        """The secret; raises ConfigError for a file that cannot be read and for a short secret."""
+        """Return the secret; raises ConfigError for an unreadable file or a short secret."""
         return read_cluster_secret(self.cluster_secret)

@@ -1,9 +1,9 @@
-"""GET /metrics and /live on a process's --metrics-port, in threads of its own, so that a busy loop is still observed.
+"""GET /metrics and /live on a process's --metrics-port, in its own threads, so that a busy loop is still observed.
 
-Where the process was started with ``--tokens`` or ``--api-keys``, whoever asks for /metrics has to show one that may
-see them, or the token that the process itself shows to its master. Where it has a certificate, the port speaks TLS, and
-with ``--tls-mutual`` /metrics is for callers with a certificate. /live is for orchestrators, which have none of these:
-it says that the process runs, and nothing else.
+If the process was started with ``--tokens`` or ``--api-keys``, callers of /metrics must present one that may see them,
+or the token that the process itself presents to its master. If it has a certificate, the port speaks TLS, and with
+``--tls-mutual`` /metrics is for callers with a certificate. /live is for orchestrators, which have none of these: it
+shows that the process runs, and nothing else.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _log = structlog.get_logger(__name__)
 _HANDSHAKE_S: Final = 10.0
 _REFRESH_S: Final = 1.0
 _CERTIFIED: Final = "tanghulu.certified"
-#: Connections at one time, each with a thread; the oldest goes when another comes.
+#: Maximum connections, each with a thread; a new one evicts the oldest.
 MAX_CONNECTIONS: Final = 64
 
 
 class MetricsAuthorizer:
-    """Who may see a process's metrics: by its tokens, its API keys, or ``own``, what it shows itself."""
+    """Authorizes readers of a process's metrics: by its tokens, its API keys, or ``own``, its own credentials."""
 
     def __init__(self, tokens: TokensFile | None, keys: ApiKeysFile | None, own: Credentials) -> None:
         self._tokens, self._keys, self._own = tokens, keys, own
@@ -54,7 +54,7 @@ class MetricsAuthorizer:
             self._tokens.answer_at(address)
 
     def admit(self, authorization: str) -> None:
-        """Take the header of a request; raises Unauthorized, Forbidden."""
+        """Check the header of a request; raises Unauthorized, Forbidden."""
         self._refresh()
         scheme, _, shown = authorization.strip().partition(" ")
         shown = shown.strip() if scheme.lower() == "bearer" else ""
@@ -104,7 +104,7 @@ class MetricsServer:
         tls: ServerTls | None = None,
     ) -> None:
         mutual = tls is not None and tls.context.verify_mode is ssl.CERT_REQUIRED
-        if tls is not None and mutual:  # the handshake lets everybody in, for /live
+        if tls is not None and mutual:  # the handshake accepts everybody, for /live
             tls.context.verify_mode = ssl.CERT_OPTIONAL
         try:
             app = _guarded(make_wsgi_app(registry), authorizer, needs_certificate=mutual)
@@ -124,21 +124,21 @@ class MetricsServer:
 
 
 class _Handler(WSGIRequestHandler):
-    """Quiet, and with an end to its patience."""
+    """Without log lines, and with a time limit."""
 
     timeout = _HANDSHAKE_S
 
     def get_environ(self) -> dict[str, Any]:
-        """What the request says, and whether the caller has shown a certificate."""
+        """Return the request's environment, with whether the caller has presented a certificate."""
         certified = isinstance(self.connection, ssl.SSLSocket) and bool(self.connection.getpeercert())
         return {**super().get_environ(), _CERTIFIED: certified}
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log no line a request."""
+        """Log nothing per request."""
 
 
 class _Server(ThreadingWSGIServer):
-    """A thread for each connection, which agrees on TLS there, so that nobody else waits for a slow client."""
+    """One thread per connection, which also does the TLS handshake, so that nobody else waits for a slow client."""
 
     daemon_threads = True
     tls: ServerTls | None = None
@@ -150,12 +150,12 @@ class _Server(ThreadingWSGIServer):
         self._open: dict[Any, socket.socket] = {}
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Begin to serve a connection; the oldest makes way if there are too many."""
+        """Start serving a connection; the oldest is evicted if there are too many."""
         with self._lock:
             self._open[client_address] = request
             oldest = self._open.pop(next(iter(self._open))) if len(self._open) > MAX_CONNECTIONS else None
         if oldest is not None:
-            with contextlib.suppress(OSError):  # it has ended just now
+            with contextlib.suppress(OSError):  # it has just ended
                 oldest.shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
 
@@ -171,7 +171,7 @@ class _Server(ThreadingWSGIServer):
                 self._open.pop(client_address, None)
 
     def _encrypted(self, request: Any, client_address: Any, tls: ServerTls) -> ssl.SSLSocket | None:
-        """The connection once TLS is agreed on; None if that fails."""
+        """Return the connection after the TLS handshake; None if that fails."""
         self._follow_files(tls)
         wrapped: ssl.SSLSocket | None = None
         try:
@@ -181,7 +181,7 @@ class _Server(ThreadingWSGIServer):
                 if client_address in self._open:
                     self._open[client_address] = wrapped
             wrapped.do_handshake()
-        except OSError as error:  # what wrapping fails for is closed by it
+        except OSError as error:  # a failed wrap has closed the socket
             _log.debug("metrics.handshake_failed", peer=str(client_address), error=str(error))
             if wrapped is not None:
                 wrapped.close()
@@ -189,7 +189,7 @@ class _Server(ThreadingWSGIServer):
         return wrapped
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say little of a connection that broke or spoke something else."""
+        """Log a broken or foreign connection briefly."""
         _log.debug("metrics.connection_failed", peer=str(client_address))
 
     def _follow_files(self, tls: ServerTls) -> None:

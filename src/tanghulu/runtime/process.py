@@ -2,8 +2,8 @@
 
 A component's ``serve(process, config)`` does the rest: it starts, calls ``process.ready(...)``, waits for
 ``process.stopping`` and closes what it opened. The supervisor of ``tanghulu up`` gives a child one end of a socket
-pair (``--status-fd``): the child writes JSON lines (loading, ready, failed) and takes the end of that stream as the
-supervisor's death, upon which it stops too, so that a killed supervisor leaves no process behind.
+pair (``--status-fd``): the child writes JSON lines (loading, ready, failed). The end of that stream means that the
+supervisor died; then the child stops too, so that a killed supervisor leaves no process behind.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from tanghulu.types import Address, InstanceId, Place, Role, is_loopback
 
 _log = structlog.get_logger(__name__)
 T = TypeVar("T")
-#: Directories of processes for their sockets, and the file in each that its process holds locked.
+#: Directories of processes for their sockets, and the file in each that its process keeps locked.
 _RUN_DIR, _LOCK = "tanghulu-", ".tanghulu.lock"
-#: From a process's port to that of its metrics.
+#: Offset of a process's metrics port from its port.
 METRICS_OFFSET = 100
-#: An address that is nobody's (RFC 5737).
+#: An unassigned address (RFC 5737).
 _ELSEWHERE = "192.0.2.1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessConfig:
-    """The options that every process has."""
+    """The options of every process."""
 
     host: str = option("127.0.0.1", "address to listen on")
     advertise_host: str = option("", "address at which others reach this process; default: --host")
@@ -77,17 +77,17 @@ class ProcessConfig:
 
     @property
     def reachable_host(self) -> str:
-        """The host to publish; where the process listens on a wildcard, this machine's own address."""
+        """Return the host to publish; if the process listens on a wildcard, this machine's own address."""
         if self.advertise_host:
             return self.advertise_host
         return own_address() if self.host in ("", "0.0.0.0", "::") else self.host
 
 
 def own_address() -> str:
-    """This machine's own address as others see it; raises ConfigError.
+    """Return this machine's own address as others see it; raises ConfigError.
 
-    The one that the machine's name has, unless that is one of the loopback, as Debian writes it into /etc/hosts: then
-    the one from which the machine sends to elsewhere. A machine without a way to elsewhere has the loopback alone.
+    The address of the machine's name, unless that is a loopback address, as Debian writes it into /etc/hosts: then
+    the source address of outgoing packets. A machine without a route has the loopback alone.
     """
     named = ""
     with contextlib.suppress(OSError):
@@ -103,7 +103,7 @@ def own_address() -> str:
 
 
 def _address_to_elsewhere() -> str:
-    """The address from which this machine sends to where its default route leads; "" without one. Nothing is sent."""
+    """Return the source address for this machine's default route; "" without one. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((_ELSEWHERE, 9))
@@ -114,7 +114,7 @@ def _address_to_elsewhere() -> str:
 
 
 class SupervisorLine:
-    """The line to the supervisor; silent where there is none."""
+    """The line to the supervisor; silent without one."""
 
     def __init__(self, fd: int, on_orphaned: Callable[[], None]) -> None:
         self._socket = socket.socket(fileno=fd) if fd >= 0 else None
@@ -123,7 +123,7 @@ class SupervisorLine:
         self.orphaned = False
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Notice when the supervisor is gone."""
+        """Detect the supervisor's death."""
         if self._socket is not None:
             self._socket.setblocking(False)
             loop.add_reader(self._socket.fileno(), self._read)
@@ -139,19 +139,19 @@ class SupervisorLine:
         self._on_orphaned()
 
     def send(self, event: str, **values: Any) -> None:
-        """Tell the supervisor ``event``; a supervisor that is gone is not an error here."""
+        """Send ``event`` to the supervisor; its absence is not an error here."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.send(json.dumps({"event": event, **values}).encode() + b"\n")
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the line."""
         if self._socket is not None:
             self._unwatch()
             self._socket.close()
 
     def _unwatch(self) -> None:
-        """libuv aborts the process if it is to begin to watch a descriptor that was closed since."""
+        """Stop watching first: libuv aborts the process when it starts to watch a descriptor closed meanwhile."""
         if self._loop is not None and self._socket is not None:
             self._loop.remove_reader(self._socket.fileno())
             self._loop = None
@@ -159,9 +159,9 @@ class SupervisorLine:
 
 @contextlib.contextmanager
 def private_directory() -> Iterator[Path]:
-    """A directory of this user's for sockets, gone after the block; those of killed processes are removed before it."""
+    """Yield a private directory for sockets, removed after the block; those of killed processes are removed before."""
     for lock in Path(tempfile.gettempdir()).glob(f"{_RUN_DIR}*/{_LOCK}"):
-        with contextlib.suppress(OSError):  # somebody else's, or held: its process lives
+        with contextlib.suppress(OSError):  # another user's, or locked: its process lives
             if lock.parent.lstat().st_uid == os.geteuid():
                 with lock.open("r+") as held:
                     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -170,14 +170,14 @@ def private_directory() -> Iterator[Path]:
     try:
         with (path / f"{_LOCK}.new").open("w") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
-            os.rename(path / f"{_LOCK}.new", path / _LOCK)  # nobody sees it before it is held
+            os.rename(path / f"{_LOCK}.new", path / _LOCK)  # invisible until it is locked
             yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def make_private(run_dir: Path) -> None:
-    """Make the directory unless it is there; raises ConfigError if others than this user could replace its sockets."""
+    """Create the directory unless it exists; raises ConfigError if other users could replace its sockets."""
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = run_dir.lstat()
@@ -198,7 +198,7 @@ def make_private(run_dir: Path) -> None:
 
 
 def _leave_nothing(run_dir: Path) -> None:
-    """Remove the directory of a child whose supervisor died; the last child takes the supervisor's along."""
+    """Remove the directory of a child whose supervisor died; the last child also removes the supervisor's."""
     shutil.rmtree(run_dir, ignore_errors=True)
     with contextlib.suppress(OSError):
         if [each.name for each in run_dir.parent.iterdir()] == [_LOCK]:
@@ -206,18 +206,18 @@ def _leave_nothing(run_dir: Path) -> None:
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """The signals that end a process in order. SIGHUP, which a closed terminal sends, not for one under nohup."""
+    """Return the signals that end a process in order. SIGHUP, sent by a closed terminal, is left out under nohup."""
     always = (signal.SIGTERM, signal.SIGINT)
     return always if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (*always, signal.SIGHUP)
 
 
 class StoppedEarly(Exception):
-    """The process was told to stop before it served: an orderly end."""
+    """The process was stopped before it served: an orderly end."""
 
 
 @dataclass(eq=False)
 class Process:
-    """The running process, as its ``serve`` sees it."""
+    """The running process, as seen by its ``serve``."""
 
     role: Role
     config: ProcessConfig
@@ -227,15 +227,15 @@ class Process:
     metrics_address: str
     generation: int
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    #: Whether somebody waits for this process, once it serves; see ``garbage``.
+    #: Returns whether somebody waits for this process, once it serves; see ``garbage``.
     serving: asyncio.Future[Callable[[], bool]] = field(default_factory=asyncio.Future)
 
     def instance_id(self, port: int) -> InstanceId:
-        """The identity of this process, readable and never reused: ``node-7410-9f3c21``."""
+        """Return a readable id of this process, never reused: ``node-7410-9f3c21``."""
         return InstanceId(f"{self.role.value}-{port}-{self.generation & 0xFFFFFF:06x}")
 
     async def unless_stopping(self, work: Coroutine[Any, Any, T]) -> T:
-        """What ``work`` returns; raises StoppedEarly, and cancels ``work``, if the process is told to stop before."""
+        """Return the result of ``work``; if the process is stopped before, cancel ``work`` and raise StoppedEarly."""
         stopping = asyncio.create_task(self.stopping.wait())
         working = asyncio.create_task(work)
         try:
@@ -247,17 +247,17 @@ class Process:
             await cancelled(stopping, working)
 
     def progress(self, what: str, fraction: float) -> None:
-        """Tell the supervisor how far a long start has come (0..1)."""
+        """Report the progress of a long start (0..1) to the supervisor."""
         self.status.send("loading", what=what, fraction=round(fraction, 3))
 
     def alive(self) -> None:
-        """Tell the supervisor that the process does its work; one that has said so once is expected to go on."""
+        """Report to the supervisor that the process works; after the first report it must continue to do so."""
         self.status.send("alive")
 
     def ready(self, instance_id: str, address: Address, busy: Callable[[], bool] | None = None) -> None:
-        """Tell the supervisor that the process serves; called once.
+        """Report to the supervisor that the process serves; called once.
 
-        ``busy``: whether somebody waits now, for processes that know better than by the CPU time that they take.
+        ``busy`` returns whether somebody waits now, for processes with a better measure than their CPU time.
         """
         self.serving.set_result(busy or garbage.CpuUse().busy)
         self.status.send("ready", name=instance_id, address=str(address), metrics_address=self.metrics_address)
@@ -270,7 +270,7 @@ Serve = Callable[[Process, P], Awaitable[None]]
 
 @functools.cache
 def host_id() -> str:
-    """The kernel's boot and its IPC namespace: equal for processes that can share memory."""
+    """Return the kernel's boot and its IPC namespace: equal for processes that can share memory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{os.stat('/proc/self/ns/ipc').st_ino}"
 
@@ -283,7 +283,7 @@ def run(role: Role, config: P, serve: Serve[P]) -> None:
         _log.warning("process.open_to_everybody", host=config.host, hint="without keys whoever reaches it may use it")
     import uvloop
 
-    gc.collect()  # what imports have left; from here on nothing looks at it
+    gc.collect()  # garbage of the imports; from here on nothing visits it
     try:
         uvloop.run(_run(role, _with_credentials(config), serve))
     except TanghuluError as error:
@@ -293,7 +293,7 @@ def run(role: Role, config: P, serve: Serve[P]) -> None:
 
 
 def _with_credentials(config: P) -> P:
-    """Join the credentials that ``config`` names to its master's address, if it has one."""
+    """Join the credentials in ``config`` to its master's address, if it has one."""
     if not isinstance(config, MasterOptions):
         return config
     shown = dataclasses.replace(config, master=config.master.showing(config.credentials))
@@ -354,7 +354,7 @@ async def _run(role: Role, config: P, serve: Serve[P]) -> None:
 
 
 def _metrics_authorizer(config: ProcessConfig) -> MetricsAuthorizer | None:
-    """Who may see the metrics of a process; None: everybody who reaches the port."""
+    """Return the authorizer of a process's metrics; None admits everybody who reaches the port."""
     keys = config.api_keys if isinstance(config, HttpOptions) else None
     if config.tokens is None and keys is None:
         return None
@@ -364,14 +364,14 @@ def _metrics_authorizer(config: ProcessConfig) -> MetricsAuthorizer | None:
 
 
 def _metrics_tls(config: ProcessConfig) -> ServerTls | None:
-    """The TLS context of the metrics' port: of every process that has a certificate."""
+    """Return the TLS context of the metrics port, for every process that has a certificate."""
     if not isinstance(config, TlsOptions) or not config.tls_cert:
         return None
     return ServerTls(config.tls, mutual=getattr(config, "tls_mutual", False), protocol=HTTP1)
 
 
 async def _collect_garbage(process: Process) -> None:
-    """Keep full collections out of the way from the moment when the process serves."""
+    """Keep full collections out of the way once the process serves."""
     busy = await process.serving
     garbage.begin()
     await garbage.keep_collecting(busy)

@@ -1,7 +1,7 @@
-"""Reading the metrics of other processes, for those who show a whole cluster.
+"""Reading the metrics of other processes, for displays of a whole cluster.
 
-Addresses come from discovery, so nothing at them is trusted: they are host:port and no more, the scheme is the
-cluster's, each process is shown a token that is of use at its address alone, and a page is read up to a bound,
+Addresses come from discovery, so nothing at them is trusted: they are host:port only, the scheme is the cluster's, each
+process gets a token that is valid at its address alone, and a page is read up to a bound,
 uncompressed.
 """
 
@@ -20,9 +20,9 @@ from tanghulu.auth.tls import client_context
 from tanghulu.errors import InvalidRequest
 from tanghulu.types import Address
 
-#: Seconds that a process may take to show its metrics.
+#: Seconds that a process may take to return its metrics.
 DEADLINE_S = 2.0
-#: Pages that are fetched side by side, and the bytes of one page.
+#: Pages fetched concurrently, and the maximum bytes of one page.
 AT_ONCE = 32
 MAX_PAGE_BYTES = 8 << 20
 
@@ -31,7 +31,7 @@ Samples: TypeAlias = list[tuple[str, Mapping[str, str], float]]
 
 
 def samples_in(text: str) -> Samples:
-    """The samples of one page."""
+    """Return the samples of one page."""
     return [
         (sample.name, sample.labels, sample.value)
         for family in text_string_to_metric_families(text)
@@ -40,7 +40,7 @@ def samples_in(text: str) -> Samples:
 
 
 def summed(samples: Samples) -> dict[str, float]:
-    """Each metric, summed over its labels."""
+    """Return each metric, summed over its labels."""
     totals: dict[str, float] = {}
     for name, _, value in samples:
         totals[name] = totals.get(name, 0.0) + value
@@ -48,7 +48,7 @@ def summed(samples: Samples) -> dict[str, float]:
 
 
 def summed_by(samples: Samples, name: str, *labels: str) -> dict[tuple[str, ...], float]:
-    """The metric ``name``, summed over all but ``labels``."""
+    """Return the metric ``name``, summed over all but ``labels``."""
     totals: dict[tuple[str, ...], float] = {}
     for each, known, value in samples:
         if each == name:
@@ -58,9 +58,9 @@ def summed_by(samples: Samples, name: str, *labels: str) -> dict[tuple[str, ...]
 
 
 async def scrape(addresses: Iterable[str], credentials: Credentials = NOTHING_TO_SHOW) -> list[Samples | None]:
-    """The metrics at each of ``addresses``, host:port, for which tokens derived from ``credentials`` are shown.
+    """Return the metrics at each of ``addresses``, host:port, using tokens derived from ``credentials``.
 
-    None of one that does not answer, nothing of an empty address, or of one that does not let these credentials in.
+    None for a process that does not answer; empty for an empty address, or if the credentials are rejected.
     """
     slots = asyncio.Semaphore(AT_ONCE)
     async with httpx.AsyncClient(
@@ -74,7 +74,7 @@ async def scrape(addresses: Iterable[str], credentials: Credentials = NOTHING_TO
 
 
 def metrics_url(address: str, tls: TlsFiles = NO_TLS) -> str:
-    """The URL of the metrics of a process that publishes ``address``; raises InvalidRequest unless it is host:port."""
+    """Return the URL of a process's metrics at its ``address``; raises InvalidRequest unless that is host:port."""
     return f"{'https' if tls else 'http'}://{Address.parse(address)}/metrics"
 
 
@@ -92,12 +92,12 @@ async def _page(
                     return []
                 text = await _text(answer.raise_for_status())
             return samples_in(text)
-        except (httpx.HTTPError, OSError, ValueError, InvalidRequest):  # ssl's errors may come as they are
+        except (httpx.HTTPError, OSError, ValueError, InvalidRequest):  # ssl's errors may arrive unwrapped
             return None
 
 
 async def _text(answer: httpx.Response) -> str:
-    """The page; raises ValueError if it is compressed or too long."""
+    """Return the page; raises ValueError if it is compressed or too long."""
     if answer.headers.get("content-encoding", "identity").lower() != "identity":
         raise ValueError("the page is compressed, which was not asked for")
     page = bytearray()

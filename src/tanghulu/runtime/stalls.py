@@ -1,9 +1,9 @@
-"""How long the event loop stood still: ``tanghulu_loop_stall_seconds``, and a line in the log for what was long.
+"""Stalls of the event loop: ``tanghulu_loop_stall_seconds``, and a log line for each long one.
 
-A timer that is due every PERIOD_S comes late when a step of the loop took longer, or when the process got no CPU; both
-hold up everybody who waits for an answer. Only what is later than LEAST_S counts as a stall. A thread looks meanwhile,
-and where a stall is longer than LOGGED_S it notes what the loop is at. A step inside C that keeps the interpreter to
-itself is noted when it ends, by the line that called it.
+A timer due every PERIOD_S fires late if a step of the loop took longer, or if the process got no CPU; both delay
+everybody who waits for an answer. Only delays over LEAST_S count as stalls. A thread watches meanwhile, and if a stall
+is longer than LOGGED_S it notes what the loop is executing. A step inside C that holds the interpreter is noted when
+it ends, by the line that called it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _log = structlog.get_logger(__name__)
 
 METRIC = "tanghulu_loop_stall_seconds"
 PERIOD_S = 0.02
-#: Of a timer that comes later than this it is said that the loop stood still.
+#: A timer later than this counts as a stall.
 LEAST_S = 0.01
-#: A stall from here on has a line in the log, but not more than one line in PAUSE_S.
+#: A stall of this length has a line in the log, but at most one line in PAUSE_S.
 LOGGED_S, PAUSE_S = 0.25, 10.0
 _BUCKETS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _NUM_FRAMES = 6
@@ -38,7 +38,7 @@ class StallLines:
         self._num_silent = 0
 
     def take(self, stall_s: float, now_s: float) -> int | None:
-        """None: no line; else how many stalls had none since the last line."""
+        """Return None for no line; else the number of unlogged stalls since the last line."""
         if stall_s < LOGGED_S:
             return None
         if now_s < self._next_s:
@@ -50,7 +50,7 @@ class StallLines:
 
 
 class LoopWatch:
-    """Watches the running loop inside its block, and publishes what it saw in ``registry``."""
+    """Watches the running loop inside its block, and publishes its stalls in ``registry``."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._histogram = Histogram(
@@ -95,7 +95,7 @@ class LoopWatch:
         self._set_timer()
 
     def _watch(self) -> None:
-        """In the thread: note what the loop is at when its timer is late."""
+        """Note, in the thread, what the loop is executing when its timer is late."""
         while not self._ended.wait(LOGGED_S / 2):
             due_s = self._due_s
             is_noted = self._seen is not None and self._seen[0] == due_s
@@ -105,7 +105,7 @@ class LoopWatch:
 
 
 def _place_of(frame: FrameType | None) -> str:
-    """The innermost functions of a stack, the innermost first: ``file:line function < file:line function``."""
+    """Return the innermost functions of a stack, the innermost first: ``file:line function < file:line function``."""
     places: list[str] = []
     while frame is not None and len(places) < _NUM_FRAMES:
         code = frame.f_code

@@ -13,7 +13,7 @@ _log = structlog.get_logger(__name__)
 
 
 async def cancelled(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel ``tasks`` and wait until all of them have ended, however they end."""
+    """Cancel ``tasks`` and wait until all of them have ended, in whatever way."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -23,8 +23,8 @@ async def cancelled(*tasks: asyncio.Task[Any]) -> None:
 async def beside(*coroutines: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
     """Run ``coroutines`` as tasks inside the block; at its end they are cancelled.
 
-    One that fails is logged, cancels the block, and its error is raised: a process without it would serve on by what
-    was true once, and look healthy.
+    If one fails, it is logged, the block is cancelled, and the error is raised: a process without it would keep serving
+    outdated state, and look healthy.
     """
     block, failures = asyncio.current_task(), list[BaseException]()
     assert block is not None

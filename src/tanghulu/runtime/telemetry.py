@@ -1,7 +1,7 @@
 """The structured log and the Prometheus metrics of a process.
 
-The log has one line a lifecycle event, JSON in files and pipes, coloured text on a terminal. The metrics are one
-registry a process (``metrics_server`` serves it); each component holds its metric names in one file of its own
+The log has one line per lifecycle event, JSON in files and pipes, coloured text on a terminal. The metrics are one
+registry per process (served by ``metrics_server``); each component keeps its metric names in one file of its own
 (``<component>/metrics.py``).
 """
 
@@ -28,23 +28,23 @@ RARE_S: Final = 30.0
 #: Kinds of library lines that are limited separately.
 MAX_KINDS: Final = 256
 LOG_LEVELS = ("debug", "info", "warning", "error")
-#: Else each counter and histogram comes with a second line that says when it began, and nobody asks for it.
+#: Otherwise each counter and histogram has a second line with its creation time, which nobody uses.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class LossyStream:
-    """A stream for what may be lost where it cannot be taken, as by a full disk or a closed terminal."""
+    """A stream for output that may be lost if it cannot be written, as with a full disk or a closed terminal."""
 
     def __init__(self, stream: Callable[[], TextIO]) -> None:
         self._stream = stream
 
     def write(self, text: str) -> None:
-        """Write ``text`` if that can be done."""
+        """Write ``text`` if possible."""
         with contextlib.suppress(OSError, TanghuluError):
             self._stream().write(text)
 
     def flush(self) -> None:
-        """Flush the stream if that can be done."""
+        """Flush the stream if possible."""
         with contextlib.suppress(OSError, TanghuluError):
             self._stream().flush()
 
@@ -59,7 +59,7 @@ class LossyStream:
 
 
 def configure_log(component: str, level: str = "info") -> None:
-    """Send all logs of this process to stderr, each with ``component`` in it."""
+    """Send all logs of this process to stderr, each line with ``component``."""
     renderer: structlog.types.Processor = (
         structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
     )
@@ -81,9 +81,9 @@ def configure_log(component: str, level: str = "info") -> None:
 
 
 class RareLog:
-    """Logs warnings that a peer can cause as often as it likes: each event once in ``every_s``.
+    """Logs warnings that a peer can trigger at any rate: each event once in ``every_s``.
 
-    A line after an interval in which lines were left out has their number as ``omitted``.
+    A line after suppressed ones has their number as ``omitted``.
     """
 
     def __init__(self, log: Any, every_s: float = RARE_S, **values: Any) -> None:
@@ -103,9 +103,9 @@ class RareLog:
 
 
 class _LibraryLog(logging.Handler):
-    """Lines of libraries as lines of the log, each kind once in a while: strangers cause some, as of HTTP's parser.
+    """Lines of libraries as lines of the log, each kind at a limited rate, as strangers trigger some (HTTP's parser).
 
-    A trace of bytes that are no message, which gRPC logs as an error for each, says nothing and is left out.
+    A trace of bytes that are not a message, which gRPC logs as an error for each, is uninformative and left out.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class _LibraryLog(logging.Handler):
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry that already holds the process's version, memory, CPU and file-descriptor figures."""
+    """Return a registry that already holds the process's version, memory, CPU and file-descriptor figures."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)

@@ -1,1 +1,1 @@
-"""The vocabulary that conductors and workers share: requests, outputs, loads and the messages of their sessions."""
+"""The vocabulary shared by conductors and workers: requests, outputs, loads and the messages of their sessions."""

@@ -1,4 +1,4 @@
-"""A worker's load and speed, as it reports them: the costs of its steps as pure formulas.
+"""A worker's reported load and speed: the costs of its steps as pure formulas.
 
     prefill(n, p) = max(fixed + token * (n - p) + pair * (n^2 - p^2),  load * p)
 
@@ -25,7 +25,7 @@ class PrefillProfile(FastMessage, frozen=True):
         return cls(token_s=1 / tokens_per_s)
 
     def seconds(self, num_tokens: int, hit_tokens: int) -> float:
-        """Time to prefill ``num_tokens`` of which ``hit_tokens`` are reused; the last token is always computed."""
+        """Return the time to prefill ``num_tokens``, reusing ``hit_tokens``; the last token is always computed."""
         hit = hit_tokens if hit_tokens < num_tokens else num_tokens - 1
         pairs = num_tokens * num_tokens - hit * hit
         compute_s = self.fixed_s + self.token_s * (num_tokens - hit) + self.pair_s * pairs
@@ -33,7 +33,7 @@ class PrefillProfile(FastMessage, frozen=True):
         return compute_s if compute_s > load_s else load_s
 
     def queue_seconds(self, num_prompts: int, num_tokens: int, num_pairs: int) -> float:
-        """Time to compute ``num_tokens`` of several prompts, with ``num_pairs`` the sum of their n^2 - p^2."""
+        """Return the time to compute ``num_tokens`` of several prompts; ``num_pairs`` is the sum of their n^2 - p^2."""
         return self.fixed_s * num_prompts + self.token_s * num_tokens + self.pair_s * num_pairs
 
 
@@ -45,7 +45,7 @@ class DecodeProfile(FastMessage, frozen=True):
     token_s: float = 0.0
 
     def seconds(self, batch: float, context_tokens: float) -> float:
-        """One step of ``batch`` sequences with ``context_tokens`` in all; 0 without any."""
+        """Return the seconds of one step of ``batch`` sequences with ``context_tokens`` in all; 0 without any."""
         return self.fixed_s + self.sequence_s * batch + self.token_s * context_tokens if batch else 0.0
 
 
@@ -60,10 +60,10 @@ class PeerRead(FastMessage, frozen=True):
 class WorkerLoad(FastMessage, frozen=True):
     """A worker's own report; speeds are 0 until it has measured them.
 
-    ``blocks_free`` are free or evictable. ``reads`` are those since its last report. ``peer_bytes_per_s`` is 0 where it
+    ``blocks_free`` are free or evictable. ``reads`` are those since its last report. ``peer_bytes_per_s`` is 0 if it
     cannot load KV from other workers; ``prefill`` and ``decode`` are fitted to its steps, None until there were enough.
     ``prefill_pairs_waiting`` is the cost of ``prefill_tokens_waiting`` in attention: the sum of n^2 - p^2 for n tokens
-    of which p are computed. ``max_num_seqs`` is the number of its seats, requests in one step at most; 0 if unknown.
+    of which p are computed. ``max_num_seqs`` is its maximum number of requests in one step; 0 if unknown.
     """
 
     num_running: U32 = 0

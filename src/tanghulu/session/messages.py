@@ -1,7 +1,7 @@
 """A session between a conductor and a worker, message by message, and the calls beside it.
 
-A conductor opens a stream with a hello; what it submits and what comes of that travel under one call. The worker's
-model card is large (it carries the tokenizer) and has a call of its own.
+A conductor opens a stream with a hello; its submissions and their results travel under one call. The worker's model
+card is large (it carries the tokenizer) and has its own call.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from tanghulu.types import BlockHash, InstanceId, RequestId
 
 
 class SessionHello(FastMessage, frozen=True, tag=1):
-    """Begins the session; a later one asks for a snapshot of the cache, which comes as another welcome."""
+    """Begins the session; a later one requests a snapshot of the cache, sent as another welcome."""
 
     conductor_id: str
     protocol_version: U32
 
 
 class Submit(FastMessage, frozen=True, tag=2):
-    """A request to be computed. ``tokens`` uint32, little endian: the prompt, and all that was generated before.
+    """A request to compute. ``tokens`` uint32, little endian: the prompt, and all tokens generated before.
 
     ``hand_over``: only the prefill and one token, then hold the KV for another worker. ``source`` holds its KV ready,
-    ``holder`` has leading blocks of it in its cache; ``ahead`` names the PullAhead whose blocks it goes on with. Of the
-    clients that share a worker each has its turn, ``weight`` turns for each of another's. A request that ``moved`` from
-    a lost worker has waited already. ``traceparent`` (W3C's) and ``x_request_id`` are for logs.
+    ``holder`` has leading blocks of it in its cache; ``ahead`` names the PullAhead whose blocks it continues with.
+    Clients sharing a worker take turns, ``weight`` turns for each of another's. A request that ``moved`` from a lost
+    worker has waited already. ``traceparent`` (W3C's) and ``x_request_id`` are for logs.
     """
 
     request_id: RequestId
@@ -59,19 +59,19 @@ class Submit(FastMessage, frozen=True, tag=2):
 
 
 class Abort(FastMessage, frozen=True, tag=3):
-    """Ends the request or the pull of that name."""
+    """Ends the request or the pull with that name."""
 
     request_id: RequestId
 
 
 class ReleaseExport(FastMessage, frozen=True, tag=4):
-    """Gives up KV that nobody will fetch any more."""
+    """Releases KV that will not be fetched any more."""
 
     export_id: U64
 
 
 class PullAhead(FastMessage, frozen=True, tag=5):
-    """Begin to fetch the KV of a prompt that another worker is computing; a Submit or an Abort of that name ends it."""
+    """Starts fetching the KV of a prompt that another worker is computing; a Submit or Abort of that name ends it."""
 
     name: RequestId
     tokens: bytes
@@ -89,10 +89,10 @@ class ToWorker(FastMessage, frozen=True):
 
 
 class SessionWelcome(FastMessage, frozen=True, tag=1):
-    """A session's first message: the worker's identity, and the snapshot that its events go on from.
+    """A session's first message: the worker's identity, and the snapshot that its events continue.
 
-    ``event_sequence`` is the number of the first event behind the snapshot. While the engine runs, steps come at least
-    every ``beat_s``, with work or without; 0: no such promise.
+    ``event_sequence`` is the number of the first event after the snapshot. While the engine runs, steps come at least
+    every ``beat_s``, with work or without; 0 gives no such guarantee.
     """
 
     instance_id: InstanceId
@@ -106,8 +106,8 @@ class SessionWelcome(FastMessage, frozen=True, tag=1):
 class StepOutput(FastMessage, frozen=True, tag=2):
     """The outputs and events of one engine step, or of several. ``event_sequence`` numbers the first of ``kv_events``.
 
-    A gap in these numbers means lost events: ask for a snapshot. ``load`` holds the session's first ``submits_taken``
-    submissions; None if unknown.
+    A gap in these numbers means lost events: request a snapshot. ``load`` includes the session's first
+    ``submits_taken`` submissions; None if unknown.
     """
 
     outputs: Sequence[Output] = ()
@@ -133,15 +133,15 @@ class FromWorker(FastMessage, frozen=True):
 
 
 class DescribeRequest(FastMessage, frozen=True):
-    """Asks for the ModelCard."""
+    """Requests the ModelCard."""
 
 
 class DropCacheRequest(FastMessage, frozen=True):
-    """Administration: forget every unreferenced cached block."""
+    """Administration: drop every unreferenced cached block."""
 
 
 class DropCacheReply(FastMessage, frozen=True):
-    """How many blocks were forgotten."""
+    """Number of dropped blocks."""
 
     num_blocks: U32
 
@@ -153,7 +153,7 @@ class ProbeRequest(FastMessage, frozen=True):
 
 
 class ProbeReply(FastMessage, frozen=True):
-    """How long the token took."""
+    """Duration of the token."""
 
     seconds: float
 
@@ -162,7 +162,7 @@ def _of_the_cluster(name: str) -> Rule:
     return Rule(name, Right.JOIN)
 
 
-#: A stream: it begins with a hello, and both sides send on under its call id.
+#: A stream: it begins with a hello, and both sides continue under its call id.
 SESSION = Method(54, "session", ToWorker, FromWorker, _of_the_cluster("session"))
 DESCRIBE = Method(56, "describe", DescribeRequest, ModelCard, _of_the_cluster("describe"))
 DROP_CACHE = Method(57, "drop_cache", DropCacheRequest, DropCacheReply, _of_the_cluster("drop_cache"))

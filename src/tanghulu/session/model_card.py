@@ -1,4 +1,4 @@
-"""The description of a model that a worker serves."""
+"""The description of a model served by a worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tanghulu.types import Fingerprint
 
 
 class ModelCard(FastMessage, frozen=True):
-    """The model that a worker serves. ``block_hash`` is a name of ``hashing.HASH_FUNCTIONS``.
+    """The model served by the worker. ``block_hash`` is a name of ``hashing.HASH_FUNCTIONS``.
 
     ``secret_check`` is the worker's ``ClusterSecret.check_value``, empty without a cluster secret.
     """

@@ -12,13 +12,13 @@ from tanghulu.types import BlockHash, InstanceId, RequestId
 
 
 class FinishReason(Enum):
-    """The reasons why a request ended at a worker; clients see the values of the first three."""
+    """The reasons for a request's end at a worker; clients see the values of the first three."""
 
     STOP = "stop"  # end of sequence, a stop token, or a stop string
     LENGTH = "length"
     ABORTED = "abort"
     HANDED_OVER = "handed_over"  # prefilled; its KV is held for another worker
-    ERROR = "error"  # the worker cannot go on with it
+    ERROR = "error"  # the worker cannot continue it
 
 
 class KvSource(FastMessage, frozen=True):
@@ -29,17 +29,17 @@ class KvSource(FastMessage, frozen=True):
     unix_path: str
     export_id: U64
     num_tokens: U32
-    #: Of the host on which ``unix_path`` is a path.
+    #: The host on which ``unix_path`` is a path.
     host_id: str = ""
 
 
 class PrefixHolder(FastMessage, frozen=True):
-    """A worker that has the first ``num_blocks`` blocks of a prompt in its cache, as far as the conductor knows."""
+    """A worker with the first ``num_blocks`` blocks of a prompt in its cache, as far as the conductor knows."""
 
     address: str
     unix_path: str
     num_blocks: U32
-    #: Of the host on which ``unix_path`` is a path.
+    #: The host on which ``unix_path`` is a path.
     host_id: str = ""
 
 
@@ -54,7 +54,7 @@ class TokenLogprobs(FastMessage, frozen=True):
 
 
 class PhaseTimes(FastMessage, frozen=True):
-    """Seconds that a request has spent at its worker so far, by the worker's clock.
+    """Seconds spent by a request at its worker so far, by the worker's clock.
 
     ``kv_load_s``: from the store or from another worker; ``kv_store_s``: only while the request waited for it.
     """
@@ -67,12 +67,12 @@ class PhaseTimes(FastMessage, frozen=True):
 
 
 class Output(Struct, array_like=True, gc=False):
-    """New tokens of a request, of one step or of several, and perhaps its end.
+    """New tokens of a request, from one step or several, and perhaps its end.
 
     ``request_id`` names one submission of the request to one worker. ``failure`` comes with ERROR, ``stop_token`` with
-    STOP: the token that ended it. ``source`` comes with HANDED_OVER, and alone, while the prefill goes on:
-    its KV can be read as far as it has come. ``cached_tokens`` of the prompt were found in the
-    worker's cache or fetched instead of computed. ``phases`` come with the first token and with the last.
+    STOP: the token that ended it. ``source`` comes with HANDED_OVER, and alone during the prefill: its KV can be read
+    as far as it is computed. ``cached_tokens`` of the prompt were found in the worker's cache or fetched instead of
+    computed. ``phases`` come with the first token and with the last.
     """
 
     request_id: RequestId
@@ -86,7 +86,7 @@ class Output(Struct, array_like=True, gc=False):
     phases: PhaseTimes | None = None
 
     def add(self, later: Output) -> None:
-        """Append ``later``, an output of the same request by the next step."""
+        """Append ``later``, an output of the same request from the next step."""
         self.tokens += later.tokens
         self.logprobs += later.logprobs
         self.finish, self.failure, self.source = later.finish, later.failure, later.source
@@ -95,9 +95,9 @@ class Output(Struct, array_like=True, gc=False):
 
 
 class PromptScores(FastMessage, frozen=True):
-    """Log probabilities of n tokens of a prompt, the first at ``position``; they come before the first new token.
+    """Log probabilities of n tokens of a prompt, the first at ``position``; sent before the first new token.
 
-    All numbers are little endian: ``logprobs`` float32 [n]; ``ranks`` uint32 [n], 1 where no token was more likely;
+    All numbers are little endian: ``logprobs`` float32 [n]; ``ranks`` uint32 [n], 1 if no token was more likely;
     ``top_ids`` uint32 and ``top_logprobs`` float32 [n, num_top], best first; ``asked_logprobs`` float32
     [n, len(logprob_token_ids)].
     """
@@ -111,7 +111,7 @@ class PromptScores(FastMessage, frozen=True):
     asked_logprobs: bytes
 
     def validate(self) -> None:
-        """Raise InvalidRequest unless all tables have whole rows, one for each token."""
+        """Raise InvalidRequest unless all tables have complete rows, one for each token."""
         size = len(self.logprobs)
         tables = (self.top_ids, self.top_logprobs, self.asked_logprobs)
         if not size or size % 4 or len(self.ranks) != size or any(len(table) % size for table in tables):
@@ -120,7 +120,7 @@ class PromptScores(FastMessage, frozen=True):
 
 
 class KvChange(FastMessage, frozen=True):
-    """Blocks that a worker can serve from its cache now, or no longer; ``cleared`` (of all) comes before ``stored``."""
+    """Blocks that a worker can now, or no longer, serve from its cache; ``cleared`` (all) comes before ``stored``."""
 
     stored: tuple[BlockHash, ...] = ()
     removed: tuple[BlockHash, ...] = ()

@@ -1,4 +1,4 @@
-"""How the tokens of a request are drawn, and when it ends."""
+"""The parameters for sampling a request's tokens, and for its end."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ GRAMMARS = ("json_schema", "regex", "lark")
 
 
 class Sampling(FastMessage, frozen=True):
-    """Parameters of drawing a token. At most one grammar is given.
+    """Parameters of sampling a token. At most one grammar is given.
 
     ``temperature`` 0 is the exact argmax after penalties and bias. ``top_k`` 0 and ``top_p`` 1 and ``min_p`` 0
     are off. ``seed`` names the random stream; equal seeds give equal text whatever else is in the batch.
-    ``num_logprobs`` None is off, 0 the chosen token only, n the n most likely too, and then ``logprob_token_ids``.
+    ``num_logprobs`` None is off, 0 the chosen token only, n also the n most likely, and then ``logprob_token_ids``.
     ``json_schema``: the text must be JSON that the schema accepts; ``regex`` must match the whole text, and so must
     ``lark``, a grammar in llguidance's dialect of Lark.
     """
@@ -42,7 +42,7 @@ class Sampling(FastMessage, frozen=True):
     logprob_token_ids: tuple[U32, ...] = ()
 
     def validate(self) -> None:
-        """Raise InvalidRequest for parameters that no token can be drawn with."""
+        """Raise InvalidRequest for parameters with which no token can be sampled."""
         _require(self.temperature >= 0, f"temperature is {self.temperature}; it must be 0 or more")
         _require(self.top_k >= 0, f"top_k is {self.top_k}; it must be 0 (off) or more")
         _require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must be above 0 and at most 1")
@@ -58,22 +58,22 @@ class Sampling(FastMessage, frozen=True):
 
     @property
     def grammar(self) -> tuple[str, str] | None:
-        """The kind (one of ``GRAMMARS``) and the text of the grammar, if there is one."""
+        """Return the kind (one of ``GRAMMARS``) and the text of the grammar, if there is one."""
         return next(((kind, text) for kind in GRAMMARS if (text := getattr(self, kind)) is not None), None)
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the tokens so far change the logits."""
+        """Whether previous tokens change the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 class StopRule(FastMessage, frozen=True):
-    """When a worker ends a request; the conductor itself looks for stop *strings*.
+    """The end conditions that a worker checks; stop *strings* are the conductor's.
 
-    Counts are of tokens generated beyond the original prompt, on whichever worker. End-of-sequence tokens end the text
-    unless ``ignore_eos``; ``stop_token_ids`` always do. Neither is drawn before ``min_tokens`` tokens exist. A text
-    under a grammar ends with the first of either that is drawn, whatever else is set here: nothing may follow the end
-    of a grammar.
+    Counts are of tokens generated beyond the original prompt, on any worker. End-of-sequence tokens end the text
+    unless ``ignore_eos``; ``stop_token_ids`` always do. Neither is sampled before ``min_tokens`` tokens exist. A text
+    under a grammar ends with the first of either that is sampled, regardless of the other settings: nothing may follow
+    the end of a grammar.
     """
 
     max_new_tokens: int
@@ -82,13 +82,13 @@ class StopRule(FastMessage, frozen=True):
     min_tokens: int = 0
 
     def validate(self) -> None:
-        """Raise InvalidRequest for counts that mean nothing."""
+        """Raise InvalidRequest for meaningless counts."""
         _require(self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
         _require(self.min_tokens >= 0, f"min_tokens is {self.min_tokens}; it must be 0 or more")
 
 
 class PromptScoring(FastMessage, frozen=True):
-    """The prompt's own log probabilities that are wanted: from position ``start`` on, which is at least 1.
+    """Request for the prompt's own log probabilities, from position ``start`` on, which is at least 1.
 
     ``num_top`` of the most likely tokens are given beside each.
     """
@@ -104,7 +104,7 @@ class PromptScoring(FastMessage, frozen=True):
 
 
 class SamplingDefaults(FastMessage, frozen=True):
-    """What a model's makers want tokens to be drawn with, where a request sets nothing; these change nothing."""
+    """Sampling parameters recommended by a model's makers, used where a request sets none; the defaults are neutral."""
 
     temperature: float = 1.0
     top_p: float = 1.0

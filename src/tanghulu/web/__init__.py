@@ -1,1 +1,1 @@
-"""The HTTP server that conductor, routers and gateway share: keys, bodies, errors, connections."""
+"""The HTTP server shared by conductor, routers and gateway: keys, bodies, errors, connections."""

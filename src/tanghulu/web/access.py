@@ -1,15 +1,15 @@
-"""Who may call an application: pages of this site alone, and, with ``--api-keys``, callers with a key.
+"""Access control of an application: only pages of this site, and, with ``--api-keys``, callers with a key.
 
-``OwnSite`` refuses requests that pages of other sites have a browser make, so that no web page reaches a port behind
-its user's back. Browsers say where a request comes from: ``Origin``, and ``Sec-Fetch-Site``. A page that was fetched
-from a name which now leads to this machine (DNS rebinding) is of the same origin, but its name stands in ``Host``: so a
-port on loopback answers to addresses, to names without a dot, which no stranger owns, and to names that it was given.
-Programs send no Origin; a link to a page of ours is followed.
+``OwnSite`` rejects requests made by pages of other sites in a browser, so that no web page reaches a port behind its
+user's back. Browsers state the origin of a request: ``Origin``, and ``Sec-Fetch-Site``. A page fetched from a name that
+now resolves to this machine (DNS rebinding) has the same origin, but its name is in ``Host``: so a port on loopback
+answers to addresses, to names without a dot, which no stranger owns, and to configured names. Programs send no Origin;
+a link to a page of ours is followed.
 
-``HttpAuthorizer`` asks for a key: ``Authorization: Bearer KEY``, ``x-api-key``, or, for people with a browser, the
-cookie that the page at /login sets. Routes find the key in the request's state, as ``api_key``; those whose answers
-have no end ask ``key_stands`` there. What belongs into the answer's header is ``headers``. A table says for each route
-what a key must allow; a test compares it with the application's.
+``HttpAuthorizer`` requires a key: ``Authorization: Bearer KEY``, ``x-api-key``, or, for people with a browser, the
+cookie set by the page at /login. Routes find the key in the request's state, as ``api_key``; those with endless
+answers check ``key_stands`` there. Fields for the answer's header are in ``headers``. A table gives the right that each
+route requires of a key; a test compares it with the application's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tanghulu.web.errors import answer_to, log_failure
 LOGIN: Final = "/login"
 _MAX_FORM_BYTES: Final = 4096
 _FORM_S: Final = 10.0
-#: Forms that are coming at one time: strangers send them, and each takes a connection while it comes.
+#: Maximum forms being received: strangers send them, and each occupies a connection meanwhile.
 _MAX_FORMS: Final = 16
 _STYLE: Final = "body{font:16px/1.5 system-ui,sans-serif;max-width:24rem;margin:20vh auto;padding:0 1rem}"
 _STYLE_HASH: Final = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
@@ -60,14 +60,14 @@ _SAFE: Final = ("GET", "HEAD", "OPTIONS")
 
 
 def listed(text: str) -> tuple[str, ...]:
-    """The values of an option, separated by commas."""
+    """Return the values of an option, separated by commas."""
     return tuple(each.strip() for each in text.split(",") if each.strip())
 
 
 class OwnSite:
-    """``app``, which listens on ``host``, for programs, its own pages, and pages of ``origins`` ("*": of all).
+    """``app``, which listens on ``host``, for programs, its own pages, and pages of ``origins`` ("*" for all).
 
-    Where only this machine reaches ``host``, requests are for an address, a name without a dot, or one of ``names``.
+    If only this machine reaches ``host``, requests must be for an address, a name without a dot, or one of ``names``.
     """
 
     def __init__(self, app: ASGIApp, host: str, names: Iterable[str] = (), origins: Iterable[str] = ()) -> None:
@@ -95,7 +95,7 @@ class OwnSite:
             )
         if origin is not None:
             foreign = urlsplit(origin).netloc != host and not {origin, "*"} & self._origins
-        else:  # a link that a person follows names no origin
+        else:  # a followed link has no origin
             is_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
             foreign = headers.get("sec-fetch-site") == "cross-site" and not is_link and "*" not in self._origins
         if foreign:
@@ -103,7 +103,7 @@ class OwnSite:
 
 
 def _name_of(host: str) -> str:
-    """The name in a Host header, without its port."""
+    """Return the name in a Host header, without its port."""
     name, _, port = host.rpartition(":")
     return (name if name and not port.endswith("]") else host).lower().rstrip(".")
 
@@ -117,14 +117,14 @@ def _is_address(name: str) -> bool:
 
 
 class LoginPage:
-    """The page that asks for ``what`` ("key", "token"), labelled ``label``, and the cookie that keeps it."""
+    """The page that requests ``what`` ("key", "token"), labelled ``label``, and the cookie that keeps it."""
 
     def __init__(self, what: str, label: str, cookie: str) -> None:
         self._what, self._label, self._cookie = what, label, cookie
         self._num_forms = 0
 
     def shown(self, headers: Headers) -> str | None:
-        """What the request's cookie shows."""
+        """Return the value of the request's cookie."""
         try:
             morsel = SimpleCookie(headers.get("cookie", "")).get(self._cookie)
         except CookieError:
@@ -132,14 +132,14 @@ class LoginPage:
         return morsel.value if morsel is not None else None
 
     def refusal(self, scope: Scope, error: TanghuluError) -> Response:
-        """The page where a browser wants one, else the error as all errors are answered."""
+        """Return the page if a browser wants one, else the error in the usual form."""
         wants_page = "text/html" in Headers(scope=scope).get("accept", "")
         if wants_page and scope["method"] == "GET" and type(error) is Unauthorized:
             return self.page(error.message, scope["path"], 401)
         return answer_to(error)
 
     def page(self, message: str, wanted: str, status: int) -> Response:
-        """The page, which leads to ``wanted``."""
+        """Return the page, which leads to ``wanted``."""
         texts = {"what": self._what, "label": self._label, "message": html.escape(message)}
         text = _PAGE.format(style=_STYLE, next=html.escape(_own_path(wanted)), **texts)
         headers = {"content-security-policy": _POLICY, "cache-control": "no-store"}
@@ -148,7 +148,7 @@ class LoginPage:
         return HTMLResponse(text, status, headers)
 
     async def log_in(self, scope: Scope, receive: Receive, admit: Callable[[str], Awaitable[None]]) -> Response | None:
-        """The answer to a GET or POST of /login; None for nobody. ``admit`` raises Unauthorized for a wrong one."""
+        """Return the answer to a GET or POST of /login; None after a disconnect. ``admit`` raises Unauthorized."""
         if scope["method"] != "POST":
             return self.page("Whoever runs this cluster has one for you.", "/dashboard", 200)
         try:
@@ -168,7 +168,7 @@ class LoginPage:
         return answer
 
     async def _read_form(self, scope: Scope, receive: Receive) -> dict[str, str]:
-        """The fields of a form; raises BodyTooLarge, BodyTooSlow, Overloaded."""
+        """Return the fields of a form; raises BodyTooLarge, BodyTooSlow, Overloaded."""
         if self._num_forms >= _MAX_FORMS:
             raise Overloaded(f"{_MAX_FORMS} people are logging in; try again in a moment")
         self._num_forms += 1
@@ -181,7 +181,7 @@ class LoginPage:
 
 
 def _own_path(wanted: str) -> str:
-    """``wanted`` where it is a path of this server, and no other host's."""
+    """Return ``wanted`` if it is a path of this server, not another host's."""
     plain = wanted.startswith("/") and not wanted.startswith("//") and "\\" not in wanted and wanted.isprintable()
     return wanted if plain else "/dashboard"
 
@@ -190,7 +190,7 @@ _LOGIN_PAGE: Final = LoginPage("key", "API key", COOKIE)
 
 
 class Need(Enum):
-    """What a route asks of a caller; the value is for the documentation."""
+    """The requirement of a route on its caller; the value is for the documentation."""
 
     NOTHING = "no key"
     ANY_KEY = "any key"
@@ -203,14 +203,14 @@ _RIGHTS: Final = {need: KeyRight(need.value) for need in (Need.INFERENCE, Need.M
 
 
 class RouteRights:
-    """The needs of an application's routes, by their paths as the application has them; of other paths: any key."""
+    """The requirements of an application's routes, by their paths in the application; other paths need any key."""
 
     def __init__(self, table: Mapping[str, Need]) -> None:
         self.table = dict(table)
-        self._patterns = [(compile_path(path)[0], need) for path, need in table.items()]  # as the application matches
+        self._patterns = [(compile_path(path)[0], need) for path, need in table.items()]  # matched like the application
 
     def of(self, path: str) -> Need:
-        """What a request for ``path`` needs."""
+        """Return the requirement of a request for ``path``."""
         known = self.table.get(path)
         if known is not None:
             return known
@@ -218,7 +218,7 @@ class RouteRights:
 
 
 class HttpAuthorizer:
-    """``app`` for callers with a key that allows what they ask for. ``accounts`` None: another process counts."""
+    """``app`` for callers with a key that allows the request. With ``accounts`` None another process counts."""
 
     def __init__(
         self, app: ASGIApp, keys: ApiKeysFile, rights: RouteRights, accounts: KeyAccounts | None = None
@@ -251,7 +251,7 @@ class HttpAuthorizer:
             await self._counted(self._accounts, key, scope, receive, send)
 
     async def watch(self) -> None:
-        """Follow the file of keys until cancelled."""
+        """Follow the file of keys; runs until cancelled."""
         while True:
             await asyncio.sleep(REFRESH_S)
             if await asyncio.to_thread(self._keys.refresh) and self._accounts is not None:
@@ -261,7 +261,7 @@ class HttpAuthorizer:
         return self._keys.table.still_stands(key, time.time())
 
     def _admitted(self, scope: Scope, need: Need) -> ApiKey:
-        """The key of a request that may be made with it. Raises Unauthorized, Forbidden."""
+        """Return the key of a request if it allows the request. Raises Unauthorized, Forbidden."""
         headers = Headers(scope=scope)
         shown, by_cookie = _shown(headers)
         key = self._keys.table.authenticate(shown)
@@ -288,12 +288,12 @@ class HttpAuthorizer:
             account.end()
 
     async def _known(self, shown: str) -> None:
-        """Raise Unauthorized for what is no key."""
+        """Raise Unauthorized for an unknown key."""
         self._keys.table.authenticate(shown)
 
 
 def _shown(headers: Headers) -> tuple[str, bool]:
-    """The key that a request shows, and whether it comes in a cookie. Raises Unauthorized."""
+    """Return the key in a request, and whether it is in a cookie. Raises Unauthorized."""
     given = headers.get("authorization")
     if given is not None:
         scheme, _, key = given.strip().partition(" ")
@@ -307,7 +307,7 @@ def _shown(headers: Headers) -> tuple[str, bool]:
 
 
 def _refuse_other_sites(headers: Headers) -> None:
-    """Raise Forbidden for a change that another page has a browser ask for, with the cookie of this one."""
+    """Raise Forbidden for a change requested by another page in a browser, with the cookie of this one."""
     origin = headers.get("origin")
     if origin is None or urlsplit(origin).netloc != headers.get("host"):
         raise Forbidden("with a cookie only pages of this address may change anything; send Authorization: Bearer KEY")

@@ -1,7 +1,7 @@
-"""Bodies of requests as they arrive: how slow they may be, and how many bytes of them a process keeps at one time.
+"""Incoming request bodies: limits on their slowness, and on the bytes that a process keeps at one time.
 
-``BodyRoom`` decides which body has to go when there is no room; ``IncomingBody`` reads one in its time, and ``Bodies``
-performs both for an application.
+``BodyRoom`` decides which body to drop when there is no room; ``IncomingBody`` reads one within its time, and
+``Bodies`` performs both for an application.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from tanghulu.runtime.least_rate import LEAST_BYTES_S, LeastRate
 from tanghulu.types import format_size
 from tanghulu.web.errors import BodiesFull, BodyTooLarge, BodyTooSlow
 
-#: Seconds after which a body is given up of which no piece, or too little, has come.
+#: Seconds after which a body is dropped if no piece, or too little, has arrived.
 STALL_S = 10.0
-#: The longest time that a body may take, however steadily it comes.
+#: Maximum duration of a body, however steadily it arrives.
 DEADLINE_S = 120.0
-#: A body that has been arriving for less is not given up for another's sake.
+#: A body that has been arriving for less is not dropped in favour of another.
 GRACE_S = 1.0
 _SMALL_BYTES = 256 << 10
 
 
 @dataclass(eq=False, slots=True)
 class HeldBody:
-    """One body in the room; ``arriving`` until its end has come, and from then on it is read by the application."""
+    """One body in the room; ``arriving`` until complete, and from then on read by the application."""
 
     begun_s: float
     num_bytes: int = 0
@@ -43,29 +43,29 @@ class HeldBody:
 class BodyRoom:
     """The bytes of bodies that a process keeps at one time, with a bound. Pure.
 
-    Where there is no room for a piece, the bodies that have been arriving longest go: an honest one is through quickly,
-    and those that are sent by halves pile up at the front. Example, with room for 32 MiB: twenty clients have each sent
-    1.5 MiB and then nothing. Two seconds later one more sends 4 MiB, and two of the twenty are given up for it.
+    If there is no room for a piece, the bodies that have been arriving longest are dropped: an honest one completes
+    quickly, and stalled ones pile up at the front. Example, with room for 32 MiB: twenty clients have each sent 1.5 MiB
+    and then nothing. Two seconds later one more sends 4 MiB, and two of the twenty are dropped for it.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._held: dict[HeldBody, None] = {}  # in the order in which they began
+        self._held: dict[HeldBody, None] = {}  # in order of arrival
         self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._held)
 
     def begin(self, now_s: float) -> HeldBody:
-        """Enter a body, as yet without bytes."""
+        """Add a body, as yet without bytes."""
         body = HeldBody(now_s)
         self._held[body] = None
         return body
 
     def come(self, body: HeldBody, num_bytes: int, now_s: float) -> list[HeldBody]:
-        """Count a piece of ``body``; the bodies in the list have to go for it, and are counted no more.
+        """Count a piece of ``body``; the returned bodies must be dropped for it, and are no longer counted.
 
-        Raises BodiesFull where that would not make room: then ``body`` itself has to go.
+        Raises BodiesFull if that would not make room: then ``body`` itself must be dropped.
         """
         assert body in self._held
         assert body.arriving
@@ -88,17 +88,17 @@ class BodyRoom:
         return leaving
 
     def arrived(self, body: HeldBody) -> None:
-        """Note that ``body`` is whole; from now on it stays until its end."""
+        """Note that ``body`` is complete; from now on it stays until its end."""
         body.arriving = False
 
     def end(self, body: HeldBody) -> None:
-        """Forget ``body``; no error if it has been forgotten."""
+        """Remove ``body``; no error if it was removed before."""
         if body in self._held:
             del self._held[body]
             self.num_bytes -= body.num_bytes
 
     def check(self) -> None:
-        """Assert the bound, and that the sum is one."""
+        """Assert the bound and the sum."""
         assert self.num_bytes == sum(body.num_bytes for body in self._held) <= self._most_bytes
 
     def _full(self) -> BodiesFull:
@@ -116,25 +116,25 @@ class IncomingBody:
         self.num_come = 0
         headers = dict(scope["headers"])
         length = headers.get(b"content-length", b"0")
-        #: The length that the client announced; None where nobody knows it.
+        #: The length announced by the client; None if unknown.
         self.length = int(length) if length.isdigit() and b"transfer-encoding" not in headers else None
         self._receive = receive
         self._stall_s = stall_s
         self._deadline_s = deadline_s
-        self._rate: LeastRate | None = None  # from the first piece that is asked for
+        self._rate: LeastRate | None = None  # from the first requested piece
         self._over_s = math.inf
         self._patience: asyncio.Timeout | None = None
         self._given_up: TanghuluError | None = None
 
     @property
     def num_left(self) -> float:
-        """The number of bytes that are still to come; infinite where nobody knows."""
+        """The number of bytes still to come; infinite if unknown."""
         return 0 if self.is_complete else math.inf if self.length is None else self.length - self.num_come
 
     async def receive(self) -> Message:
-        """The next piece; the last one makes the body complete.
+        """Return the next piece; the last one makes the body complete.
 
-        Raises BodyTooSlow when no piece comes, or too little over a time, and the error that it was given up with.
+        Raises BodyTooSlow if no piece comes, or too little over a time, and the error with which it was given up.
         """
         now_s = time.monotonic()
         if self._rate is None:
@@ -175,8 +175,8 @@ class IncomingBody:
 class BodyBuffer:
     """The bytes of one body of at most ``most_bytes``.
 
-    More than a few are kept in memory of their own: a bytearray that grows to 30 MB is copied time and again, which
-    holds up the loop for a tenth of a second, and what it leaves in the heap does not go back to the system.
+    More than a few are kept in separate memory: a bytearray growing to 30 MB is copied repeatedly, which blocks the
+    loop for a tenth of a second, and what it leaves in the heap is not returned to the system.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -185,7 +185,7 @@ class BodyBuffer:
         self._large: mmap.mmap | None = None
 
     def write(self, piece: bytes) -> None:
-        """Add ``piece``."""
+        """Append ``piece``."""
         if self._large is None and len(self._small) + len(piece) > _SMALL_BYTES:
             self._large = mmap.mmap(-1, self._most_bytes)
             self._large.write(self._small)
@@ -195,11 +195,11 @@ class BodyBuffer:
             self._large.write(piece)
 
     def view(self) -> memoryview:
-        """All bytes, until ``clear``; to be released before."""
+        """Return all bytes, valid until ``clear``; to be released before."""
         return memoryview(self._small) if self._large is None else memoryview(self._large)[: self._large.tell()]
 
     def clear(self) -> None:
-        """Give the memory back. No error if that has been done."""
+        """Free the memory. No error if it was freed before."""
         self._small.clear()
         if self._large is not None and not self._large.closed:
             self._large.close()
@@ -217,7 +217,7 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def reading(self, scope: Scope, receive: Receive) -> AsyncIterator[BodyBuffer]:
-        """The whole body, which has its place in the room until the block ends.
+        """Yield the complete body, which keeps its place in the room until the block ends.
 
         Raises BodyTooLarge as soon as the body is known to be too long, BodyTooSlow, BodiesFull, ClientDisconnect.
         """
@@ -239,7 +239,7 @@ class Bodies:
 
     @contextlib.contextmanager
     def holding(self, num_bytes: int) -> Iterator[None]:
-        """Room for a request that has come whole by another way, until the block ends. Raises BodiesFull."""
+        """Reserve room for a request that arrived complete in another way, until the block ends. Raises BodiesFull."""
         held = self.room.begin(time.monotonic())
         try:
             self._make_room(held, num_bytes)
@@ -249,7 +249,7 @@ class Bodies:
             self.room.end(held)
 
     def stop(self) -> None:
-        """Give up what has not arrived, and whatever begins to: the process ends."""
+        """Give up unfinished bodies and all new ones: the process is ending."""
         self._stopped = NodeUnavailable("the process is stopping; send the request elsewhere")
         for incoming in self._arriving.values():
             incoming.give_up(self._stopped)
@@ -263,7 +263,7 @@ class Bodies:
 
 
 async def pieces(incoming: IncomingBody, limit_bytes: int) -> AsyncIterator[bytes]:
-    """The pieces of a body of at most ``limit_bytes``.
+    """Yield the pieces of a body of at most ``limit_bytes``.
 
     Raises BodyTooLarge as soon as it is known to be longer, BodyTooSlow, and ClientDisconnect.
     """

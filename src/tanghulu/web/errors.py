@@ -1,6 +1,6 @@
 """Typed errors as HTTP answers, in OpenAI's shape: {"error": {"message", "type", "code", "param"}}.
 
-The only place that knows HTTP statuses of errors.
+The only place with the HTTP statuses of errors.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ _TYPES = {
     403: "permission_error",
     503: "service_unavailable_error",
 }
-#: A client that gets one of these may come back later.
+#: Errors after which a client may retry later.
 _COME_BACK = (429, 503)
-#: Refusals that say something about the load, and not only about one request.
+#: Rejections that reflect the load, and not only one request.
 _NOTED = (REQUEST_TIMEOUT, 413, 429)
 _CHALLENGE = {401: "Bearer"}
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
-#: Parts of a fault's path that name one of several kinds which a value may have, and no field.
+#: Parts of a fault's path that name one of several kinds that a value may have, and no field.
 _KIND = re.compile(r"[\[(-]|^(str|int|float|bool|[A-Z]\w*)$")
 _MOST_NAME_CHARACTERS = 64
-#: The rest of a body that stopped coming would be taken for the next request.
+#: The rest of a stalled body would be taken for the next request.
 _CONNECTION = {REQUEST_TIMEOUT: "close"}
 
 
@@ -88,50 +88,50 @@ class BadField(InvalidRequest):
 
 
 class ResponseNotFound(InvalidRequest):
-    """A response that a client refers to is not kept here."""
+    """The referenced response is not stored here."""
 
     code = "RESPONSE_NOT_FOUND"
 
 
 class RequestNotFound(InvalidRequest):
-    """A request that is asked about is not known here."""
+    """The referenced request is unknown here."""
 
     code = "REQUEST_NOT_FOUND"
 
 
 class BodyTooLarge(TanghuluError):
-    """The body is longer than is read here."""
+    """The body exceeds the maximum length."""
 
     code = "BODY_TOO_LARGE"
 
 
 class HeaderTooLarge(TanghuluError):
-    """The header of a request, or the trailer of its body, is longer than is read here."""
+    """The header of a request, or the trailer of its body, exceeds the maximum length."""
 
     code = "HEADER_TOO_LARGE"
 
 
 class WrongContentType(TanghuluError):
-    """The body is of a kind that is not read here."""
+    """The body has an unsupported content type."""
 
     code = "WRONG_CONTENT_TYPE"
 
 
 class BodyTooSlow(TanghuluError):
-    """The body stopped coming."""
+    """The body stopped arriving."""
 
     code = "BODY_TOO_SLOW"
 
 
 class BodiesFull(TanghuluError):
-    """The bodies that are under way leave no room for this one."""
+    """The bodies being received leave no room for this one."""
 
     code = "BODIES_FULL"
     retryable = True
 
 
 class TooManyConnections(TanghuluError):
-    """The process has as many connections as it may have."""
+    """The process has reached its maximum number of connections."""
 
     code = "TOO_MANY_CONNECTIONS"
     retryable = True
@@ -150,10 +150,10 @@ class LengthRequired(InvalidRequest):
 
 
 def from_validation(error: ValidationError) -> BadField:
-    """The first fault of a body, in one sentence.
+    """Return the first fault of a body, in one sentence.
 
-    A value that may be of several kinds has a fault for each of them; the one that lies deepest is of the kind that
-    was meant.
+    A value that may be of several kinds has a fault for each of them; the deepest one belongs to the intended
+    kind.
     """
     faults = error.errors(include_url=False, include_input=False)
     of_first = [fault for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]]
@@ -162,13 +162,13 @@ def from_validation(error: ValidationError) -> BadField:
 
 
 def _from_request(error: RequestValidationError) -> BadField:
-    """The first fault of a parameter or body that FastAPI has checked, with its place in the request."""
+    """Return the first fault of a parameter or body checked by FastAPI, with its place in the request."""
     first = error.errors()[0]
     return _bad_field(first["type"], first["msg"], tuple(first["loc"][1:]))
 
 
 def _bad_field(kind: str, message: str, where_in: tuple[int | str, ...]) -> BadField:
-    names = [str(part)[:_MOST_NAME_CHARACTERS] for part in where_in]  # a client's own are among them
+    names = [str(part)[:_MOST_NAME_CHARACTERS] for part in where_in]  # includes a client's own
     path = ".".join(name for name in names if not _KIND.search(name))
     message = message.removeprefix("Value error, ")
     if kind == "json_invalid":
@@ -177,12 +177,12 @@ def _bad_field(kind: str, message: str, where_in: tuple[int | str, ...]) -> BadF
 
 
 def status_of(error: TanghuluError) -> int:
-    """The HTTP status of a typed error."""
+    """Return the HTTP status of a typed error."""
     return _STATUS.get(error.code, 500)
 
 
 def body_of(error: TanghuluError) -> dict[str, Any]:
-    """The JSON body of a typed error."""
+    """Return the JSON body of a typed error."""
     return _body(status_of(error), error.message, error.code.lower(), getattr(error, "param", None))
 
 
@@ -201,12 +201,12 @@ def _answer(
 
 
 def answer_to(error: TanghuluError, retry_after_s: int = 1) -> JSONResponse:
-    """The whole answer to a typed error; ``retry_after_s`` goes with those that ask the client to come back."""
+    """Return the complete answer to a typed error; ``retry_after_s`` is sent with retryable ones."""
     return _answer(status_of(error), body_of(error), retry_after_s)
 
 
 def log_failure(error: TanghuluError, scope: Scope) -> None:
-    """Write the line of a request that failed; one that only its own client can mend has it at the level debug.
+    """Log a failed request; if only its own client can fix it, at the level debug.
 
     Its ids are those in the state of ``scope``: ``request_id``, the call's, and ``x_request_id``, the client's.
     """
@@ -226,7 +226,7 @@ def _not_found(method: str, path: str) -> str:
 
 
 def _methods_of(app: FastAPI, scope: Scope) -> set[str]:
-    """The methods that the routes of ``app`` serve at the path of ``scope``; HEAD wherever GET is served."""
+    """Return the methods that the routes of ``app`` serve at the path of ``scope``; HEAD wherever GET is served."""
     found = {method for method in _METHODS if _serves(app, {**scope, "method": method})}
     return found | {"HEAD"} if "GET" in found else found
 
@@ -236,7 +236,7 @@ def _serves(app: FastAPI, scope: Scope) -> bool:
 
 
 class _HeadAsGet:
-    """Middleware that serves HEAD by the route for GET unless it has one of its own; the server drops the body."""
+    """Middleware that serves HEAD by the route for GET unless it has its own; the server drops the body."""
 
     def __init__(self, app: ASGIApp, served: FastAPI) -> None:
         self._app, self._served = app, served
@@ -245,7 +245,7 @@ class _HeadAsGet:
         if scope.get("method") != "HEAD" or _serves(self._served, scope):
             await self._app(scope, receive, send)
             return
-        as_get = {**scope, "method": "GET"}  # the server must see HEAD still
+        as_get = {**scope, "method": "GET"}  # the server must still see HEAD
         try:
             await self._app(as_get, receive, send)
         finally:
@@ -258,10 +258,10 @@ def install(
     retry_after_s: Callable[[], int] = _once_a_second,
     not_found: Callable[[str, str], str] = _not_found,
 ) -> None:
-    """Answer every error of ``app`` in one shape, and log it; serve HEAD where GET is served.
+    """Answer every error of ``app`` in one shape, and log it; serve HEAD if GET is served.
 
-    ``process`` names the process whose log has a bug's trace; ``retry_after_s`` says when who is refused now should
-    come back; ``not_found`` says of a method and a path what there is instead.
+    ``process`` names the process whose log has a bug's trace; ``retry_after_s`` returns when rejected callers should
+    retry; ``not_found`` returns, for a method and a path, what exists instead.
     """
 
     async def typed(request: Request, error: Exception) -> JSONResponse:

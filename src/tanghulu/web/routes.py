@@ -1,12 +1,12 @@
-"""Routes as applications declare them: targets that are checked, routes that are called as they are, /metrics.
+"""Routes as declared by applications: checked targets, directly called routes, /metrics.
 
-Starlette decodes targets leniently: bytes that are no UTF-8 become U+FFFD, and so another name, and an unknown option
-is nothing. The functions here refuse both.
+Starlette decodes targets leniently: bytes that are not UTF-8 become U+FFFD, and so another name, and an unknown option
+is ignored. The functions here reject both.
 
 An endpoint that takes a request and returns a response leaves an application's layers nothing to do: no parameter to
-check, nothing to convert. They take a tenth of the time that a streamed answer costs, so ``DirectRoutes`` calls such
-endpoints past them. The routes are declared with the application's others, which has their documents, and its handlers
-answer what an endpoint raises.
+check, nothing to convert. The layers take a tenth of the time of a streamed answer, so ``DirectRoutes`` bypasses them
+for such endpoints. The routes are declared with the application's others, so they are documented, and its handlers
+answer the errors that an endpoint raises.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from tanghulu.errors import InvalidRequest
 
 
 class _RestConvertor(Convertor[str]):
-    """Matches the whole rest of a path; Starlette's own ``path`` ends at a line's end."""
+    """Matches the whole rest of a path; Starlette's own ``path`` stops at a line end."""
 
     regex = r"[\s\S]*"
 
     def convert(self, value: str) -> str:
-        """The text, as it is in the path."""
+        """Return the text unchanged."""
         return value
 
     def to_string(self, value: str) -> str:
-        """The path of a text."""
+        """Return the path of a text."""
         return value
 
 
@@ -43,17 +43,17 @@ register_url_convertor("rest", _RestConvertor())
 
 
 def rest(name: str) -> str:
-    """The end of a route's path that takes all that is left as the parameter ``name``."""
+    """Return the end of a route's path that takes the rest as the parameter ``name``."""
     return f"{{{name}:rest}}"
 
 
 def check_path(request: Request) -> None:
-    """Raise InvalidRequest if the path is not UTF-8: other characters would stand in it instead."""
+    """Raise InvalidRequest if the path is not UTF-8: it would contain replacement characters."""
     _decoded(request.scope["raw_path"], "path")
 
 
 async def checked_target(request: Request) -> None:
-    """Raise InvalidRequest for a path or query that is not UTF-8, and an option that is unknown here or comes twice.
+    """Raise InvalidRequest for a path or query that is not UTF-8, and for an unknown or repeated option.
 
     A dependency of FastAPI's routes.
     """
@@ -77,7 +77,7 @@ def _decoded(text: bytes, what: str) -> None:
 
 
 class DirectRoutes:
-    """``routes`` of ``app``, of fixed paths, past its layers; everything else is the application's."""
+    """``routes`` of ``app``, with fixed paths, bypassing its layers; everything else goes to the application."""
 
     def __init__(self, app: FastAPI, routes: Iterable[APIRoute]) -> None:
         self.app = app
@@ -104,7 +104,7 @@ class DirectRoutes:
                 raise
 
     async def _answer(self, error: Exception, request: Request, send: Send) -> bool:
-        """Answer ``error`` by the application's handler of its kind; False for a bug, which is raised on."""
+        """Answer ``error`` by the application's handler for its kind; return False for a bug, to be re-raised."""
         handlers = self.app.exception_handlers
         kind = next(kind for kind in type(error).__mro__ if kind in handlers)
         answer = await handlers[kind](request, error)  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """An HTTP port of a process: its socket, its callers, and uvicorn inside the process's own event loop.
 
-``Server`` is what the conductor, the routers and the gateway have, each with its own application; ``HttpServer`` is
+``Server`` is used by the conductor, the routers and the gateway, each with its own application; ``HttpServer`` is
 uvicorn with bounds on connections, headers and slow readers.
 """
 
@@ -40,19 +40,19 @@ from tanghulu.web.errors import HeaderTooLarge, TooManyConnections, answer_to, s
 
 _log = structlog.get_logger(__name__)
 _BACKLOG = 2048
-#: Longer than clients keep idle connections, so that none of them sends into one that is being closed.
+#: Longer than clients keep idle connections, so that none of them sends into one being closed.
 _KEEP_ALIVE_S = 75
-#: Connections that have not come to the end of a header; one makes way when another comes.
+#: Maximum connections with an unfinished header; a new one evicts another.
 MAX_HEADLESS = 256
-#: Connections beyond the bound, on which only probes are answered: an orchestrator's do not fail because of clients.
+#: Connections beyond the bound, answered for probes only: an orchestrator's must not fail because of clients.
 PROBES: Final = ("/live", "/ready")
 MAX_BEYOND: Final = 64
-#: A request's line and header, or the trailer of its body; each field counts as its text and _FIELD_BYTES.
+#: Bound of a request's line and header, or the trailer of its body; each field counts as its text and _FIELD_BYTES.
 MAX_HEADER_BYTES = 64 << 10
 _FIELD_BYTES = 32
-#: Requests that wait on a connection for the answers before theirs.
+#: Requests queued on a connection behind unfinished answers.
 MAX_PIPELINED = 16
-#: Seconds after which a client is hung up on that reads nothing of what was sent; what is unread is bounded meanwhile.
+#: Seconds after which a client that reads nothing of its answer is disconnected; unread data is bounded meanwhile.
 READ_STALL_S = 30.0
 
 
@@ -60,14 +60,14 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:=+/@\-]{1,128}")
 
 
 def request_id_of(given: Sequence[str]) -> str:
-    """The client's id for the request, the first that may stand in a header and a log; else a new one."""
+    """Return the client's first id for the request that is valid in a header and a log; else a new one."""
     return next((each for each in given if _REQUEST_ID.fullmatch(each)), "") or uuid.uuid4().hex
 
 
 def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
-    """A socket that accepts on host:port (0 picks one). Raises ConfigError.
+    """Return a socket that accepts on host:port (0 picks one). Raises ConfigError.
 
-    With ``reuse_port`` other sockets may accept there too, which say so as well.
+    With ``reuse_port`` other sockets with this option may accept there, too.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -84,13 +84,13 @@ def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> Address:
-    """The address that ``listener`` listens on."""
+    """Return the address that ``listener`` listens on."""
     host, port = listener.getsockname()[:2]
     return Address(host, port)
 
 
 async def _follow_files(tls: ServerTls) -> None:
-    """Use replaced certificates for new connections, until cancelled."""
+    """Use replaced certificates for new connections; runs until cancelled."""
     while True:
         await asyncio.sleep(REFRESH_S)
         try:
@@ -101,7 +101,7 @@ async def _follow_files(tls: ServerTls) -> None:
 
 
 async def _too_many_connections(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request on a connection beyond the bound, and hang up."""
+    """Answer a request on a connection beyond the bound, and disconnect."""
     response = answer_to(TooManyConnections("this process has all the connections it may have; try again in a moment"))
     given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"]
     response.headers.update({"connection": "close", "x-request-id": request_id_of(given)})
@@ -109,7 +109,7 @@ async def _too_many_connections(scope: Scope, receive: Receive, send: Send) -> N
 
 
 def _ended_by_closing(cycle: RequestResponseCycle, app: Any) -> Any:
-    """``app`` for a client of HTTP/1.0, which takes no chunks: its answer ends with the connection."""
+    """Return ``app`` for a client of HTTP/1.0, which takes no chunks: its answer ends with the connection."""
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_plain(message: Message) -> None:
@@ -123,7 +123,7 @@ def _ended_by_closing(cycle: RequestResponseCycle, app: Any) -> Any:
 
 
 def _unread_in_kernel(transport: asyncio.Transport) -> int:
-    """Bytes that the kernel has of an answer and the client's has not acknowledged; 0 where it does not say."""
+    """Return the bytes of an answer in the kernel that the client's has not acknowledged; 0 if unknown."""
     connection = transport.get_extra_info("socket")
     try:
         return int.from_bytes(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
@@ -132,26 +132,26 @@ def _unread_in_kernel(transport: asyncio.Transport) -> int:
 
 
 class _Connection(HttpToolsProtocol):
-    """uvicorn's; none stays that does not end a request's header in ``header_s``, or reads nothing for ``stall_s``.
+    """uvicorn's protocol, with the limits ``header_s`` for a request's header and ``stall_s`` without any reading.
 
     A client that reads too slowly first stops its answer: no more is taken from the application while 64 KiB are
-    unread. When it is hung up on the application learns that it is gone, as of any client.
+    unread. When it is disconnected, the application is notified as for any client.
     """
 
     header_s = float(_KEEP_ALIVE_S)
     stall_s = READ_STALL_S
     _stalled: asyncio.TimerHandle | None = None
     _unread_bytes = 0
-    most = 0  # connections; 0: without a bound
-    #: Connections of the server from which a header is coming; and all that have no request under way.
+    most = 0  # connections; 0 means unlimited
+    #: Connections of the server with an unfinished header; and all that have no request in progress.
     headless: ClassVar[Strangers[_Connection]]
     resting: ClassVar[Strangers[_Connection]]
     rare_log: ClassVar[RareLog]
     _is_beyond = False
-    #: Whether the server is ending; then a connection without a request goes.
+    #: Whether the server is ending; then connections without a request are closed.
     is_ending: ClassVar[bool] = False
     _waiting: asyncio.TimerHandle | None = None
-    #: Of the header or trailer that is coming: its whole fields, and bytes that have not become a field or a body.
+    #: The incoming header or trailer: its complete fields, and bytes that have not become a field or a body.
     _header_bytes = 0
     _loose_bytes = 0
     _refusal: HeaderTooLarge | None = None
@@ -224,19 +224,19 @@ class _Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def _count(self, num_bytes: int) -> None:
-        """Add to the header; what is raised here makes the parser give up, and ``send_400_response`` answers."""
+        """Count bytes of the header; an error raised here stops the parser, and ``send_400_response`` answers."""
         self._header_bytes += num_bytes
         if self._header_bytes > MAX_HEADER_BYTES:
             self._refusal = _too_large()
             raise self._refusal
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Nothing: uvicorn logs two lines for each piece that comes."""
+        """Do nothing: uvicorn logs two lines for each piece."""
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP, or not read here, in the shape of all other errors, and hang up."""
+        """Answer unsupported input or invalid HTTP in the shape of all other errors, and disconnect."""
         if self._refusal is not None and self.cycle is not None and not self.cycle.response_complete:
-            self.transport.abort()  # an answer is on its way, or due first
+            self.transport.abort()  # an answer is in progress, or due first
             return
         if self._refusal is not None:
             self.rare_log.warning("http.header_too_large", client=self.client)
@@ -268,7 +268,7 @@ class _Connection(HttpToolsProtocol):
             self._stalled = None
 
     def _watch_reader(self) -> None:
-        """Look in ``stall_s`` whether the client has read anything of what is there for it now."""
+        """Check after ``stall_s`` whether the client has read any of the present data."""
         self._unread_bytes = self.transport.get_write_buffer_size() + _unread_in_kernel(self.transport)
         self._stalled = asyncio.get_running_loop().call_later(self.stall_s, self._look_at_reader)
 
@@ -291,7 +291,7 @@ class _Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def _wait(self) -> None:
-        """Start the time limit at the first piece of a header; later pieces do not prolong it."""
+        """Start the time limit at the first piece of a header; later pieces do not extend it."""
         if self._waiting is None and not self.transport.is_closing():
             self._waiting = asyncio.get_running_loop().call_later(self.header_s, self.transport.close)
             self.headless.enter(self, host_of(self.transport))
@@ -317,9 +317,9 @@ def _too_large() -> HeaderTooLarge:
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers (the process has its own), and without waking up ten times a second.
 
-    Where there are ``max_connections``, one without a request makes way for another; where all have one, it answers 503
-    by itself, but for ``PROBES``. A client has ``header_s`` to send a request's header, and ``stall_s`` to read some of
-    an answer.
+    With ``max_connections``, one without a request is closed for a new one; if all have one, it answers 503 by
+    itself, except to ``PROBES``. A client has ``header_s`` to send a request's header, and ``stall_s`` to read some
+    of an answer.
     """
 
     def __init__(
@@ -375,7 +375,7 @@ class HttpServer(uvicorn.Server):
         self.serving = asyncio.create_task(self.serve(sockets=[listener]))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on ``sockets``. As uvicorn does, but TLS is to be agreed on in ``header_s``, by few at a time."""
+        """Listen on ``sockets``, like uvicorn, but TLS handshakes are limited to ``header_s`` and in number."""
         assert sockets, "it listens on sockets that are there"
         loop, config = asyncio.get_running_loop(), self.config
         await self.lifespan.startup()
@@ -392,11 +392,11 @@ class HttpServer(uvicorn.Server):
         self.started = True
 
     def hang_up_after_answers(self) -> None:
-        """Close each connection behind its next answer, so that its client connects to another server."""
+        """Close each connection after its next answer, so that its client connects to another server."""
         self.server_state.default_headers.append((b"connection", b"close"))
 
     async def stop_accepting(self) -> None:
-        """Take the connections that are made but not accepted yet, and listen no more: a close would reset them."""
+        """Accept pending connections, which a close would reset, and stop listening."""
         loop, connection = asyncio.get_running_loop(), self._connection
         assert connection is not None, "it has started"
         await accept_no_more(self.servers)
@@ -414,7 +414,7 @@ class HttpServer(uvicorn.Server):
         self._stopping.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End as uvicorn does, with those connections, too, that were accepted just before."""
+        """End as uvicorn does, including connections accepted just before."""
         await accept_no_more(self.servers)
         cast("type[_Connection]", self.config.http_protocol_class).is_ending = True
         if self._handshakes is not None:
@@ -433,7 +433,7 @@ class HttpServer(uvicorn.Server):
 class Server:
     """An HTTP port with the keys, certificates and bounds of ``options``; pages of ``origins`` may use it.
 
-    Raises ConfigError for a file that cannot be used.
+    Raises ConfigError for an unusable file.
     """
 
     def __init__(self, options: ServerOptions, host: str, origins: Iterable[str] = ()) -> None:
@@ -444,7 +444,7 @@ class Server:
         self._authorizer: HttpAuthorizer | None = None
 
     def authorized(self, app: ASGIApp, rights: RouteRights, accounts: KeyAccounts | None = None) -> ASGIApp:
-        """``app`` for callers with a key, where keys are required, and for no page of another site."""
+        """Return ``app`` for callers with a key, if keys are required, and for no page of another site."""
         if self.keys is not None:
             app = self._authorizer = HttpAuthorizer(app, self.keys, rights, accounts)
         return OwnSite(app, self._host, listed(self._options.allowed_hosts), self._origins)

@@ -1,1 +1,1 @@
-"""What every connector needs: names of blocks, decisions apart from I/O, and the transfers; no engine, no torch."""
+"""Shared parts of all connectors: names of blocks, decisions without I/O, and the transfers; no engine, no torch."""

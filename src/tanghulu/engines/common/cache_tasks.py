@@ -1,4 +1,4 @@
-"""Calls of the store in threads, each with a number by which its outcome is taken, and a signal at its end."""
+"""Calls of the store in threads, each with a number for collecting its outcome, and a signal at its end."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _log = logging.getLogger(__name__)
 
 
 class Tasks(Generic[T]):
-    """Work of one kind. However a task ends, its outcome is there and ``signal`` was called, exactly once.
+    """Tasks of one kind. However a task ends, its outcome is set and ``signal`` is called, exactly once.
 
-    ``failed``: the outcome of work that broke off, or that could not begin any more.
+    ``failed`` is the outcome of work that raised, or could no longer begin.
     """
 
     def __init__(self, name: str, threads: int, signal: Callable[[], None]) -> None:
@@ -29,11 +29,11 @@ class Tasks(Generic[T]):
 
     @property
     def num_open(self) -> int:
-        """Tasks that have not ended."""
+        """Number of unfinished tasks."""
         return self._num_open
 
     def begin(self, work: Callable[[], T], failed: T) -> int:
-        """Run ``work`` in a thread; the number of the task."""
+        """Run ``work`` in a thread; returns the number of the task."""
         with self._lock:
             self._next += 1
             number = self._next
@@ -49,7 +49,7 @@ class Tasks(Generic[T]):
         return number
 
     def drain(self) -> None:
-        """Have what has not begun fail, and return when the rest has ended, at its deadline at the latest."""
+        """Fail tasks that have not begun, and return when the others have ended, at their deadlines at the latest."""
         with self._lock:
             futures = list(self._futures.values())
         for future in futures:
@@ -58,18 +58,18 @@ class Tasks(Generic[T]):
             self._lock.wait_for(lambda: self._num_open == 0)
 
     def take(self, number: int) -> T | None:
-        """The outcome of a task, once; None of one that has not ended."""
+        """Return the outcome of a task, once; None if it has not ended."""
         with self._lock:
             return self._outcomes.pop(number, None)
 
     def take_all(self) -> dict[int, T]:
-        """The outcomes of all tasks that ended and were not taken."""
+        """Return the outcomes of all ended tasks that were not taken yet."""
         with self._lock:
             outcomes, self._outcomes = self._outcomes, {}
             return outcomes
 
     def close(self, *, wait: bool = True) -> None:
-        """Begin no more; returns when all have ended, at their deadlines at the latest.
+        """Accept no more tasks; returns when all have ended, at their deadlines at the latest.
 
         Without ``wait`` it returns at once, and those that have not begun fail.
         """

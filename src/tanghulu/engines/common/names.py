@@ -1,7 +1,7 @@
 """Names of blocks in the store: ``kv/<fingerprint>/<block hash>/<part>``.
 
-An engine's block hash names the tokens, not the model that computed the KV nor the layout of its bytes. The fingerprint
-names those: engines with equal fingerprints can read each other's bytes, and no other finds them.
+An engine's block hash identifies the tokens, but neither the model that computed the KV nor the layout of its bytes.
+The fingerprint identifies those: engines with equal fingerprints can read each other's bytes, and no other finds them.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any
 
 from tanghulu.types import BlockHash, ChunkKey, Fingerprint, kv_chunk_key
 
-#: Part of every fingerprint: a new way to lay bytes out gets a new number.
+#: Part of every fingerprint: a new layout of the bytes gets a new number.
 FORMAT_VERSION = 1
-#: Files of weights, by their endings.
+#: Weight files, by extension.
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
-#: The front of a file of weights that goes into the digest: a safetensors header names every tensor and its place.
+#: Prefix of a weight file that goes into the digest: a safetensors header names every tensor and its position.
 _HEADER_BYTES = 1 << 20
-#: Parts of a model's configuration that say where it came from, and nothing of what it computes.
+#: Fields of a model's configuration that state its origin, without effect on what it computes.
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")
 
 
 def make_fingerprint(facts: Mapping[str, Any]) -> Fingerprint:
-    """The fingerprint of everything that decides what a block's bytes mean: JSON in canonical form, SHA-256."""
+    """Return the fingerprint of everything that decides the meaning of a block's bytes: SHA-256 of canonical JSON."""
     text = json.dumps({"format": FORMAT_VERSION, **facts}, sort_keys=True, separators=(",", ":"), default=str)
     return Fingerprint(hashlib.sha256(text.encode()).digest()[:16])
 
 
 def digest_of_weights(model: str, revision: str | None) -> str:
-    """What tells the weights of ``model`` from others: a folder's files by name, size and first MiB; else its name.
+    """Return an identifier of the weights of ``model``: a folder's files by name, size and first MiB; else its name.
 
-    Reading all bytes would take minutes. Weights that were trained further keep sizes and header: give such models
-    folders of other names, or a ``namespace`` each. The folder's name is no part of the digest, its config is.
+    Reading all bytes would take minutes. Further training keeps sizes and header: give such models folders of other
+    names, or a ``namespace`` each. The folder's name is not part of the digest, its config is.
     """
     folder = Path(model)
     if not folder.is_dir():
@@ -48,7 +48,7 @@ def digest_of_weights(model: str, revision: str | None) -> str:
 
 
 def facts_of_model(model: str, revision: str | None) -> dict[str, Any]:
-    """What tells a model from others: its weights and its configuration; of a name, its revision; nothing of none."""
+    """Return the identity of a model: its weights and its configuration; for a name, its revision; empty for none."""
     if not model:
         return {}
     path = Path(model, "config.json")
@@ -58,5 +58,5 @@ def facts_of_model(model: str, revision: str | None) -> dict[str, Any]:
 
 
 def block_keys(fingerprint: Fingerprint, hashes: Sequence[bytes], part: int) -> list[ChunkKey]:
-    """The key of each block's bytes on one rank."""
+    """Return the key of each block's bytes on one rank."""
     return [kv_chunk_key(fingerprint, BlockHash(each), part) for each in hashes]

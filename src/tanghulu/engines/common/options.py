@@ -1,4 +1,4 @@
-"""A connector's options: what users write into the engine's configuration, checked once at its start."""
+"""A connector's options: written by users into the engine's configuration, checked once at its start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 SAVE_CHOICES = ("all", "prompt", "none")
 
 
-#: No number of threads or blocks is larger.
+#: Upper bound of any number of threads or blocks.
 MAX_COUNT = 1 << 20
 
 
@@ -35,7 +35,7 @@ def _size(name: str, value: Any) -> None:
     whole(name, value, 0, 1 << 62)
 
 
-#: By the type of an option, which is how it is checked: numbers are above 0, and times are finite.
+#: By the type of an option, its check: numbers are above 0, and times are finite.
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "str": text,
     "int": lambda name, value: whole(name, value, 1, MAX_COUNT),
@@ -46,7 +46,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions:
-    """Where the store is, what is shown there, and what it may take; options of every connector."""
+    """Address and credentials of the store, and the limits of its use; options of every connector."""
 
     master: str
     namespace: str = ""
@@ -61,7 +61,7 @@ class StoreOptions:
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
-        """The options in ``values``; raises ConfigError that names an unknown key, or what is wrong with a value."""
+        """Return the options in ``values``; raises ConfigError naming an unknown key, or the fault of a value."""
         known = [each.name for each in fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown:
@@ -84,7 +84,7 @@ class StoreOptions:
             raise ConfigError(f"master: {error.message}") from None
 
     def open_client(self) -> KvClient:
-        """A client that finds its master when it is first used, and anew after a failure: the store may be away."""
+        """Return a client that finds its master on first use, and anew after a failure: the store may be away."""
         shown = Credentials(self.tenant, self.token, TlsFiles(self.tls_cert, self.tls_key, self.tls_ca))
         masters = Masters.of(self.master)
         masters = masters.showing(shown) if shown != NOTHING_TO_SHOW else masters
@@ -92,7 +92,7 @@ class StoreOptions:
         return KvClient(Settings(master=masters, master_answer_s=ENGINE_ANSWER_S), secret)
 
     def open_store(self, connect_s: float = 2.0) -> BlockStore:
-        """Connect, within ``connect_s``: later a request would wait for that. A store that is away is tried again."""
+        """Connect within ``connect_s``, or later a request would wait for that. An absent store is retried later."""
         client = self.open_client()
         try:
             client.exists("kv/", deadline_s=connect_s)
@@ -103,7 +103,7 @@ class StoreOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadedOptions(StoreOptions):
-    """Options of connectors that move blocks in threads of their own, of which some may be waiting."""
+    """Options of connectors that move blocks in their own threads, some of which may be waiting."""
 
     threads: int = 2
     save_pending_bytes: int | str = "512MiB"
@@ -115,7 +115,7 @@ class ThreadedOptions(StoreOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LevelOptions(ThreadedOptions):
-    """Options of the store as a further level of an engine's own cache, which asks in threads."""
+    """Options of the store as a further level of an engine's own cache, queried in threads."""
 
     lookup_deadline_s: float = 1.0
 

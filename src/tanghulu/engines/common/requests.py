@@ -1,16 +1,16 @@
-"""What the store does for each request of an engine's scheduler: blocks to load, blocks to save. Pure.
+"""The store's work for each request of an engine's scheduler: blocks to load, blocks to save. Pure.
 
-The engine asks how much of a request's prefix can be loaded, takes room for it, and waits for the load's end; it may
-preempt a request that computes, and end one at any time. Three rules hold whatever happens:
+The engine asks how much of a request's prefix can be loaded, allocates room, and waits for the end of the load; it may
+preempt a running request, and end one at any time. Three rules hold in every case:
 
-* a load that was ordered is waited for, also when its request is gone: its blocks are being written to;
-* a request is loaded at most once between two preemptions: an engine that lost all of a load asks again, and would be
-  given the same answer by a store that does not respond;
+* an ordered load is waited for, even if its request has ended: its blocks are being written to;
+* a request is loaded at most once between two preemptions: an engine that lost all of a load asks again, and would get
+  the same answer from a store that does not respond;
 * blocks whose load failed are computed, and saved again.
 
-Example with blocks of 16 tokens: a prompt of 100, 2 blocks in the engine's own cache, 5 in the store. ``match`` says 48
-tokens (blocks 2, 3 and 4; of a prompt of 80 it were 32, as an engine must compute the last token), ``allocate`` orders
-their load, and behind its end the step that fills block 5 orders its save.
+Example with blocks of 16 tokens: a prompt of 100, 2 blocks in the engine's own cache, 5 in the store. ``match`` returns
+48 tokens (blocks 2, 3 and 4; for a prompt of 80 it would be 32, as an engine must compute the last token), ``allocate``
+orders their load, and after its end the step that fills block 5 orders its save.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from tanghulu.engines.common.saves import Block, PendingSaves, SaveJob
 
 
 class RequestState(Enum):
-    """Where a request stands with the store."""
+    """State of a request with respect to the store."""
 
-    WAITING = auto()  # nothing was said of it yet, or it was preempted
-    MATCHED = auto()  # the engine knows how much can be loaded, and has not taken room for it
-    LOADING = auto()  # its load is under way
-    COMPUTING = auto()  # the engine computes what was not loaded
-    LEFT = auto()  # it ended while its load was under way
+    WAITING = auto()  # not looked up yet, or preempted
+    MATCHED = auto()  # the engine knows how much can be loaded, and has not allocated room yet
+    LOADING = auto()  # its load is in progress
+    COMPUTING = auto()  # the engine computes the rest
+    LEFT = auto()  # it ended during its load
 
 
 class RequestEvent(Enum):
-    """What happens to it."""
+    """Events of a request."""
 
     MATCH = auto()
     LOAD = auto()
@@ -44,7 +44,7 @@ class RequestEvent(Enum):
 
 
 _S, _E = RequestState, RequestEvent
-#: None: the request is forgotten.
+#: None drops the request.
 TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState | None] = {
     (_S.WAITING, _E.MATCH): _S.MATCHED,
     (_S.WAITING, _E.COMPUTE): _S.COMPUTING,
@@ -76,14 +76,14 @@ class LoadJob:
 class _Request:
     state: RequestState = RequestState.WAITING
     num_preemptions: int = 0
-    num_matched: int = 0  # blocks in front of this are the engine's own or the store's
+    num_matched: int = 0  # earlier blocks are the engine's own or the store's
     num_computed: int = 0  # of those, the engine's own
-    num_saved: int = 0  # blocks in front of this are in the store, or were given to it
+    num_saved: int = 0  # earlier blocks are in the store, or were given to it
     loading: tuple[Block, ...] = ()
 
 
 class RequestBook:
-    """All requests that the engine has not ended, and those whose load is still under way."""
+    """All requests that the engine has not ended, and those whose load is still in progress."""
 
     def __init__(self, block_tokens: int, saves: PendingSaves, min_blocks: int = 1) -> None:
         assert block_tokens > 0
@@ -96,15 +96,15 @@ class RequestBook:
 
     @property
     def computes(self) -> bool:
-        """Whether the engine computes a request, as far as it has said."""
+        """Whether the engine is computing a request, as far as it has reported."""
         return any(request.state is RequestState.COMPUTING for request in self._requests.values())
 
     def arrive(self, request_id: str) -> None:
-        """Add a new request of the engine; one that is here already stays as it is."""
+        """Add a new request of the engine; an existing one is unchanged."""
         self._requests.setdefault(request_id, _Request())
 
     def may_load(self, request_id: str, num_preemptions: int) -> bool:
-        """Whether to ask the store for the request: not while or after it was loaded, but again once preempted."""
+        """Return whether to query the store for the request: not during or after its load, but again once preempted."""
         request = self._requests[request_id]
         if num_preemptions > request.num_preemptions:
             self._move(request_id, RequestEvent.PREEMPT)
@@ -112,7 +112,7 @@ class RequestBook:
         return request.state in (RequestState.WAITING, RequestState.MATCHED)
 
     def match(self, request_id: str, num_tokens: int, num_computed_tokens: int, num_stored: int) -> int:
-        """The store holds the first ``num_stored`` blocks: how many tokens the engine shall load."""
+        """Return the number of tokens to load if the store holds the first ``num_stored`` blocks."""
         request = self._requests[request_id]
         self._move(request_id, RequestEvent.MATCH)
         request.num_saved = max(request.num_saved, num_stored)
@@ -124,7 +124,7 @@ class RequestBook:
         return (usable - request.num_computed) * self._block_tokens
 
     def allocate(self, request_id: str, num_tokens: int, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """The engine took room, with ``num_tokens`` to be loaded; ``block_ids`` begin at the prompt's start."""
+        """Note that the engine allocated room to load ``num_tokens``; ``block_ids`` begin at the prompt's start."""
         request = self._requests[request_id]
         if not num_tokens:
             self._move(request_id, RequestEvent.COMPUTE)
@@ -136,12 +136,12 @@ class RequestBook:
         self._loads.append(LoadJob(request_id, request.loading))
 
     def take_loads(self) -> list[LoadJob]:
-        """The loads that were ordered since the last call; every one of them must end with ``load_ended``."""
+        """Return the loads ordered since the last call; each of them must end with ``load_ended``."""
         taken, self._loads = self._loads, []
         return taken
 
     def load_ended(self, request_id: str, bad_block_ids: set[int]) -> None:
-        """The load is over; the blocks from the first bad one on are computed, and then saved."""
+        """Note the end of a load; the blocks from the first bad one on are computed, and then saved."""
         request = self._requests[request_id]
         bad = [index for index, block in enumerate(request.loading) if block.block_id in bad_block_ids]
         if bad:
@@ -152,7 +152,7 @@ class RequestBook:
     def computed(
         self, request_id: str, num_tokens: int, hashes: Sequence[bytes], block_ids: Sequence[int]
     ) -> SaveJob | None:
-        """What to save, as the first ``num_tokens`` have their KV when this step ends; the caller pins those blocks."""
+        """Return the save due once this step has computed the first ``num_tokens``; the caller pins its blocks."""
         request = self._requests[request_id]
         assert request.state is RequestState.COMPUTING, f"{request_id} computes while it is {request.state.name}"
         num_full = min(num_tokens // self._block_tokens, len(hashes))
@@ -161,7 +161,7 @@ class RequestBook:
         return self.saves.order(fresh) if fresh else None
 
     def leave(self, request_id: str) -> None:
-        """The engine ended the request, or its client hung up."""
+        """Note that the engine ended the request, or its client disconnected."""
         self._move(request_id, RequestEvent.LEAVE)
 
     def check(self) -> None:

@@ -1,8 +1,8 @@
-"""Saves under way: which blocks are pinned for them, and how many bytes they may be. Pure.
+"""Unfinished saves: the blocks pinned for them, and the bound on their bytes. Pure.
 
-Every rank of an engine writes its part of a save and acknowledges its end, well or not. The engine must not give a
-pinned block to another request before all ranks have. So: a job pins its blocks when it is ordered, and its last
-acknowledgement gives them back. Example with two ranks: job 7 pins blocks 3 and 4; the first acknowledgement gives back
+Every rank of an engine writes its part of a save and acknowledges its end, successful or not. The engine must not give
+a pinned block to another request before all ranks have. So a job pins its blocks when ordered, and its last
+acknowledgement releases them. Example with two ranks: job 7 pins blocks 3 and 4; the first acknowledgement releases
 nothing, the second 3 and 4.
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Block(NamedTuple):
-    """A block of an engine's cache: its name, and where it lies."""
+    """A block of an engine's cache: its name and its index."""
 
     block_hash: bytes
     block_id: int
@@ -35,7 +35,7 @@ class _Pending:
 
 
 class PendingSaves:
-    """The jobs that some rank has not acknowledged. Blocks beyond ``max_bytes`` are not saved, and counted."""
+    """The jobs not yet acknowledged by all ranks. Blocks beyond ``max_bytes`` are not saved, but counted."""
 
     def __init__(self, num_ranks: int, block_bytes: int, max_bytes: int) -> None:
         assert num_ranks > 0
@@ -55,9 +55,9 @@ class PendingSaves:
         return bool(self._pending)
 
     def order(self, blocks: Sequence[Block]) -> SaveJob | None:
-        """A job for as many leading ``blocks`` as there is room for; the caller pins those that it names.
+        """Return a job for as many leading ``blocks`` as there is room for; the caller pins the blocks of the job.
 
-        A prefix without its front is worth nothing, so the blocks that are left out are the last.
+        A prefix without its beginning is useless, so the last blocks are left out.
         """
         taken = tuple(blocks[: max(0, self._max_blocks - self._num_pinned)])
         self.num_skipped += len(blocks) - len(taken)
@@ -70,7 +70,7 @@ class PendingSaves:
         return job
 
     def acknowledge(self, job_id: int, num_ranks: int = 1) -> list[int]:
-        """``num_ranks`` more ranks ended the job: the blocks that are no longer pinned, none before the last rank."""
+        """Note that ``num_ranks`` more ranks ended the job; returns the unpinned blocks, none before the last rank."""
         pending = self._pending[job_id]
         pending.num_awaited -= num_ranks
         assert pending.num_awaited >= 0, f"job {job_id} was acknowledged by more ranks than there are"

@@ -1,7 +1,7 @@
-"""Performs what the decisions say: lookups of the scheduler, loads and saves of one rank in threads.
+"""Performs the decisions: lookups of the scheduler, loads and saves of one rank in threads.
 
-Nothing here raises into the engine, and every load and every save that is begun ends: in time, at its deadline, or with
-the bytes of none.
+Nothing here raises into the engine, and every started load and save ends: successfully, at its deadline, or without
+any bytes.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from tanghulu.runtime.clock import Clock, SystemClock
 from tanghulu.store.client.block_store import BlockStore
 from tanghulu.types import ChunkKey
 
-#: How long an answer stands in for asking again: chunks come and go meanwhile, and a load finds that out.
+#: Seconds for which an answer is reused: chunks come and go meanwhile, and a load detects that.
 ANSWER_S = 1.0
 
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """One rank's part of the engine's cache: ``keys(hashes)``, and a block's memory, one buffer a layer."""
+    """One rank's part of the engine's cache: ``keys(hashes)``, and a block's memory, one buffer per layer."""
 
     keys: Callable[[Sequence[bytes]], list[ChunkKey]]
     buffers: Callable[[int], list[Any]]
 
     def of(self, blocks: Sequence[Block]) -> tuple[list[ChunkKey], list[list[Any]]]:
-        """The keys of ``blocks``, and their memory."""
+        """Return the keys of ``blocks``, and their memory."""
         return self.keys([each.block_hash for each in blocks]), [self.buffers(each.block_id) for each in blocks]
 
 
@@ -40,9 +40,9 @@ class BlockMemory:
 class Ended:
     """Transfers that ended since the last call."""
 
-    loaded: set[str] = field(default_factory=set)  # requests, also those that lost blocks
+    loaded: set[str] = field(default_factory=set)  # requests, including those that lost blocks
     bad_block_ids: set[int] = field(default_factory=set)
-    saved: Counter[int] = field(default_factory=Counter)  # jobs, also those that failed
+    saved: Counter[int] = field(default_factory=Counter)  # jobs, including failed ones
 
 
 class _Answer(NamedTuple):
@@ -52,9 +52,9 @@ class _Answer(NamedTuple):
 
 
 class PrefixLookup:
-    """Asks how many leading blocks of a request the store has; 0 where it does not answer within the deadline.
+    """Counts the leading blocks of a request in the store; 0 if it does not answer within the deadline.
 
-    An engine's scheduler asks again at every attempt to place a waiting request, so answers are kept for a moment.
+    An engine's scheduler asks again at every attempt to schedule a waiting request, so answers are cached briefly.
     """
 
     def __init__(self, store: BlockStore, deadline_s: float, clock: Clock | None = None) -> None:
@@ -65,7 +65,7 @@ class PrefixLookup:
         return len(self._answers)
 
     def num_stored(self, request_id: str, keys: Sequence[ChunkKey]) -> int:
-        """The count, from the store or from an answer that is still fresh."""
+        """Return the count, from the store or from an answer that is still fresh."""
         now_s, answer = self._clock.now_s(), self._answers.get(request_id)
         if answer is not None and answer.num_keys == len(keys) and now_s < answer.until_s:
             return answer.num_stored
@@ -76,37 +76,37 @@ class PrefixLookup:
         return found
 
     def forget(self, request_id: str) -> None:
-        """Drop the answer of a request that loads, computes or is gone."""
+        """Drop the answer for a request that loads, computes or has ended."""
         self._answers.pop(request_id, None)
 
 
 class Transfers:
-    """The loads and saves of one rank. Methods are called by the engine's thread alone."""
+    """The loads and saves of one rank. Methods are called by the engine's thread only."""
 
     def __init__(
         self, store: BlockStore, memory: BlockMemory, options: ConnectorOptions, clock: Clock | None = None
     ) -> None:
         self._store, self._memory, self._options, self._clock = store, memory, options, clock or SystemClock()
         self._some_ended = threading.Event()
-        # Loads are what requests wait for: saves, however many, have a thread of their own.
+        # Requests wait for loads: saves, however many, have their own thread.
         self._loads: Tasks[tuple[LoadJob, int, float]] = Tasks("load", options.threads, self._some_ended.set)
         self._saves: Tasks[tuple[SaveJob, float]] = Tasks("save", 1, self._some_ended.set)
         self._num_under_way = 0
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def load(self, job: LoadJob) -> None:
-        """Begin a load; `take_ended` reports its end."""
+        """Start a load; `take_ended` reports its end."""
         until_s = self._clock.now_s() + self._options.load_deadline_s
         self._num_under_way += 1
         self._loads.begin(lambda: self._load(job, until_s), (job, 0, 0.0))
 
     def save(self, job: SaveJob) -> None:
-        """Begin a save; `take_ended` reports its end. The blocks must keep their contents until then."""
+        """Start a save; `take_ended` reports its end. The blocks must keep their contents until then."""
         self._num_under_way += 1
         self._saves.begin(lambda: self._save(job), (job, 0.0))
 
     def take_ended(self, wait_s: float = 0.0) -> Ended:
-        """What ended since the last call; where nothing has, ``wait_s`` is the longest wait for the first end."""
+        """Return what ended since the last call; if nothing has, wait at most ``wait_s`` for the first end."""
         if self._num_under_way and wait_s:
             self._some_ended.wait(wait_s)
         self._some_ended.clear()
@@ -123,12 +123,12 @@ class Transfers:
         return ended
 
     def close(self) -> None:
-        """Begin nothing more, and wait for nothing: what is under way ends at its deadline."""
+        """Start nothing more, and return at once: transfers in progress end at their deadlines."""
         self._loads.close(wait=False)
         self._saves.close(wait=False)
 
     def _load(self, job: LoadJob, until_s: float) -> tuple[LoadJob, int, float]:
-        """Fill the blocks; returns how many leading ones now have their bytes, and how long that took."""
+        """Fill the blocks; returns the number of leading ones that have their bytes, and the seconds taken."""
         began_s, (keys, buffers) = self._clock.now_s(), self._memory.of(job.blocks)
         errors = self._store.load(keys, buffers, until_s)
         num_good = next((at for at, error in enumerate(errors) if error is not None), len(errors))

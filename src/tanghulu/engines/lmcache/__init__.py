@@ -1,1 +1,1 @@
-"""LMCache's second level: objects that its server moves out of host memory lie in the store."""
+"""LMCache's second level: objects that its server moves out of host memory are kept in the store."""

@@ -1,7 +1,7 @@
-"""``TanghuluL2Adapter``: what LMCache's server loads as a plugin of its second level.
+"""``TanghuluL2Adapter``: the plugin loaded by LMCache's server as its second level.
 
-The class translates: LMCache's keys and memory objects into the store's, its tasks into calls in threads. Lookups lock
-nothing in the store: between lookup and load a chunk may be evicted, and then its load fails, as LMCache provides for.
+The class translates LMCache's keys and memory objects into the store's, and its tasks into calls in threads. Lookups
+lock nothing in the store: between lookup and load a chunk may be evicted; its load then fails, as LMCache allows.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tanghulu.engines.common.options import LevelOptions
 
 
 class TanghuluL2Adapter(L2AdapterInterface):
-    """See LMCache's interface. ``adapter_params`` as ``LevelOptions`` has them; raises ConfigError for others.
+    """See LMCache's interface. ``adapter_params`` as in ``LevelOptions``; raises ConfigError for others.
 
-    Lookups, loads and stores have threads and a descriptor each; two threads of LMCache's call.
+    Lookups, loads and stores each have threads and a descriptor; two threads of LMCache's call.
     """
 
     def __init__(self, adapter_params: dict[str, Any], l1_memory_desc: Any = None) -> None:
@@ -66,7 +66,7 @@ class TanghuluL2Adapter(L2AdapterInterface):
         return self._lookups.take(task_id)
 
     def submit_unlock(self, keys: list[Any]) -> None:
-        """Nothing: lookups lock nothing."""
+        """Do nothing: lookups lock nothing."""
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
         return self._loads.begin(lambda: self._get(keys, objects), Bitmap(len(keys)))
@@ -77,7 +77,7 @@ class TanghuluL2Adapter(L2AdapterInterface):
     def delete(self, keys: list[Any]) -> None:
         removed = self._store.remove(self._names(keys))
         gone = [key for key, was_there in zip(keys, removed, strict=True) if was_there]
-        # Sizes are the store's business, which evicts by itself: nothing here counts them.
+        # Sizes are the store's business, which evicts by itself: they are not counted here.
         self._notify_keys_deleted(gone, [0] * len(gone))
 
     def report_status(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class TanghuluL2Adapter(L2AdapterInterface):
         }
 
     def close(self) -> None:
-        """Wait for what is under way, at most its deadlines, and close."""
+        """Wait for the tasks in progress, until their deadlines at most, and close."""
         for tasks in (self._lookups, self._loads, self._stores):
             tasks.close()
         self._store.close()
@@ -125,7 +125,7 @@ class TanghuluL2Adapter(L2AdapterInterface):
 
 
 def key_of(key: Any, namespace: str) -> str:
-    """The store's key of one of LMCache's ``ObjectKey``; @ stands in none of its parts."""
+    """Return the store's key of LMCache's ``ObjectKey``; none of its parts contains @."""
     salt = f"@{key.cache_salt}" if key.cache_salt else ""
     return f"lmcache/{namespace}/{key.chunk_hash.hex()}@{key.kv_rank:08x}@{key.object_group_id}@{key.model_name}{salt}"
 

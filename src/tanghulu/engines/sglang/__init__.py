@@ -1,1 +1,1 @@
-"""SGLang's third level of cache: pages that leave its host memory lie in the store (``HiCacheStorage``)."""
+"""SGLang's third level of cache: pages that leave its host memory are kept in the store (``HiCacheStorage``)."""

@@ -1,8 +1,8 @@
-"""``TanghuluHiCache``: what SGLang loads with ``--hicache-storage-backend dynamic``.
+"""``TanghuluHiCache``: the class loaded by SGLang's ``--hicache-storage-backend dynamic``.
 
-The class translates: SGLang's pages into keys and memory, its three generations of calls into those of the store. They
-come from threads of its controller, one for queries, one for loads and one for saves, and each ends within a deadline;
-whatever the store does is a miss. docs/engines/sglang.md says how to use it.
+The class translates SGLang's pages into keys and memory, and its three generations of calls into those of the store.
+They come from threads of its controller, one for queries, one for loads and one for saves, and each ends within a
+deadline; any failure of the store is a miss. docs/engines/sglang.md explains its use.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tanghulu.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-#: Of SGLang's own arguments, those that change the bytes of its cache and stand in no pool.
+#: SGLang's own arguments that change the bytes of its cache without appearing in any pool.
 _ARGUMENTS = (
     *("kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args"),
     *("speculative_draft_model_path", "speculative_draft_model_revision"),
 )
-#: What SGLang itself reads in the same table.
+#: Keys read by SGLang itself from the same table.
 SGLANGS_OWN = frozenset(
     {
         *("backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "file_storage_path"),
@@ -47,7 +47,7 @@ class HiCacheOptions(StoreOptions):
 
     @classmethod
     def of_sglang(cls, extra_config: Mapping[str, Any]) -> Self:
-        """Our part of the table; raises ConfigError that names an unknown key, or what is wrong with a value."""
+        """Return our part of the table; raises ConfigError naming an unknown key, or the fault of a value."""
         options = cls.parse({name: value for name, value in extra_config.items() if name not in SGLANGS_OWN})
         if not extra_config.get("interface_v1"):
             _log.warning(
@@ -58,12 +58,12 @@ class HiCacheOptions(StoreOptions):
 
 
 class TanghuluHiCache(HiCacheStorage):
-    """See SGLang's interface. ``storage_config.extra_config`` as ``HiCacheOptions`` has it; raises ConfigError."""
+    """See SGLang's interface. ``storage_config.extra_config`` as in ``HiCacheOptions``; raises ConfigError."""
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
         options = HiCacheOptions.of_sglang(storage_config.extra_config or {})
         self._config, self._options = storage_config, options
-        # What is copied page by page has its bytes in another order than what is moved in place.
+        # Pages that are copied have their bytes in another order than pages moved in place.
         copied = not (storage_config.extra_config or {}).get("interface_v1")
         self._facts: dict[str, Any] = {"engine": "sglang", "namespace": options.namespace, "copied": copied}
         self._pools: dict[str, PagePool] = {}
@@ -76,7 +76,7 @@ class TanghuluHiCache(HiCacheStorage):
     # --- pools
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Take the pool of the prompt's pages; raises ConfigError if they cannot be reached in place."""
+        """Register the pool of the prompt's pages; raises ConfigError if they cannot be accessed in place."""
         super().register_mem_pool_host(mem_pool_host)
         tag = getattr(mem_pool_host, "storage_format_tag", None)
         self._facts |= self._facts_of_server(self._config.model_name, tag)
@@ -86,7 +86,7 @@ class TanghuluHiCache(HiCacheStorage):
         )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Take a further pool of a hybrid model, or the first one again by its name."""
+        """Register a further pool of a hybrid model, or the first one again by its name."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._take(_text(host_pool_name), host_pool)
 
@@ -108,22 +108,22 @@ class TanghuluHiCache(HiCacheStorage):
     # --- zero copy
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """How many leading pages are stored."""
+        """Return the number of leading pages that are stored."""
         pool = self._pools[KV]
         return leading(self._has(pool.keys(keys))) if pool.has_memory else len(keys)
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Fill the pages at ``host_indices``; whether each has all its bytes."""
+        """Fill the pages at ``host_indices``; returns for each whether it has all its bytes."""
         return self._load(self._pools[KV], keys, host_indices)
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Put the pages at ``host_indices``; whether each is in the store now, visible to all."""
+        """Put the pages at ``host_indices``; returns for each whether it is now in the store, visible to all."""
         return self._save(self._pools[KV], keys, host_indices)
 
     # --- the pools of hybrid models
 
     def batch_exists_v2(self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
-        """How long a prefix is stored in all pools; one question."""
+        """Return the length of the prefix stored in all pools, with one query."""
         pool, transfers = self._pools[KV], list(pool_transfers or ())
         names = [pool.keys(keys) if pool.has_memory else []]
         policies = [HitPolicy.of(transfer.hit_policy) for transfer in transfers]
@@ -151,14 +151,14 @@ class TanghuluHiCache(HiCacheStorage):
         return PoolTransferResult(prefix.num_pages, said, prefix.restorable)
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
-        """As ``batch_get_v1``, for each of some pools."""
+        """Do the same as ``batch_get_v1`` for several pools."""
         return {each.name: self._perform(self._load, each) for each in transfers}
 
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
-        """As ``batch_set_v1``, for each of some pools."""
+        """Do the same as ``batch_set_v1`` for several pools."""
         return {each.name: self._perform(self._save, each) for each in transfers}
 
-    # --- one page or tensor at a time, which SGLang copies; without "interface_v1"
+    # --- one page or tensor at a time, copied by SGLang; without "interface_v1"
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
@@ -167,7 +167,7 @@ class TanghuluHiCache(HiCacheStorage):
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
-        """Each page into its tensor; None for a page that is not there."""
+        """Read each page into its tensor; None for a missing page."""
         if target_locations is None or any(each is None for each in target_locations):
             return [None] * len(keys)
         good = self._read(self._pools[KV], keys, [[memory_of(each)] for each in target_locations])
@@ -179,7 +179,7 @@ class TanghuluHiCache(HiCacheStorage):
     def batch_set(
         self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Put each tensor; whether all are there now."""
+        """Put each tensor; returns whether all are stored now."""
         if values is None:
             return False
         whole = [each.contiguous() for each in values]
@@ -188,13 +188,13 @@ class TanghuluHiCache(HiCacheStorage):
     # --- life
 
     def clear(self) -> None:
-        """Remove the pages of servers like this one, and of no other."""
+        """Remove the pages of servers with this one's fingerprint, and no others."""
         for prefix in {pool.prefix for pool in list(self._pools.values())}:
             if not self._store.remove_below(prefix):
                 _log.warning("tanghulu: not all pages below %s could be removed", prefix)
 
     def get_stats(self) -> Any:
-        """What was moved since the last call, as SGLang's metrics want it; it asks where metrics are on."""
+        """Return what was moved since the last call, in the form of SGLang's metrics; called if metrics are enabled."""
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         if self._metrics is not None:
@@ -203,7 +203,7 @@ class TanghuluHiCache(HiCacheStorage):
         return StorageMetrics(load_pages, save_pages, load_rates, save_rates)
 
     def close(self) -> None:
-        """Close the client; calls under way end with misses."""
+        """Close the client; calls in progress end with misses."""
         self._store.close()
 
     # --- the store
@@ -245,7 +245,7 @@ class TanghuluHiCache(HiCacheStorage):
 
 
 def group_keys(keys: Sequence[str], transfer: Any) -> list[str]:
-    """The pages that hold a second form of the prompt's blocks, group by group.
+    """Return the pages that hold a second form of the prompt's blocks, group by group.
 
     SGLang may name them (``transfer.keys``); else they have the names of the last pages of each block.
     """
@@ -258,12 +258,12 @@ def group_keys(keys: Sequence[str], transfer: Any) -> list[str]:
 
 
 def _text(name: Any) -> str:
-    """A pool's name: SGLang's are members of an Enum, whose values are text."""
+    """Return a pool's name: SGLang's are members of an Enum, whose values are text."""
     return str(getattr(name, "value", name))
 
 
 def _server_arguments() -> dict[str, Any]:
-    """SGLang's own arguments, where a server runs in this process."""
+    """Return SGLang's own arguments, if a server runs in this process."""
     try:
         from sglang.srt.runtime_context import get_server_args
 

@@ -1,7 +1,7 @@
-"""How long a prefix a hybrid model can take up, from which pages of each of its pools are there.
+"""Length of the prefix that a hybrid model can reuse, given the stored pages of each of its pools.
 
 A model with several kinds of attention keeps a pool of pages for each. The KV pool's pages are named by the prompt;
-what the others must have beside them is their policy (SGLang's ``PoolHitPolicy``, by its values).
+the pages required from the other pools are given by their policy (SGLang's ``PoolHitPolicy``, by its values).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tanghulu.errors import InvalidRequest
 
 
 class HitPolicy(Enum):
-    """What of a pool must be there, so that a prefix can be taken up."""
+    """Pages of a pool that must be stored for a prefix to be reusable."""
 
     ALL_PAGES = "all_pages"  # every page of the prefix
     TRAILING_PAGES = "trailing_pages"  # the last pages of the prefix: a state, or a sliding window
@@ -22,7 +22,7 @@ class HitPolicy(Enum):
 
     @classmethod
     def of(cls, policy: Enum | str) -> HitPolicy:
-        """SGLang's policy as ours; raises InvalidRequest for one that a later version has made up."""
+        """Convert SGLang's policy to ours; raises InvalidRequest for one added by a later version."""
         value = policy.value if isinstance(policy, Enum) else policy
         try:
             return cls(value)
@@ -34,8 +34,8 @@ class HitPolicy(Enum):
 class PoolPages:
     """One pool beside KV. ``there``: for each page of the prompt, or each key of its groups, whether it is stored.
 
-    ``num_trailing``: how many last pages TRAILING_PAGES wants. ``block_pages`` and ``group_pages`` of BLOCK_GROUPS: the
-    pages of the prompt that one group stands for, and the keys in a group.
+    ``num_trailing``: number of last pages required by TRAILING_PAGES. ``block_pages`` and ``group_pages`` of
+    BLOCK_GROUPS: the pages of the prompt that one group represents, and the keys in a group.
     """
 
     name: str
@@ -48,7 +48,7 @@ class PoolPages:
 
 @dataclass(frozen=True)
 class Prefix:
-    """``num_pages`` can be taken up; ``restorable``: every length that can; ``pools``: pages that each pool covers."""
+    """``num_pages`` can be reused; ``restorable``: every length that can; ``pools``: pages that each pool covers."""
 
     num_pages: int
     restorable: list[int]
@@ -56,15 +56,15 @@ class Prefix:
 
 
 def leading(there: Sequence[bool]) -> int:
-    """How many are there, up to the first that is not."""
+    """Return the number of stored pages before the first missing one."""
     return next((at for at, each in enumerate(there) if not each), len(there))
 
 
 def usable_prefix(num_kv_pages: int, pools: Sequence[PoolPages]) -> Prefix:
-    """The longest prefix of at most ``num_kv_pages`` that every pool allows.
+    """Return the longest prefix of at most ``num_kv_pages`` that every pool allows.
 
     Example: 6 pages of KV, and a state that is stored after pages 2 and 4. With TRAILING_PAGES of 1 the restorable
-    lengths are 2 and 4, and 4 pages are taken up: 5 and 6 would want a state that nobody has.
+    lengths are 2 and 4, and 4 pages are reused: 5 and 6 would need a state that is not stored.
     """
     lengths = set(range(1, num_kv_pages + 1))
     counts: dict[str, int] = {}
@@ -91,5 +91,5 @@ def _allowed_lengths(pool: PoolPages, num_pages: int) -> set[int]:
 
 
 def _covered_by_groups(pool: PoolPages) -> int:
-    """The pages that the leading whole groups stand for."""
+    """Return the number of pages represented by the leading whole groups."""
     return leading(pool.there) // pool.group_pages * pool.block_pages

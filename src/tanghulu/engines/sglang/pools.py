@@ -1,8 +1,8 @@
-"""A pool of pages in SGLang's host memory: the memory of each page, its key, and what its bytes mean.
+"""A pool of pages in SGLang's host memory: the memory of each page, its key, and the meaning of its bytes.
 
 Takes SGLang's objects as they are and imports nothing of it. A page's key is
-``sgl/<fingerprint>/<page hash>/<rank>[/<pool>]``. SGLang's page hashes say which tokens, and nothing of the model nor
-of how bytes lie in memory: the fingerprint does.
+``sgl/<fingerprint>/<page hash>/<rank>[/<pool>]``. SGLang's page hashes identify the tokens, but neither the model
+nor the layout of the bytes: the fingerprint does.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from tanghulu.engines.common.names import make_fingerprint
 from tanghulu.errors import ConfigError
 
-#: The pool whose pages are the prompt's; those of others have their name at the end of their keys.
+#: The pool whose pages are the prompt's; keys of other pools end in the pool's name.
 KV = "kv"
-#: States of linear attention are split between ranks, also where the model's KV is the same on all of them.
+#: States of linear attention are split between ranks, even if the model's KV is the same on all of them.
 _ALWAYS_SPLIT = ("mamba",)
-#: What a pool says of the form of its pages, where it has it. Nothing that depends on how many pages it has.
+#: Attributes of a pool that define the form of its pages, if present. None depends on its number of pages.
 _FORM = (
     *("layout", "dtype", "page_size", "layer_num", "start_layer", "end_layer", "head_num", "head_dim", "v_head_dim"),
     *("head_group_num", "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "size_per_token", "storage_format_tag"),
@@ -31,7 +31,7 @@ class PagePool:
 
     def __init__(self, name: str, pool: Any, config: Any, facts: Mapping[str, Any]) -> None:
         self.name, self._pool = name, pool
-        # A pool without memory of its own lends its indices to others (DeepSeek V4): its pages need no bytes.
+        # A pool without its own memory lends its indices to others (DeepSeek V4): its pages need no bytes.
         self.has_memory = name != KV or getattr(pool, "kv_buffer", pool) is not None
         self.page_tokens = int(pool.page_size or 1)
         self.is_split = is_split(name, pool, config)
@@ -45,12 +45,12 @@ class PagePool:
         self.prefix = f"sgl/{fingerprint[:8].hex()}/"
 
     def keys(self, page_hashes: Sequence[str]) -> list[str]:
-        """The store's key of each page."""
+        """Return the store's key of each page."""
         tail = f"/{self._rank}" if self.name == KV else f"/{self._rank}/{self.name}"
         return [f"{self.prefix}{each}{tail}" for each in page_hashes]
 
     def buffers(self, indices: Any, num_pages: int) -> list[list[Any]] | None:
-        """The memory of each page, in pieces; None if ``indices`` (of tokens) are not those of so many pages."""
+        """Return the memory of each page, in pieces; None if ``indices`` (of tokens) do not match ``num_pages``."""
         if indices is None or len(indices) != num_pages * self.page_tokens:
             return None
         addresses, sizes = self._pool.get_page_buffer_meta(indices)
@@ -71,15 +71,15 @@ class PagePool:
 
 
 def is_split(name: str, pool: Any, config: Any) -> bool:
-    """Return whether each rank has a part of its own; otherwise all have the same bytes, and one of them writes."""
+    """Return whether each rank has its own part; otherwise all have the same bytes, and one of them writes."""
     if not config.is_mla_model or name in _ALWAYS_SPLIT:
         return True
-    # A draft model's pool beside an MLA model: with heads it is split, as those of any model with heads.
+    # A draft model's pool beside an MLA model: if it has heads it is split, as in any model with heads.
     return name.startswith("draft") and getattr(pool, "head_num", None) is not None
 
 
 def shares_of(config: Any, split: bool) -> dict[str, int]:
-    """Which part of the model's KV this rank has, but for its place among the ranks that the keys tell."""
+    """Return this rank's part of the model's KV, except its place among the ranks, which is in the keys."""
     shares = {
         "pipeline": config.pp_size,
         "pipeline_rank": config.pp_rank,
@@ -92,7 +92,7 @@ def shares_of(config: Any, split: bool) -> dict[str, int]:
 
 
 def memory_of(tensor: Any) -> Any:
-    """The bytes of a contiguous tensor in host memory, to read and to write."""
+    """Return the bytes of a contiguous tensor in host memory, readable and writable."""
     return _memory(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 

@@ -1,9 +1,9 @@
-"""``TanghuluConnector``: vLLM's KV cache blocks are saved in the store, and prefixes that it holds are loaded from it.
+"""``TanghuluConnector``: saves vLLM's KV cache blocks in the store, and loads the prefixes that it holds.
 
-vLLM builds it twice: in the scheduler's process, where it asks the store and orders loads and saves, and in each rank,
-which performs them. This file translates between vLLM's calls (``KVConnectorBase_V1``, 0.32) and ``engines.common``,
-where the decisions are. docs/engines/vllm.md says how to use it. Importing it starts nothing: vLLM's API server imports
-it, too.
+vLLM builds it twice: in the scheduler's process, where it queries the store and orders loads and saves, and in each
+rank, which performs them. This file translates between vLLM's calls (``KVConnectorBase_V1``, 0.32) and
+``engines.common``, where the decisions are. docs/engines/vllm.md explains its use. Importing it starts nothing, as
+vLLM's API server imports it, too.
 """
 
 from __future__ import annotations
@@ -32,41 +32,41 @@ from tanghulu.types import ChunkKey, Fingerprint
 if TYPE_CHECKING:
     import torch
 
-# Of vLLM's own loggers: others are not shown by default.
+# A child of vLLM's logger: others are not shown by default.
 _log = init_logger("vllm.tanghulu")
 
-#: The part of a block that the scheduler asks for: where rank 0 has saved, the others have or will have.
+#: The part of a block that the scheduler looks up: once rank 0 has saved, the others have or will have.
 FIRST_RANK = 0
 CONNECT_DEADLINE_S = 1.0
 #: While no request computes, vLLM steps without work until loads and saves have ended. A rank waits this long for an
-#: end (as does a request that arrives meanwhile), or such steps would take half a core.
+#: end (and so does a request arriving meanwhile), because such steps would otherwise take half a core.
 IDLE_WAIT_S = 0.005
 
 
 @dataclass
 class StepOrders(KVConnectorMetadata):
-    """From the scheduler to every rank, with each step."""
+    """Orders of the scheduler to every rank, with each step."""
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
-    #: Nothing is computed, and nobody waits for this step.
+    #: Nothing is computed, and no request waits for this step.
     idle: bool = False
 
 
 @dataclass
 class SavesEnded(KVConnectorWorkerMetadata):
-    """From the ranks to the scheduler: how many ranks ended each job."""
+    """Report of the ranks to the scheduler: the number of ranks that ended each job."""
 
     jobs: Counter[int]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> SavesEnded:
-        """Add up the ranks of one step."""
+        """Sum the reports of the ranks of one step."""
         assert isinstance(other, SavesEnded)
         return SavesEnded(self.jobs + other.jobs)
 
 
 class TanghuluConnector(KVConnectorBase_V1):
-    """vLLM's side of the store; see ``SchedulerSide`` and ``RankSide``."""
+    """vLLM's interface to the store; see ``SchedulerSide`` and ``RankSide``."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -84,10 +84,10 @@ class TanghuluConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # what is not saved is computed again
+        return False  # unsaved blocks are computed again
 
     def shutdown(self) -> None:
-        """End the transfers, close the client."""
+        """End the transfers and close the client."""
         side = self._scheduler or self._rank
         if side is not None:
             side.close()
@@ -100,20 +100,20 @@ class TanghuluConnector(KVConnectorBase_V1):
         return self._scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Take the pool whose blocks are pinned while they are saved."""
+        """Register the pool whose blocks are pinned while they are saved."""
         self.scheduler.pool = gpu_block_pool
 
     def on_new_request(self, request: Any) -> None:
-        """Note the request."""
+        """Add the request."""
         self.scheduler.book.arrive(request.request_id)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """How many tokens can be loaded behind those computed; loads are asynchronous always."""
+        """Return the number of tokens that can be loaded after the computed ones; loads are always asynchronous."""
         num_tokens = self.scheduler.num_to_load(request, num_computed_tokens)
         return num_tokens, num_tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Order the load into the blocks that were taken."""
+        """Order the load into the allocated blocks."""
         (block_ids,) = blocks.get_block_ids()
         book = self.scheduler.book
         book.allocate(request.request_id, num_external_tokens, request.block_hashes, block_ids)
@@ -121,11 +121,11 @@ class TanghuluConnector(KVConnectorBase_V1):
         self.scheduler.requests[request.request_id] = request
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
-        """The loads that were ordered, and saves of blocks that this step fills."""
+        """Return the ordered loads, and saves of the blocks that this step fills."""
         return self.scheduler.orders(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take the ranks' reports of loads and saves."""
+        """Process the ranks' reports of loads and saves."""
         bad = connector_output.invalid_block_ids or set()
         for request_id in connector_output.finished_recving or ():
             self.scheduler.book.load_ended(request_id, bad)
@@ -134,12 +134,12 @@ class TanghuluConnector(KVConnectorBase_V1):
             self.scheduler.saves_ended(ended.jobs)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Forget the request; its blocks may be freed at once, for those that are being saved are pinned."""
+        """Drop the request; its blocks may be freed at once, as those being saved are pinned."""
         self.scheduler.leave(request.request_id)
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Keep the engine stepping until saves are acknowledged: else they stay pinned until the next request."""
+        """Return whether the engine must keep stepping, as unacknowledged saves would stay pinned while it is idle."""
         return bool(self.scheduler.book.saves)
 
     # --- in a rank
@@ -150,36 +150,36 @@ class TanghuluConnector(KVConnectorBase_V1):
         return self._rank
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the cache's memory."""
+        """Register the cache's memory."""
         self.rank.take_memory(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin the loads of this step."""
+        """Start the loads of this step."""
         for job in self._orders().loads:
             self.rank.transfers.load(job)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: requests wait for their loads outside of the model's run."""
+        """Do nothing: requests wait for their loads outside the model's forward pass."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: blocks are saved when all layers have computed."""
+        """Do nothing: blocks are saved when all layers have been computed."""
 
     def wait_for_save(self) -> None:
-        """Begin the saves of this step, and wait for none: the blocks are pinned."""
+        """Start the saves of this step, without waiting: the blocks are pinned."""
         for job in self._orders().saves:
             self.rank.transfers.save(job)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """The requests whose loads ended, well or not, aborted ones too; vLLM waits for each."""
+        """Return the requests whose loads ended, successfully or not, including aborted ones; vLLM waits for each."""
         self.rank.collect(IDLE_WAIT_S if self._orders().idle else 0.0)
         return None, self.rank.ended.loaded or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks that those loads have lost."""
+        """Return the blocks that those loads failed to fill."""
         return self.rank.ended.bad_block_ids
 
     def build_connector_worker_meta(self) -> SavesEnded | None:
-        """The saves that ended."""
+        """Return the ended saves."""
         return SavesEnded(self.rank.ended.saved) if self.rank.ended.saved else None
 
     def _orders(self) -> StepOrders:
@@ -189,7 +189,7 @@ class TanghuluConnector(KVConnectorBase_V1):
 
 
 class SchedulerSide:
-    """What the scheduler's process has: the book of requests, and questions to the store."""
+    """The scheduler process's part: the book of requests, and lookups in the store."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class SchedulerSide:
         saves = PendingSaves(vllm_config.parallel_config.world_size, block_bytes, options.max_pending_bytes)
         self.book = RequestBook(group.kv_cache_spec.block_size, saves, options.min_blocks)
         self.lookup = PrefixLookup(store, options.lookup_deadline_ms / 1000)
-        self.requests: dict[str, Any] = {}  # those that compute: vLLM's own objects, whose hashes grow
+        self.requests: dict[str, Any] = {}  # computing requests: vLLM's own objects, whose hashes grow
         self.pool: Any = None
         self._store, self._fingerprint = store, fingerprint
         self._loads = role in ("kv_consumer", "kv_both")
@@ -213,7 +213,7 @@ class SchedulerSide:
         self._may_wait = vllm_config.parallel_config.data_parallel_size == 1  # others step when this engine does
 
     def num_to_load(self, request: Any, num_computed_tokens: int) -> int:
-        """Tokens behind those computed that the store has, as far as the request may be loaded."""
+        """Return the stored tokens after the computed ones, as far as the request may load them."""
         wanted = self._loads and not request.skip_reading_prefix_cache
         if not self.book.may_load(request.request_id, request.num_preemptions) or not wanted:
             return 0
@@ -222,7 +222,7 @@ class SchedulerSide:
         return self.book.match(request.request_id, request.num_tokens, num_computed_tokens, num_stored)
 
     def orders(self, output: Any) -> StepOrders:
-        """This step's loads, and saves of the blocks that it fills, which are pinned from here on."""
+        """Return this step's loads, and saves of the blocks that it fills, which are pinned from here on."""
         orders = StepOrders(self.book.take_loads())
         orders.idle = self._may_wait and not output.total_num_scheduled_tokens and not self.book.computes
         if self._save == "none":
@@ -242,13 +242,13 @@ class SchedulerSide:
         return orders
 
     def saves_ended(self, jobs: Counter[int]) -> None:
-        """Unpin what every rank has saved. Last blocks first: vLLM then evicts them before the prefix in front."""
+        """Unpin what every rank has saved. Last blocks first: vLLM then evicts them before the preceding prefix."""
         for job_id, num_ranks in jobs.items():
             freed = self.book.saves.acknowledge(job_id, num_ranks)
             self.pool.free_blocks([self.pool.blocks[block_id] for block_id in reversed(freed)])
 
     def leave(self, request_id: str) -> None:
-        """The request ended."""
+        """Drop an ended request."""
         self.requests.pop(request_id, None)
         self.lookup.forget(request_id)
         self.book.leave(request_id)
@@ -262,7 +262,7 @@ class SchedulerSide:
 
 
 class RankSide:
-    """What a rank has: the cache's memory, and its transfers."""
+    """A rank's part: the cache's memory, and its transfers."""
 
     def __init__(self, rank: int, options: ConnectorOptions, fingerprint: Fingerprint, store: BlockStore) -> None:
         self._number, self._options, self._fingerprint, self._store = rank, options, fingerprint, store
@@ -275,7 +275,7 @@ class RankSide:
         return self._transfers
 
     def take_memory(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Begin with the cache's layers, each of shape ``[blocks, …]`` with a block in one piece."""
+        """Start with the cache's layers, each of shape ``[blocks, …]`` with contiguous blocks."""
         layers = [_bytes_of_blocks(name, cache) for name, cache in kv_caches.items()]
         memory = BlockMemory(
             keys=lambda hashes: block_keys(self._fingerprint, hashes, self._number),
@@ -284,7 +284,7 @@ class RankSide:
         self._transfers = Transfers(self._store, memory, self._options)
 
     def collect(self, wait_s: float) -> None:
-        """Take what ended since the step before, or wait for the next end."""
+        """Collect what has ended since the previous step, or wait for the next end."""
         self.ended = self._transfers.take_ended(wait_s) if self._transfers is not None else Ended()
 
     def close(self) -> None:
@@ -295,7 +295,7 @@ class RankSide:
 
 
 def _bytes_of_blocks(name: str, cache: torch.Tensor) -> Any:
-    """The bytes of a layer's cache as an array ``[blocks, bytes]`` over its memory. Raises ValueError for gaps."""
+    """Return a layer's cache as an array ``[blocks, bytes]`` over its memory. Raises ValueError for gaps."""
     import torch
 
     if not cache.is_contiguous():

@@ -1,4 +1,4 @@
-"""What connector and tier read from vLLM's configuration: whether they can work with it, and what their bytes mean.
+"""Facts that connector and tier read from vLLM's configuration: its compatibility, and the meaning of their bytes.
 
 Takes vLLM's objects as they are and imports nothing of it.
 """
@@ -14,12 +14,12 @@ from tanghulu.errors import ConfigError
 from tanghulu.hashing import DEFAULT_VLLM_SEED
 from tanghulu.types import Fingerprint
 
-#: Parts of a model's configuration that say where it came from, and nothing of what it computes.
+#: Fields of a model's configuration that state its origin, without effect on what it computes.
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
 
 
 def refuse_what_cannot_work(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise ConfigError that says what to change where blocks could not be shared, or a failure would end requests."""
+    """Raise ConfigError stating what to change if blocks could not be shared, or a failure would end requests."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if transfer.kv_load_failure_policy != "recompute":
@@ -47,7 +47,7 @@ def refuse_what_cannot_work(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def fingerprint_of(vllm_config: Any, kv_cache_config: Any, namespace: str) -> Fingerprint:
-    """What equal bytes need: weights, configuration, element types, blocks, layout, hashes; and the namespace."""
+    """Return the identity of a block's bytes: weights, configuration, types, blocks, layout, hashes; and namespace."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
     (group,) = kv_cache_config.kv_cache_groups
@@ -74,9 +74,9 @@ def fingerprint_of(vllm_config: Any, kv_cache_config: Any, namespace: str) -> Fi
 
 
 def fingerprint_of_tier(config: Any, row_bytes: int, device: str, namespace: str) -> Fingerprint:
-    """What equal bytes of a chunk need, as far as vLLM tells its tiers (``OffloadingConfig``); and the namespace.
+    """Return the identity of a chunk's bytes, as far as ``OffloadingConfig`` has it; and the namespace.
 
-    Raises ConfigError for a model that is known by its name alone: which revision of it runs, vLLM does not tell.
+    Raises ConfigError for a model known by its name alone, as vLLM does not give its revision.
     """
     model, parallel = config.model, config.parallel
     if not Path(model.name).is_dir() and not namespace:

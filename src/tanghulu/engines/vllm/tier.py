@@ -1,8 +1,8 @@
 """``TanghuluTier``: the store as a secondary tier of vLLM's native offloading.
 
-vLLM builds it in the scheduler's process, where it sees host memory alone: vLLM copies between that and its cache, on
-any device and for any model, and computes what a load has lost. This file translates between vLLM's calls
-(``SecondaryTierManager``, 0.32) and ``tier_jobs``; docs/engines/vllm.md says how to use it. Importing starts nothing.
+vLLM builds it in the scheduler's process, where it sees host memory only: vLLM copies between that and its cache, on
+any device and for any model, and recomputes what a load has lost. This file translates between vLLM's calls
+(``SecondaryTierManager``, 0.32) and ``tier_jobs``; docs/engines/vllm.md explains its use. Importing it starts nothing.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tanghulu.engines.vllm.tier_jobs import TierJobs
 from tanghulu.store.client.block_store import BlockStore
 from tanghulu.types import BlockHash, ChunkKey, Fingerprint, kv_chunk_key
 
-# Of vLLM's own loggers: others are not shown by default.
+# A child of vLLM's logger: others are not shown by default.
 _log = init_logger("vllm.tanghulu")
 
 
 class TanghuluTier(SecondaryTierManager):
-    """See vLLM's interface. Further arguments as ``LevelOptions`` has them; raises ConfigError for others."""
+    """See vLLM's interface. Further arguments as in ``LevelOptions``; raises ConfigError for others."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class TanghuluTier(SecondaryTierManager):
         _log.info("tanghulu: chunks are kept at %s as kv/%s/...", parsed.master, self._fingerprint[:8].hex())
         self._jobs = TierJobs(self._store, primary_kv_view.cast("B"), row_bytes, parsed)
         self._lookups = Lookups(self._store, self._fingerprint, parsed.lookup_deadline_s)
-        self._loading: dict[int, tuple[OffloadKey, ...]] = {}  # the keys of each load that has not ended
+        self._loading: dict[int, tuple[OffloadKey, ...]] = {}  # the keys of each unfinished load
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
@@ -67,7 +67,7 @@ class TanghuluTier(SecondaryTierManager):
         return LookupResult.HIT if found else LookupResult.MISS
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Ask for what this step looked up."""
+        """Send the lookups of this step."""
         self._lookups.flush()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -83,7 +83,7 @@ class TanghuluTier(SecondaryTierManager):
         self._jobs.load(job_metadata.job_id, keys, job_metadata.chunk_ids.tolist())
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """The jobs that ended. What a load has lost counts as missing from now on, or vLLM would ask again for ever."""
+        """Return the ended jobs. Chunks lost by a load count as missing from now on, or vLLM would retry for ever."""
         results = []
         for job in self._jobs.take_ended():
             keys = self._loading.pop(job.job_id, ())
@@ -94,11 +94,11 @@ class TanghuluTier(SecondaryTierManager):
         return results
 
     def drain_jobs(self) -> None:
-        """Return when nothing touches vLLM's memory any more, at the jobs' deadlines at the latest."""
+        """Return when nothing accesses vLLM's memory any more, at the jobs' deadlines at the latest."""
         self._jobs.drain()
 
     def shutdown(self) -> None:
-        """Break off what is under way: vLLM gives its scheduler's process some seconds to end."""
+        """Cancel what is in progress: vLLM gives its scheduler's process only some seconds to end."""
         self._jobs.close()
         self._lookups.shutdown()
         _log.info(
@@ -107,19 +107,19 @@ class TanghuluTier(SecondaryTierManager):
 
 
 class Lookups(AsyncLookupManager):
-    """vLLM's thread of questions, which come here a request's at a time."""
+    """vLLM's lookup thread, which calls with one request's keys at a time."""
 
     def __init__(self, store: BlockStore, fingerprint: Fingerprint, deadline_s: float) -> None:
         self._store, self._fingerprint, self._deadline_s = store, fingerprint, deadline_s
         super().__init__(tier_type="tanghulu")
 
     def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
-        """Which chunks are stored; none where the store does not answer in time."""
+        """Return which chunks are stored; none if the store does not answer in time."""
         return self._store.has(keys_of(self._fingerprint, keys), self._deadline_s)
 
 
 def keys_of(fingerprint: Fingerprint, keys: Sequence[OffloadKey]) -> list[ChunkKey]:
-    """The store's key of each chunk; its part is the group of layers."""
+    """Return the store's key of each chunk; its part is the group of layers."""
     return [
         kv_chunk_key(fingerprint, BlockHash(get_offload_block_hash(key)), get_offload_group_idx(key)) for key in keys
     ]

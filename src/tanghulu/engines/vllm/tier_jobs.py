@@ -1,8 +1,8 @@
-"""Jobs between vLLM's host memory and the store: each ends once, at its deadline at the latest, with what came of it.
+"""Jobs between vLLM's host memory and the store: each ends once, by its deadline, with its outcome.
 
-vLLM's manager gives a job as keys and the numbers of rows of its host memory; such a row holds a chunk of all ranks of
-this host in one piece. A store's rows are pinned until the job has ended, a load's wait for it. Imports nothing of
-vLLM.
+vLLM's manager gives a job as keys and row numbers of its host memory; such a row holds a chunk of all ranks of this
+host contiguously. The rows of a store are pinned until the job has ended, those of a load wait for it. Imports nothing
+of vLLM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tanghulu.types import ChunkKey
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """``good``: for each key of the job whether its bytes are where they should be."""
+    """``good``: for each key of the job, whether its bytes have arrived."""
 
     job_id: int
     good: tuple[bool, ...]
@@ -30,7 +30,7 @@ class EndedJob:
 class TierJobs:
     """All jobs of an engine. ``memory``: its host memory, rows of ``row_bytes`` each.
 
-    Methods are called by the engine's thread alone.
+    Methods are called by the engine's thread only.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class TierJobs:
     ) -> None:
         self._store, self._memory, self._row_bytes = store, memory, row_bytes
         self._options, self._clock = options, clock or SystemClock()
-        # Loads are what requests wait for: stores, however many, have a thread of their own.
+        # Requests wait for loads: stores, however many, have their own thread.
         self._loads: Tasks[EndedJob] = Tasks("load", options.threads, lambda: None)
         self._stores: Tasks[EndedJob] = Tasks("store", 1, lambda: None)
-        self._pending: dict[int, int] = {}  # bytes of each store that has not been taken as ended
+        self._pending: dict[int, int] = {}  # bytes of each store whose end was not collected
         self.num_shed = 0
 
     def load(self, job_id: int, keys: Sequence[ChunkKey], rows: Sequence[int]) -> None:
-        """Begin to fill the rows; ``take_ended`` will tell of it."""
+        """Start filling the rows; ``take_ended`` reports the end."""
         self._loads.begin(lambda: self._move(self._get, job_id, keys, rows), _failed(job_id, keys))
 
     def store(self, job_id: int, keys: Sequence[ChunkKey], rows: Sequence[int]) -> None:
-        """Begin to put the rows; refused as a whole while more than ``save_pending_bytes`` wait."""
+        """Start putting the rows; refused as a whole while more than ``save_pending_bytes`` wait."""
         failed, num_bytes = _failed(job_id, keys), len(keys) * self._row_bytes
         waiting = sum(self._pending.values())
         if waiting and waiting + num_bytes > self._options.max_pending_bytes:
@@ -65,19 +65,19 @@ class TierJobs:
         self._stores.begin(lambda: self._move(self._store.save, job_id, keys, rows), failed)
 
     def take_ended(self) -> list[EndedJob]:
-        """Jobs that ended since the last call."""
+        """Return the jobs that ended since the last call."""
         ended = [*self._loads.take_all().values(), *self._stores.take_all().values()]
         for job in ended:
             self._pending.pop(job.job_id, None)
         return ended
 
     def drain(self) -> None:
-        """Return when no job touches the memory any more; those that have not begun fail."""
+        """Return when no job accesses the memory any more; those that have not begun fail."""
         self._stores.drain()
         self._loads.drain()
 
     def close(self) -> None:
-        """Break off what is under way, and return when it has ended."""
+        """Cancel what is in progress, and return when it has ended."""
         self._store.close()
         self.drain()
         self._loads.close()

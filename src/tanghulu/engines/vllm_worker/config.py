@@ -1,4 +1,4 @@
-"""The options of ``tanghulu vllm-worker``, and what they mean for vLLM's engine arguments. Imports nothing of vLLM."""
+"""The options of ``tanghulu vllm-worker``, and their translation to vLLM's arguments. Imports nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tanghulu.runtime.process import ProcessConfig
 
 CONNECTOR = "TanghuluConnector"
 CONNECTOR_MODULE = "tanghulu.engines.vllm.connector"
-#: Its functions can be called in vLLM's processes.
+#: The class whose functions can be called in vLLM's processes.
 EXTENSION = "tanghulu.engines.vllm_worker.extension.InVllmProcess"
-#: Engine arguments that this worker decides, and by which option, if by any.
+#: Engine arguments set by this worker, with the option that sets them, if any.
 _DECIDED = {
     "model": "--model",
     "dtype": "--dtype",
@@ -78,7 +78,7 @@ class VllmWorkerConfig(SecretOptions, MasterOptions, PortOptions, ProcessConfig)
         return Path(self.model).expanduser().resolve()
 
     def further_arguments(self) -> dict[str, Any]:
-        """The engine arguments in ``--vllm``; raises ConfigError for no JSON object, or what others decide."""
+        """Return the arguments in ``--vllm``; raises ConfigError unless a JSON object without those set here."""
         try:
             given = json.loads(self.vllm)
         except ValueError as error:
@@ -91,7 +91,7 @@ class VllmWorkerConfig(SecretOptions, MasterOptions, PortOptions, ProcessConfig)
         return given
 
     def engine_arguments(self, events: Path, replay: Path) -> dict[str, Any]:
-        """vLLM's engine arguments as plain values; KV events appear at the Unix sockets ``events`` and ``replay``."""
+        """Return vLLM's engine arguments as plain values; KV events use the Unix sockets ``events`` and ``replay``."""
         arguments: dict[str, Any] = {
             "model": str(self.folder),
             "dtype": self.dtype,
@@ -104,10 +104,10 @@ class VllmWorkerConfig(SecretOptions, MasterOptions, PortOptions, ProcessConfig)
                 "endpoint": f"ipc://{events}",
                 "replay_endpoint": f"ipc://{replay}",
             },
-            # Ours listens to each step's figures; vLLM's own, which log and count, are left out.
+            # Ours receives each step's figures; vLLM's own loggers, which log and count, are left out.
             "disable_log_stats": True,
             "enable_logging_iteration_details": True,
-            # The grammars of requests are in the dialect of the library that ours uses, too.
+            # Requests' grammars use the dialect of the library that our engine uses, too.
             "structured_outputs_config": {"backend": "guidance"},
         }
         sizes = {

@@ -1,11 +1,11 @@
-"""``VllmEngine``: an ``AsyncLLM`` as sessions need an engine (``SessionEngine``).
+"""``VllmEngine``: an ``AsyncLLM`` as the engine of sessions (``SessionEngine``).
 
-Runs on the process's event loop; vLLM computes in a process of its own. What requests give and what vLLM's cache tells
-is gathered, and leaves as one report behind whatever else the loop does in that turn: the outputs of a step of vLLM are
-one message to each conductor, as a step's of our own engine.
+Runs on the process's event loop; vLLM computes in its own process. The outputs of requests and the events of vLLM's
+cache are gathered, and leave as one report after the loop's other work of that turn: the outputs of a step of vLLM are
+one message to each conductor, like those of a step of our own engine.
 
-vLLM may keep two blocks of one name, when two requests compute the same prompt at once, and its KV events report each
-of them (`CachedNames`): a name is gone when its last block is. Example: of stored a, stored a, removed a the conductor
+vLLM may keep two blocks of one name, if two requests compute the same prompt at once, and its KV events report each
+of them (`CachedNames`): a name is removed with its last block. Example: of stored a, stored a, removed a the conductor
 receives "stored a" alone.
 """
 
@@ -32,14 +32,14 @@ from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.sessions.port import TakesSnapshot
 
 _log = structlog.get_logger(__name__)
-#: How often vLLM's process is looked after.
+#: Interval of the health checks of vLLM's process.
 LOOK_S = 0.5
-#: The time in which vLLM must have dropped its cache, and between requests to drop it: saves hold blocks for a moment.
+#: Time limit for vLLM to drop its cache, and the interval of attempts: saves hold blocks for a moment.
 DROP_S, DROP_AGAIN_S = 10.0, 0.1
 
 
 class AsyncEngine(Protocol):
-    """What is used of vLLM's ``AsyncLLM``."""
+    """The part of vLLM's ``AsyncLLM`` used here."""
 
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, *, priority: int = 0
@@ -49,20 +49,20 @@ class AsyncEngine(Protocol):
         """Raise if vLLM's process has ended."""
 
     async def is_sleeping(self) -> bool:
-        """Answered by vLLM's process, between two steps."""
+        """Return whether it sleeps; vLLM's process answers between two steps."""
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget the cache, unless blocks are in use."""
+        """Drop the cache, unless blocks are in use."""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmSurface:
-    """vLLM's engine, and what of vLLM's types is needed to use it."""
+    """vLLM's engine, and the types of vLLM needed to use it."""
 
     llm: AsyncEngine
     sampling: Callable[[VllmRequest], Any]  # makes SamplingParams
     dead: type[BaseException]
-    invalid: tuple[type[BaseException], ...]  # raised for what a request asks
+    invalid: tuple[type[BaseException], ...]  # raised for invalid requests
 
 
 async def _not_waited(hashes: Sequence[BlockHash]) -> bool:
@@ -70,7 +70,7 @@ async def _not_waited(hashes: Sequence[BlockHash]) -> bool:
 
 
 class VllmEngine:
-    """Gives requests to vLLM; ``on_report`` and ``on_failure`` are called in the event loop.
+    """Passes requests to vLLM; ``on_report`` and ``on_failure`` are called in the event loop.
 
     ``stored`` waits until blocks are in the store, before their request is handed over.
     """
@@ -108,7 +108,7 @@ class VllmEngine:
     def submit(
         self, request: VllmRequest, added: Callable[[int], None], refused: Callable[[TanghuluError], None]
     ) -> None:
-        """Give the request to vLLM."""
+        """Pass the request to vLLM."""
         if request.request_id in self._book:
             refused(Conflict(f"request {request.request_id} is under way"))
             return
@@ -123,38 +123,38 @@ class VllmEngine:
         task.add_done_callback(lambda _: self._ended(request.request_id))
 
     def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: KvSource) -> None:
-        """Never called: the factory makes no pulls."""
+        """Do nothing, as it is never called: the factory makes no pulls."""
         raise AssertionError(f"{name} was to be fetched")
 
     def abort(self, request_id: RequestId) -> None:
-        """End a request; one that has ended has its outputs on their way."""
+        """End a request; the outputs of an ended one are already under way."""
         if (task := self._tasks.get(request_id)) is not None:
             task.cancel()
 
     def snapshot(self, take: TakesSnapshot) -> None:
-        """Give ``take`` the names of the cached blocks, and their events that are in no report yet."""
+        """Pass the names of the cached blocks to ``take``, with their events that are in no report yet."""
         events, self._events = self._events, []
         take(self._mirror.names, self.load(), events)
 
     def beat(self) -> None:
-        """Have a report come once vLLM's process has answered."""
+        """Send a report once vLLM's process has answered."""
         if self._beating is None or self._beating.done():
             self._beating = self._loop.create_task(self._answered())
 
     # --- for the worker
 
     def load(self) -> EngineLoad:
-        """How busy vLLM is."""
+        """Return the load of vLLM."""
         return self._book.load(len(self._mirror))
 
     def on_stats(self, stats: Any) -> None:
-        """Take vLLM's ``SchedulerStats`` of a step."""
+        """Process vLLM's ``SchedulerStats`` of a step."""
         if stats is not None:
             self._book.step(stats)
             self._report_soon()
 
     def on_change(self, change: KvChange) -> None:
-        """Take an event of vLLM's cache."""
+        """Process an event of vLLM's cache."""
         if events := self._mirror.apply(change):
             self._events += events
             self._report_soon()
@@ -175,7 +175,7 @@ class VllmEngine:
         return self._loop.time() - began_s
 
     async def drop_cached(self) -> int:
-        """Have vLLM forget its cache; returns how many blocks had a name. Raises Conflict while requests use some."""
+        """Have vLLM drop its cache; returns the number of named blocks. Raises Conflict while requests use some."""
         num_cached, until_s = len(self._mirror), self._loop.time() + DROP_S
         while not await self._surface.llm.reset_prefix_cache():
             if self._book or self._loop.time() > until_s:
@@ -184,7 +184,7 @@ class VllmEngine:
         return num_cached
 
     async def watch(self) -> None:
-        """Tell of vLLM's death; run until cancelled."""
+        """Report vLLM's death; runs until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
@@ -194,7 +194,7 @@ class VllmEngine:
                 return
 
     async def close(self) -> None:
-        """Abort what is under way."""
+        """Abort the requests in progress."""
         tasks = [*self._tasks.values(), *([self._beating] if self._beating is not None else [])]
         for task in tasks:
             task.cancel()
@@ -230,10 +230,10 @@ class VllmEngine:
             refused(NodeUnavailable(f"vLLM failed at the request: {error!r}"))
 
     async def _hand_over(self, request: VllmRequest, last: Output) -> Output:
-        """Wait until the prompt's blocks are in the store; then others may go on.
+        """Wait until the prompt's blocks are in the store, so that another worker can continue.
 
-        The token that vLLM drew is dropped: the next worker draws it again, as the first of the whole answer, with its
-        grammar, its seed and its penalties. So do vLLM's own ways to part the phases.
+        The token drawn by vLLM is dropped: the next worker draws it again, as the first of the whole answer, with its
+        grammar, its seed and its penalties. vLLM's own ways of splitting the phases do the same.
         """
         await self._stored(request.block_hashes)
         name = request.request_id
@@ -274,7 +274,7 @@ class VllmEngine:
 
 
 class CachedNames:
-    """The names of the cached blocks, with how many blocks each has."""
+    """The names of the cached blocks, with the number of blocks of each."""
 
     def __init__(self) -> None:
         self._blocks: dict[BlockHash, int] = {}
@@ -288,11 +288,11 @@ class CachedNames:
         return list(self._blocks)
 
     def num_leading(self, names: Sequence[BlockHash]) -> int:
-        """How many of the leading ``names`` are cached."""
+        """Return the number of leading ``names`` that are cached."""
         return next((i for i, name in enumerate(names) if name not in self._blocks), len(names))
 
     def apply(self, change: KvChange) -> list[KvEvent]:
-        """Take one of vLLM's events; returns what changed in the set of names."""
+        """Apply one of vLLM's events; returns the changes in the set of names."""
         events = []
         if change.cleared:
             events += [KvEvent(KvEventKind.REMOVED, name) for name in self._blocks]

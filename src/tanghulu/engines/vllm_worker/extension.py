@@ -1,4 +1,4 @@
-"""Runs in vLLM's processes, mixed into its worker class: what only they know, and their end with ours."""
+"""Runs in vLLM's processes, mixed into its worker class: reports facts known only there and ends them with ours."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _LOOK_S = 1.0
 
 
 class InVllmProcess:
-    """Functions that ``AsyncLLM.collective_rpc`` calls by name; what they return is plain data."""
+    """Functions that ``AsyncLLM.collective_rpc`` calls by name; they return plain data."""
 
     vllm_config: Any
     model_runner: Any
 
     def tanghulu_facts(self, namespace: str) -> dict[str, Any]:
-        """The fingerprint of the blocks' bytes, as the store's connector has it, and the size of a block."""
+        """Return the fingerprint of the blocks' bytes, as in the store's connector, and the size of a block."""
         cache = self.model_runner.kv_cache_config
         if len(cache.kv_cache_groups) != 1:
             return {"num_groups": len(cache.kv_cache_groups)}
@@ -33,7 +33,7 @@ class InVllmProcess:
         }
 
     def tanghulu_end_with(self, worker: int) -> int:
-        """End this process when the process ``worker`` is gone: it may be killed before it can say so."""
+        """End this process when the process ``worker`` is gone, as it may be killed without notice."""
         threading.Thread(target=_end_with, args=(worker,), name="end-with-worker", daemon=True).start()
         return os.getpid()
 

@@ -14,15 +14,15 @@ from tanghulu.engines.vllm_worker.requests import VllmRequest
 from tanghulu.errors import ConfigError, NodeUnavailable
 from tanghulu.types import Fingerprint
 
-#: Set before vLLM is imported: events tell whole names, and its processes begin anew rather than as copies of this one,
-#: in which threads run.
+#: Set before vLLM is imported: events carry whole names, and its processes are spawned rather than forked from this
+#: one, in which threads run.
 _VARIABLES = {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 FACTS_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class VllmFacts:
-    """What is known once vLLM has loaded its model."""
+    """Facts known once vLLM has loaded its model."""
 
     fingerprint: Fingerprint
     block_tokens: int
@@ -38,7 +38,7 @@ class VllmFacts:
 
 
 class StatsRelay:
-    """Hands on what vLLM tells of each step, from the moment when somebody listens."""
+    """Forwards vLLM's statistics of each step, once a listener is set."""
 
     def __init__(self) -> None:
         self.listen: Callable[[Any], None] = lambda stats: None
@@ -55,7 +55,7 @@ class LoadedVllm:
 
     def __init__(self, arguments: dict[str, Any], relay: StatsRelay) -> None:
         os.environ.update(_VARIABLES)
-        # vLLM's first hash grows from it, and the conductor's from vLLM's default: names would not agree.
+        # It seeds vLLM's hashes, and the conductor uses vLLM's default: names would not agree.
         os.environ.pop("PYTHONHASHSEED", None)
         require_vllm()
         import vllm
@@ -72,14 +72,14 @@ class LoadedVllm:
         return bool(self._llm.vllm_config.device_config.device_type == "cpu")
 
     def surface(self) -> VllmSurface:
-        """What requests need."""
+        """Return the parts of vLLM that requests need."""
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError
 
         return VllmSurface(self._llm, _sampling_params, EngineDeadError, (VLLMClientError, ValueError))
 
     async def facts(self, namespace: str) -> VllmFacts:
-        """Ask vLLM's processes; raises ConfigError for a model that this worker cannot describe."""
+        """Collect facts from vLLM's processes; raises ConfigError for a model that this worker cannot describe."""
         found = await self._ask("tanghulu_facts", namespace)
         await self._ask("tanghulu_end_with", os.getpid())
         first = found[0]
@@ -112,7 +112,7 @@ class LoadedVllm:
 
     @staticmethod
     def break_off() -> None:
-        """End the processes of a vLLM that has not started yet: its constructor, in another thread, then fails."""
+        """End the processes of a starting vLLM: its constructor, in another thread, then fails."""
         for child in multiprocessing.active_children():
             child.kill()
 

@@ -1,7 +1,7 @@
-"""How busy vLLM is: its own figures of each step, and a book of requests whose prompts wait to be computed. Pure.
+"""The load of vLLM: its own figures of each step, and a book of requests whose prompts are not computed yet. Pure.
 
-vLLM says how many requests run and how much of the cache is in use, but not how many tokens wait; a request's are
-those that were not cached when it came, until its first token shows that they are computed.
+vLLM reports the number of running requests and the part of the cache in use, but not the number of waiting tokens; a
+request's are those not cached on its arrival, until its first token shows that they are computed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tanghulu.workers.engine.thread import EngineLoad
 class LoadBook:
     """Requests from their submission to their end, and the latest figures of a cache of ``num_blocks``.
 
-    ``max_num_seqs`` is the number of requests that vLLM runs in one step at most.
+    ``max_num_seqs`` is the maximum number of requests that vLLM runs in one step.
     """
 
     def __init__(self, num_blocks: int, max_num_seqs: int) -> None:
         self._num_blocks, self._max_num_seqs = num_blocks, max_num_seqs
-        self._waiting: dict[RequestId, int] = {}  # tokens to be computed, of those without a token yet
+        self._waiting: dict[RequestId, int] = {}  # tokens to compute, of requests without a token yet
         self._started: set[RequestId] = set()
         self._speed = SpeedMeter(reads_peers=False)
         self._num_running = 0
@@ -37,23 +37,23 @@ class LoadBook:
         return request_id in self._waiting or request_id in self._started
 
     def add(self, request_id: RequestId, num_tokens: int) -> None:
-        """A request came, of whose prompt ``num_tokens`` are not cached."""
+        """Add a request; ``num_tokens`` of its prompt are not cached."""
         assert request_id not in self, request_id
         self.num_added += 1
         self._waiting[request_id] = num_tokens
 
     def started(self, request_id: RequestId) -> None:
-        """The request has a token."""
+        """Note that the request has a token."""
         if self._waiting.pop(request_id, None) is not None:
             self._started.add(request_id)
 
     def ended(self, request_id: RequestId) -> None:
-        """The request is over, however."""
+        """Note that the request has ended in any way."""
         self._waiting.pop(request_id, None)
         self._started.discard(request_id)
 
     def step(self, stats: Any) -> None:
-        """Take vLLM's ``SchedulerStats`` of a step."""
+        """Process vLLM's ``SchedulerStats`` of a step."""
         self._num_running = stats.num_running_reqs
         self._share_in_use = stats.kv_cache_usage
         details = stats.iteration_details
@@ -63,7 +63,7 @@ class LoadBook:
             self._speed.step(num_tokens, num_requests, details.elapsed_ms / 1000)
 
     def load(self, num_cached: int) -> EngineLoad:
-        """The load now; ``num_cached`` names are in the cache."""
+        """Return the current load; ``num_cached`` names are in the cache."""
         num_running = min(self._num_running, len(self))
         in_use = round(self._share_in_use * self._num_blocks) if len(self) else 0
         shared = structs.replace(

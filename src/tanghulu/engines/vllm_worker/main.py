@@ -1,4 +1,4 @@
-"""``tanghulu vllm-worker``: vLLM's engine in a process that conductors open sessions with."""
+"""``tanghulu vllm-worker``: vLLM's engine in a process to which conductors open sessions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = structlog.get_logger(__name__)
 
 
 async def serve(process: Process, config: VllmWorkerConfig) -> None:
-    """Look for the others, start vLLM, open the port, serve sessions until stopped, then drain.
+    """Find the cluster, start vLLM, open the port, serve sessions until stopped, then drain.
 
     Raises NodeUnavailable if vLLM ends.
     """

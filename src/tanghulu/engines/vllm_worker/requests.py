@@ -1,9 +1,9 @@
-"""From the messages of sessions to vLLM's sampling parameters and back. Pure; imports nothing of vLLM.
+"""Conversion of session messages to vLLM's sampling parameters and back. Pure; imports nothing of vLLM.
 
-A request that another worker lost comes with what it generated so far: vLLM takes all of it as the prompt, so that its
-bounds become less by as many tokens, and penalties on the answer's tokens count these as the prompt's: vLLM has no way
-to say otherwise. A text under a grammar cannot be taken up in its middle; the conductor receives an error and looks
-elsewhere.
+A request lost by another worker comes with its tokens so far: vLLM takes all of it as the prompt, so that its bounds
+are reduced by as many tokens, and penalties on the answer's tokens count these as the prompt's, which vLLM cannot
+distinguish. A text under a grammar cannot be continued in the middle; the conductor receives an error and tries
+another worker.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_SEED = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class VllmRequest:
-    """A request as vLLM takes it: ``sampling`` and ``grammar`` are fields of its parameters of these kinds."""
+    """A request in vLLM's terms: ``sampling`` and ``grammar`` are fields of its parameters of these kinds."""
 
     request_id: RequestId
     tokens: list[int]
@@ -39,11 +39,11 @@ class VllmRequest:
     grammar: dict[str, str] | None = None
     cache_salt: str = ""
     priority: int = 0
-    hand_over: bool = False  # to be prefilled only; another worker goes on from the store
+    hand_over: bool = False  # prefill only; another worker continues from the store
 
     @property
     def prompt(self) -> dict[str, Any]:
-        """What ``AsyncLLM.generate`` takes."""
+        """The prompt argument of ``AsyncLLM.generate``."""
         salt = {"cache_salt": self.cache_salt} if self.cache_salt else {}
         return {"prompt_token_ids": self.tokens, **salt}
 
@@ -51,10 +51,10 @@ class VllmRequest:
 class VllmRequestFactory:
     """Makes requests from Submit messages.
 
-    ``by_priority``: vLLM's scheduler goes by priorities. Without ``keeps_seeds`` vLLM draws as it likes: its engine for
+    ``by_priority``: vLLM's scheduler uses priorities. Without ``keeps_seeds`` vLLM draws without seeds: its engine for
     CPUs (0.32) ends at a seed of a prompt that takes more than one step ("CPU Generator does not use offset").
-    ``hands_over``: a prefill may be asked for alone, and a request may come whose prompt another worker left in the
-    store; where it was, a ``source`` says, and nothing is asked for there.
+    ``hands_over``: prefill-only requests are accepted, and requests whose prompt another worker left in the store; a
+    ``source`` names that worker, which is not contacted.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class VllmRequestFactory:
         self._keeps_seeds = keeps_seeds
 
     def request(self, submit: Submit) -> VllmRequest:
-        """Make the request; raises InvalidRequest for one that vLLM cannot be asked for, NodeUnavailable for one that
+        """Make the request; raises InvalidRequest for one that vLLM does not support, NodeUnavailable for one that
         another worker could take."""
         if not self._hands_over and (submit.hand_over or submit.source is not None):
             raise InvalidRequest("a vLLM worker without a store computes prompt and answer; it hands nothing over")
@@ -104,7 +104,7 @@ class VllmRequestFactory:
         raise InvalidRequest("a vLLM worker fetches nothing from another one's memory")
 
     def probe(self, request_id: RequestId) -> VllmRequest:
-        """A request of one token whose name no other prompt has."""
+        """Return a request of one token whose name no other prompt has."""
         sampling = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True, "detokenize": False}
         return VllmRequest(request_id, [0], 1, [], sampling, cache_salt="tanghulu probe")
 
@@ -147,7 +147,7 @@ def _grammar(sampling: Sampling, num_generated: int) -> dict[str, str] | None:
 
 
 def output_of(request: VllmRequest, output: Any) -> Output:
-    """The output in one of vLLM's (a ``RequestOutput`` of its own). Raises NodeUnavailable where vLLM gave up."""
+    """Convert an output of vLLM's (a ``RequestOutput`` of its own). Raises NodeUnavailable if vLLM gave up."""
     (one,) = output.outputs
     tokens, finish = list(one.token_ids), None
     if one.finish_reason is not None:

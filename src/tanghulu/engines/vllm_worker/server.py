@@ -1,7 +1,7 @@
-"""Puts a vLLM worker together: vLLM's engine, the follower of its KV events, sessions, port.
+"""Assembles a vLLM worker: vLLM's engine, the follower of its KV events, sessions, port.
 
-The one place that knows all parts, as ``workers.assembly`` is for our own engine.
-Hand-overs go through the store (`StoredPrompts`): they wait until the blocks of a prompt are there.
+The only place with access to all parts, like ``workers.assembly`` for our own engine.
+Hand-overs go through the store (`StoredPrompts`): they wait until the blocks of a prompt are stored.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from tanghulu.workers.sessions.wire import model_card
 from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets, assets_of_folder
 
 _log = structlog.get_logger(__name__)
-#: Requests that may be here at once, running and waiting.
+#: Maximum number of requests, running and waiting.
 MAX_REQUESTS = 1024
-#: Between two attempts to end a vLLM that is starting.
+#: Interval of attempts to end a starting vLLM.
 BREAK_OFF_S = 0.5
 
 
 class VllmWorkerServer:
-    """A running worker; an async context manager. ``failure`` is why vLLM ended, if it has."""
+    """A running worker; an async context manager. ``failure`` is the reason if vLLM has ended."""
 
     def __init__(self, process: Process, config: VllmWorkerConfig) -> None:
         self._process = process
@@ -82,7 +82,7 @@ class VllmWorkerServer:
         await self._stack.aclose()
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
-        """vLLM first, which begins processes, then the port."""
+        """Start vLLM first, which starts processes, then open the port."""
         process, config, relay = self._process, self._config, StatsRelay()
         events, replay = process.run_dir / "kv-events.sock", process.run_dir / "kv-replay.sock"
         process.progress("starting vLLM", 0.0)
@@ -112,7 +112,7 @@ class VllmWorkerServer:
         _log.info("vllm.loaded", model=self.model_name, fingerprint=facts.fingerprint.hex(), blocks=facts.num_blocks)
 
     async def _loaded(self, loads: Coroutine[Any, Any, LoadedVllm]) -> LoadedVllm:
-        """Wait for vLLM, which takes a minute; stopped meanwhile, break it off and raise NodeUnavailable."""
+        """Wait for vLLM, which takes a minute; if stopped meanwhile, cancel it and raise NodeUnavailable."""
         loading, stopping = asyncio.create_task(loads), asyncio.create_task(self._process.stopping.wait())
         await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -175,7 +175,7 @@ class VllmWorkerServer:
         )
 
     def _handed(self, exports: Sequence[KvExport]) -> dict[RequestId, KvSource]:
-        """Who computed the prompts that are handed over; all that there is of them is in the store."""
+        """Return the sources of handed-over prompts, all of whose KV is in the store."""
         address = str(self.address)
         return {export.request_id: KvSource(self.instance_id, address, "", 0, export.num_tokens) for export in exports}
 
@@ -201,27 +201,27 @@ class VllmWorkerServer:
             wait.cancel()
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests; wait at most ``grace_s`` until those under way have ended."""
+        """Refuse new requests; wait at most ``grace_s`` for those in progress."""
         self._hub.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._hub.idle.wait()
 
 
-#: Saves that take longer, or were left out because too many were under way, are not waited for: who decodes computes
-#: what it does not find.
+#: Saves that take longer, or were left out because too many were in progress, are not waited for: the decoding worker
+#: computes what it does not find.
 STORED_S = 2.0
 
 
 class StoredPrompts:
-    """The store as far as the hand-over of prompts needs it; ``num_ranks`` of vLLM save a part of each block each."""
+    """The store's part in the hand-over of prompts; each of ``num_ranks`` of vLLM saves a part of each block."""
 
     def __init__(self, master: Masters, fingerprint: Fingerprint, num_ranks: int) -> None:
         self._client = AsyncClient(Settings(master=master, master_answer_s=ENGINE_ANSWER_S))
         self._fingerprint, self._num_ranks = fingerprint, num_ranks
 
     async def wait(self, hashes: Sequence[BlockHash]) -> bool:
-        """Wait at most STORED_S until all blocks are in the store; whether they are."""
+        """Wait at most STORED_S until all blocks are in the store; returns whether they are."""
         keys = [key for part in range(self._num_ranks) for key in block_keys(self._fingerprint, hashes, part)]
         try:
             are_there = await self._client.wait_for_many(keys, deadline_s=STORED_S) if keys else []
