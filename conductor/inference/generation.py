@@ -62,8 +62,7 @@ class TextDelta:
 
 
 class Generation:
-    """One sequence in progress. ``matched``: the stop string or token that ended it; ``name``: its client's name for
-    it.
+    """One sequence in progress. ``matched``: the stop string or token that ended it; ``name``: the client's name.
 
     ``markers`` are the special tokens shown in its text.
     """

@@ -186,9 +186,7 @@ def _default_tokens(prompt: Tokens, num_tokens: int, model: ServedModel) -> int:
 
 
 async def tokenise(body: TokenizeBody, model: ServedModel, parsers: ParserNames) -> list[Tokens]:
-    """Return the tokens of a text, of several texts, or of a chat, exactly as a completion's or chat's usage counts
-    them.
-    """
+    """Return the tokens of a text, of several, or of a chat, counted as in a completion's or chat's usage."""
     if body.messages is None:
         return await _tokenised(model, body.prompt or "", body.is_large, body.add_special_tokens)
     form = form_of(model.card.chat_template, parsers)

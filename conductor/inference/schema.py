@@ -77,7 +77,7 @@ Stop = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=
 GenerateStop = Annotated[list[StopString], Field(max_length=MAX_GENERATE_STOP_STRINGS, fail_fast=True), _ONE_OR_MORE]
 StopExpression = Annotated[str, Field(min_length=1, max_length=MAX_PATTERN_CHARACTERS)]
 StopExpressions = Annotated[list[StopExpression], Field(max_length=MAX_STOP_PATTERNS, fail_fast=True), _ONE_OR_MORE]
-#: Longest model name; no model has a longer one, so it is never found.
+#: An unknown model name gives "not found", whatever its length.
 ModelName = Annotated[str, Field(max_length=MAX_CLIENT_CHARS)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 NumTokens = Annotated[int, Field(ge=1, le=_UINT32)]

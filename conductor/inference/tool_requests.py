@@ -62,9 +62,7 @@ class WantedCalls:
     def shown(
         self, messages: list[dict[str, Any]], form: AnswerForm
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Return messages and tools for the template of a model of ``form``, in a message if it does not support
-        tools.
-        """
+        """Return messages and tools for the template of a model of ``form``, in a message if it has no tools."""
         tools = [tool.for_template() for tool in self.tools]
         if form.shows_tools or (form.shows_calls and not tools):
             return messages, tools or None

@@ -108,9 +108,7 @@ class OwnRequests:
             self._changed(outbox)
 
     def prefilled(self, request_id: str) -> None:
-        """Record the first output of a request's worker; no error if the request has ended or that is already
-        recorded.
-        """
+        """Record the first output of a request's worker; no error if it has ended or that is already recorded."""
         begun = self._live.get(request_id)
         if begun is None or begun.prefilled:
             return
