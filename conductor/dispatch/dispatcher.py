@@ -469,9 +469,7 @@ class Dispatcher:
             self._lose(entry, error, Loss.REFUSED)
 
     def _pick_pull(self, entry: _Entry, source: KvSource) -> None:
-        """Start the pull at the worker reserved for the request, which continues there if that worker is still
-        available.
-        """
+        """Start the pull at the worker reserved for the request, which continues there if the worker is still up."""
         worker = self.registry.workers.get(entry.reserved) if entry.reserved is not None else None
         if worker is not None and worker.usable:
             self._perform(entry, entry.flight.pull_at(worker.id, source))

@@ -235,9 +235,7 @@ class Flight:
         return np.concatenate((self.request.prompt, np.asarray(self.generated, dtype=np.uint32)))
 
     def sequence(self, empty: Callable[[], TokenSequence]) -> TokenSequence:
-        """Return the block hashes of all tokens so far. ``empty`` creates the empty sequence of the model and the
-        tenant.
-        """
+        """Return the block hashes of all tokens so far. ``empty`` creates the model's and tenant's empty sequence."""
         if self._sequence is None:
             self._sequence = empty()
         sequence, prompt = self._sequence, self.request.prompt
@@ -256,9 +254,7 @@ class Flight:
         return [End(None, error)]
 
     def submit(self, prefill: InstanceId, decode: InstanceId) -> list[Instruction]:
-        """Send the request to the workers chosen for its phases, possibly the same one. A single token needs no
-        hand-over.
-        """
+        """Send the request to the workers chosen for its phases, maybe the same. A single token needs no hand-over."""
         self._step(FlightEvent.SUBMITTED)
         remaining = self.request.stop.max_new_tokens - len(self.generated)
         self._hand_over = prefill != decode and remaining > 1

@@ -350,9 +350,7 @@ class Registry:
         return error
 
     async def _listen(self, worker: RegisteredWorker, session: WorkerSession) -> TanghuluError:
-        """Pass on the worker's messages until its engine is silent for too long. Raises anything else that ends the
-        session.
-        """
+        """Pass on the worker's messages until its engine is silent for too long. Raises any other end of session."""
         loop, liveness = asyncio.get_running_loop(), worker.liveness
         try:
             async with asyncio.timeout(None) as worker.patience, contextlib.aclosing(session.steps()) as steps:

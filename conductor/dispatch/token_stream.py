@@ -50,9 +50,7 @@ class Arrivals:
 
 
 class TokenStream:
-    """Written by the dispatcher, which signals ``arrivals`` when there is something to take. ``story``: the
-    request's.
-    """
+    """Written by the dispatcher, which signals ``arrivals`` when there is data to take. ``story``: the request's."""
 
     def __init__(self, arrivals: Arrivals, story: Story) -> None:
         self.story = story

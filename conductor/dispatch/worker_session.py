@@ -179,9 +179,7 @@ class WorkerSession:
         return self._num_submits
 
     def pull(self, name: str, tokens: Tokens, salt: bytes, source: KvSource) -> None:
-        """Have the worker fetch the KV of ``tokens`` as ``name`` while another worker computes it. Raises
-        Overloaded.
-        """
+        """Have the worker fetch the KV of ``tokens`` as ``name`` while another computes it. Raises Overloaded."""
         self._send(ToWorker(PullAhead(RequestId(name), _bytes_of(tokens), salt, source)))
 
     def abort(self, wire_id: str) -> None:
@@ -193,9 +191,7 @@ class WorkerSession:
         self._send(ToWorker(ReleaseExport(export_id)))
 
     async def probe(self, deadline_s: float) -> float:
-        """Return the engine's seconds for one token. Raises NodeUnavailable, DeadlineExceeded or the engine's own
-        refusal.
-        """
+        """Return the engine's seconds for one token. Raises NodeUnavailable, DeadlineExceeded or its own refusal."""
         return (await self._call(PROBE, ProbeRequest(deadline_s), deadline_s + 1)).seconds
 
     async def drop_cache(self) -> int:

@@ -168,9 +168,7 @@ def chat_logprobs(model: ServedModel, logprobs: Sequence[TokenLogprobs], num_top
 
 
 class CompletionLogprobs:
-    """Formats ``logprobs`` for a text completion's choice; tracks the length of the text so far, for
-    ``text_offset``.
-    """
+    """Formats ``logprobs`` of a text completion's choice; tracks the length of the text, for ``text_offset``."""
 
     def __init__(self, model: ServedModel, skip_special_tokens: bool) -> None:
         self._model = model

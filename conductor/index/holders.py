@@ -47,9 +47,7 @@ class HolderSlots:
         return holder
 
     def take(self, holder: InstanceId) -> int:
-        """Return the slot of ``holder``, assigning one if needed: then the caller must `count` its first blocks
-        next.
-        """
+        """Return the slot of ``holder``, assigning one if needed: the caller must then `count` its first blocks."""
         slot = self._slot_of.get(holder)
         if slot is not None:
             return slot

@@ -115,9 +115,7 @@ class IndexNode:
         return ((self.holders | behind.holders) & ~(self.full & behind.full)).bit_count()
 
     def ahead(self, blocks: list[BlockHash]) -> tuple[int, int]:
-        """Return (place, number) of a leading part of ``blocks`` that reaches its end or the node's; (0, 0) if none
-        does.
-        """
+        """Return (place, number) of a leading part of ``blocks`` reaching its end or the node's; else (0, 0)."""
         own = self.blocks
         first = 0 if blocks[0] == own[0] else own.index(blocks[0])
         num = min(len(blocks), len(own) - first)
@@ -196,9 +194,7 @@ class IndexNode:
         return taken
 
     def join(self, behind: IndexNode) -> None:
-        """Append the blocks of ``behind`` to this node, all of which is proven. ``behind`` must not be used
-        afterwards.
-        """
+        """Append the blocks of ``behind`` to this node, all of which is proven. Invalidates ``behind``."""
         num, full = len(self), self.full & behind.full
         partial = {
             slot: self.bits(slot) | behind.bits(slot) << num for slot in slots((self.holders | behind.holders) & ~full)

@@ -133,9 +133,7 @@ class PrefixIndex:
         return self._match_over_nodes(chain)
 
     def leading_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
-        """Return the length of the leading run with *some* holder for each block: the part that can be fetched in
-        all.
-        """
+        """Return the length of the leading run with *some* holder for each block: the part that can be fetched."""
         if not block_hashes or block_hashes[0] not in self._node_of:
             return 0
         chain = block_hashes if isinstance(block_hashes, list) else list(block_hashes)
@@ -152,9 +150,7 @@ class PrefixIndex:
         self._shrink()
 
     def dump(self) -> Iterator[Stored]:
-        """Yield events that make an empty index equal to this one; their blocks may be out of order, as in any
-        event.
-        """
+        """Yield events that make an empty index equal to this one; their blocks may be in any order."""
         for node in self._nodes:
             for slot in slots(node.holders):
                 bits = node.bits(slot)
@@ -209,9 +205,7 @@ class PrefixIndex:
         return node.answer
 
     def _staying(self, alive: int, node: IndexNode, num: int, depth: int, hits: dict[InstanceId, int]) -> int:
-        """Return the slots of ``alive`` with the first ``num`` blocks of ``node``; add the runs of the others to
-        ``hits``.
-        """
+        """Return the slots of ``alive`` with the first ``num`` blocks of ``node``; add other runs to ``hits``."""
         staying, leaving = alive & node.full, alive & ~node.full
         at = self._slots.at
         for slot, bit, run in node.runs:
@@ -226,9 +220,7 @@ class PrefixIndex:
         return staying
 
     def _walk(self, chain: list[BlockHash]) -> Iterator[tuple[IndexNode, int]]:
-        """Yield the nodes along a prompt, with the number of leading blocks matched in each; reorganises them on the
-        way.
-        """
+        """Yield the nodes along a prompt, with the number of leading blocks matched in each; reorganises them."""
         depth, front = 0, None
         while depth < len(chain):
             node = self._node_of.get(chain[depth])

@@ -30,9 +30,7 @@ _PIECE_BYTES: Final = 256 << 10
 
 
 def check_marks(body: bytes | memoryview, most_string_bytes: float = math.inf, most_marks: int = MAX_MARKS) -> int:
-    """Return at most how many marks the body has. Raises BadField for too many, ContextLengthExceeded for long
-    strings.
-    """
+    """Return an upper bound of the body's marks. Raises BadField, or ContextLengthExceeded for a long string."""
     starts = range(0, len(body), _PIECE_BYTES)
     marks = sum(_marks_of(bytes(body[start : start + _PIECE_BYTES])) for start in starts)
     is_cheap = marks <= _FEW_MARKS or len(body) > _CAREFUL_BYTES

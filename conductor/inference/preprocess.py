@@ -421,9 +421,7 @@ def _grammar(fields: SamplingFields) -> tuple[str, str] | tuple[None, None]:
 
 
 def _seed(given: int | None, choice: int) -> int:
-    """Return the seed of a choice's own random stream; always set, so that the stream continues when the request
-    moves.
-    """
+    """Return the seed of a choice's random stream; always set, so that the stream survives a move of the request."""
     return secrets.randbits(64) if given is None else (given + choice) & _SEED_MASK
 
 

@@ -98,9 +98,7 @@ class RelayClient:
         return await self._is_alive(self.request("GET", url, b"", {}), deadline_s)
 
     async def _unless_silent(self, request: httpx.Request, answering: Awaitable[T]) -> T:
-        """Return the result of ``answering``, which waits for the server of ``request``; ReadTimeout if it is
-        silent.
-        """
+        """Return the result of ``answering``; ReadTimeout if the server of ``request`` falls silent."""
         task, look_s = asyncio.ensure_future(answering), self._silence_s / 4
         try:
             while not (await asyncio.wait((task,), timeout=look_s))[0]:

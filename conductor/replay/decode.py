@@ -112,9 +112,7 @@ class DecodeInstance:
         return self._now_s + max(0.0, self._leaving[0][0] - self._step) * self.step_length_s
 
     def _judge(self, job: Job) -> None:
-        """Record the job's mean gap between tokens, and that of its longest tenth (the first includes the
-        hand-over).
-        """
+        """Record the job's mean gap between tokens, and that of its longest tenth (including the hand-over)."""
         job.tbt_s = (self._now_s - job.first_s) / job.num_decode_steps
         gaps = self._periods_since(job.join_step)
         gaps.append((job.join_s - job.first_s + (gaps[0][0] if gaps else 0.0), 1.0))

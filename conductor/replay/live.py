@@ -39,9 +39,7 @@ _ANSWER_S = 10.0
 
 
 def scaled(requests: Sequence[TraceRequest], scale: int) -> list[TraceRequest]:
-    """Return ``requests`` with prompts and answers 1 / ``scale`` as long (at least one token); ``scale`` is 1 to
-    512.
-    """
+    """Return ``requests`` with prompts and answers 1 / ``scale`` as long (one token or more); ``scale``: 1 to 512."""
     block_tokens = BLOCK_TOKENS // scale
 
     def shorter(request: TraceRequest) -> TraceRequest:
@@ -248,9 +246,7 @@ class SeenAnswer:
         return bool(self.times_s and self.usage) and not self._has_error
 
     async def read(self, response: httpx.Response) -> None:
-        """Read to the end of the stream. Raises ValueError for an event that is not JSON, httpx.HTTPError if it
-        breaks.
-        """
+        """Read the stream to its end. Raises ValueError for an event that is not JSON, httpx.HTTPError if it breaks."""
         clock, events = asyncio.get_running_loop().time, EventReader()
         async for piece in response.aiter_bytes():
             for data in events.feed(piece):

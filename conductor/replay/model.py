@@ -59,9 +59,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyModel:
-    """Constants of the model. ``nic`` and ``h2d`` are bytes/s, ``t0``, ``c``, ``d``, ``e`` seconds, ``gflops``
-    FLOP/s.
-    """
+    """The constants. ``nic`` and ``h2d`` are bytes/s, ``t0``, ``c``, ``d``, ``e`` seconds, ``gflops`` FLOP/s."""
 
     layers: int = 80
     dim: int = 8192

@@ -20,9 +20,7 @@ class _Sent:
 
 
 class InFlightBlocks:
-    """The prompts being computed, by worker. One entry per submission in progress; the dispatcher bounds their
-    number.
-    """
+    """The prompts being computed, by worker. One entry per submission in progress, which the dispatcher bounds."""
 
     def __init__(self) -> None:
         self._sent: dict[str, _Sent] = {}
@@ -50,15 +48,13 @@ class InFlightBlocks:
             del self._by_first[first]
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[InstanceId, int]:
-        """Return the number of leading blocks of ``hashes`` being computed by each worker; workers without any are
-        omitted.
-        """
+        """Return the number of leading blocks of ``hashes`` that each worker is computing, if any."""
         found: dict[InstanceId, int] = {}
         if not hashes:
             return found
         for sent in self._by_first.get(hashes[0], {}).values():
             known, theirs = found.get(sent.worker, 0), sent.hashes
-            # Most share exactly the prefix already found, as with a system prompt: one comparison tells.
+            # Most share exactly the prefix already found, as with a system prompt: one comparison is enough.
             if known < len(hashes) and known < len(theirs) and theirs[known] == hashes[known]:
                 found[sent.worker] = _shared(hashes, theirs, known + 1)
         return found

@@ -5,7 +5,7 @@
      "*": {"prefill": {"token_s": 5e-4}}}
 
 Keys are names of models, "*" is any other one; constants are seconds, and omitted ones are 0. TOML of the same shape is
-also accepted (``[smollm2.prefill]``). cost.py defines the constants.
+also accepted (``[smollm2.prefill]``). `session/load.py` defines the constants.
 """
 
 from __future__ import annotations

@@ -119,9 +119,7 @@ class LoadTracker:
     def view(
         self, worker: InstanceId, role: Role, hit_blocks: int, coming_blocks: int = 0, place: Place = Place()
     ) -> WorkerView:
-        """Return the view for a policy. Views are cached until a change: many prompts share a system prompt, or
-        nothing.
-        """
+        """Return the view for a policy. Views are cached until a change: many prompts share a prefix or hit nothing."""
         if role is not self._role or place is not self._place:
             self.renew()
             self._role, self._place, self._phases = role, place, (role.prefills, role.decodes)

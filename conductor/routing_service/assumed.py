@@ -29,9 +29,7 @@ class AssumedBlocks:
         self._until_s: dict[InstanceId, OrderedDict[BlockHash, float]] = {}
 
     def used(self, worker: InstanceId, blocks: Sequence[BlockHash], now_s: float) -> list[PrefixEvent]:
-        """Record that ``worker`` has prefilled a prompt of ``blocks``. The tail is touched first, and so forgotten
-        first.
-        """
+        """Record that ``worker`` has prefilled a prompt of ``blocks``. The tail is touched, and so forgotten, first."""
         until_s = self._until_s.setdefault(worker, OrderedDict())
         for block in reversed(blocks):
             until_s[block] = now_s + self._keep_s

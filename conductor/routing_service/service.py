@@ -244,9 +244,7 @@ class RoutingService:
         return Best(decision.prefill, decision.decode, chosen.match_blocks, candidates)
 
     def best_of(self, targets: Sequence[RoutableWorker], query: RoutingQuery, now_s: float) -> RoutableWorker | None:
-        """Return the best of ``targets``, all of which do both phases, for the whole request; None if there are
-        none.
-        """
+        """Return the best of ``targets``, all of which do both phases, for the whole request; None without any."""
         hits, coming = self._overlaps(query.hashes, now_s)
         shown = restricted(views(targets, hits, coming), query.overrides)
         policy = self._policies.of(query.overrides)
@@ -271,9 +269,7 @@ class RoutingService:
         self._add(request_id, query, view, self._target(decode), caller)
 
     def prefill_completed(self, request_id: str, now_s: float, caller: RoutingClient = ANYBODY) -> None:
-        """Record the first token of a request; a second call changes nothing. Raises InvalidRequest if it is
-        unknown.
-        """
+        """Record the first token of a request; repeated calls change nothing. Raises InvalidRequest if unknown."""
         name = caller.request(request_id)
         added = self._added.get(name)
         if added is None:

@@ -57,9 +57,7 @@ def change_of(events: Any) -> KvChange:
 
 
 def query_of(hasher: Hasher, question: Any, caller: RoutingClient) -> RoutingQuery:
-    """Return the query of ``question``, a message of either API with hashes or tokens. Raises InvalidRequest for
-    both.
-    """
+    """Return the query of ``question``, a message of either API with hashes or tokens. InvalidRequest for both."""
     overrides = overrides_of(question.policy, question.weights, question.prefill_worker, question.decode_worker)
     hashes = checked_hashes(question.block_hashes)
     if not question.tokens:

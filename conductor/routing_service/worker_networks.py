@@ -35,9 +35,7 @@ class WorkerNetworks:
             raise ConfigError(f"--worker-networks: {error}") from None
 
     def checked_url(self, url: str) -> str:
-        """Return ``url`` without a trailing slash. Raises InvalidRequest for plain HTTP, or a host outside the
-        networks.
-        """
+        """Return ``url`` without a trailing slash. Raises InvalidRequest for plain HTTP, or a host outside them."""
         read = parse_url(url)
         if self._encrypted and not read.startswith("https:"):
             raise InvalidRequest(f"url {url!r} is plain HTTP, and this router speaks TLS to workers: use https://")

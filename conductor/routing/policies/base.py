@@ -321,8 +321,7 @@ def decoders(workers: Sequence[WorkerView]) -> Ranked:
 
 
 def place_of_least(scores: Sequence[float] | Sequence[tuple[float, ...]], ties: random.Random) -> int:
-    """Return the place of the lowest score. Ties go to the lowest draw, so that conductors side by side choose
-    differently.
+    """Return the place of the lowest score. Ties go to the lowest draw, so that parallel conductors choose differently.
 
     Every score has a draw, needed or not, so that later draws do not depend on earlier scores. ``scores`` is not empty.
     """

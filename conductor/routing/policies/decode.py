@@ -1,6 +1,6 @@
 """The choice of the decode worker, shared by all policies that consider KV; and both phases in one decision.
 
-The cost is the transfer of the KV that a worker lacks, as far as it outlasts the prefill (`cost.hand_over_s`), plus the
+The cost is the transfer of the KV that a worker lacks, as far as it outlasts the prefill (`base.hand_over_s`), plus the
 time each running sequence adds to the steps of this answer (as far as its length is known), plus the wait for a seat if
 none is free, plus a penalty if its free blocks do not suffice. The worker that prefills moves nothing. A worker that
 also prefills pays for the copy in its cache as well: it displaces some other prefix, which will have to be recomputed
@@ -132,9 +132,7 @@ def _move_bytes_per_s(request: RequestView, worker: WorkerView) -> float:
 
 
 def _copy_s(request: RequestView, worker: WorkerView) -> float:
-    """Return the cost of displacing cached blocks at a worker that also prefills, assumed equal to the computing
-    saved.
-    """
+    """Return the cost of displacing cached blocks at a worker that also prefills: the computing they saved."""
     return worker.prefill_s(request, worker.hit_blocks) if worker.can_prefill else 0.0
 
 

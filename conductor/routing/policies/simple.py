@@ -171,9 +171,7 @@ class SessionAffinity:
         self._homes: OrderedDict[str, InstanceId] = OrderedDict()
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
-        """Choose the session's worker while it is available and not far behind; else the inner policy's choice,
-        remembered.
-        """
+        """Choose the session's worker while available and not far behind; else remember the inner policy's choice."""
         home = self._home(request, prefillers(workers)) if request.session else None
         if home is not None:
             workers = [w for w in workers if w.id == home.id or not w.can_prefill or w.can_decode]

@@ -64,9 +64,7 @@ _SLACK = 1 - 1e-9
 
 
 class _Scores:
-    """Scores of one request's workers: ``best_start`` without its objects, with the charges for copy, load, batch and
-    room.
-    """
+    """Scores of one request's workers: ``best_start`` without its objects, plus copy, load, batch and room charges."""
 
     def __init__(self, request: RequestView, source: WorkerView | None, weight: float, load_weight: float) -> None:
         self._request, self._source, self._weight, self._load_weight = request, source, weight, load_weight
