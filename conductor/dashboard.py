@@ -50,8 +50,7 @@ class Totals:
 
 
 def quantile(share: float, bounds: Sequence[float], counts: Sequence[float]) -> float | None:
-    """Return the value below which ``share`` of the observations lie, as Prometheus' histogram_quantile; None without
-    any.
+    """Return the value below which a ``share`` of the observations lie, like histogram_quantile; None without any.
 
     ``counts[i]`` observations were at most ``bounds[i]``; the last bound is infinite. Of (1, 2, inf) and counts (5, 10,
     10) the quantile .75 is 1.5: halfway through the second bucket.

@@ -173,8 +173,7 @@ class Dispatcher:
         ]
 
     def submit(self, request: GenerationRequest, model: ServedModel, arrivals: Arrivals, name: str = "") -> TokenStream:
-        """Submit ``request``, which its client calls ``name``, and return its token stream; ``arrivals`` counts its
-        tokens.
+        """Submit ``request``, named ``name`` by its client; return its token stream, which signals ``arrivals``.
 
         Unless this raises, the caller ends the request's story once the answer has been sent.
 

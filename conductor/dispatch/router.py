@@ -189,8 +189,8 @@ class Router:
                 self.links.observe(source.place, reader.place, read.num_bytes, read.seconds)
 
     def check_overrides(self, overrides: RoutingOverrides) -> None:
-        """Raise InvalidRequest if the overrides name an absent worker, so that nothing waits for it, or would split the
-        phases of a request that its worker takes whole.
+        """Raise InvalidRequest if the overrides name an unregistered worker (requests do not wait for one), or split
+        the phases of a request that its worker takes whole.
         """
         for worker in filter(None, (overrides.prefill, overrides.decode)):
             if worker not in self._registry.workers:

@@ -274,7 +274,7 @@ class InferencePort:
         self._server: grpc.aio.Server | None = None
 
     async def start(self, where: Address, *, reuse_port: bool) -> None:
-        """Listen at ``where``, whose port may be 0. Raises ConfigError if it is taken."""
+        """Listen at ``where`` (port 0 picks one). Raises ConfigError if the port is taken."""
         options = {
             "grpc.max_receive_message_length": MESSAGE_BYTES,
             "grpc.so_reuseport": int(reuse_port),

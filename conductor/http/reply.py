@@ -140,7 +140,7 @@ def _parse(model: type[M], body: bytes) -> M:
 
 
 def parse_fields(model: type[B], body: bytes | memoryview) -> B:
-    """Parse ``body`` as ``model``, rejecting unknown fields. Raises BadField."""
+    """Parse ``body`` as ``model``, and drop foreign fields. Raises BadField."""
     with _faults_named():
         given = _decoded(body)
         if not isinstance(given, dict):

@@ -1,8 +1,10 @@
 """A cache of block hashes of earlier prompts, so that the next turn of a session is not rehashed block by block.
 
-Owns a bounded table with LRU eviction: run of RUN_BLOCKS blocks after a parent -> their hashes. A run's key is its parent with *one* hash over all its tokens, by the same function as the block hashes, so a wrong answer is as unlikely as two blocks with the same name. Example with blocks of 64 tokens: a session of 8,192 tokens is two
-runs; its next turn of 8,448 costs two hashes over 16 KiB (half a microsecond each) and four block hashes, instead of
-132. After the first unknown run all are unknown, as each key contains the hash of the preceding block.
+Owns a bounded table with LRU eviction: run of RUN_BLOCKS blocks after a parent -> their hashes. A run's key is its
+parent with *one* hash over all its tokens, by the same function as the block hashes, so a wrong answer is as unlikely
+as two blocks with the same name. Example with blocks of 64 tokens: a session of 8,192 tokens is two runs; its next turn
+of 8,448 costs two hashes over 16 KiB (half a microsecond each) and four block hashes, instead of 132. After the first
+unknown run all are unknown, as each key contains the hash of the preceding block.
 """
 
 from __future__ import annotations

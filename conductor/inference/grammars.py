@@ -76,7 +76,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The format of the text: free, JSON, or JSON that a schema accepts."""
+    """The format of the text: free, JSON, or JSON matching a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None

@@ -29,7 +29,7 @@ from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.runtime.master_options import HttpClientOptions
 from tanghulu.web.event_stream import EventReader
 
-#: Text from which token ids for prompts are taken: ordinary tokens of any served tokenizer, none of them special.
+#: Text tokenised to get ids for prompts: ordinary tokens of any served tokenizer, none of them special.
 _ALPHABET = (
     "".join(map(chr, range(33, 127))) + " the of and to in is that for it as was with be by on not he this are or his"
 )
@@ -75,8 +75,8 @@ class Prompts:
         self._salt = f"{seed}/{run}"
 
     def tokens(self, request: TraceRequest, number: int) -> list[int]:
-        """Return the prompt of ``request`` (from ``scaled``), the trace's ``number``-th; tokens without an id are
-        unique to it.
+        """Return the prompt of ``request`` (from ``scaled``), the trace's ``number``-th; blocks without an id are
+        unique.
         """
         blocks = [self._block(name) for name in self._names(request, number)]
         found: list[int] = np.concatenate(blocks)[: request.num_tokens].tolist()
@@ -96,7 +96,7 @@ class Prompts:
 class LiveConfig:
     """``policy``: the requested policy; "" leaves it to the conductor. ``connections``: upper limit of open ones.
 
-    ``client``: credentials to present there.
+    ``client``: credentials and TLS options.
     """
 
     url: str
@@ -233,7 +233,7 @@ class _Sender:
 
 
 class SeenAnswer:
-    """One streamed answer as a client sees it; times are the event loop's, in seconds."""
+    """One streamed answer as seen by a client; times are the event loop's, in seconds."""
 
     def __init__(self) -> None:
         self.times_s: list[float] = []

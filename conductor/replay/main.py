@@ -27,7 +27,7 @@ from tanghulu.runtime.config import check_bounds, command, option
 from tanghulu.runtime.master_options import HttpClientOptions
 from tanghulu.types import parse_url
 
-#: Columns needed by the table; used as the width if the output is no terminal.
+#: Fewest columns for the table, also where the output is not a terminal.
 _LEAST_WIDTH = 124
 #: Exit code after Ctrl-C, as in shells.
 _INTERRUPTED = 130

@@ -3,7 +3,7 @@
     prefill(n, p) = t0 + A (n - p) + B (n^2 - p^2), never below loading p over PCIe
                     A = 22 l d^2 / G,  B = 4 l d / G,  G = flops * mfu          (Mooncake, FAST'25, table 1)
     decode step   = c + d * batch + e * context tokens
-    transfer(p)   = p * kv_bytes / nic, to a decode worker beside the prefill (conductor/routing/policies/base.py)
+    transfer(p)   = p * kv_bytes / nic, to a decode worker alongside the prefill (conductor/routing/policies/base.py)
 
 With l = 80 layers of d = 8192 and half of 8 x 312 TFLOP/s, A is 95 us a token and B 2.1 ns a pair: a cold prompt of
 8192 tokens takes 0.02 + 0.78 + 0.14 = 0.94 s. A token's KV has 80 * 2 * 8192 / 8 * 2 = 328 kB.

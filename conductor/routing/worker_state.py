@@ -52,7 +52,7 @@ class LoadTracker:
         self.expected_blocks = 0
         self._unreported: dict[str, _Unreported] = {}
         self._reserved: dict[str, int] = {}
-        #: Order of workers by load: waiting tokens, then requests. An attribute, because thousands are sorted by it.
+        #: Sort key of workers by load: waiting tokens, then requests. An attribute, because thousands are sorted by it.
         self.pressure = 0.0
         self._queue_tokens = self._queue_pairs = self._num_requests = self._blocks_free = 0
         #: View of the worker holding none of a prompt, the usual case; None if it must be rebuilt.
@@ -63,7 +63,7 @@ class LoadTracker:
         self._refresh: Callable[[int], None] = _nobody
 
     def sent(self, wire_id: str, prefill_tokens: int, num_blocks: int) -> None:
-        """Count a submission that was sent; ``prefill_tokens`` of it are expected to be computed there."""
+        """Count a sent submission; ``prefill_tokens`` of it are expected to be computed there."""
         num_tokens = max(prefill_tokens, num_blocks * self.block_tokens)
         prefill_pairs = num_tokens**2 - (num_tokens - prefill_tokens) ** 2
         self._unreported[wire_id] = _Unreported(prefill_tokens, prefill_pairs, num_blocks)

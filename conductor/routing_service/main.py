@@ -87,7 +87,7 @@ class RouterConfig(SecretOptions, pools_main.GlobalRouterConfig):
 
 
 class RouterServer:
-    """The routing service behind its two ports."""
+    """The routing service on its two ports."""
 
     def __init__(self, config: RouterConfig, registry: CollectorRegistry, router_id: str = "") -> None:
         self.config = config

@@ -1,7 +1,7 @@
 """Conversion of vLLM's and SGLang's KV events to changes of the index: payload format and sequence numbers.
 
 Pure. A publisher numbers its messages from 0; a message is msgpack of [time, events, data-parallel rank]. An event is a
-map in newer versions (seen with 0.32), an array with its name in front in older ones:
+map in newer versions (seen with 0.32), an array beginning with its name in older ones:
 
     {"type": "BlockStored", "block_hashes": hashes, "medium": medium, …}   {"type": "BlockRemoved", …}
     ["BlockStored", hashes, parent, token_ids, block_size, lora_id, medium, …]

@@ -13,7 +13,7 @@ from typing import Final
 
 MAX_DEPTH: Final = 128
 WHITESPACE: Final = " \t\r\n"
-#: Length of the longest number or literal.
+#: Longest number or literal.
 _MAX_SCALAR_CHARACTERS: Final = 400
 _SCALAR = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?|true|false|null", re.ASCII)
 _SCALAR_CHARACTERS: Final = frozenset("+-.0123456789aeflnrstuE")

@@ -28,7 +28,7 @@ _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_t
 
 
 class InputPart(BaseModel):
-    """A part of an item's content; only text can be understood."""
+    """A part of an item's content; only text is supported."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     type: str
@@ -71,7 +71,7 @@ class FunctionTool(BaseModel):
     strict: bool | None = None
 
     def for_chat(self) -> dict[str, Any]:
-        """The same tool as a chat has it."""
+        """Return the tool in a chat's format."""
         if self.type != "function":
             raise BadField(f"tools of type {self.type[:64]!r} are not supported: only functions are called", "tools")
         given = self.model_dump(exclude_none=True, exclude={"type"})

@@ -22,7 +22,7 @@ from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.text.preparing import made_ready
 from tanghulu.web.errors import BadField, ResponseNotFound, from_validation
 
-#: Total of all kept responses, as JSON.
+#: Total size of all kept responses, as JSON.
 MAX_KEPT_BYTES: Final = 64 << 20
 
 
