@@ -23,7 +23,7 @@ from tanghulu.types import Address, BlockHash, Fingerprint, InstanceId, parse_kv
 
 _log = structlog.get_logger(__name__)
 KEY_PREFIX = "kv/"
-#: Models remembered as having blocks of several chunks.
+#: Most models remembered as having several chunks per block.
 MAX_MODELS = 4096
 
 

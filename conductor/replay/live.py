@@ -75,9 +75,7 @@ class Prompts:
         self._salt = f"{seed}/{run}"
 
     def tokens(self, request: TraceRequest, number: int) -> list[int]:
-        """Return the prompt of ``request`` (from ``scaled``), the trace's ``number``-th; blocks without an id are
-        unique.
-        """
+        """Return the prompt of ``request`` (from ``scaled``), the trace's ``number``-th; unnamed blocks are unique."""
         blocks = [self._block(name) for name in self._names(request, number)]
         found: list[int] = np.concatenate(blocks)[: request.num_tokens].tolist()
         return found
