@@ -1,7 +1,7 @@
-"""The page /dashboard of a conductor: requests and workers, and the store's nodes beside them.
+"""The page /dashboard of a conductor: requests and workers, and the store's nodes.
 
-The conductor's own figures are sampled once a second, watched or not: then there is a past to show. Other processes are
-asked while somebody watches.
+The conductor's own figures are sampled once a second whether or not the page is open, so that a history is available.
+Other processes are polled only while the page is open.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tanghulu.store.dashboard.history import History, ratio
 from tanghulu.store.dashboard.page import MAX_POINTS, MAX_SHOWN, PERIOD_S
 from tanghulu.store.dashboard.view import StoreView
 
-#: Pages that are open at one time.
+#: Dashboard pages that may be open at once.
 MAX_WATCHERS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counters since the conductor's start. Buckets are cumulative, as Prometheus' are."""
+    """Counters since the conductor's start. Buckets are cumulative, as in Prometheus."""
 
     prompt_tokens: float = 0.0
     cached_tokens: float = 0.0
@@ -50,10 +50,10 @@ class Totals:
 
 
 def quantile(share: float, bounds: Sequence[float], counts: Sequence[float]) -> float | None:
-    """The value below which ``share`` of the observations lie, as histogram_quantile of Prometheus; None without any.
+    """Return the value below which a ``share`` of the observations lie, like histogram_quantile; None without any.
 
-    ``counts[i]`` observations were at most ``bounds[i]``; the last bound is infinite. Of (1, 2, inf) and counts
-    (5, 10, 10) the quantile .75 is 1.5: half way through the ten's second half.
+    ``counts[i]`` observations were at most ``bounds[i]``; the last bound is infinite. Of (1, 2, inf) and counts (5, 10,
+    10) the quantile .75 is 1.5: halfway through the second bucket.
     """
     if not counts or counts[-1] <= 0:
         return None
@@ -66,7 +66,7 @@ def quantile(share: float, bounds: Sequence[float], counts: Sequence[float]) -> 
 
 
 class RequestHistory(History[Totals]):
-    """Samples of the last minutes. ``ttft_bounds`` and ``tbt_bounds`` are the buckets' upper ends."""
+    """Samples of the last minutes. ``ttft_bounds`` and ``tbt_bounds`` are the upper bounds of the buckets."""
 
     def __init__(self, ttft_bounds: Sequence[float], tbt_bounds: Sequence[float]) -> None:
         self._ttft_bounds, self._tbt_bounds = tuple(ttft_bounds), tuple(tbt_bounds)
@@ -74,12 +74,12 @@ class RequestHistory(History[Totals]):
         self._last = Totals()
 
     def append(self, at_s: float, sample: Totals) -> None:
-        """Take a sample."""
+        """Append a sample."""
         self._last = sample
         super().append(at_s, sample)
 
     def now(self) -> dict[str, Any]:
-        """The figures of the last minute, and those since the start."""
+        """Return the figures of the last minute and those since the start."""
         if not len(self):
             return {}
         last = self._last
@@ -90,7 +90,7 @@ class RequestHistory(History[Totals]):
         }
 
     def figures(self, seconds: float, first: Totals, last: Totals) -> dict[str, Any]:
-        """What is under way, rates, quantiles and the share of prompt tokens that were cached."""
+        """Return work in progress, rates, quantiles and the cached share of prompt tokens."""
         ttft, tbt = _growth(first.ttft, last.ttft), _growth(first.tbt, last.tbt)
         return {
             "in_flight": last.in_flight,
@@ -110,7 +110,7 @@ def _growth(first: tuple[float, ...], last: tuple[float, ...]) -> tuple[float, .
 
 
 class Dashboard:
-    """What the page shows. ``observe`` is to be called once a second."""
+    """The contents of the page. Call ``observe`` once a second."""
 
     def __init__(self, dispatcher: Dispatcher, metrics: ConductorMetrics, master: Masters) -> None:
         self._dispatcher, self._metrics, self._master = dispatcher, metrics, master
@@ -119,7 +119,7 @@ class Dashboard:
         self.num_watchers = 0
 
     def observe(self) -> None:
-        """Take a sample, and note what changed since the last."""
+        """Take a sample and record what changed since the previous one."""
         metrics, at_s = self._metrics, time.time()
         totals = Totals(
             _total(metrics.prompt_tokens),
@@ -138,7 +138,7 @@ class Dashboard:
         self._store.events.count(at_s, "migration", totals.moved, "{} requests moved to another worker")
 
     async def snapshot(self) -> dict[str, Any]:
-        """All that the page shows."""
+        """Return the complete contents of the page."""
         store = await self._store.state()
         flights = self._dispatcher.flights()
         return {
@@ -167,22 +167,22 @@ class Dashboard:
 
 
 def router(dashboard: Dashboard) -> APIRouter:
-    """The routes."""
+    """Build the routes."""
     api = APIRouter()
 
     @api.get("/dashboard")
     async def page() -> Response:
-        """The page: no script, style or picture of it comes from elsewhere."""
+        """Return the page; its scripts, styles and pictures are all local."""
         return shown.page()
 
     @api.get("/dashboard/state")
     async def state() -> Response:
-        """What the page shows, once."""
+        """Return the contents of the page once."""
         return shown.once(await dashboard.snapshot())
 
     @api.get("/dashboard/events")
     async def events(request: Request) -> Response:
-        """What the page shows, once a second, as server-sent events."""
+        """Stream the contents of the page once a second as server-sent events."""
         if dashboard.num_watchers >= MAX_WATCHERS:
             raise Overloaded(f"{MAX_WATCHERS} dashboards are open already")
         return _Watching(dashboard, request.scope.get("state", {}).get("key_stands", lambda: True))
@@ -191,7 +191,7 @@ def router(dashboard: Dashboard) -> APIRouter:
 
 
 class _Watching(Response):
-    """A snapshot a second, as long as the key ``stands`` by which they were asked for."""
+    """A stream of one snapshot per second while the requesting key is valid (``stands``)."""
 
     def __init__(self, dashboard: Dashboard, stands: Callable[[], bool]) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class _Watching(Response):
 
 
 def _by_source(samples: Samples) -> dict[str, Any]:
-    """Where workers found cached tokens, and the bytes that arrived by transport and NIC."""
+    """Return cached tokens by source, and bytes received by transport and NIC."""
     found = summed_by(samples, "tanghulu_worker_prefix_tokens_total", "source")
     moved = summed_by(samples, "tanghulu_transfer_bytes_total", "transport", "device")
     return {
@@ -243,7 +243,7 @@ def _worker(worker: RegisteredWorker) -> dict[str, Any]:
 
 
 def _total(counter: Counter, **labels: str) -> float:
-    """The counter, summed over all labels but ``labels``."""
+    """Return the counter summed over all labels except ``labels``."""
     samples = (sample for family in counter.collect() for sample in family.samples)
     return sum(s.value for s in samples if s.name.endswith("_total") and labels.items() <= s.labels.items())
 
@@ -257,7 +257,7 @@ def _buckets(histogram: Histogram) -> tuple[float, ...]:
 
 
 def _cumulative(histogram: Histogram) -> list[tuple[float, float]]:
-    """(upper end, number of observations up to it), summed over labels, in order."""
+    """Return (upper bound, cumulative number of observations) summed over labels, in order."""
     found: dict[float, float] = {}
     for family in histogram.collect():
         for sample in family.samples:

@@ -1,4 +1,4 @@
-"""``tanghulu conductor``: configuration, start and orderly end of the process."""
+"""``tanghulu conductor``: configuration, start and orderly shutdown of the process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tanghulu.web.server import HttpServer, Server
 
 _log = structlog.get_logger(__name__)
 _OBSERVE_S = 1.0
-#: In which who connected last, while there was still somebody listening, sends its request.
+#: Time for the last clients that connected before listening ended to send their requests.
 _LINGER_S = 0.5
 
 
@@ -61,7 +61,7 @@ _WITHOUT_SECRET = (
 
 @dataclass(frozen=True, kw_only=True)
 class ConductorConfig(SecretOptions, MasterOptions, HttpOptions, ProcessConfig):
-    """The conductor's options."""
+    """Options of the conductor."""
 
     port: int = option(8000, "port of the HTTP API; 0 picks one")
     discovery: str = option("master", DISCOVERY_HELP)
@@ -141,9 +141,9 @@ class ConductorConfig(SecretOptions, MasterOptions, HttpOptions, ProcessConfig):
 
 
 class Conductor:
-    """The conductor without its process: workers of a Discovery behind an HTTP address.
+    """The conductor without its process: an HTTP address in front of a Discovery's workers.
 
-    ``stopping`` is set when an administrator tells it to end.
+    ``stopping`` is set when an administrator requests shutdown.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Conductor:
 
     @contextlib.asynccontextmanager
     async def running(self, discovery: Discovery, listen_port: int, run_dir: Path) -> AsyncIterator[Conductor]:
-        """Serve inside the block; at its end finish what is under way within the grace period.
+        """Serve inside the block; at its end, finish work in progress within the grace period.
 
         Raises ConfigError if the port is taken.
         """
@@ -243,7 +243,7 @@ class Conductor:
 
     @contextlib.asynccontextmanager
     async def _ended_in_order(self, server: HttpServer) -> AsyncIterator[None]:
-        """Behind the block, end ``server`` and what its requests need."""
+        """After the block, stop ``server`` and then everything its requests need."""
         try:
             yield
         finally:
@@ -258,18 +258,18 @@ class Conductor:
                 await asyncio.to_thread(self._spans.close)
 
     def replicator(self, request_copies: RequestCopies) -> Replicator:
-        """The task that has hot prefixes copied ahead, by ``request_copies``."""
+        """Return the task that has hot prefixes copied in advance, through ``request_copies``."""
         dispatcher, count = self.dispatcher, self.metrics.hot_chunks.inc
         return Replicator(dispatcher.router.hot, dispatcher.mirror, request_copies, SystemClock(), count)
 
     def _end_in_order(self) -> EndReply:
-        """Have the process end in order, as SIGTERM does."""
+        """Shut the process down in order, as SIGTERM does."""
         self._stopping.set()
         grace_s = self.config.notice_s + self.config.grace_s
         return EndReply(num_requests=self.dispatcher.num_requests, grace_s=grace_s)
 
     async def _finish(self, server: HttpServer) -> None:
-        """Say that this one ends, accept no more a while later, let requests under way end, then fail the rest."""
+        """Announce the shutdown, stop accepting a while later, let requests in progress finish, then fail the rest."""
         self.service.stopping = True
         server.hang_up_after_answers()
         _log.info("conductor.ending", requests=self.dispatcher.num_requests, notice_s=self.config.notice_s)
@@ -297,7 +297,7 @@ class Conductor:
 
 
 async def serve(process: Process, config: ConductorConfig) -> None:
-    """Run until the process is to stop."""
+    """Run until the process is asked to stop."""
     async with open_discovery(config.discovery, config.master) as discovery:
         conductor = Conductor(config, f"conductor-{process.generation:012x}", process.registry, process.stopping)
         await process.unless_stopping(meet(discovery))

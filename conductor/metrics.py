@@ -10,7 +10,7 @@ _GRPC = ("method", "status", "model")
 
 
 class ConductorMetrics:
-    """Metrics that the dispatcher, the HTTP layer and the gRPC API update."""
+    """Metrics updated by the dispatcher, the HTTP layer and the gRPC API."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:

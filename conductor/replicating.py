@@ -1,6 +1,6 @@
-"""The driver of HotPrefixes: asks the masters to have hot prefixes copied to more nodes.
+"""Driver of HotPrefixes: asks the masters to copy hot prefixes to more nodes.
 
-A request that fails is logged, and made again while the prefix is hot.
+A failed request is logged, and repeated while the prefix is hot.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from tanghulu.store.client import aio
 from tanghulu.types import Address, BlockHash, Fingerprint, kv_chunk_key
 
 _log = structlog.get_logger(__name__)
-#: Between two looks at what is hot.
+#: Seconds between two checks for hot prefixes.
 PERIOD_S = 1.0
 _DEADLINE_S = 5.0
 
-#: (keys, holders, seconds) -> how many keys the store took.
+#: (keys, holders, seconds) -> number of keys the store accepted.
 RequestCopies = Callable[[Sequence[str], int, float], Awaitable[int]]
 
 
 class Replicator:
-    """Asks for copies of hot prefixes: ``look`` once, or ``run`` until cancelled."""
+    """Requests copies of hot prefixes: ``look`` once, or ``run`` until cancelled."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Replicator:
             await self.look()
 
     async def look(self) -> None:
-        """Ask for the copies that are wanted now, and tell ``count`` how many chunks the store took."""
+        """Request the copies needed now, and report to ``count`` how many chunks the store accepted."""
         for copies in self._hot.wanted(self._clock.now_s(), self._num_holders):
             fingerprint = Fingerprint(copies.fingerprint)
             parts = range(self._mirror.num_parts(fingerprint))
@@ -66,18 +66,18 @@ class Replicator:
             _log.info("hot_prefix.asked_for", blocks=len(copies.blocks), holders=copies.num_holders, taken=num_taken)
 
     def _num_holders(self, blocks: Sequence[BlockHash]) -> int:
-        """Nodes that hold all of ``blocks``."""
+        """Return the number of nodes that hold all of ``blocks``."""
         return sum(num == len(blocks) for num in self._mirror.store.match(blocks).values())
 
 
 class CopyRequester:
-    """Asks the masters for copies; opens connections for each request, because requests are few."""
+    """Requests copies from the masters; opens connections for each request, because requests are few."""
 
     def __init__(self, masters: Masters | Address | str) -> None:
         self._masters = Masters.of(masters)
 
     async def request(self, keys: Sequence[str], holders: int, for_s: float) -> int:
-        """Have ``holders`` nodes hold ``keys`` for ``for_s`` seconds; returns how many keys the masters took.
+        """Have ``holders`` nodes hold ``keys`` for ``for_s`` seconds; return the number of keys the masters accepted.
 
         Raises MasterUnavailable, Forbidden without the right to write, or InvalidRequest.
         """

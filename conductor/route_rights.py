@@ -1,7 +1,7 @@
-"""What each HTTP route needs of a key, where a process was started with ``--api-keys``: one table a process.
+"""Key permissions needed by each HTTP route of a process started with ``--api-keys``: one table per process.
 
-/live and /ready are for orchestrators, which have no keys. /health tells of the workers, so it needs any key, as do the
-pages that explain the API. A route that is missing here fails a test.
+/live and /ready are for orchestrators, which have no keys. /health shows the workers, so it needs some valid key, as do
+the pages that explain the API. A route missing here fails a test.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CONDUCTOR: Final = RouteRights(
         "/flush_cache": Need.ADMIN,
     }
 )
-"""Of the conductor."""
+"""Routes of the conductor."""
 
 _ROUTERS_OWN: Final = {
     **_PROBES,
@@ -78,7 +78,7 @@ POOL_ROUTER: Final = RouteRights(
         "/pools": Need.METRICS,
     }
 )
-"""Of the router with pools; the conductors behind it look at the key again, and count what it asks for."""
+"""Routes of the router with pools; the conductors behind it check the key again, and count the usage."""
 
 ROUTING_SERVICE: Final = RouteRights(
     {
@@ -97,4 +97,4 @@ ROUTING_SERVICE: Final = RouteRights(
         "/potential_loads": Need.INFERENCE,
     }
 )
-"""Of the routing service: questions need the right to inference, reports about workers that of an admin."""
+"""Routes of the routing service: queries need the right to inference, reports about workers that of an admin."""

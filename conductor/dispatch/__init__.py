@@ -1,1 +1,1 @@
-"""Dispatch: a request's way from acceptance to its last token: queue, admission, workers' sessions, moves."""
+"""Dispatch: the path of a request from acceptance to its last token: queue, admission, worker sessions, moves."""

@@ -1,15 +1,15 @@
-"""How long the conductor waits: for what comes next of a request, and for the next step of a worker. Pure.
+"""Timeouts of the conductor: for the next output of a request, and for the next step of a worker. Pure.
 
-**A request** has deadlines for the whole, for its first token and for each further one; it keeps them when it moves.
-Example: 60 s for the whole, 10 s for the first token, 5 s between tokens. A request that arrives at 0 must have a token
-at 10; it comes at 7, so the next is due at 12; and at 60 it ends, whatever has come.
+**A request** has deadlines for the whole answer, the first token and each further token; it keeps them when it moves.
+Example: 60 s for the whole answer, 10 s for the first token, 5 s between tokens. A request that arrives at 0 must have
+a token by 10; the token comes at 7, so the next is due at 12; at 60 the request ends in any case.
 
-**A worker** may keep its connections and answer calls while its engine stands still, as in a call to a GPU that never
-returns. One with work that sends no step for ``limit_s`` counts as lost. One that promises a step at least every
-``beat_s``, with or without work, is judged while it is idle too. It is looked at LOOKS times in ``limit_s``; a look
-that comes late means that the looking process itself stood still, so that time does not count. Example: a limit of
-10 s, looks every 2.5 s; the conductor is stopped for 30 s, and at its first look after that a worker that sent a step
-1 s before has been silent for 3.5 s, not for 31.
+**A worker** may keep its connections and answer calls while its engine hangs, as in a GPU call that never returns. A
+worker with work that sends no step for ``limit_s`` counts as lost. One that promises a step at least every ``beat_s``,
+with or without work, is also checked while idle. It is checked LOOKS times per ``limit_s``; a late check means that the
+checking process itself was stopped, so that time does not count. Example: a limit of 10 s, checks every 2.5 s; the
+conductor is stopped for 30 s. At its first check afterwards, a worker whose last step came 1 s before the stop has been
+silent for 3.5 s, not 31.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tanghulu.conductor.routing.requests import Timeouts
 
 
 class Deadlines:
-    """The deadlines of one request."""
+    """Deadlines of one request."""
 
     def __init__(self, timeouts: Timeouts, arrived_s: float) -> None:
         self._timeouts = timeouts
@@ -29,16 +29,16 @@ class Deadlines:
         self._last_s: float | None = None
 
     def came(self, now_s: float) -> None:
-        """Note that tokens came."""
+        """Record the arrival of tokens."""
         self._last_s = now_s
 
     @property
     def due_s(self) -> float:
-        """The time at which the next deadline is missed, unless tokens come; infinite where there is none."""
+        """Time of the next deadline if no tokens come; infinite if there is none."""
         return min(self._whole_due_s, self._token_due_s)
 
     def missed(self, now_s: float) -> str:
-        """The deadline that is missed, for people; "" if none is."""
+        """Return the missed deadline, for people, or "" if none is missed."""
         if now_s >= self._whole_due_s:
             return f"the request did not end within {self._timeouts.request_s:g} s"
         if now_s < self._token_due_s:
@@ -63,12 +63,12 @@ def _behind(start_s: float, timeout_s: float) -> float:
 
 
 LOOKS: Final = 4
-#: A limit below so many beats would take one that came a little late for the end.
+#: Fewest beats in a limit; with fewer, a beat that came slightly late would count as a lost worker.
 LEAST_BEATS: Final = 3
 
 
 class Liveness:
-    """The silence of one session; begins when the session does."""
+    """Silence of one session, from the start of the session."""
 
     def __init__(self, limit_s: float, beat_s: float, now_s: float) -> None:
         assert limit_s > 0
@@ -77,7 +77,7 @@ class Liveness:
         self._last_s = self._looked_s = now_s
 
     def on_step(self, now_s: float) -> None:
-        """Note a step."""
+        """Record a step."""
         self._last_s = now_s
 
     def look(self, now_s: float, has_work: bool) -> bool:
@@ -92,5 +92,5 @@ class Liveness:
 
     @property
     def period_s(self) -> float:
-        """Seconds between two looks at the most; a look that is later than twice that counts as late."""
+        """Longest time in seconds between two checks; a check later than twice that counts as late."""
         return self.limit_s / LOOKS

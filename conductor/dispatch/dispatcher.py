@@ -1,7 +1,7 @@
-"""The driver of lifecycle and policy: performs their instructions at the workers, and feeds back what happens.
+"""Driver of lifecycle and policy: carries out their instructions at the workers, and feeds back the results.
 
-Owns the requests under way: the queue, which submission belongs to which request, the deadline of the queue. Plain
-calls only; everything runs in the event loop between two awaits, so no state is ever seen half changed.
+Owns the requests in progress: the queue, its deadline, and the mapping of submissions to requests. Only synchronous
+calls; everything runs in the event loop between two awaits, so no state is ever seen half changed.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ from tanghulu.session.outputs import KvSource, Output, PrefixHolder
 from tanghulu.types import InstanceId, Place, RequestId
 
 _log = structlog.get_logger(__name__)
-#: Before a request that was refused more than once is sent again.
+#: Pause before resending a request that was refused more than once.
 _REFUSED_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The bounds on the conductor's load; ``profiles`` are the assumed costs until workers report theirs.
+    """Bounds on the conductor's load; ``profiles`` are the assumed costs until workers report theirs.
 
-    ``timeouts`` are the longest that a request may have. A worker whose engine is silent for ``worker_timeout_s`` is
+    ``timeouts`` are the upper limits for a request. A worker whose engine is silent for ``worker_timeout_s`` counts as
     lost; 0 disables that.
     """
 
@@ -87,7 +87,7 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A request under way, with the data that only the dispatcher needs."""
+    """A request in progress, with the data that only the dispatcher needs."""
 
     flight: Flight
     model: ServedModel
@@ -99,11 +99,11 @@ class _Entry:
     wire_id: str = ""
     rest_tokens: int = 0
     holder: PrefixHolder | None = None
-    #: Leading blocks that each worker had when the prefill began.
+    #: Leading blocks held by each worker when the prefill began.
     holders: Mapping[InstanceId, int] = field(default_factory=dict)
     num_blocks: int = 0
     reserved: InstanceId | None = None
-    #: Since when workers have refused it, and how often.
+    #: Time since which workers have refused it, and number of refusals.
     refused_s: float | None = None
     num_refusals: int = 0
     not_before_s: float = 0.0
@@ -112,7 +112,7 @@ class _Entry:
 
 
 class Dispatcher:
-    """Takes requests, gives token streams. Also the registry's listener."""
+    """Accepts requests and returns token streams. Also the registry's listener."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Dispatcher:
         self._queue: WaitingQueue[_Entry] = WaitingQueue(limits.order)
         self._submissions: dict[str, _Entry] = {}
 
-    # --- what the HTTP layer asks
+    # --- called by the HTTP layer
 
     @property
     def num_requests(self) -> int:
@@ -147,16 +147,16 @@ class Dispatcher:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the conductor's own queue."""
+        """Number of requests in the conductor's own queue."""
         return len(self._queue)
 
     @property
     def now_s(self) -> float:
-        """The time of this dispatcher's clock."""
+        """Current time of this dispatcher's clock."""
         return self._clock.now_s()
 
     def flights(self) -> list[dict[str, Any]]:
-        """The requests under way, for people: the oldest first."""
+        """Return the requests in progress, for people, oldest first."""
         now_s = self.now_s
         return [
             {
@@ -173,9 +173,9 @@ class Dispatcher:
         ]
 
     def submit(self, request: GenerationRequest, model: ServedModel, arrivals: Arrivals, name: str = "") -> TokenStream:
-        """Take ``request``, called ``name`` by its client; its tokens come by the stream, of which ``arrivals`` tells.
+        """Submit ``request``, named ``name`` by its client; return its token stream, which signals ``arrivals``.
 
-        Its story is over when the caller says so, who knows when the answer is out, unless this raises.
+        Unless this raises, the caller ends the request's story once the answer has been sent.
 
         Raises Overloaded if the queue is full, InvalidRequest for routing overrides that cannot be met.
         """
@@ -201,7 +201,7 @@ class Dispatcher:
         return entry.stream
 
     def abort(self, request_id: RequestId) -> bool:
-        """End a request on demand; False if it is not under way (any more)."""
+        """End a request on demand; False if it is not, or no longer, in progress."""
         entry = self._entries.get(request_id)
         if entry is None:
             return False
@@ -210,7 +210,7 @@ class Dispatcher:
         return True
 
     def finish_at_stop_string(self, request_id: RequestId) -> None:
-        """End a request whose text holds a stop string; it may have ended by itself meanwhile."""
+        """End a request whose text contains a stop string; no error if it has already ended."""
         entry = self._entries.get(request_id)
         if entry is not None:
             self._perform(entry, entry.flight.on_stop_string())
@@ -221,10 +221,10 @@ class Dispatcher:
             with self._alone(entry):
                 self._perform(entry, entry.flight.fail(error))
 
-    # --- what workers tell (WorkerListener)
+    # --- events from workers (WorkerListener)
 
     def worker_up(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
-        """Mirror the worker's cache from its welcome, and send requests that waited for a worker."""
+        """Copy the worker's cache contents from its welcome, and send requests waiting for a worker."""
         self.mirror.welcome(worker.id, welcome)
         self._metrics.workers.labels(worker.role.value).inc()
         self._pump()
@@ -233,7 +233,7 @@ class Dispatcher:
         """Hand each request its part of the step."""
         now_s = self._clock.now_s()
         for output in step.outputs:
-            if output.source is not None and output.finish is None:  # the prefill goes on
+            if output.source is not None and output.finish is None:  # the prefill continues
                 self._pass_on(output.request_id, partial(Flight.on_export, source=output.source))
                 continue
             worker.load.on_report(output.request_id)
@@ -245,7 +245,7 @@ class Dispatcher:
                     self._observe(entry, output, now_s)
                 with self._alone(entry):
                     self._perform(entry, entry.flight.on_output(output))
-            elif output.source is not None:  # the request ended while the hand-over was on its way here
+            elif output.source is not None:  # the request ended while the hand-over was in transit
                 self._release(worker.id, output.source.export_id)
         for scores in step.scores:
             self._pass_on(scores.request_id, partial(Flight.on_scores, scores=PromptLogprobs.of(scores)))
@@ -268,7 +268,7 @@ class Dispatcher:
         self.mirror.snapshot(worker.id, welcome)
 
     def worker_lost(self, worker: RegisteredWorker, error: TanghuluError) -> None:
-        """Move all requests of the worker to others."""
+        """Move all requests of the worker to other workers."""
         self._metrics.workers.labels(worker.role.value).dec()
         self.mirror.worker_gone(worker.id)
         loss = Loss.SILENCE if worker.suspect else Loss.ORDERLY if worker.leaving else Loss.DEATH
@@ -336,7 +336,7 @@ class Dispatcher:
         self._perform(entry, entry.flight.fail(error))
 
     def _watch(self, entry: _Entry) -> None:
-        """Look at the request again when its next deadline is due. Further tokens move deadlines, not the alarm."""
+        """Check the request again at its next deadline. Further tokens move deadlines, but not the timer."""
         if entry.alarm is not None:
             entry.alarm.cancel()
             entry.alarm = None
@@ -354,7 +354,7 @@ class Dispatcher:
             self._watch(entry)
 
     def _pump(self) -> None:
-        """Submit what can be submitted, in the queue's order. A model without workers does not hold up the others."""
+        """Submit all eligible requests in queue order. A model without workers does not hold up the others."""
         if len(self._submissions) >= self._limits.max_in_flight:
             return
         now_s = self._clock.now_s()
@@ -395,21 +395,21 @@ class Dispatcher:
         self._perform(entry, flight.submit(prefill, decode))
 
     def _objection(self, entry: _Entry, route: RoutedRequest) -> str:
-        """The reason to refuse a request that was not begun yet; "" if it may be sent."""
+        """Return the reason to refuse a request that has not started yet, or "" if it may be sent."""
         assert route.decision is not None
         if not self._limits.admission:
             return ""
         seen = forecast(route.request, route.workers, route.decision)
         return self._limits.admission.objection(seen, self._clock.now_s() - entry.arrived_s)
 
-    # --- performing
+    # --- carrying out instructions
 
     @contextlib.contextmanager
     def _alone(self, entry: _Entry) -> Iterator[None]:
-        """End this request alone, whatever the block raises: the caller acts for another client, or for a worker."""
+        """Fail only this request if the block raises: the caller acts for another client, or for a worker."""
         try:
             yield
-        except Exception as raised:  # noqa: BLE001 - the client gets it; untyped ones are logged
+        except Exception as raised:  # noqa: BLE001 - passed to the client; untyped ones are logged
             flight = entry.flight
             error = raised if isinstance(raised, TanghuluError) else TanghuluError(f"the conductor failed: {raised!r}")
             if error is not raised:
@@ -468,7 +468,7 @@ class Dispatcher:
             self._lose(entry, error, Loss.REFUSED)
 
     def _pick_pull(self, entry: _Entry, source: KvSource) -> None:
-        """The worker that holds a place for the request begins to pull; it goes on there if it is there still."""
+        """Start the pull at the worker reserved for the request, which continues there if the worker is still up."""
         worker = self.registry.workers.get(entry.reserved) if entry.reserved is not None else None
         if worker is not None and worker.usable:
             self._perform(entry, entry.flight.pull_at(worker.id, source))
@@ -476,7 +476,7 @@ class Dispatcher:
     def _pull_to(self, entry: _Entry, to: PullTo) -> None:
         flight, session = entry.flight, self.registry.workers[to.worker].session
         assert session is not None, "it was usable a moment ago"
-        with contextlib.suppress(Overloaded):  # the KV is fetched when it is handed over
+        with contextlib.suppress(Overloaded):  # the KV is fetched at hand-over
             session.pull(to.name, flight.all_tokens(), flight.request.salt, to.source)
 
     def _pick_decode(self, entry: _Entry) -> None:
@@ -496,17 +496,17 @@ class Dispatcher:
         worker = self.registry.workers.get(worker_id)
         if worker is not None and worker.session is not None:
             worker.load.on_report(wire_id)
-            with contextlib.suppress(Overloaded):  # a worker that takes no messages computes on, for nobody
+            with contextlib.suppress(Overloaded):  # a worker that takes no messages keeps computing, to no effect
                 worker.session.abort(wire_id)
 
     def _release(self, worker_id: InstanceId, export_id: int) -> None:
         worker = self.registry.workers.get(worker_id)
         if worker is not None and worker.session is not None:
-            with contextlib.suppress(Overloaded):  # the worker gives an export up by itself, after a while
+            with contextlib.suppress(Overloaded):  # the worker drops an export by itself, after a while
                 worker.session.release(export_id)
 
     def _lose(self, entry: _Entry, error: TanghuluError, loss: Loss) -> None:
-        """Go on without the worker that the request has."""
+        """Continue without the request's current worker."""
         self._perform(entry, entry.flight.on_worker_lost(error, loss))
 
     def _requeue(self, entry: _Entry, why: Requeue) -> None:
@@ -529,7 +529,7 @@ class Dispatcher:
         self._enqueue(entry, front=True)
 
     def _postpone(self, entry: _Entry, now_s: float) -> None:
-        """Let a request that was refused wait before it is sent again, unless it has another worker to try."""
+        """Delay a refused request before it is sent again, unless another worker is left to try."""
         if entry.refused_s is None:
             entry.refused_s = now_s
         entry.num_refusals += 1
@@ -556,7 +556,7 @@ class Dispatcher:
         entry.stream.end(end)
 
     def _withdraw(self, entry: _Entry) -> None:
-        """Release the decode slot that is reserved for the request: another worker is chosen, or none is needed."""
+        """Release the decode slot reserved for the request: another worker is chosen, or none is needed."""
         worker = self.registry.workers.get(entry.reserved) if entry.reserved is not None else None
         if worker is not None:
             worker.load.release_decode(entry.flight.request.id)

@@ -1,21 +1,20 @@
-"""A request's life, decided without I/O: events go in, instructions come out.
+"""The life of a request, decided without I/O: events go in, instructions come out.
 
     RECEIVED --admit--> QUEUED --submit--> PREFILLING --first token-----------------> DECODING --finish--> FINISHED
                           ^                    |                                        ^ |
                           |                    '--handed over--> HANDING_OVER --first---' |
                           '------------------------- worker lost -------------------------'
 
-A request carries its tokens so far. When its worker is lost it goes back to QUEUED and is submitted elsewhere with
-prompt + generated tokens, where the store gives most of the KV back; so the client sees one unbroken stream. Example: a
-prompt of 100 tokens has 7 generated ones when its decode worker dies. The next submission has 107 tokens with
-``num_prompt_tokens`` 100, so ``max_new_tokens``, counted from 100 on, still ends it at the same place, and its usage is
-still 100 + n. Submissions are numbered (``<request>.<n>``) so that a late output of an old worker belongs to no
-request.
+A request carries its tokens so far. When its worker is lost, it returns to QUEUED and is submitted elsewhere with
+prompt + generated tokens, where the store supplies most of the KV; so the client sees one unbroken stream. Example: a
+prompt of 100 tokens has generated 7 when its decode worker dies. The next submission has 107 tokens with
+``num_prompt_tokens`` 100, so ``max_new_tokens``, counted from 100, still ends it at the same place, and its usage is
+still 100 + n. Submissions are numbered (``<request>.<n>``) so that late output of an old worker matches no request.
 
-Moves are bounded in a row: a new token forgives those before it, so that a long stream outlives any number of workers.
-Not every move counts (``Loss``): one that a worker's orderly end or its refusal causes says nothing against the
-request. A request under which MAX_KILLS workers in a row died is refused: the next would be no better off. One that all
-workers refuse waits in the queue as any other, within the queue's time.
+Only consecutive moves are bounded: a new token resets the count, so a long stream outlives any number of workers. Not
+every move counts (``Loss``): one caused by a worker's orderly shutdown or refusal is not the request's fault. A request
+under which MAX_KILLS workers died in a row is refused, as it would probably kill the next one too. One refused by all
+workers waits in the queue like any other, within the queue's time limit.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from tanghulu.session.outputs import FinishReason, KvSource, Output, TokenLogpro
 from tanghulu.session.sampling import PromptScoring
 from tanghulu.types import InstanceId
 
-#: Workers that may die in a row under a request that brings no token.
+#: Workers that may die in a row under a request that generates no token.
 MAX_KILLS: Final = 3
 
 
 class Loss(Enum):
-    """The ways in which a request loses its worker."""
+    """Ways in which a request loses its worker."""
 
     DEATH = "the session broke: the worker died, or sends nothing"
     SILENCE = "the engine stands still"
@@ -51,14 +50,14 @@ class Loss(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MoveLimits:
-    """``in_a_row``: moves without a new token; ``max_tokens``: a longer sequence is not moved, 0: no limit."""
+    """``in_a_row``: moves without a new token; ``max_tokens``: a longer sequence is not moved, 0 means no limit."""
 
     in_a_row: int = 3
     max_tokens: int = 0
 
 
 class FlightState(Enum):
-    """The states of a request."""
+    """States of a request."""
 
     RECEIVED = "parsed and valid; not yet counted"
     QUEUED = "waits for a free place and a living worker; holds nothing at any worker"
@@ -71,7 +70,7 @@ class FlightState(Enum):
 
 
 class FlightEvent(Enum):
-    """The events of a request."""
+    """Events of a request."""
 
     ADMITTED = "the queue has room for it"
     REFUSED = "the queue is full"
@@ -84,10 +83,10 @@ class FlightEvent(Enum):
     ABORT = "the client hung up or asked for its end"
 
 
-#: Losses that count as a move in a row.
+#: Losses that count as consecutive moves.
 _COUNTED = frozenset({Loss.DEATH, Loss.SILENCE, Loss.TROUBLE})
 _S, _E = FlightState, FlightEvent
-#: Ends of a submission that are none of the request.
+#: Ends of a submission that do not end its request.
 _TROUBLE = frozenset({FinishReason.ERROR, FinishReason.ABORTED})
 _LIVE = (_S.PREFILLING, _S.HANDING_OVER, _S.DECODING)
 _BEFORE_DECODE = (_S.QUEUED, _S.PREFILLING, _S.HANDING_OVER)
@@ -109,14 +108,14 @@ ENDED = frozenset({FlightState.FINISHED, FlightState.FAILED, FlightState.ABORTED
 
 
 def next_state(state: FlightState, event: FlightEvent) -> FlightState:
-    """The state after ``event``; an unknown pair is a programmer's error and asserts."""
+    """Return the state after ``event``; an unknown pair is a programming error and fails an assertion."""
     following = TRANSITIONS.get((state, event))
     assert following is not None, f"{event.name} cannot happen to a request that is {state.name}"
     return following
 
 
 class SubmitTo(Struct, frozen=True):
-    """Send the request with all its tokens to ``worker`` under ``wire_id``; ``ahead`` has pulled KV there already."""
+    """Send the request with all its tokens to ``worker`` under ``wire_id``; ``ahead`` has already pulled KV there."""
 
     worker: InstanceId
     wire_id: str
@@ -126,21 +125,21 @@ class SubmitTo(Struct, frozen=True):
 
 
 class AbortAt(Struct, frozen=True):
-    """Tell ``worker`` to end ``wire_id``, of a submission or a pull."""
+    """Have ``worker`` end ``wire_id``, a submission or a pull."""
 
     worker: InstanceId
     wire_id: str
 
 
 class Release(Struct, frozen=True):
-    """Tell ``worker`` that nobody will fetch its export."""
+    """Notify ``worker`` that its export will not be fetched."""
 
     worker: InstanceId
     export_id: int
 
 
 class PickPull(Struct, frozen=True):
-    """Choose who shall decode and may pull from ``source`` while the prefill goes on; then call ``pull_at``, or not."""
+    """Choose the decode worker to pull from ``source`` during the prefill, if any may; then call ``pull_at``."""
 
     source: KvSource
 
@@ -158,14 +157,14 @@ class PickDecode(Struct, frozen=True):
 
 
 class Requeue(Struct, frozen=True):
-    """Put the request in front of the queue; its worker was lost for ``reason``, in the way ``loss``."""
+    """Put the request at the front of the queue; its worker was lost for ``reason``, in the way ``loss``."""
 
     reason: TanghuluError
     loss: Loss = Loss.TROUBLE
 
 
 class DeliverTokens(Struct, frozen=True):
-    """New tokens for the client. With ``ends_in_stop_token`` the last one counts but is not text."""
+    """New tokens for the client. With ``ends_in_stop_token``, the last one counts but is not text."""
 
     tokens: Sequence[int]
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -179,7 +178,7 @@ class DeliverScores(Struct, frozen=True):
 
 
 class End(Struct, frozen=True):
-    """The request is over; ``error`` where it failed, ``stop_token`` where a token ended it."""
+    """The request has ended; ``error`` if it failed, ``stop_token`` if a token ended it."""
 
     reason: FinishReason | None
     error: TanghuluError | None = None
@@ -192,7 +191,7 @@ Instruction = (
 
 
 class Flight:
-    """One request under way: its state, its tokens, and its workers."""
+    """One request in progress: its state, its tokens and its workers."""
 
     def __init__(self, request: GenerationRequest, limits: MoveLimits) -> None:
         self.request = request
@@ -202,16 +201,16 @@ class Flight:
         self.wire_id = ""
         self.source: KvSource | None = None
         self.cached_tokens: int | None = None
-        #: Moves that count, and deaths of workers, since the last token.
+        #: Counted moves, and deaths of workers, since the last token.
         self.num_moves = 0
         self.num_kills = 0
         self.was_moved = False
-        #: Its tokens when it lost its worker; None where none was lost, or tokens came since.
+        #: Its tokens when it lost its worker; None if none was lost, or tokens have come since.
         self.lost_at: int | None = None
         self.num_submissions = 0
-        #: The worker that pulls the KV while it is computed, and the pull's name there; it outlives the prefill worker.
+        #: The worker pulling the KV during the prefill, and the pull's name there; it outlives the prefill worker.
         self.ahead: tuple[InstanceId, str] | None = None
-        #: The first position of the prompt whose log probability has not come yet.
+        #: First position of the prompt whose log probability has not arrived yet.
         self.num_scored = 0
         self.avoid: frozenset[InstanceId] = frozenset()
         self._limits = limits
@@ -230,13 +229,13 @@ class Flight:
         return len(self.request.prompt) + len(self.generated)
 
     def all_tokens(self) -> Tokens:
-        """Prompt and generated tokens, which a new worker must be given."""
+        """Return prompt and generated tokens, all of which a new worker needs."""
         if not self.generated:
             return self.request.prompt
         return np.concatenate((self.request.prompt, np.asarray(self.generated, dtype=np.uint32)))
 
     def sequence(self, empty: Callable[[], TokenSequence]) -> TokenSequence:
-        """The block hashes of all tokens so far. ``empty`` makes the empty sequence of the model and the tenant."""
+        """Return the block hashes of all tokens so far. ``empty`` creates the model's and tenant's empty sequence."""
         if self._sequence is None:
             self._sequence = empty()
         sequence, prompt = self._sequence, self.request.prompt
@@ -255,7 +254,7 @@ class Flight:
         return [End(None, error)]
 
     def submit(self, prefill: InstanceId, decode: InstanceId) -> list[Instruction]:
-        """Send the request to the workers chosen for its phases, maybe one. A single token needs no hand-over."""
+        """Send the request to the workers chosen for its phases, maybe the same. A single token needs no hand-over."""
         self._step(FlightEvent.SUBMITTED)
         remaining = self.request.stop.max_new_tokens - len(self.generated)
         self._hand_over = prefill != decode and remaining > 1
@@ -263,13 +262,13 @@ class Flight:
         return [submit] if self._hand_over else [submit, *self._cancel_pull()]
 
     def on_export(self, source: KvSource) -> list[Instruction]:
-        """Let the KV be pulled as it is computed, if it will be needed elsewhere."""
+        """Have the KV pulled while it is computed, if it will be needed elsewhere."""
         return [PickPull(source)] if self._hand_over else []
 
     def pull_at(self, worker: InstanceId, source: KvSource) -> list[Instruction]:
-        """Have ``worker`` pull what the prefill has computed so far, and all that follows.
+        """Have ``worker`` pull the KV computed by the prefill so far, and all that follows.
 
-        What an earlier pull has brought there, from a worker that was lost, is found before that is given up.
+        KV brought there by an earlier pull from a lost worker is found before that pull is given up.
         """
         assert self.state is FlightState.PREFILLING
         before = self._cancel_pull()
@@ -277,7 +276,7 @@ class Flight:
         return [PullTo(*self.ahead, source), *before]
 
     def decode_at(self, worker: InstanceId) -> list[Instruction]:
-        """Send the request to its decode worker; the worker that prefilled can decode from its own cache."""
+        """Send the request to its decode worker; the prefill worker itself can decode from its own cache."""
         assert self.state is FlightState.HANDING_OVER
         assert self.source is not None
         source, own = self.source, self.source.instance_id == worker
@@ -309,7 +308,7 @@ class Flight:
 
     @property
     def scoring(self) -> PromptScoring | None:
-        """What is still owed of the prompt's own log probabilities, by whoever gets the request next."""
+        """Part of the prompt's own log probabilities that the next worker must still return."""
         wanted = self.request.scoring
         if wanted is None:
             return None
@@ -318,11 +317,11 @@ class Flight:
 
     @property
     def remainder(self) -> GenerationRequest:
-        """The request with what is still owed of the prompt's own log probabilities."""
+        """The request, with scoring reduced to the log probabilities still missing."""
         return self.request if self.request.scoring is None else structs.replace(self.request, scoring=self.scoring)
 
     def on_scores(self, scores: PromptLogprobs) -> list[Instruction]:
-        """Take a part of the prompt's log probabilities; they come in order, before the submission's first token."""
+        """Accept a part of the prompt's log probabilities; parts come in order, before the submission's first token."""
         assert self.state in _LIVE
         if (wanted := self.scoring) is None or scores.position != wanted.start:
             late = f"log probabilities from position {scores.position} on, where {wanted} are expected"
@@ -337,11 +336,11 @@ class Flight:
         return self._end_from_here(FlightEvent.ABORT, FinishReason.ABORTED)
 
     def fail(self, error: TanghuluError) -> list[Instruction]:
-        """End the request with an error: it waited too long, or the conductor ends."""
+        """End the request with an error: it waited too long, or the conductor is shutting down."""
         return [*self._leave(), self._end(FlightEvent.GIVE_UP, None, error)]
 
     def on_worker_lost(self, error: TanghuluError, loss: Loss) -> list[Instruction]:
-        """Try another worker, a bounded number of times: the current one is gone, or cannot go on."""
+        """Try another worker, a bounded number of times: the current one is gone or cannot continue."""
         release = self._release()
         if self.worker is not None:
             self.avoid = self.avoid | {self.worker}
@@ -385,7 +384,7 @@ class Flight:
             return []
         self.generated.extend(output.tokens)
         self.lost_at = None
-        if not self._hand_over:  # a prefill's one token shows nothing of those that are to decode
+        if not self._hand_over:  # a prefill's single token is no evidence about the requests that are to decode
             self.num_moves = self.num_kills = 0
         hidden = output.finish is FinishReason.STOP and output.tokens[-1] == output.stop_token
         return [DeliverTokens(output.tokens, output.logprobs, hidden)]
@@ -404,7 +403,7 @@ class Flight:
         return [*self._let_go(), self._end(FlightEvent.GIVE_UP, None, error)]
 
     def _objection(self, error: TanghuluError, loss: Loss) -> TanghuluError | None:
-        """Why the request is not moved any more."""
+        """Return the reason not to move the request any more, if any."""
         if loss is Loss.REFUSED:
             return None
         if self.num_kills >= MAX_KILLS:
@@ -424,7 +423,7 @@ class Flight:
         return [Release(source.instance_id, source.export_id)] if source is not None else []
 
     def _cancel_pull(self) -> list[Instruction]:
-        """End the pull: nobody goes on from it."""
+        """End the pull; nothing will continue from it."""
         ahead, self.ahead = self.ahead, None
         return [AbortAt(*ahead)] if ahead is not None else []
 
@@ -432,7 +431,7 @@ class Flight:
         return [*self._release(), *self._cancel_pull()]
 
     def _leave(self) -> list[Instruction]:
-        """Release everything that the request holds at workers."""
+        """Release everything the request holds at workers."""
         aborts: list[Instruction] = [AbortAt(self.worker, self.wire_id)] if self.worker is not None else []
         return aborts + self._let_go()
 

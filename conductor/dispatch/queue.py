@@ -1,21 +1,21 @@
 """The conductor's own queue: the order in which waiting requests are sent.
 
-Pure. Clients take turns (`FairTurns`): who sends hundreds keeps the single request of another waiting for one turn, and
-not for hundreds. Among one client's requests priorities come first (higher is sooner, as in the body's ``priority``).
-Within one, they are first come first served, or shortest first with ageing: each second of waiting makes a request
-count as ``ageing`` seconds shorter, so that a long one is overtaken for a bounded time only. With
+Pure. Clients take turns (`FairTurns`): a client with hundreds of requests delays another's single request by one turn,
+not by hundreds. Among one client's requests, higher priorities go first (the body's ``priority``). Within a priority,
+the order is first come first served, or shortest first with ageing: each second of waiting makes a request count as
+``ageing`` seconds shorter, so that a long one is overtaken for a bounded time only. With
 
     rank = seconds of prefill + ageing * arrival
 
 the order never changes while requests wait, as the clock is the same for all. Example, ageing 0.1: a prompt of 3 s that
-came at 0 has rank 3.0; one of 0.5 s goes ahead of it if it comes before second 25, later ones do not.
+arrived at 0 has rank 3.0; one of 0.5 s overtakes it if it arrives before second 25, but not later.
 
-A turn belongs to the client: the best of its requests takes the first of its turns. Example: A has waited with two
-requests, turns 0 and 1, when B comes with one, turn 0, and A with an urgent one, turn 2. The order is A's urgent one,
-B's, A's first, A's second.
+A turn belongs to the client: its first request in order takes its first turn. Example: A has waited with two requests,
+turns 0 and 1, when B comes with one, turn 0, and A with an urgent one, turn 2. The order is A's urgent one, B's, A's
+first, A's second.
 
-A request that was moved because its worker was lost goes in front of all that were not: it has waited already. Of
-several such requests those of higher priority come first, and then those that came to the conductor first.
+A request moved because its worker was lost precedes all that were not moved, as it has already waited. Among several
+such requests, those of higher priority come first, then those that reached the conductor first.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class QueueOrder:
-    """The order of the queue: ``name`` is one of ORDERS; ``ageing`` in seconds of prefill a second of waiting."""
+    """Order of the queue: ``name`` is one of ORDERS; ``ageing`` in seconds of prefill per second of waiting."""
 
     name: str = "fcfs"
     ageing: float = 0.1
 
     def rank_s(self, prefill_s: float, now_s: float) -> float:
-        """The rank by which requests of one priority are ordered; equal ones go in the order of arrival."""
+        """Return the rank that orders requests of one priority; equal ranks go in order of arrival."""
         return prefill_s + self.ageing * now_s if self.name == "sjf" else 0.0
 
 
 @dataclass(slots=True)
 class _Line:
-    """One client's requests in their order, and as many turns."""
+    """One client's requests in order, and as many turns."""
 
     ranks: list[tuple[_Rank, RequestId]] = field(default_factory=list)
     turns: list[float] = field(default_factory=list)
@@ -62,7 +62,7 @@ class _Line:
 
 
 class WaitingQueue(Generic[T]):
-    """Requests that wait, in the order in which they are to be sent. The dispatcher bounds their number."""
+    """Waiting requests, in the order in which they will be sent. The dispatcher bounds their number."""
 
     def __init__(self, order: QueueOrder = QueueOrder()) -> None:
         self.order = order
@@ -79,7 +79,7 @@ class WaitingQueue(Generic[T]):
         return request_id in self._items
 
     def __iter__(self) -> Iterator[T]:
-        """Iterate in order; the queue may be changed meanwhile, and what has left it is passed over."""
+        """Iterate in order; the queue may change meanwhile, and removed items are skipped."""
         lines = [list(line) for line in self._lines.values()]
         for _, request_id in self._front.ranks[:]:
             if request_id in self._items:
@@ -98,9 +98,9 @@ class WaitingQueue(Generic[T]):
         client: str | None = "",
         weight: float = 1.0,
     ) -> None:
-        """Let ``item`` of ``client``, which came at ``now_s``, wait. None: in front of all clients, by arrival.
+        """Enqueue ``item`` of ``client``, which arrived at ``now_s``. None: ahead of all clients, by arrival.
 
-        A client of ``weight`` 2 has two turns for each one of another's.
+        A client of ``weight`` 2 has two turns for each turn of another client.
         """
         assert request_id not in self._items
         self._sequence += 1
@@ -115,11 +115,11 @@ class WaitingQueue(Generic[T]):
         line.turns.append(self._turns.take(client, weight))
 
     def take(self, request_id: RequestId) -> None:
-        """Remove the item, which is served now: its client has had a turn."""
+        """Remove an item that is now being served: its client has had a turn."""
         self._remove(request_id, 0)
 
     def discard(self, request_id: RequestId) -> None:
-        """Remove the item, which is not served: its client's last turn goes. No error if it does not wait."""
+        """Remove an item that is not served; its client loses its last turn. No error if it is not waiting."""
         if request_id in self._items:
             self._remove(request_id, -1)
 

@@ -1,13 +1,13 @@
-"""The live workers: found by Discovery, connected by a session each, described once.
+"""The live workers: found by Discovery, connected by one session each, described once.
 
-Owns one task a worker: describe, connect, hand every step to the listener, and when the stream breaks say so and
-connect again while the worker is registered. Decides nothing about requests.
+Owns one task per worker: describe, connect, pass every step to the listener; when the stream breaks, report it and
+reconnect while the worker is registered. Decides nothing about requests.
 
-A worker that Discovery has lost while its stream goes on (a draining worker; a master that restarts) gets no new
-requests but finishes what it has, as long as its stream is not silent for ``SILENCE_S``, or two of the beats that it
-promises; a hung one is lost after it.
+A worker lost by Discovery while its stream continues (a draining worker; a restarting master) gets no new requests but
+finishes its current ones, unless its stream is silent for ``SILENCE_S`` or two of its promised beats; a hung worker is
+lost after that.
 
-A worker whose engine is silent for too long (liveness.py) loses its session, and is probed in the next one before it
+A worker whose engine is silent for too long (`deadlines.py`) loses its session, and is probed in the next one before it
 gets requests again.
 """
 
@@ -37,7 +37,7 @@ from tanghulu.types import InstanceId, Place, Role
 
 _log = structlog.get_logger(__name__)
 SILENCE_S = 1.0
-#: As long as this, a leaving worker that promises beats may be silent: one beat may come a little late.
+#: Beats of silence allowed to a leaving worker that promises beats: one beat may come a little late.
 _SILENT_BEATS = 2
 _RETRY_FIRST_S = 0.05
 _RETRY_MOST_S = 1.0
@@ -59,9 +59,9 @@ class RegisteredWorker:
         self.responded = False
         self.beat_s = 0.0
         self.liveness: Liveness | None = None
-        #: Set when the engine was silent, until a probe has come back.
+        #: Set when the engine was silent, until a probe has succeeded.
         self.suspect = False
-        #: Ends the session when its time is over.
+        #: Ends the session at its time limit.
         self.patience: asyncio.Timeout | None = None
 
     def __repr__(self) -> str:
@@ -86,29 +86,29 @@ class RegisteredWorker:
 
     @property
     def takes_whole_requests(self) -> bool:
-        """Whether who prefills here must decode here."""
+        """Whether a request prefilled here must also decode here."""
         return WHOLE_REQUESTS in self.instance.attributes
 
 
 class WorkerListener(Protocol):
-    """The listener to the workers' events. All calls are plain and come from the event loop."""
+    """Listener to worker events. All calls are synchronous and come from the event loop."""
 
     def worker_up(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
-        """Take a worker whose session is open, so that it may be used."""
+        """Accept a worker whose session is open, so that it may be used."""
 
     def worker_step(self, worker: RegisteredWorker, step: StepOutput) -> None:
-        """Take a step of the worker. Raises a TanghuluError to have the session replaced."""
+        """Process a step of the worker. Raises a TanghuluError to have the session replaced."""
 
     def worker_snapshot(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
-        """Take a snapshot that the worker was asked for."""
+        """Process a snapshot requested from the worker."""
 
     def worker_lost(self, worker: RegisteredWorker, error: TanghuluError) -> None:
-        """Take the end of a session: all requests under way there are gone. A new session may follow."""
+        """Process the end of a session: all its requests are gone. A new session may follow."""
 
     def has_requests(self, worker: RegisteredWorker) -> bool: ...
 
     def busy_workers(self) -> Set[InstanceId]:
-        """The workers that have requests."""
+        """Return the workers that have requests."""
 
 
 class Registry:
@@ -138,7 +138,7 @@ class Registry:
         self._least_context: dict[str, int] = {}
 
     async def follow(self, discovery: Discovery, namespace: str) -> None:
-        """Follow the workers' comings and goings until cancelled."""
+        """Follow the arrival and departure of workers until cancelled."""
         async for event in discovery.watch(Role.PREFILL, Role.DECODE, Role.BOTH, namespace=namespace):
             self.apply(event)
 
@@ -162,15 +162,15 @@ class Registry:
             self._leave(event.instance.id)
 
     def serves(self, model: ServedModel) -> bool:
-        """False once other workers serve another model under its name: its requests cannot go on there."""
+        """Return False once other workers serve another model under its name; its requests cannot continue there."""
         return self.models.get(model.card.model) is model
 
     def usable(self, model: ServedModel) -> Sequence[RegisteredWorker]:
-        """Workers that serve ``model``, not another one of its name, and may be sent requests."""
+        """Return the workers that serve ``model`` itself, not another of the same name, and accept requests."""
         return self.views(model).workers
 
     def views(self, model: ServedModel) -> WorkerViews[RegisteredWorker]:
-        """``usable`` with their views; the same object until a worker comes or goes, as it is asked for every time."""
+        """Return ``usable`` with their views; cached until a worker comes or goes, as it is requested every time."""
         if not self.serves(model):
             return WorkerViews([])
         views = self._views.get(model.card.model)
@@ -179,13 +179,13 @@ class Registry:
         return views
 
     def too_short(self, model: ServedModel, num_tokens: int) -> Set[InstanceId]:
-        """Workers of ``model`` whose own context ends before ``num_tokens`` and one more."""
+        """Return the workers of ``model`` whose own context cannot hold ``num_tokens`` and one more."""
         if num_tokens < self._least_context.get(model.card.model, 0):
             return frozenset()
         return {w.id for w in self.usable(model) if w.card is not None and num_tokens >= w.card.context_length}
 
     def find_model(self, name: str | None) -> ServedModel:
-        """The model called ``name``, or the first one if None.
+        """Return the model called ``name``, or the first one if None.
 
         Raises ModelNotFound, or NodeUnavailable while no model is known at all.
         """
@@ -198,19 +198,19 @@ class Registry:
         return self.models[name]
 
     def served(self) -> list[ServedModel]:
-        """The models that some registered worker serves; the others are kept for requests under way."""
+        """Return the models served by at least one registered worker; others are kept for requests in progress."""
         served = {worker.model for worker in self.workers.values()}
         return [model for model in self.models.values() if model in served]
 
     async def drop_caches(self) -> int:
-        """Make every connected worker forget its cache; returns how many blocks. Raises NodeUnavailable."""
+        """Have every connected worker drop its cache; return the number of blocks. Raises NodeUnavailable."""
         sessions = [w.session for w in self.workers.values() if w.session is not None]
         return sum(await asyncio.gather(*(session.drop_cache() for session in sessions)))
 
     def request_snapshots(self) -> None:
         for worker in self.workers.values():
             if worker.session is not None:
-                with contextlib.suppress(Overloaded):  # it takes no messages now: the next time will do
+                with contextlib.suppress(Overloaded):  # it takes no messages now; retried next time
                     worker.session.request_snapshot()
 
     async def close(self) -> None:
@@ -234,7 +234,7 @@ class Registry:
         return [w for w in self.workers.values() if w.usable and w.model is model]
 
     def _changed(self) -> None:
-        """Forget what was derived from the set of usable workers, and derive the models' contexts anew."""
+        """Drop everything derived from the set of usable workers, and recompute the models' contexts."""
         self._views.clear()
         for name, model in self.models.items():
             contexts = [w.card.context_length for w in self._find_usable(model) if w.card is not None]
@@ -242,7 +242,7 @@ class Registry:
                 self._least_context[name] = min(contexts)
                 model.set_context_length(max(contexts))
 
-    # --- coming and going
+    # --- arrival and departure
 
     def _put(self, instance: Instance) -> None:
         known = self.workers.get(instance.id)
@@ -290,7 +290,7 @@ class Registry:
             worker.silence = None
 
     def _end(self, worker: RegisteredWorker) -> None:
-        """Forget the worker; its task tells the listener at its end."""
+        """Forget the worker; its task notifies the listener when it ends."""
         self._calm(worker)
         worker.leaving = True
         self.workers.pop(worker.id, None)
@@ -307,7 +307,7 @@ class Registry:
         while True:
             try:
                 error = await self._one_session(worker)
-            except Exception as broken:  # noqa: BLE001 - it must not leave the worker without a session for ever
+            except Exception as broken:  # noqa: BLE001 - must not leave the worker without a session for ever
                 _log.exception("worker.session_broken", worker=worker.id)
                 error = NodeUnavailable(f"the conductor could not go on with the session: {broken!r}")
             retry_s = _RETRY_FIRST_S if worker.responded else min(2 * retry_s, _RETRY_MOST_S)
@@ -322,7 +322,7 @@ class Registry:
             await asyncio.sleep(retry_s)
 
     async def _one_session(self, worker: RegisteredWorker) -> TanghuluError:
-        """Connect and listen until the session ends; returns why."""
+        """Connect and listen until the session ends; return the reason."""
         session = WorkerSession(worker.instance.address, self._conductor_id, self._credentials)
         error: TanghuluError = NodeUnavailable(f"worker {worker.id} is no longer registered")
         try:
@@ -350,7 +350,7 @@ class Registry:
         return error
 
     async def _listen(self, worker: RegisteredWorker, session: WorkerSession) -> TanghuluError:
-        """Hand on what the worker says until its engine is silent for too long. Raises what ends the session else."""
+        """Pass on the worker's messages until its engine is silent for too long. Raises any other end of session."""
         loop, liveness = asyncio.get_running_loop(), worker.liveness
         try:
             async with asyncio.timeout(None) as worker.patience, contextlib.aclosing(session.steps()) as steps:
@@ -380,10 +380,10 @@ class Registry:
         self._listener.worker_up(worker, welcome)
 
     async def _describe(self, worker: RegisteredWorker, session: WorkerSession) -> None:
-        """Learn what the worker serves now.
+        """Fetch the worker's current model card.
 
-        Raises NodeUnavailable if others serve something else under its name, and for another cluster secret than this
-        conductor's: the two would give each block different names.
+        Raises NodeUnavailable if other workers serve a different model under its name, or if its cluster secret differs
+        from this conductor's: the two would give each block different names.
         """
         card = await session.describe()
         if card.secret_check != self._secret.check_value:
@@ -396,13 +396,13 @@ class Registry:
         worker.load.known, worker.load.block_tokens = self._profiles.of(card.model), card.block_tokens
 
     async def _model_of(self, worker: RegisteredWorker, card: ModelCard) -> ServedModel:
-        """The model that ``card`` describes: the known one, or a new one where no other worker serves that."""
+        """Return the model described by ``card``: an existing one, or a new one where no other worker serves it."""
         made: ServedModel | None = None
         while True:
             known = self.models.get(card.model)
             if known is not None and not await self._differs(worker, card, known):
                 return known
-            if made is None:  # a large tokenizer takes a second to read: look again behind it
+            if made is None:  # a large tokenizer takes a second to load: check again afterwards
                 made = await asyncio.to_thread(ServedModel, card, self._secret.naming_key)
             elif self.models.get(card.model) is known:
                 self.models[card.model] = made
@@ -413,7 +413,7 @@ class Registry:
                 return made
 
     async def _differs(self, worker: RegisteredWorker, card: ModelCard, known: ServedModel) -> bool:
-        """Return whether ``card`` is another model's than ``known``, which nobody else serves any more.
+        """Return whether ``card`` describes another model than ``known``, which no other worker serves any more.
 
         Raises NodeUnavailable if others do: KV, tokens and text of two models must never be mixed.
         """

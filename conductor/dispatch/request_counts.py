@@ -1,4 +1,4 @@
-"""What is counted of one request: waits for its tokens, moves, and how it ended."""
+"""Metrics of one request: waits for its tokens, moves, and its outcome."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tanghulu.session.outputs import FinishReason
 
 
 def status_of(end: End) -> RequestStatus:
-    """What the end of a request means to its client."""
+    """Return the end of a request as its client sees it."""
     if end.error is None:
         return RequestStatus.ABORTED if end.reason is FinishReason.ABORTED else RequestStatus.SERVED
     return RequestStatus.REFUSED if isinstance(end.error, InvalidRequest | Overloaded) else RequestStatus.FAILED
 
 
 class RequestCounts:
-    """The counts of ``flight``, which asks for ``model`` and came at ``arrived_s``."""
+    """Counts of ``flight``, a request for ``model`` that arrived at ``arrived_s``."""
 
     def __init__(self, metrics: ConductorMetrics, flight: Flight, model: str, arrived_s: float) -> None:
         self._metrics = metrics
@@ -25,7 +25,7 @@ class RequestCounts:
         self._model = model
         self._arrived_s = arrived_s
         self._last_token_s = 0.0
-        self._lost_s: float | None = None  # when it was moved last; None where tokens came since
+        self._lost_s: float | None = None  # time of its last move; None if tokens have come since
 
     def tokens(self, num_tokens: int, now_s: float) -> bool:
         """Count tokens that came together; return whether they are the first."""
@@ -43,14 +43,14 @@ class RequestCounts:
         return is_first
 
     def lost(self, now_s: float) -> None:
-        """Count that its worker was lost."""
+        """Count the loss of its worker."""
         if self._lost_s is not None:
             self._count_move("lost_again")
         self._lost_s = now_s
         self._metrics.carried_tokens.inc(len(self._flight.generated))
 
     def ended(self, end: End, now_s: float) -> None:
-        """Count how it ended. One that was aborted or refused was not served, however quickly."""
+        """Count its outcome. An aborted or refused request was not served, however quickly."""
         flight, metrics = self._flight, self._metrics
         outcome = end.error.code.lower() if end.error is not None else end.reason.value if end.reason else "unknown"
         metrics.requests.labels(outcome).inc()
@@ -64,6 +64,6 @@ class RequestCounts:
         metrics.cached_tokens.inc(flight.cached_tokens or 0)
 
     def _count_move(self, outcome: str) -> None:
-        """Count the move that is under way by what has become of it."""
+        """Count the pending move by its outcome."""
         kind = "ongoing_request" if self._flight.lost_at else "new_request"
         self._metrics.migrations.labels(self._model, kind, outcome).inc()

@@ -1,4 +1,4 @@
-"""Routing of live requests: builds the views of workers and request, and asks the policy."""
+"""Routing of live requests: builds the views of workers and request, and calls the policy."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from tanghulu.types import BlockHash, InstanceId, Place
 
 
 class RoutedRequest(Struct, frozen=True):
-    """A decision with the views that it was made from. ``rest_tokens``: what the prefill worker will compute.
+    """A decision with the views it was based on. ``rest_tokens``: tokens left to the prefill worker.
 
-    ``workers`` are as they were until the next decision, or a worker's report.
+    ``workers`` stay as they were until the next decision or worker report.
     """
 
     decision: Decision | None
@@ -41,10 +41,10 @@ class RoutedRequest(Struct, frozen=True):
 
     @property
     def holder(self) -> tuple[InstanceId, int] | None:
-        """The worker from which the chosen one shall fetch a prefix, and how many leading blocks.
+        """The worker from which the chosen one fetches a prefix, and the number of leading blocks.
 
-        The policy's decision; if the policy does not decide it, the worker that has most, if that is more than the
-        chosen one and the store have.
+        Decided by the policy; otherwise the worker with the most blocks, if that exceeds those of the chosen worker and
+        the store.
         """
         if self.decision is None or not self.hits.workers:
             return None
@@ -60,7 +60,7 @@ class RoutedRequest(Struct, frozen=True):
 
     @property
     def rest_tokens(self) -> int:
-        """Tokens behind the longest prefix that the chosen prefill worker holds or can fetch; at least one."""
+        """Tokens after the longest prefix that the chosen prefill worker holds or can fetch; at least one."""
         if self.decision is None:
             return self.request.num_tokens
         chosen = next(w for w in self.workers if w.id == self.decision.prefill)
@@ -72,7 +72,7 @@ _NOTHING_HOT: HotPrefixes[BlockHash] = HotPrefixes(0.0)
 
 
 class Router:
-    """Asks the policy for workers, and remembers what is under way where."""
+    """Asks the policy for workers, and tracks the work in progress at each."""
 
     def __init__(
         self,
@@ -93,19 +93,19 @@ class Router:
         self._mirror = mirror
 
     def choose(self, flight: Flight, model: ServedModel) -> RoutedRequest:
-        """Workers for both phases of ``flight`` with all its tokens so far."""
+        """Choose workers for both phases of ``flight`` with all its tokens so far."""
         return self._route(self.policies.of(flight.request.routing), flight, model)
 
     def explain(self, request: GenerationRequest, model: ServedModel) -> RoutedRequest:
-        """The workers that ``request`` would be sent to now; changes nothing, not even a policy's turn."""
+        """Return the workers ``request`` would be sent to now; changes nothing, not even a policy's turn."""
         return self._route(copy.deepcopy(self.policies.of(request.routing)), Flight(request, MoveLimits()), model)
 
     def sent(
         self, wire_id: str, worker: RegisteredWorker, flight: Flight, model: ServedModel, hand_over: bool
     ) -> Sequence[BlockHash]:
-        """Note that ``flight`` was sent to ``worker``, which computes its blocks; returns these.
+        """Record that ``flight`` was sent to ``worker``, which computes its blocks; return these.
 
-        Where it is not to ``hand_over``, it decodes there too.
+        Unless it is to ``hand_over``, it also decodes there.
         """
         sequence = flight.sequence(lambda: model.empty_sequence(flight.request.salt))
         hashes = tuple(sequence.block_hashes)
@@ -116,17 +116,17 @@ class Router:
         return hashes
 
     def on_tokens(self, wire_id: str, num_tokens: int) -> None:
-        """Note that the worker has prefilled the submission and sent ``num_tokens`` of its answer."""
+        """Record that the worker has prefilled the submission and sent ``num_tokens`` of its answer."""
         self.in_flight.end(wire_id)
         self.expected.came(wire_id, num_tokens)
 
     def ended(self, wire_id: str) -> None:
-        """Note that the submission is over; no error if that is known."""
+        """Record that the submission has ended; no error if that is already recorded."""
         self.in_flight.end(wire_id)
         self.expected.end(wire_id)
 
     def note_fetch(self, route: RoutedRequest, flight: Flight, model: ServedModel, now_s: float) -> None:
-        """Count the blocks that the prefill worker of ``flight`` will read from the store."""
+        """Count the blocks the prefill worker of ``flight`` will read from the store."""
         in_store = route.hits.store
         if route.decision is None or not in_store:
             return
@@ -137,7 +137,7 @@ class Router:
             self.hot.fetched(model.card.fingerprint, sequence.block_hashes, own, in_store, now_s)
 
     def holder_of(self, route: RoutedRequest) -> PrefixHolder | None:
-        """The worker from which the prefill worker shall read the prefix that it lacks, and its length."""
+        """Return the worker from which the prefill worker reads its missing prefix, and the prefix's length."""
         return self._prefix_source(*route.holder) if route.holder is not None else None
 
     def _prefix_source(self, name: InstanceId, num_blocks: int) -> PrefixHolder | None:
@@ -151,11 +151,11 @@ class Router:
     def decode_worker(
         self, flight: Flight, model: ServedModel, reserved: InstanceId | None, holders: Mapping[InstanceId, int]
     ) -> tuple[InstanceId | None, PrefixHolder | None]:
-        """A worker that goes on with the KV that ``flight`` has at its prefill worker.
+        """Return a worker to continue with the KV that ``flight`` has at its prefill worker.
 
-        Who pulls it already, else who was chosen with the prefill worker and has a place ``reserved``; chosen anew only
-        if neither can take it. And whom it shall ask where that KV is gone: of the other ``holders``, as they were when
-        the prefill began, the one that has most blocks, if any has some.
+        The worker already pulling it, else the one chosen with the prefill worker that has a ``reserved`` place; chosen
+        anew only if neither can take it. Also return its fallback if that KV is gone: of the other ``holders``, as
+        recorded when the prefill began, the one with the most blocks, if any.
         """
         exporter = flight.source.instance_id if flight.source is not None else None
         pulling = flight.ahead[0] if flight.ahead is not None else None
@@ -173,7 +173,7 @@ class Router:
     def _choose_decode(
         self, flight: Flight, model: ServedModel, exporter: InstanceId | None
     ) -> tuple[InstanceId | None, Mapping[InstanceId, int]]:
-        """The policy's choice now, and how many of the blocks each worker has."""
+        """Return the policy's current choice, and the number of blocks each worker has."""
         policy = self.policies.of(flight.request.routing)
         request, workers, hits = self._views(policy, flight, model)
         holder = self._registry.workers.get(exporter) if exporter is not None else None
@@ -182,15 +182,16 @@ class Router:
         return policy.choose_decode(request, workers), hits.workers
 
     def note_reads(self, reader: RegisteredWorker, reads: Sequence[PeerRead]) -> None:
-        """Learn the speed of links from KV that ``reader`` has read from other workers."""
+        """Update link speeds from KV that ``reader`` has read from other workers."""
         for read in reads:
             source = next((w for w in self._registry.workers.values() if str(w.instance.address) == read.address), None)
             if source is not None:
                 self.links.observe(source.place, reader.place, read.num_bytes, read.seconds)
 
     def check_overrides(self, overrides: RoutingOverrides) -> None:
-        """Raise InvalidRequest if the overrides name a worker that is not there, so that nobody waits for it, or would
-        part the phases of a request that its worker takes whole."""
+        """Raise InvalidRequest if the overrides name an unregistered worker (requests do not wait for one), or split
+        the phases of a request that its worker takes whole.
+        """
         for worker in filter(None, (overrides.prefill, overrides.decode)):
             if worker not in self._registry.workers:
                 there = ", ".join(self._registry.workers) or "none"
@@ -201,7 +202,7 @@ class Router:
                 raise InvalidRequest(f"worker {worker!r} takes requests whole; wish for one worker for both phases")
 
     def rest_s(self, flight: Flight, model: ServedModel) -> float:
-        """Seconds of prefill that ``flight`` needs behind what is known of it anywhere, on the fastest worker."""
+        """Return seconds of prefill for the tokens of ``flight`` not cached anywhere, on the fastest worker."""
         request, workers, hits = self._views(self.policies.default, flight, model)
         hit_blocks = max([hits.store, *hits.workers.values()])
         return min([w.prefill_s(request, hit_blocks) for w in workers], default=0.0)

@@ -1,4 +1,4 @@
-"""The tokens of one call's sequences on their way from the dispatcher to the call's handler.
+"""Tokens of one call's sequences on their way from the dispatcher to the call's handler.
 
 A single reader waits for all sequences of the call at once. Tokens that arrive while it is busy (a slow client) are
 merged; their number is bounded by the request's max_new_tokens.
@@ -17,7 +17,7 @@ from tanghulu.session.outputs import FinishReason, TokenLogprobs
 
 @dataclass(slots=True)
 class Delta:
-    """The tokens since the last read. ``finish`` is set with the last; ``ends_in_stop_token`` as in DeliverTokens."""
+    """Tokens since the last read. ``finish`` is set with the last; ``ends_in_stop_token`` as in DeliverTokens."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -27,7 +27,7 @@ class Delta:
 
 
 class Arrivals:
-    """The streams of one call that have something to take. One reader waits for them."""
+    """Streams of one call with something to take, awaited by one reader."""
 
     def __init__(self) -> None:
         self._streams: dict[TokenStream, None] = {}
@@ -40,7 +40,7 @@ class Arrivals:
             waiter.set_result(None)
 
     async def wait(self) -> list[TokenStream]:
-        """The streams to take from, in the order in which something came; waits for the first."""
+        """Return the streams to take from, in the order in which data arrived; waits for the first."""
         while not self._streams:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -50,7 +50,7 @@ class Arrivals:
 
 
 class TokenStream:
-    """Written by the dispatcher; ``arrivals`` hears whenever there is something to take. ``story`` is the request's."""
+    """Written by the dispatcher, which signals ``arrivals`` when there is data to take. ``story``: the request's."""
 
     def __init__(self, arrivals: Arrivals, story: Story) -> None:
         self.story = story
@@ -67,7 +67,7 @@ class TokenStream:
         self._arrivals.came(self)
 
     def deliver_scores(self, scores: PromptLogprobs) -> None:
-        """Keep log probabilities of the prompt; they are whole before the first token comes."""
+        """Keep log probabilities of the prompt; all arrive before the first token."""
         self.scores.append(scores)
 
     def end(self, end: End) -> None:
@@ -75,7 +75,7 @@ class TokenStream:
         self._arrivals.came(self)
 
     def take(self) -> Delta:
-        """The tokens that came since the last call. Raises the typed error of a request that failed.
+        """Return the tokens since the last call. Raises the typed error of a failed request.
 
         Must not be called again after a delta with ``finish``.
         """

@@ -1,8 +1,8 @@
-"""The connection to one worker: one stream of the fast lane, and calls for its card and commands beside it.
+"""The connection to one worker: one fast-lane stream, plus calls for its card and commands.
 
-Sending is a plain call, and bounded by what the worker has not taken; what the worker says is read only while it is
-listened to. A session ends when the connection does, when the worker breaks the protocol, or when it is closed; it is
-never repaired, but replaced.
+Sending is synchronous and bounded by the bytes the worker has not read yet; messages from the worker are read only
+while a listener takes them. A session ends when the connection does, when the worker breaks the protocol, or when it is
+closed; it is never repaired, but replaced.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from tanghulu.types import Address, RequestId
 Q = TypeVar("Q", bound=Body)
 A = TypeVar("A", bound=Body)
 
-#: What waits for a worker that does not read. A prompt of 128k tokens is half a megabyte.
+#: Bytes queued for a worker that does not read. A prompt of 128k tokens is half a megabyte.
 MAX_UNSENT_BYTES = 256 << 20
-#: What a worker may say before it is listened to; then nothing more is read from it.
+#: Messages kept from a worker until a listener takes them; beyond that, reading pauses.
 MAX_UNREAD = 256
 CALL_DEADLINE_S = 10.0
 
@@ -71,11 +71,11 @@ class WorkerSession:
         self._listener: asyncio.Future[None] | None = None
 
     async def describe(self) -> ModelCard:
-        """The card of the model that the worker serves. Raises NodeUnavailable, DeadlineExceeded or Unauthorized."""
+        """Return the card of the worker's model. Raises NodeUnavailable, DeadlineExceeded or Unauthorized."""
         return await self._call(DESCRIBE, DescribeRequest(), CALL_DEADLINE_S)
 
     async def connect(self) -> SessionWelcome:
-        """Open the stream; returns the worker's welcome. Raises NodeUnavailable, DeadlineExceeded or Unauthorized."""
+        """Open the stream; return the worker's welcome. Raises NodeUnavailable, DeadlineExceeded or Unauthorized."""
         try:
             async with asyncio.timeout(CALL_DEADLINE_S):
                 connection = self._connection = await self._open()
@@ -93,13 +93,13 @@ class WorkerSession:
         )
         try:
             await greeting.show(connection, self._credentials, CALL_DEADLINE_S)
-        except BaseException:  # a cancel, too; raised on
+        except BaseException:  # including cancellation; re-raised
             connection.abort()
             raise
         return connection
 
     async def _call(self, method: Method[Q, A], request: Q, deadline_s: float) -> A:
-        """Call on a connection of its own: the session's is not read while nobody takes the steps."""
+        """Call on a separate connection: the session's own is not read while its steps are not taken."""
         connection = await self._open()
         try:
             reply = await connection.call(method.number, request, method.reply, deadline_s=deadline_s)
@@ -108,16 +108,16 @@ class WorkerSession:
             await connection.close()
 
     def request_snapshot(self) -> None:
-        """Ask for a snapshot of the worker's cache; it comes among the steps. Raises Overloaded."""
+        """Request a snapshot of the worker's cache; it arrives among the steps. Raises Overloaded."""
         self._send(ToWorker(self._hello()))
 
     async def steps(self) -> AsyncGenerator[StepOutput | SessionWelcome, None]:
-        """The worker's steps, and snapshots that were asked for; ends by what ended the stream, as NodeUnavailable."""
+        """Yield the worker's steps and requested snapshots; ends with what ended the stream, as NodeUnavailable."""
         while True:
             yield await self._next()
 
     def _on_message(self, received: Reply[FromWorker] | TanghuluError) -> None:
-        """Keep what the worker says, or why it says nothing more, for the listener."""
+        """Keep the worker's message, or the reason for the end of its messages, for the listener."""
         self._unread.append(received)
         if self._listener is not None and not self._listener.done():
             self._listener.set_result(None)
@@ -126,7 +126,7 @@ class WorkerSession:
             self._connection.pause_reading()
 
     async def _next(self) -> StepOutput | SessionWelcome:
-        """The worker's next message. Raises what ended the stream."""
+        """Return the worker's next message. Raises the error that ended the stream."""
         if not self._unread:
             if self._is_paused:
                 assert self._connection is not None, "it was paused"
@@ -136,7 +136,7 @@ class WorkerSession:
             await self._listener
         received = self._unread.popleft()
         if isinstance(received, TanghuluError):
-            self._unread.append(received)  # it stays so
+            self._unread.append(received)  # the error stays in place
             raise received
         return received.message.message
 
@@ -148,11 +148,11 @@ class WorkerSession:
         holder: PrefixHolder | None = None,
         moved: bool = False,
     ) -> int:
-        """Send the request with ``tokens`` (prompt and generated so far), as ``to`` says. Raises Overloaded.
+        """Send the request with ``tokens`` (prompt and generated so far) as ``to`` specifies. Raises Overloaded.
 
-        One that was ``moved`` goes ahead of new ones there.
+        A ``moved`` request goes ahead of new ones there.
 
-        Returns the submission's number, by which the worker's steps say whether their load holds it.
+        Returns the submission's number, which tells from the worker's steps whether their load includes it.
         """
         origin = request.origin
         message = Submit(
@@ -179,7 +179,7 @@ class WorkerSession:
         return self._num_submits
 
     def pull(self, name: str, tokens: Tokens, salt: bytes, source: KvSource) -> None:
-        """Have the worker fetch the KV of ``tokens``, under ``name``, while another computes it. Raises Overloaded."""
+        """Have the worker fetch the KV of ``tokens`` as ``name`` while another computes it. Raises Overloaded."""
         self._send(ToWorker(PullAhead(RequestId(name), _bytes_of(tokens), salt, source)))
 
     def abort(self, wire_id: str) -> None:
@@ -187,19 +187,19 @@ class WorkerSession:
         self._send(ToWorker(Abort(RequestId(wire_id))))
 
     def release(self, export_id: int) -> None:
-        """Give up an export that nobody will fetch. Raises Overloaded."""
+        """Release an export that will not be fetched. Raises Overloaded."""
         self._send(ToWorker(ReleaseExport(export_id)))
 
     async def probe(self, deadline_s: float) -> float:
-        """Seconds that the engine took for one token. Raises NodeUnavailable, DeadlineExceeded or its own refusal."""
+        """Return the engine's seconds for one token. Raises NodeUnavailable, DeadlineExceeded or its own refusal."""
         return (await self._call(PROBE, ProbeRequest(deadline_s), deadline_s + 1)).seconds
 
     async def drop_cache(self) -> int:
-        """Make the worker forget its unreferenced blocks; returns how many. Raises NodeUnavailable."""
+        """Have the worker drop its unreferenced blocks; return their number. Raises NodeUnavailable."""
         return (await self._call(DROP_CACHE, DropCacheRequest(), CALL_DEADLINE_S)).num_blocks
 
     async def close(self) -> None:
-        """Hang up, whatever the worker has not taken: with the session all that it was asked for ends."""
+        """Close the connection without waiting for unread messages: all requests of the session end with it."""
         if self._connection is not None:
             self._connection.abort()
             await self._connection.close()

@@ -1,4 +1,4 @@
-"""What the sequences of a call bring, as messages of the reply."""
+"""The output of a call's sequences, as messages of the reply."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tanghulu.conductor.tools.events import (
 from tanghulu.protos import inference_pb2 as pb
 from tanghulu.session.outputs import FinishReason, TokenLogprobs
 
-#: Tokens of a prompt in one reply: with 20 log probabilities each they make 100 kB, in a few milliseconds.
+#: Tokens of a prompt in one reply: with 20 log probabilities each, 100 kB and a few milliseconds.
 PIECE_TOKENS: Final = 256
 
 
 class ReplyWriter:
-    """The replies of one call; a chat's text is read for reasoning and tool calls where its model has them.
+    """The replies of one call; the text of a chat is parsed for reasoning and tool calls if its model has them.
 
     With ``echo`` each sequence begins with its prompt.
     """
@@ -40,7 +40,7 @@ class ReplyWriter:
         self._is_first = True
 
     def write(self, deltas: list[tuple[int, TextDelta]]) -> Iterator[pb.GenerateReply]:
-        """The replies that the next pieces make; none for one that brings nothing."""
+        """Yield the replies made from the next pieces; none for a piece without content."""
         for index, delta in deltas:
             for reply in self._sequences[index].replies(delta):
                 reply.index = index
@@ -60,7 +60,7 @@ class _Sequence:
         self._has_calls = self._has_begun = False
 
     def replies(self, delta: TextDelta) -> Iterator[pb.GenerateReply]:
-        """The next replies, without what the whole call has in common; none if there is nothing to tell."""
+        """Yield the next replies, without the fields common to the whole call; none if there is nothing to report."""
         if not self._has_begun:
             self._has_begun = True
             yield from (pb.GenerateReply(prompt=piece) for piece in self._prompt.pieces())
@@ -108,13 +108,13 @@ class _Sequence:
 
 
 class _PromptPieces:
-    """A sequence's prompt where it is repeated: its tokens, with ``echo`` their text, and the log probabilities."""
+    """A sequence's repeated prompt: its tokens, with ``echo`` their text, and the log probabilities."""
 
     def __init__(self, generation: Generation, echo: bool, skip_special_tokens: bool) -> None:
         self._generation, self._echo, self._skip_special_tokens = generation, echo, skip_special_tokens
 
     def pieces(self) -> Iterator[pb.PromptPiece]:
-        """The whole prompt; made as it is taken, when the log probabilities are known."""
+        """Yield the whole prompt; built as it is taken, once the log probabilities are known."""
         request = self._generation.request
         if not self._echo and request.scoring is None:
             return

@@ -1,6 +1,6 @@
-"""Messages of requests as the bodies that HTTP's clients send: so they have the same bounds, defaults and errors.
+"""Request messages converted to HTTP bodies, so that the same bounds, defaults and errors apply.
 
-A field of a message is called as in the body; what is called otherwise is translated here. Knows nothing of models.
+A message field has the same name as in the body; different names are translated here. Independent of models.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tanghulu.web.errors import BadField, from_validation
 B = TypeVar("B", bound=Body)
 _PROMPT = "prompt"
 _MESSAGE_MARKS = 16
-#: The fields of a request that its prompt may stand in.
+#: The request fields that can hold the prompt.
 _PROMPTS = ("text", "texts", "input_ids", "input_id_lists", "chat")
 
 
 async def body_of(message: pb.GenerateRequest | pb.TokenizeRequest) -> Body:
-    """The body that ``message`` is, made in a thread where it is long. Raises BadField."""
+    """Convert ``message`` to a body, in a thread if it is long. Raises BadField."""
     is_large = message.ByteSize() > INLINE_BYTES
     make: Callable[[Any], Body] = _generate_body if isinstance(message, pb.GenerateRequest) else _tokenize_body
     body = await made_ready(is_large, make, message)
@@ -45,7 +45,7 @@ async def body_of(message: pb.GenerateRequest | pb.TokenizeRequest) -> Body:
 
 
 def num_marks(message: pb.GenerateRequest | pb.TokenizeRequest) -> int:
-    """About the marks that ``message`` would have as JSON: of its token ids, its messages and their calls."""
+    """Return roughly the marks ``message`` would have as JSON: of its token ids, its messages and their calls."""
     messages = message.chat.messages
     calls = sum(len(each.tool_calls) for each in messages) if len(messages) <= MAX_MESSAGES else 0
     marks = _MESSAGE_MARKS * (min(len(messages), MAX_MESSAGES) + min(calls, MAX_PARTS))
@@ -56,7 +56,7 @@ def num_marks(message: pb.GenerateRequest | pb.TokenizeRequest) -> int:
 
 
 def _generate_body(message: pb.GenerateRequest) -> OpenAIBody:
-    """The body of a chat, or of a completion of texts or of token ids."""
+    """Build the body of a chat, or of a completion of texts or token ids."""
     fields = _given(message, but=(*_PROMPTS, "sampling")) | _sampling(message)
     match message.WhichOneof("prompt"):
         case "text":
@@ -78,7 +78,7 @@ def _generate_body(message: pb.GenerateRequest) -> OpenAIBody:
 
 
 def _tokenize_body(message: pb.TokenizeRequest) -> TokenizeBody:
-    """The body of a text or a chat to be tokenised."""
+    """Build the body of a text or a chat to tokenise."""
     fields = _given(message, but=("text", "chat"))
     match message.WhichOneof("prompt"):
         case "text":
@@ -96,7 +96,7 @@ def _checked(kind: type[B], fields: dict[str, Any]) -> B:
 
 
 def _given(message: Any, but: Iterable[str] = ()) -> dict[str, Any]:
-    """The fields of ``message`` that are given, under their names."""
+    """Return the fields set in ``message``, by name."""
     left_out = set(but)
     return {f.name: _plain(value, f.name) for f, value in message.ListFields() if f.name not in left_out}
 
@@ -110,7 +110,7 @@ def _plain(value: Any, name: str) -> Any:
 
 
 def _listed(values: Collection[Any], name: str, most: int) -> list[Any]:
-    """``values`` of the field ``name``. Raises BadField for more than ``most``, before any is looked at."""
+    """Return ``values`` of the field ``name``. Raises BadField for more than ``most``, before reading any."""
     if len(values) > most:
         raise BadField(f"{name} has {len(values)} values; at most {most} are taken", name)
     return list(values)
@@ -124,7 +124,7 @@ def _sampling(message: pb.GenerateRequest) -> dict[str, Any]:
 
 
 def _chat_names(fields: dict[str, Any]) -> dict[str, Any]:
-    """``fields``, with log probabilities as chats ask for them."""
+    """Return ``fields``, with log probabilities in the chat format."""
     count = fields.pop("logprobs", None)
     return fields if count is None else fields | {"logprobs": True, "top_logprobs": count}
 
@@ -167,7 +167,7 @@ def _function(tool: pb.ChatTool) -> dict[str, Any]:
 
 
 def _object(text: str, name: str) -> dict[str, Any]:
-    """The JSON object that the field ``name`` has as a text. Raises BadField."""
+    """Parse the JSON object in the text field ``name``. Raises BadField."""
     try:
         value = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:

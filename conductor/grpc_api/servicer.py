@@ -1,4 +1,4 @@
-"""The methods of inference over gRPC: what a route is over HTTP, on the same `Service`.
+"""The gRPC methods of inference: the counterparts of the HTTP routes, on the same `Service`.
 
 A call runs in one coroutine. When its client cancels it, hangs up or lets its deadline pass, that coroutine is
 cancelled, and the request is aborted at its workers. Protobuf stays in this package.
@@ -46,7 +46,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 R = TypeVar("R")
 
 _PATH: Final = "/tanghulu.v1.Inference/"
-#: What a key has to allow for a method; None: any key will do.
+#: Permission a key needs for a method; None: any key.
 RIGHTS: Final = {
     f"{_PATH}Generate": KeyRight.INFERENCE,
     f"{_PATH}Tokenize": KeyRight.INFERENCE,
@@ -59,7 +59,7 @@ _LONGEST_S: Final = 1e6
 
 @dataclass(eq=False)
 class _Caller:
-    """Who calls, and by which names; ``model`` and ``request_id`` are known later."""
+    """The caller, and its names in logs and limits; ``model`` and ``request_id`` are set later."""
 
     key: ApiKey | None
     sender: str
@@ -83,30 +83,30 @@ class _Caller:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What logs name a request by."""
+        """Fields that identify a request in logs."""
         return {"request_id": self.request_id, "x_request_id": self.x_request_id}
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """See protos/inference.proto. ``keys``: who is let in; None: everybody."""
+    """See protos/inference.proto. ``keys``: accepted keys; None admits every caller."""
 
     #: Seconds after which a client that reads nothing loses its request, as over HTTP.
     stall_s = READ_STALL_S
 
     def __init__(self, service: Service, metrics: ConductorMetrics, keys: ApiKeysFile | None) -> None:
         self._service, self._metrics, self._keys = service, metrics, keys
-        self.stopping = False  # no request is taken any more
+        self.stopping = False  # accepts no more requests
 
     async def Generate(self, message: pb.GenerateRequest, context: Context) -> None:
         """Continue a prompt."""
         await self._answered("Generate", context, lambda caller: self._generate(message, context, caller))
 
     async def Tokenize(self, message: pb.TokenizeRequest, context: Context) -> pb.TokenizeReply:
-        """Make token ids of a text or a chat."""
+        """Convert a text or a chat to token ids."""
         return await self._answered("Tokenize", context, lambda caller: self._tokenize(message, caller))
 
     async def ListModels(self, message: pb.ListModelsRequest, context: Context) -> pb.ListModelsReply:
-        """The models that workers serve now."""
+        """List the models currently served by workers."""
 
         async def models(_: _Caller) -> pb.ListModelsReply:
             cards = [model.card for model in self._service.dispatcher.registry.served()]
@@ -125,7 +125,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return await self._answered("ListModels", context, models)
 
     async def Abort(self, message: pb.AbortRequest, context: Context) -> pb.AbortReply:
-        """End requests by their id, or all."""
+        """End requests by id, or all of them."""
 
         async def abort(caller: _Caller) -> pb.AbortReply:
             request_id = None if message.all else message.request_id
@@ -133,7 +133,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
         return await self._answered("Abort", context, abort)
 
-    # --- the methods' work
+    # --- implementation of the methods
 
     async def _generate(self, message: pb.GenerateRequest, context: Context, caller: _Caller) -> None:
         if self.stopping:
@@ -151,7 +151,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._service.forget(call)
 
     async def _parsed(self, message: pb.GenerateRequest, context: Context, caller: _Caller) -> ParsedRequest:
-        """The sequences that ``message`` asks for; it has its place in the room for bodies meanwhile."""
+        """Parse ``message`` into sequences; meanwhile it has its place in the room for bodies."""
         service = self._service
         with self._held(message):
             body = await body_of(message)
@@ -181,24 +181,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     @contextlib.contextmanager
     def _held(self, message: pb.GenerateRequest | pb.TokenizeRequest) -> Iterator[None]:
-        """Room for ``message`` and what it is made of. Raises BodiesFull."""
+        """Reserve room for ``message`` and everything made from it. Raises BodiesFull."""
         service = self._service
         values_bytes = num_marks(message) * MARK_BYTES
         with service.bodies.holding(message.ByteSize()), service.values.holding(values_bytes):
             yield
 
     async def _write(self, context: Context, reply: pb.GenerateReply) -> None:
-        """Send ``reply`` once the client has read enough of what came before. Raises DeadlineExceeded."""
+        """Send ``reply`` once the client has read enough of the earlier ones. Raises DeadlineExceeded."""
         try:
             async with asyncio.timeout(self.stall_s):
                 await context.write(reply)
         except TimeoutError:
             raise DeadlineExceeded(f"the client has read nothing for {self.stall_s:g} s") from None
 
-    # --- around each method
+    # --- wrapper of each method
 
     async def _answered(self, name: str, context: Context, work: Callable[[_Caller], Awaitable[R]]) -> R:
-        """The result of ``work`` for who calls; an error becomes the status of the call. Counted and logged."""
+        """Return the result of ``work`` for the caller; an error becomes the status of the call. Counted and logged."""
         caller, status = _Caller.of(context, None), grpc.StatusCode.CANCELLED
         try:
             with self._admitted(name, context, caller) as headers:
@@ -210,9 +210,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         except TanghuluError as raised:
             error = raised
             status = grpc_edge.status_of(error)
-        except grpc.aio.BaseError:  # what is written to a client that is gone
+        except grpc.aio.BaseError:  # writing to a client that has left
             raise asyncio.CancelledError from None
-        except Exception as bug:  # noqa: BLE001 - a bug ends its own call alone, and the log has it
+        except Exception as bug:  # noqa: BLE001 - a bug ends only its own call, and is logged
             _log.error("grpc.bug", method=name, exc_info=bug)
             error = TanghuluError("internal error of the conductor; its log has the trace")
             status = grpc.StatusCode.INTERNAL
@@ -226,7 +226,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     @contextlib.contextmanager
     def _admitted(self, name: str, context: Context, caller: _Caller) -> Iterator[list[tuple[str, str]]]:
-        """Count the call for its key while the block runs; what its client should know of its limits.
+        """Count the call against its key while the block runs; yield the limits to send to the client.
 
         Raises Unauthorized, RateLimitExceeded.
         """
@@ -247,7 +247,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             account.end()
 
     def _retry_after(self, error: TanghuluError) -> tuple[tuple[str, str], ...]:
-        """When a client that is refused should come back, in seconds."""
+        """Return the metadata with the seconds after which a refused client should retry."""
         if grpc_edge.status_of(error) not in _COME_BACK:
             return ()
         if isinstance(error, RateLimitExceeded):
@@ -257,13 +257,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 _log = structlog.get_logger(__name__)
 
-#: The longest message: the default limit of gRPC's clients; a million token ids.
+#: Longest message in bytes: the default limit of gRPC clients; a million token ids.
 MESSAGE_BYTES: Final = 4 << 20
 _REFUSING_S: Final = 0.2
 
 
 class InferencePort:
-    """A gRPC server beside the HTTP port, with the same keys and certificates."""
+    """A gRPC server on its own port next to HTTP, with the same keys and certificates."""
 
     def __init__(
         self, service: Service, metrics: ConductorMetrics, options: HttpOptions, keys: ApiKeysFile | None
@@ -274,7 +274,7 @@ class InferencePort:
         self._server: grpc.aio.Server | None = None
 
     async def start(self, where: Address, *, reuse_port: bool) -> None:
-        """Listen at ``where``, whose port may be 0. Raises ConfigError if it is taken."""
+        """Listen at ``where`` (port 0 picks one). Raises ConfigError if the port is taken."""
         options = {
             "grpc.max_receive_message_length": MESSAGE_BYTES,
             "grpc.so_reuseport": int(reuse_port),
@@ -292,10 +292,10 @@ class InferencePort:
         _log.info("grpc.listening", address=str(self.address))
 
     async def stop(self, grace_s: float) -> None:
-        """Accept no more calls, and let those under way go on for ``grace_s``. No error if it does not listen.
+        """Stop accepting calls, and give calls in progress ``grace_s`` to finish. No error if it is not listening.
 
-        gRPC's server tells a call that it has received and not begun when it ends CANCELLED, which nobody sends again:
-        so for a moment calls are refused with UNAVAILABLE first, while clients hear that this one ends.
+        When gRPC's server stops, it ends calls received but not started with CANCELLED, which clients do not retry: so
+        calls are first refused with UNAVAILABLE for a moment, while clients learn of the shutdown.
         """
         if self._server is None:
             return

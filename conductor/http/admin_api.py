@@ -1,4 +1,4 @@
-"""Routes for people and orchestrators: health, readiness, metrics, tokenizing, and why a request goes where."""
+"""Routes for people and orchestrators: health, readiness, metrics, tokenizing, and explanations of routing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tanghulu.web.routes import add_metrics
 
 
 def router(service: Service) -> APIRouter:
-    """The routes."""
+    """Build the routes."""
     api = APIRouter()
     _add_health(api, service)
     _add_stories(api, service)
@@ -35,9 +35,9 @@ def router(service: Service) -> APIRouter:
     @api.get("/route")
     @api.post("/route")
     async def route(request: Request) -> dict[str, Any]:
-        """Where a completion or chat with this body would go now, and why. GET takes ?prompt=&model= as well.
+        """Return where a completion or chat with this body would go now, and why. GET also takes ?prompt=&model=.
 
-        The scores and the load of the workers depend on all tenants, so an API key needs the right to metrics for them.
+        The scores and loads of the workers depend on all tenants, so an API key needs the right to metrics to see them.
         """
         async with service.bodies.reading(request.scope, request.receive) as body:
             with body.view() as view, contextlib.ExitStack() as held:
@@ -49,7 +49,7 @@ def router(service: Service) -> APIRouter:
 
     @api.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        """Text, texts or a chat to token ids."""
+        """Convert text, texts or a chat to token ids."""
         async with reading(request, service, TokenizeBody) as body:
             model = await service.find_model(body.model)
             tokens = await tokenise(body, model, service.parsers)
@@ -58,7 +58,7 @@ def router(service: Service) -> APIRouter:
 
     @api.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        """Token ids to text, under vLLM's name and SGLang's."""
+        """Convert token ids to text, under vLLM's name and SGLang's."""
         async with reading(request, service, DetokenizeBody) as body:
             model = await service.find_model(body.model)
             await made_ready(body.is_large, model.checked_tokens, body.tokens)
@@ -69,13 +69,13 @@ def router(service: Service) -> APIRouter:
 
 
 def _detokenised(body: DetokenizeBody, model: ServedModel) -> bytes:
-    """The answer of /detokenize, as JSON."""
+    """Return the answer of /detokenize as JSON."""
     text = model.decode(body.tokens, body.skip_special_tokens)
     return dumps({"prompt": text, "text": text}).encode()
 
 
 def _tokenised(texts: Sequence[Tokens], is_list: bool, model: ServedModel) -> bytes:
-    """The answer of /tokenize, as JSON: a million ids take an encoder for any value seconds."""
+    """Return the answer of /tokenize as JSON: a general-purpose encoder takes seconds for a million ids."""
     tokens: Any = [ids.tolist() for ids in texts]
     count: Any = [len(ids) for ids in tokens]
     shown = {"count": count, "tokens": tokens} if is_list else {"count": count[0], "tokens": tokens[0]}
@@ -83,47 +83,47 @@ def _tokenised(texts: Sequence[Tokens], is_list: bool, model: ServedModel) -> by
 
 
 def _add_health(api: APIRouter, service: Service) -> None:
-    """The routes that say how the conductor and its workers are."""
+    """Add the routes that report the health of the conductor and its workers."""
 
     @api.get("/live")
     async def live() -> dict[str, Any]:
-        """The process answers."""
+        """Respond if the process is alive."""
         return {"status": "ok"}
 
     @api.get("/health")
     async def health() -> Response:
-        """200 once a request would be served; else 503 and what is missing. Benchmarks wait for it."""
+        """Return 200 once requests can be served; else 503 and the missing parts. Benchmarks wait for it."""
         missing = service.missing()
         status = {"status": "not ready", "missing": missing} if missing else {"status": "ok"}
         return JSONResponse(status, 503 if missing else 200)
 
     @api.get("/health_generate")
     async def health_generate(timeout_s: Annotated[float, Query(gt=0, le=120)] = 20.0) -> Response:
-        """200 if there are workers and each computes a token within ``timeout_s``; else 503. Says of each how it is."""
+        """Return 200 if workers exist and each computes a token within ``timeout_s``, else 503; reports each worker."""
         workers = await service.probe(timeout_s)
         healthy = bool(workers) and all(worker["healthy"] for worker in workers)
         return JSONResponse({"healthy": healthy, "workers": workers}, 200 if healthy else 503)
 
     @api.get("/ready")
     async def ready() -> Response:
-        """200 once a request would be served; else 503 and what is missing."""
+        """Return 200 once requests can be served; else 503 and the missing parts."""
         missing = service.missing()
         return JSONResponse({"ready": not missing, "missing": missing}, 503 if missing else 200)
 
 
 def _add_stories(api: APIRouter, service: Service) -> None:
-    """The routes that say where the time of requests goes."""
+    """Add the routes that show where requests spend their time."""
     stories = service.dispatcher.stories
 
     @api.get("/debug/requests")
     async def requests(limit: Annotated[int, Query(ge=1, le=MAX_KEPT)] = 100) -> dict[str, Any]:
-        """Where the time of requests went: those under way, the oldest first, and behind them the last that ended."""
+        """Return where requests spent their time: those in progress, oldest first, then the most recently ended."""
         now_s = service.dispatcher.now_s
         return {"requests": [story.summary(now_s) for story in stories.stories()[:limit]]}
 
     @api.get("/debug/requests/{name:path}")
     async def one_request(name: str) -> dict[str, Any]:
-        """The stories of a request, by its id in the answer, the x-request-id or the id of its trace."""
+        """Return the stories of a request, by its id in the answer, its x-request-id or its trace id."""
         now_s = service.dispatcher.now_s
         found = stories.find(name)
         if not found:

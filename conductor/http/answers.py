@@ -1,7 +1,6 @@
-"""A chat's answer that may be more than text: reasoning, content and tool calls, as a stream or as a whole.
+"""A chat's answer, possibly more than text: reasoning, content and tool calls, streamed or whole.
 
-Each choice has a parser of its own, here where its text comes together; so it does not matter how often the request
-moves between workers meanwhile.
+Each choice has its own parser here, where its text is assembled; so moves of the request between workers do not matter.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from tanghulu.conductor.tools.events import (
 from tanghulu.errors import TanghuluError
 from tanghulu.session.outputs import FinishReason, TokenLogprobs
 
-#: The logprobs of a choice's next tokens, as the API shows them.
+#: Formats the logprobs of a choice's next tokens for the API.
 Logprobs = Callable[[Sequence[TokenLogprobs]], Any]
 
 
 class Choice:
-    """One choice's answer as far as it has come. ``most_calls``: later calls are left out; None: all count."""
+    """One choice's answer so far. ``most_calls``: later calls are omitted; None keeps all."""
 
     def __init__(self, parser: AnswerParser, most_calls: int | None) -> None:
         self._parser = parser
@@ -45,7 +44,7 @@ class Choice:
         self.is_open = False
 
     def take(self, delta: TextDelta) -> list[dict[str, Any]]:
-        """The deltas, as the API shows them, that the next piece of text brings."""
+        """Return the deltas, in the API's format, for the next piece of text."""
         events = self._parser.feed(delta.text)
         if delta.finish is not None:
             events += self._parser.finish()
@@ -53,14 +52,14 @@ class Choice:
         return [shown for event in events if (shown := self._shown(event)) is not None]
 
     def keep(self, delta: TextDelta) -> None:
-        """Take the next piece of an answer that goes out as a whole."""
+        """Add the next piece of an answer that is sent whole."""
         self.logprobs += delta.logprobs
         for shown in self.take(delta):
             self._content.append(shown.get("content", ""))
             self._reasoning.append(shown.get("reasoning_content", ""))
 
     def message(self) -> dict[str, Any]:
-        """The whole message. Its content is null where there are calls alone."""
+        """Return the whole message. Its content is null if there are only calls."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
         message: dict[str, Any] = {
             "role": "assistant",
@@ -102,9 +101,9 @@ class Choice:
 
 
 class ParsedStream:
-    """A chat's answer as server-sent events. ``logprobs`` shows log probabilities; None: they are not wanted.
+    """A chat's answer as server-sent events. ``logprobs`` formats log probabilities; None omits them.
 
-    Log probabilities wait for what their text turns out to be.
+    Log probabilities are held back until their text has been classified.
     """
 
     def __init__(
@@ -132,12 +131,12 @@ class ParsedStream:
         return self._writer.end() + DONE
 
     def failed(self, error: TanghuluError) -> bytes:
-        """The ends of the choices that an error has cut short."""
+        """Return the final events of the choices cut short by an error."""
         return last_events(error, choices=shape.failed_choices(self._call))
 
 
 async def whole_answer(call: GenerationCall, choices: Sequence[Choice], logprobs: Logprobs | None) -> dict[str, Any]:
-    """The whole answer, when all sequences have ended."""
+    """Return the whole answer, once all sequences have ended."""
     while not call.ended:
         for index, delta in await call.read():
             choices[index].keep(delta)

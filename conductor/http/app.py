@@ -1,7 +1,7 @@
-"""The conductor's application: all its routes, the page at /docs, and hints for routes that are not there.
+"""The conductor's application: all its routes, the page at /docs, and hints for unknown routes.
 
-The page has the routes, the fields of their bodies, and a form to try them. It asks nobody but the conductor for
-anything, so it works where there is no internet.
+The page shows the routes, the fields of their bodies, and a form to try them. It loads everything from the conductor,
+so it works without internet access.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tanghulu.version import __version__
 from tanghulu.web import errors
 from tanghulu.web.routes import DirectRoutes
 
-#: Parts of APIs that are not served, and what to do instead.
+#: Parts of APIs that are not served, and their alternatives.
 _ABSENT: Final = {
     ("/v1/embeddings", "/encode"): "embeddings are not served: workers generate text; use another server for them",
     ("/v1/rerank", "/v1/score", "/classify"): "scoring is not served: workers generate text; use another server for it",
@@ -59,18 +59,18 @@ def make_app(service: Service) -> DirectRoutes:
 
 
 async def _docs() -> HTMLResponse:
-    """The page."""
+    """Return the page."""
     return HTMLResponse(docs_page())
 
 
 @cache
 def docs_page() -> str:
-    """The text of the page."""
+    """Return the text of the page."""
     return resources.files(__package__).joinpath("docs.html").read_text()
 
 
 def explain(method: str, path: str, served: Sequence[str]) -> str:
-    """Why there is nothing at ``path``, and where to go; ``served`` are the paths of all routes."""
+    """Explain why ``path`` is not served, and suggest alternatives; ``served`` are the paths of all routes."""
     request = f"{method} {path[:128]}"
     for absent, why in _ABSENT.items():
         if any(path == each or path.startswith(f"{each}/") for each in absent):

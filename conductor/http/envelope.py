@@ -1,10 +1,10 @@
-"""The frame around every HTTP answer: the request's id, what the client should know, and the counting.
+"""The envelope of every HTTP answer: the request's id, notices for the client, and the metrics.
 
-An ASGI application around the routes. A request's id is the client's ``X-Request-Id``, or one made here; it goes back
-in the answer and stands in the log, and so does its place in a trace (``traceparent`` in, ``traceresponse`` out).
-Routes say more through the request's state: ``model`` and ``request_id`` (of the call), ``warning`` (for the client),
-``ended`` (the status of an answer that failed after it had begun), ``headers`` (further ones of the answer) and
-``api_key`` (whose request it is).
+An ASGI application around the routes. A request's id is the client's ``X-Request-Id``, or one made here; it is returned
+in the answer and logged, and so is its place in a trace (``traceparent`` in, ``traceresponse`` out). Routes add
+information through the request's state: ``model`` and ``request_id`` (of the call), ``warning`` (for the client),
+``ended`` (the status of an answer that failed after it had begun), ``headers`` (additional ones for the answer) and
+``api_key`` (the owner of the request).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tanghulu.web.server import request_id_of
 
 _log = structlog.get_logger(__name__)
 
-#: Of an answer that was never begun, because the client was gone.
+#: Status of an answer that was never started, because the client had left.
 CLIENT_CLOSED_REQUEST: Final = 499
 _HEADER: Final = b"x-request-id"
 _SECONDS: Final = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -31,7 +31,7 @@ _METHODS: Final = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", 
 
 
 class Envelope:
-    """``app`` in its frame; ``cors_origins`` are the web pages' origins that may read the answers."""
+    """``app`` inside its envelope; ``cors_origins`` are the web origins allowed to read the answers."""
 
     def __init__(self, app: ASGIApp, registry: CollectorRegistry, cors_origins: tuple[str, ...] = ()) -> None:
         names = ("route", "method", "status", "model")

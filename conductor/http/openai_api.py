@@ -23,18 +23,18 @@ from tanghulu.conductor.text.preparing import in_thread, made_ready
 from tanghulu.errors import TanghuluError
 from tanghulu.session.outputs import FinishReason, TokenLogprobs
 
-#: The logprobs of a choice's next tokens, as the API shows them.
+#: Formats the logprobs of a choice's next tokens for the API.
 Logprobs = Callable[[int, Sequence[TokenLogprobs]], Any]
 
 
 def router(service: Service) -> APIRouter:
-    """The routes."""
+    """Build the routes."""
     api = APIRouter()
     started = int(time.time())
 
     @api.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        """A chat completion."""
+        """Answer with a chat completion."""
         async with reading(request, service, ChatBody) as body:
             model = await service.find_model(body.model)
             parsed = await parse_chat(body, model, service.parsers)
@@ -54,7 +54,7 @@ def router(service: Service) -> APIRouter:
 
     @api.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        """A text completion."""
+        """Answer with a text completion."""
         async with reading(request, service, CompletionBody) as body:
             model = await service.find_model(body.model)
             parsed = await parse_completion(body, model)
@@ -72,13 +72,13 @@ def router(service: Service) -> APIRouter:
 
     @api.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The models that workers serve now."""
+        """List the models currently served by workers."""
         served = service.dispatcher.registry.served()
         return {"object": "list", "data": [shape.model_entry(model, started) for model in served]}
 
     @api.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        """One of them."""
+        """Return one model."""
         return shape.model_entry(await service.find_model(name), started)
 
     return api
@@ -87,7 +87,7 @@ def router(service: Service) -> APIRouter:
 def _whole_reply(
     service: Service, call: GenerationCall, compute: Callable[[], Awaitable[dict[str, Any]]], body: OpenAIBody
 ) -> Response:
-    """The reply that goes out as a whole, with the prompt's log probabilities under vLLM's name if they are wanted."""
+    """Build a reply that is sent whole, with the prompt's log probabilities under vLLM's name if requested."""
 
     async def answer() -> dict[str, Any]:
         computed = await compute()
@@ -97,14 +97,14 @@ def _whole_reply(
 
 
 def _logprobs_of(generation: Generation, body: CompletionBody) -> shape.CompletionLogprobs:
-    """What shows the log probabilities of a text, and those of its prompt where that is shown."""
+    """Return the formatter for the log probabilities of a text, and of its prompt if that is echoed."""
     if not body.echo:
         return shape.CompletionLogprobs(generation.model, body.skip_special_tokens)
     return EchoedLogprobs(generation, body.logprobs or 0, body.skip_special_tokens)
 
 
 def _parsed_answer(service: Service, call: GenerationCall, parsed: ParsedRequest, body: ChatBody) -> Response:
-    """The reply to a chat whose text is read for reasoning and tool calls."""
+    """Build the reply to a chat whose text is parsed for reasoning and tool calls."""
     assert parsed.new_parser is not None
     num_top = body.top_logprobs or 0
 
@@ -125,7 +125,7 @@ async def _whole_text(
     logprobs: Logprobs | None,
     echoes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The whole answer, when all sequences have ended."""
+    """Return the whole answer, once all sequences have ended."""
     count = len(call.generations)
     texts: list[list[str]] = [[echo] for echo in echoes] or [[] for _ in range(count)]
     values: list[list[TokenLogprobs]] = [[] for _ in range(count)]
@@ -144,7 +144,7 @@ async def _whole_text(
 
 
 class _TextStream:
-    """Text as server-sent events, one for each token that shows any; each choice begins with its role or its echo."""
+    """Text as server-sent events, one per token with visible text; each choice begins with its role or its echo."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class _TextStream:
         return last_events(error, choices=shape.failed_choices(self._call))
 
     def _values(self, index: int, delta: TextDelta) -> list[TokenLogprobs]:
-        """Log probabilities to show; they wait for their text while it is held back."""
+        """Return the log probabilities to show; they are held back together with their text."""
         values = self._waiting.pop(index, []) + delta.logprobs
         if delta.pieces or delta.finish is not None:
             return values

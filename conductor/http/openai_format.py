@@ -1,7 +1,7 @@
 """OpenAI's answers as JSON: whole ones, and the chunks of a stream.
 
-Owns names and order of OpenAI's fields. A chunk's constant parts are built once a stream; per token only the text is
-escaped.
+Owns the names and order of OpenAI's fields. A chunk's constant parts are built once per stream; only the text is
+escaped for each token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tanghulu.session.outputs import FinishReason, TokenLogprobs
 
 
 def usage(call: GenerationCall) -> dict[str, Any]:
-    """The usage of all sequences of ``call`` so far."""
+    """Return the usage of all sequences of ``call`` so far."""
     prompt, generated = call.num_prompt_tokens, call.num_generated
     return {
         "prompt_tokens": prompt,
@@ -30,9 +30,9 @@ def usage(call: GenerationCall) -> dict[str, Any]:
 
 
 class ChunkWriter:
-    """The chunks of one stream. ``is_chat``: text goes into ``{"delta": {"content"}}``, else into ``{"text"}``.
+    """Writer for the chunks of one stream. ``is_chat``: text goes into ``{"delta": {"content"}}``, else ``{"text"}``.
 
-    With ``include_usage`` the last chunk has the usage, with ``continuous_usage`` each has what it is so far.
+    With ``include_usage`` the last chunk has the usage, with ``continuous_usage`` each has the usage so far.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ChunkWriter:
         self._is_chat = is_chat
 
     def opening(self, index: int, echo: str = "") -> bytes:
-        """A choice's beginning: its role in a chat, else the prompt's text if it is to be repeated."""
+        """Return a choice's beginning: its role in a chat, else the prompt's text if it is to be echoed."""
         if self._is_chat:
             return self._chunk(index, '"delta":{"role":"assistant","content":""}', None, None)
         return self.text(index, echo) if echo else b""
@@ -59,21 +59,21 @@ class ChunkWriter:
         return self._chunk(index, opening + dumps(text) + closing, logprobs, None)
 
     def texts(self, index: int, pieces: Sequence[str]) -> bytes:
-        """A chunk for each piece of text: what does not differ between them is made once."""
+        """Return a chunk for each piece of text; their common parts are built once."""
         before, behind = self._around(index, None, None)
         opening, closing = self._around_text
         before, behind = before + opening, closing + behind
         return in_lines("".join([before + encode_basestring(text) + behind for text in pieces])).encode()
 
     def delta(self, index: int, delta: dict[str, Any], logprobs: Any = None) -> bytes:
-        """A chunk of a chat whose delta is any."""
+        """Return a chat chunk with an arbitrary delta."""
         return self._chunk(index, f'"delta":{dumps(delta)}', logprobs, None)
 
     def finish(self, index: int, reason: str) -> bytes:
         return self._chunk(index, '"delta":{}' if self._is_chat else '"text":""', None, reason)
 
     def end(self) -> bytes:
-        """The usage, if it is wanted."""
+        """Return the usage chunk, if requested."""
         return event(f'{self._head}],"usage":{dumps(usage(self._call))}}}') if self._include_usage else b""
 
     def _chunk(self, index: int, middle: str, logprobs: Any, reason: str | None) -> bytes:
@@ -81,7 +81,7 @@ class ChunkWriter:
         return (before + middle + behind).encode()
 
     def _around(self, index: int, logprobs: Any, reason: str | None) -> tuple[str, str]:
-        """What stands in front of an event's delta or text, and behind it."""
+        """Return the parts of an event before and after its delta or text."""
         finish = f'"{reason}"' if reason is not None else "null"
         probabilities = "null" if logprobs is None else dumps(logprobs)
         tail = self._tail if not self._continuous_usage else f'],"usage":{dumps(usage(self._call))}}}'
@@ -90,18 +90,18 @@ class ChunkWriter:
 
 
 def failed_choices(call: GenerationCall) -> list[dict[str, Any]]:
-    """The last word of a stream on each choice that an error has cut short."""
+    """Return the final entry of a stream for each choice cut short by an error."""
     cut = [index for index, generation in enumerate(call.generations) if not generation.ended]
     return [{"index": index, "delta": {}, "text": "", "logprobs": None, "finish_reason": "error"} for index in cut]
 
 
 def text_message(text: str) -> dict[str, Any]:
-    """The message of an assistant that says ``text``."""
+    """Return an assistant message with the content ``text``."""
     return {"role": "assistant", "content": text, "refusal": None}
 
 
 def whole_chat(call: GenerationCall, choices: Sequence[tuple[dict[str, Any], Any, str]]) -> dict[str, Any]:
-    """A chat.completion of (message, logprobs, reason) for each choice."""
+    """Return a chat.completion of (message, logprobs, reason) for each choice."""
     return {
         "id": call.id,
         "object": "chat.completion",
@@ -116,12 +116,12 @@ def whole_chat(call: GenerationCall, choices: Sequence[tuple[dict[str, Any], Any
 
 
 def whole_text_chat(call: GenerationCall, choices: Sequence[tuple[str, Any, FinishReason]]) -> dict[str, Any]:
-    """A chat.completion of (text, logprobs, reason) for each choice."""
+    """Return a chat.completion of (text, logprobs, reason) for each choice."""
     return whole_chat(call, [(text_message(text), shown, finish.value) for text, shown, finish in choices])
 
 
 def whole_completion(call: GenerationCall, choices: Sequence[tuple[str, Any, FinishReason]]) -> dict[str, Any]:
-    """A text_completion of (text, logprobs, reason) for each choice."""
+    """Return a text_completion of (text, logprobs, reason) for each choice."""
     return {
         "id": call.id,
         "object": "text_completion",
@@ -136,7 +136,7 @@ def whole_completion(call: GenerationCall, choices: Sequence[tuple[str, Any, Fin
 
 
 def model_entry(model: ServedModel, created: int) -> dict[str, Any]:
-    """One entry of /v1/models."""
+    """Return one entry of /v1/models."""
     card = model.card
     return {
         "id": card.model,
@@ -148,12 +148,12 @@ def model_entry(model: ServedModel, created: int) -> dict[str, Any]:
 
 
 def token_text(model: ServedModel, token: int) -> str:
-    """The text of a token alone, U+FFFD where it is not whole characters."""
+    """Return the text of a single token, U+FFFD where it is not whole characters."""
     return model.detokenizers.token_bytes(token).decode(errors="replace")
 
 
 def chat_logprobs(model: ServedModel, logprobs: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
-    """``logprobs`` of a chat's choice."""
+    """Format ``logprobs`` for a chat's choice."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         data = model.detokenizers.token_bytes(token)
@@ -168,7 +168,7 @@ def chat_logprobs(model: ServedModel, logprobs: Sequence[TokenLogprobs], num_top
 
 
 class CompletionLogprobs:
-    """``logprobs`` of a text completion's choice; remembers how far the text has come, for ``text_offset``."""
+    """Formats ``logprobs`` of a text completion's choice; tracks the length of the text, for ``text_offset``."""
 
     def __init__(self, model: ServedModel, skip_special_tokens: bool) -> None:
         self._model = model
@@ -177,7 +177,7 @@ class CompletionLogprobs:
         self._offset = 0
 
     def of(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """The log probabilities of the next tokens."""
+        """Return the log probabilities of the next tokens."""
         out: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for one in logprobs:
             if one.token_ids:
@@ -189,16 +189,16 @@ class CompletionLogprobs:
         return out
 
     def _top(self, ranked: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Log probabilities by the tokens' text; of several tokens with one text, the first."""
+        """Return log probabilities by the tokens' text; of several tokens with the same text, the first."""
         top: dict[str, float] = {}
         for token, logprob in ranked:
             top.setdefault(token_text(self._model, token), logprob)
         return top
 
     def _offsets(self, tokens: Sequence[int]) -> list[int]:
-        """The positions in the text, in characters, at which ``tokens`` begin.
+        """Return the positions in the text, in characters, at which ``tokens`` begin.
 
-        A token that ends within a character, or that the text leaves out, adds nothing to it.
+        A token that ends within a character, or is omitted from the text, adds nothing to it.
         """
         offsets = []
         for token in tokens:

@@ -1,4 +1,4 @@
-"""The OpenAPI document: the bodies that routes read by themselves, and every status that they answer with."""
+"""The OpenAPI document: the bodies read by the routes themselves, and every status they return."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tanghulu.conductor.inference.schema import (
 from tanghulu.conductor.route_rights import CONDUCTOR
 from tanghulu.web.access import Need
 
-#: The body of each route that has one.
+#: Body of each route that has one.
 BODIES: Final[Mapping[str, type[Body]]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
@@ -38,7 +38,7 @@ _OF_BODIES: Final = {
     "413": "The body is too long",
     "415": "The body is not JSON",
 }
-#: Of a route that counts against the limits of its key, and of one that may find the queue full.
+#: For a route that counts against the limits of its key, and for one that may find the queue full.
 _OF_INFERENCE: Final = {"429": "Too many requests; Retry-After says when to come back"}
 _OF_ALL: Final = {
     "400": "Something in the request is wrong; the error names it",
@@ -50,7 +50,7 @@ _OF_ALL: Final = {
     "504": "It took longer than it may",
 }
 _OF_GENERATION: Final = {"422": "Several workers in a row died under the request; it is not tried again"}
-#: Answers that are no JSON.
+#: Answers other than JSON.
 _TEXTS: Final = {"/metrics": "text/plain"}
 _ERROR: Final = {
     "type": "object",
@@ -71,7 +71,7 @@ _ERROR: Final = {
 
 
 def install(app: FastAPI) -> None:
-    """Make ``app`` serve the document."""
+    """Have ``app`` serve the document."""
     made: dict[str, Any] = {}
 
     def document() -> dict[str, Any]:
@@ -79,7 +79,7 @@ def install(app: FastAPI) -> None:
             made.update(_document(app))
         return made
 
-    app.openapi = document  # type: ignore[method-assign]  # FastAPI's own way to change it
+    app.openapi = document  # type: ignore[method-assign]  # FastAPI's documented way to change it
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
 
 def _complete(path: str, operation: dict[str, Any]) -> None:
     responses = operation["responses"]
-    responses.pop("422", None)  # what FastAPI would answer; here it is 400
+    responses.pop("422", None)  # FastAPI's default status; here it is 400
     body = BODIES.get(path)
     errors = _OF_ALL | _OF_BODIES if body is not None or path == "/route" else _OF_ALL
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}

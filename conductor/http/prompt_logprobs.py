@@ -1,8 +1,8 @@
-"""Log probabilities of a prompt's own tokens, as each API shows them.
+"""Log probabilities of a prompt's own tokens, in each API's format.
 
-OpenAI's text completions put them in front of those of the text that ``echo`` shows; vLLM's ``prompt_logprobs`` are a
-list with an entry for each token of the prompt; SGLang's are the input's lists beside the output's. In all of them the
-first token has null: nothing stands before it.
+OpenAI's text completions with ``echo`` put them before those of the text; vLLM's ``prompt_logprobs`` are a list with an
+entry for each token of the prompt; SGLang's are input lists next to the output lists. In all formats the first token
+has null, as no token precedes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tanghulu.session.outputs import TokenLogprobs
 
 
 class EchoedLogprobs(CompletionLogprobs):
-    """``logprobs`` of a choice that shows its prompt: what is asked for first begins with those of the prompt."""
+    """``logprobs`` of a choice that echoes its prompt: the first call includes those of the prompt."""
 
     def __init__(self, generation: Generation, num_top: int, skip_special_tokens: bool) -> None:
         super().__init__(generation.model, skip_special_tokens)
@@ -38,13 +38,13 @@ class EchoedLogprobs(CompletionLogprobs):
             tops[one.position] = self._top([*one.top[: self._num_top], (one.token, one.logprob)])
         offsets = self._offsets(tokens)
         self._offset += len(self._detokenizer.flush())
-        self._detokenizer = self._new_detokenizer()  # the answer is a text of its own
+        self._detokenizer = self._new_detokenizer()  # the answer is a separate text
         texts = [token_text(self._model, token) for token in tokens]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 
 def vllm_prompt_logprobs(generation: Generation, num_top: int) -> list[dict[str, Any] | None]:
-    """``prompt_logprobs`` of a sequence: for each token of its prompt the entries by token id."""
+    """Return a sequence's ``prompt_logprobs``: for each token of its prompt, the entries by token id."""
     model = generation.model
     shown: list[dict[str, Any] | None] = [None] * generation.num_prompt_tokens
     for one in scored_tokens(generation.request.prompt.tolist(), generation.prompt_scores):
@@ -58,7 +58,7 @@ def vllm_prompt_logprobs(generation: Generation, num_top: int) -> list[dict[str,
 
 
 def with_prompt_logprobs(answer: dict[str, Any], call: GenerationCall, num_top: int | None) -> dict[str, Any]:
-    """``answer`` with vLLM's ``prompt_logprobs``, if they are wanted: of each text's choice, or of the whole chat."""
+    """Return ``answer`` with vLLM's ``prompt_logprobs`` if requested: per text choice, or for the whole chat."""
     if num_top is None:
         return answer
     if answer["object"] == "chat.completion":
@@ -69,9 +69,9 @@ def with_prompt_logprobs(answer: dict[str, Any], call: GenerationCall, num_top: 
 
 
 def sglang_input_logprobs(generation: Generation, with_text: bool) -> dict[str, list[Any]]:
-    """SGLang's lists of the prompt's log probabilities, from the token in front of the first scored one on.
+    """Return SGLang's lists of the prompt's log probabilities, starting before the first scored token.
 
-    The prompt's own, the most likely, and those asked for by id; entries are [logprob, id, text], the first has none.
+    The prompt's own, the most likely, and those requested by id; entries are [logprob, id, text], the first has none.
     """
     model, sampling = generation.model, generation.request.sampling
     prompt = generation.request.prompt.tolist()

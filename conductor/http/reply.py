@@ -1,7 +1,7 @@
-"""Reading bodies and sending answers: checked bodies, and replies that notice when the client hangs up.
+"""Reading bodies and sending answers: validated bodies, and replies that notice a client's disconnect.
 
-An answer that waits for tokens runs beside a task that waits for the client's disconnect; when that comes first, the
-call is aborted at its workers, and the reply ends by itself. So nothing is cancelled from outside.
+An answer waiting for tokens runs alongside a task waiting for the client's disconnect; if the disconnect comes first,
+the call is aborted at its workers, and the reply ends by itself. So nothing is cancelled from outside.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.web.bodies import DEADLINE_S, STALL_S, IncomingBody, pieces
 from tanghulu.web.errors import BadField, WrongContentType, body_of, from_validation, log_failure, status_of
 
-#: Names of the prompt in the code that all APIs share.
+#: Names of the prompt in the code shared by all APIs.
 _PROMPT_FIELDS = ("prompt", "messages")
 B = TypeVar("B", bound=Body)
 M = TypeVar("M", bound=BaseModel)
@@ -46,14 +46,14 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """The whole body. Raises BodyTooLarge as soon as it is known to be longer than ``limit_bytes``, and BodyTooSlow."""
+    """Return the whole body. Raises BodyTooLarge once it is known to exceed ``limit_bytes``, and BodyTooSlow."""
     incoming = IncomingBody(request.scope, request.receive, STALL_S, DEADLINE_S)
     return b"".join([piece async for piece in pieces(incoming, limit_bytes)])
 
 
 @contextlib.asynccontextmanager
 async def reading(request: Request, service: Service, model: type[B]) -> AsyncIterator[B]:
-    """The body as ``model``; it has its place in the room for bodies until the block ends, so tokenise inside.
+    """Parse the body as ``model``; it keeps its place in the room for bodies until the block ends, so tokenise inside.
 
     Raises BadField, ContextLengthExceeded, BodyTooLarge, BodyTooSlow, BodiesFull, WrongContentType.
     """
@@ -75,7 +75,7 @@ async def reading(request: Request, service: Service, model: type[B]) -> AsyncIt
 
 @contextlib.contextmanager
 def _prompt_named(body: Body) -> Iterator[None]:
-    """Have an error about the prompt name the field of ``body`` that has it."""
+    """Have an error about the prompt name the field of ``body`` that contains it."""
     try:
         yield
     except InvalidRequest as error:
@@ -85,7 +85,7 @@ def _prompt_named(body: Body) -> Iterator[None]:
 
 
 def note_sender(body: RoutedBody, request: Request) -> None:
-    """Have ``body`` know whose it is."""
+    """Record the owner of ``body``."""
     state = request.scope.get("state", {})
     origin = None
     if "trace" in state:
@@ -100,7 +100,7 @@ def _sender(request: Request) -> str:
 
 
 def check_content_type(request: Request) -> None:
-    """Reject a body that is declared not to be plain JSON. Raises WrongContentType."""
+    """Reject a body declared as other than plain JSON. Raises WrongContentType."""
     coding = request.headers.get("content-encoding", "").strip().lower()
     if coding not in ("", "identity"):
         raise WrongContentType(f"the body has content-encoding {coding[:64]!r}; send it without compression")
@@ -111,7 +111,7 @@ def check_content_type(request: Request) -> None:
 
 
 async def parse_held(model: type[B], body: bytes | memoryview, service: Service, held: contextlib.ExitStack) -> B:
-    """``body`` as ``model``, parsed in a thread where it is long; its values have room until the end of ``held``.
+    """Parse ``body`` as ``model``, in a thread if it is long; its values have room until the end of ``held``.
 
     Raises BadField, ContextLengthExceeded, BodiesFull.
     """
@@ -125,7 +125,7 @@ async def parse_held(model: type[B], body: bytes | memoryview, service: Service,
 
 
 async def parse(model: type[M], body: bytes) -> M:
-    """``body`` as ``model``, parsed in a thread where it is long. Raises BadField."""
+    """Parse ``body`` as ``model``, in a thread if it is long. Raises BadField."""
     is_large = len(body) > INLINE_BYTES
     await made_ready(is_large, check_marks, body)
     return await made_ready(is_large, _parse, model, body)
@@ -140,7 +140,7 @@ def _parse(model: type[M], body: bytes) -> M:
 
 
 def parse_fields(model: type[B], body: bytes | memoryview) -> B:
-    """``body`` as ``model``, without fields that it does not have. Raises BadField."""
+    """Parse ``body`` as ``model``, and drop foreign fields. Raises BadField."""
     with _faults_named():
         given = _decoded(body)
         if not isinstance(given, dict):
@@ -151,13 +151,13 @@ def parse_fields(model: type[B], body: bytes | memoryview) -> B:
 
 
 def _decoded(body: bytes | memoryview) -> Any:
-    """The JSON value of ``body``, which may begin with a byte order mark."""
+    """Return the JSON value of ``body``, which may begin with a byte order mark."""
     return msgspec.json.decode(body[len(BOM_UTF8) :] if body[: len(BOM_UTF8)] == BOM_UTF8 else body)
 
 
 @contextlib.contextmanager
 def _faults_named() -> Iterator[None]:
-    """Faults of a body as BadField."""
+    """Convert validation errors of a body to BadField."""
     try:
         yield
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -167,34 +167,34 @@ def _faults_named() -> Iterator[None]:
 
 
 def event(payload: str) -> bytes:
-    """One server-sent event."""
+    """Format one server-sent event."""
     return f"data: {payload}\n\n".encode()
 
 
 _encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
-#: Values of a list that are encoded at one time, where there are many.
+#: Values encoded at a time in a long list.
 _SLICE_VALUES = 256
 
 
-#: What many clients take for the end of a line of a stream, and JSON has as it is.
+#: Characters that JSON leaves as they are, but many clients treat as the end of a line of a stream.
 _LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 def dumps(value: Any) -> str:
-    """JSON as compact as OpenAI's, in which no character ends a line by anybody's rules."""
+    """Return JSON as compact as OpenAI's, without characters that any client treats as the end of a line."""
     return in_lines(_encoder.encode(value))
 
 
 def in_lines(text: str) -> str:
-    """``text``, of JSON, with no character in it that ends a line, but for those between the events of a stream."""
+    """Return the JSON ``text`` with all line-ending characters escaped, except those between events of a stream."""
     if not text.isascii():
-        for character, escaped in _LINE_ENDS.items():  # ``translate`` would look at each character by itself
+        for character, escaped in _LINE_ENDS.items():  # ``translate`` would look up every single character
             text = text.replace(character, escaped)
     return text
 
 
 def dumps_large(value: Any) -> bytes:
-    """JSON as of ``dumps``, encoded in slices, for a thread: an encoder keeps the interpreter to itself."""
+    """Encode JSON as ``dumps`` does, but in slices, for use in a thread: an encoder holds the interpreter lock."""
     if not isinstance(value, dict | list):
         return dumps(value).encode()
     if isinstance(value, dict):
@@ -207,13 +207,13 @@ def dumps_large(value: Any) -> bytes:
 
 
 async def hung_up(receive: Receive) -> None:
-    """Wait until the client is gone."""
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class _Watched(Response, ABC):
-    """A reply that watches for the client's disconnect; calls ``done`` when it is over."""
+    """A reply that watches for the client's disconnect; calls ``done`` at its end."""
 
     def __init__(self, call: GenerationCall, done: Callable[[GenerationCall], None]) -> None:
         super().__init__()
@@ -240,25 +240,25 @@ class _Watched(Response, ABC):
 
 
 def last_events(error: TanghuluError, **beside: Any) -> bytes:
-    """The end of a stream that ``error`` has cut short; ``beside`` says how the sequences ended that had not."""
+    """Return the end of a stream cut short by ``error``; ``beside`` has the ends of the unfinished sequences."""
     return event(dumps({**body_of(error), **beside})) + DONE
 
 
 class StreamedAnswer(Protocol):
-    """Turns what the sequences of a call bring into server-sent events."""
+    """Converts the output of a call's sequences to server-sent events."""
 
     def take(self, index: int, delta: TextDelta) -> bytes:
-        """The events for the next delta of a sequence; may be none."""
+        """Return the events for the next delta of a sequence; may be empty."""
 
     def end(self) -> bytes:
-        """The events behind the last delta of all sequences."""
+        """Return the events after the last delta of all sequences."""
 
     def failed(self, error: TanghuluError) -> bytes:
-        """The last events of a stream that an error has cut short."""
+        """Return the last events of a stream cut short by an error."""
 
 
 class EventStream(_Watched):
-    """Server-sent events; those that are ready together leave in one write.
+    """Server-sent events; those ready at the same time are sent in one write.
 
     An error before the first one becomes an HTTP error, a later one an event.
     """
@@ -281,7 +281,7 @@ class EventStream(_Watched):
         await send({"type": "http.response.body", "body": piece, "more_body": False})
 
     async def _next(self) -> bytes:
-        """The next events, at least one."""
+        """Return the next events, at least one."""
         piece = b""
         while not piece:
             taken = await self._call.read()
@@ -295,7 +295,7 @@ class EventStream(_Watched):
 
 
 class JsonWhenDone(_Watched):
-    """A JSON body that is computed while the client waits; bytes are sent as they are."""
+    """A JSON body computed while the client waits; bytes are sent unchanged."""
 
     def __init__(
         self, call: GenerationCall, done: Callable[[GenerationCall], None], compute: Callable[[], Awaitable[Any]]

@@ -1,4 +1,4 @@
-"""SGLang's routes: /generate, /abort_request, /flush_cache, and what it tells of model and server."""
+"""SGLang's routes: /generate, /abort_request, /flush_cache, and information on model and server."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tanghulu.session.outputs import FinishReason, TokenLogprobs
 from tanghulu.version import __version__
 from tanghulu.web.errors import status_of
 
-#: A cumulative stream says all of its text again in each event. So an event waits until the answer has grown by this
-#: share of itself, which every token does at first: a text of n characters then costs 256 n bytes, and not n^2.
+#: A cumulative stream repeats its whole text in each event. So an event waits until the answer has grown by this
+#: share of itself, which at first every token does: a text of n characters then costs 256 n bytes instead of n^2.
 GROWTH_SHARE: Final = 256
 
 
 def router(service: Service) -> APIRouter:
-    """The routes."""
+    """Build the routes."""
     api = APIRouter()
 
     @api.post("/generate")
@@ -48,26 +48,26 @@ def router(service: Service) -> APIRouter:
 
     @api.post("/abort_request")
     async def abort_request(request: Request) -> dict[str, Any]:
-        """End a request by its rid (or by the id of an OpenAI answer), whichever conductor has it."""
+        """End a request by its rid (or by the id of an OpenAI answer), on whichever conductor has it."""
         async with reading(request, service, AbortBody) as body:
             key = request.scope.get("state", {}).get("api_key")
             return {"aborted": await service.abort(None if body.abort_all else body.rid, key)}
 
     @api.post("/flush_cache")
     async def flush_cache() -> dict[str, Any]:
-        """Make all workers forget their unreferenced blocks; the store keeps its chunks."""
+        """Have all workers drop their unreferenced blocks; the store keeps its chunks."""
         return {"success": True, "num_blocks": await service.dispatcher.registry.drop_caches()}
 
     @api.get("/model_info")
     @api.get("/get_model_info")
     async def model_info() -> dict[str, Any]:
-        """The first model that is served, under SGLang's names."""
+        """Return the first served model, under SGLang's names."""
         return _model_info(await service.find_model(None))
 
     @api.get("/server_info")
     @api.get("/get_server_info")
     async def server_info() -> dict[str, Any]:
-        """The models and workers that are served from here, and what is under way."""
+        """Return the models and workers served here, and the work in progress."""
         registry = service.dispatcher.registry
         models = [_model_info(model) for model in registry.served()]
         return {
@@ -104,7 +104,7 @@ def _model_info(model: ServedModel) -> dict[str, Any]:
 
 
 def _call_names(body: GenerateBody, num_choices: int) -> tuple[str, Sequence[str]]:
-    """The id of a call, and the names of its sequences where the client gives a list of them."""
+    """Return the id of a call, and the names of its sequences if the client lists them."""
     if not isinstance(body.rid, list):
         return body.rid or uuid.uuid4().hex, ()
     numbers = [f"-{choice}" for choice in range(num_choices)] if num_choices > 1 else [""]
@@ -112,7 +112,7 @@ def _call_names(body: GenerateBody, num_choices: int) -> tuple[str, Sequence[str
 
 
 class _Answer:
-    """One sequence of a call as /generate shows it, growing: JSON that is not closed, so nothing is written twice."""
+    """One growing sequence of a call in /generate's format: unclosed JSON, so that nothing is written twice."""
 
     def __init__(self) -> None:
         self.text = bytearray()
@@ -146,12 +146,12 @@ class _Answer:
 
     @property
     def is_due(self) -> bool:
-        """Whether a cumulative stream shows it now."""
+        """Whether a cumulative stream should show it now."""
         return self.finish is not None or self.num_bytes >= self.shown_bytes + self.shown_bytes // GROWTH_SHARE
 
 
 class _Reader:
-    """Reads a call to its end. Texts in a stream are cumulative, as SGLang's are, unless ``deltas`` are asked for."""
+    """Reads a call to its end. Streamed texts are cumulative, as in SGLang, unless ``deltas`` are requested."""
 
     def __init__(self, call: GenerationCall, is_batch: bool, body: GenerateBody) -> None:
         self._call = call
@@ -173,12 +173,12 @@ class _Reader:
         return DONE
 
     def failed(self, error: TanghuluError) -> bytes:
-        """How the answer ended that an error has cut short."""
+        """Return the end of an answer cut short by an error."""
         reason = {"type": "abort", "message": error.message, "status_code": status_of(error)}
         return last_events(error, meta_info={"id": self._call.id, "finish_reason": reason})
 
     async def whole(self) -> bytes:
-        """One answer, or a list of them for a batch."""
+        """Return one answer, or a list of them for a batch."""
         while not self._call.ended:
             for index, delta in await self._call.read():
                 self._take(index, delta)
@@ -197,7 +197,7 @@ class _Reader:
         return answer
 
     def _logprobs(self, one: TokenLogprobs, num_requested: int) -> tuple[str, str, str]:
-        """The generated token, the most likely ones, and those asked for by id, as (logprob, id, text) each."""
+        """Return the generated token, the most likely ones, and those requested by id, as (logprob, id, text) each."""
         bytes_of = self._call.model.detokenizers.token_bytes
         entries = [
             [logprob, token, bytes_of(token).decode(errors="replace") if self._with_text else None]
@@ -236,7 +236,7 @@ class _Reader:
         return b"".join([*parts, b"}", number, b"}"])
 
     def _input(self, answer: _Answer, generation: Generation) -> dict[str, str]:
-        """Show the prompt's log probabilities: in the first event and, where each has all so far, in the last."""
+        """Return the prompt's log probabilities: in the first event and, if each event is cumulative, in the last."""
         shows = answer.shows_input or (answer.finish is not None and not self._deltas)
         answer.shows_input = False
         found = sglang_input_logprobs(generation, self._with_text) if shows else {}

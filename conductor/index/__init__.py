@@ -1,1 +1,1 @@
-"""The prefix index, which knows the holders of each prefix, and the events that feed it."""
+"""The prefix index, which maps each prefix to its holders, and the events that feed it."""

@@ -1,9 +1,8 @@
-"""Cache events into the prefix indexes: the workers' own, and the store's directory.
+"""Apply cache events to the prefix indexes: the workers' own events, and the store's directory.
 
-Owns both indexes and the sequence numbers of the workers' events. A worker's events are numbered; where a number is
-missing the index of that worker cannot be trusted, so its events are left out until a snapshot has come. The session,
-and with it the worker's requests, goes on.
-The directory's follower repairs its own gaps and begins again with RESET.
+Owns both indexes and the sequence numbers of the workers' events. A worker's events are numbered; if a number is
+missing, the index of that worker cannot be trusted, so its events are skipped until a snapshot arrives. The session,
+and with it the worker's requests, continues. The directory's follower repairs its own gaps and restarts with RESET.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from tanghulu.types import Address, BlockHash, Fingerprint, InstanceId, parse_kv
 
 _log = structlog.get_logger(__name__)
 KEY_PREFIX = "kv/"
-#: Models of which it is remembered that their blocks are several chunks.
+#: Most models remembered as having several chunks per block.
 MAX_MODELS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """The holders of a prompt's blocks: hit blocks of each worker, and of the store as a whole."""
+    """Holders of a prompt's blocks: hit blocks of each worker, and of the store as a whole."""
 
     workers: dict[InstanceId, int]
     store: int
 
 
 class CacheMirror:
-    """The mirror of all caches: the blocks of each worker and of each store node."""
+    """A mirror of all caches: the blocks of each worker and of each store node."""
 
     def __init__(self, num_shards: int = DEFAULT_SHARDS) -> None:
         self.workers = PrefixIndex()
@@ -46,7 +45,7 @@ class CacheMirror:
         self.store = PrefixIndex()
         self.directory_synced = False
         self._next_sequence: dict[InstanceId, int] = {}
-        #: Workers whose events are left out until their snapshot comes.
+        #: Workers whose events are skipped until their snapshot arrives.
         self._behind: set[InstanceId] = set()
         self._num_parts: dict[str, int] = {}
 
@@ -54,18 +53,18 @@ class CacheMirror:
         return Hits(self.workers.match(block_hashes), self.store.leading_blocks(block_hashes))
 
     def num_parts(self, fingerprint: Fingerprint) -> int:
-        """Number of chunks that the store has of one block of the model: one for each tensor-parallel rank."""
+        """Return the number of chunks per block of the model in the store: one for each tensor-parallel rank."""
         return self._num_parts.get(fingerprint[:8].hex(), 1)
 
     def welcome(self, worker: InstanceId, welcome: SessionWelcome) -> None:
-        """Begin a session: its snapshot replaces all that was known of the worker."""
+        """Begin a session: its snapshot replaces everything recorded of the worker."""
         self._behind.discard(worker)
         self._put(Cleared(worker))
         self._put(Stored(worker, welcome.cached_blocks))
         self._next_sequence[worker] = welcome.event_sequence
 
     def snapshot(self, worker: InstanceId, welcome: SessionWelcome) -> None:
-        """Correct the mirror by a snapshot of a session that goes on."""
+        """Correct the mirror from a snapshot of a continuing session."""
         if worker in self._behind:
             self.welcome(worker, welcome)
             return
@@ -75,9 +74,9 @@ class CacheMirror:
         self._next_sequence[worker] = welcome.event_sequence
 
     def worker_events(self, worker: InstanceId, first_sequence: int, changes: Sequence[KvChange]) -> bool:
-        """Take the events of one step; False if events in front of them were lost, for which a snapshot is to be asked.
+        """Apply the events of one step; False if earlier ones were lost, so that a snapshot must be requested.
 
-        Until it has come the worker's events are left out.
+        The worker's events are skipped until it arrives.
         """
         expected = self._next_sequence[worker]
         if worker in self._behind:
@@ -103,7 +102,7 @@ class CacheMirror:
         self._behind.discard(worker)
 
     async def apply_events(self) -> None:
-        """Apply waiting events until cancelled, a slice at a time, so that the loop's other work gets its turn."""
+        """Apply queued events until cancelled, a slice at a time, so that other work of the loop gets its turn."""
         while True:
             await self._waiting.wait()
             self._waiting.clear()
@@ -111,7 +110,7 @@ class CacheMirror:
                 await asyncio.sleep(0)
 
     def directory_event(self, event: DirectoryEvent) -> None:
-        """Take one event of the master's directory; holders are store nodes."""
+        """Apply one event of the master's directory; holders are store nodes."""
         holder = InstanceId(event.node_id)
         match event.kind:
             case DirectoryEventKind.RESET:
@@ -127,7 +126,7 @@ class CacheMirror:
                 self.directory_synced = True
 
     async def follow_master(self, master: Masters | Address) -> None:
-        """Mirror the directory of the master, or of all that share the keys, until cancelled."""
+        """Mirror the directory of the master, or of all masters sharing the keys, until cancelled."""
         async for batch in follow_directory(master, KEY_PREFIX, self.store.max_blocks):
             for event in batch:
                 self.directory_event(event)
@@ -140,7 +139,7 @@ class CacheMirror:
         assert set(self.workers.holders) - self.events.waiting_holders() <= set(self._next_sequence)
 
     def _stored_blocks(self, keys: Sequence[str]) -> list[BlockHash]:
-        """The blocks that ``keys`` name. Of a tensor-parallel block rank 0's part stands for all."""
+        """Return the blocks named by ``keys``. Of a tensor-parallel block, rank 0's part stands for all."""
         blocks = []
         for model, block, part in filter(None, map(parse_kv_chunk_key, keys)):
             if part == 0:
@@ -155,6 +154,6 @@ class CacheMirror:
 
 
 def _blocks(keys: Sequence[str]) -> list[BlockHash]:
-    """The blocks that ``keys`` name. Of a tensor-parallel block rank 0's part stands for all."""
+    """Return the blocks named by ``keys``. Of a tensor-parallel block, rank 0's part stands for all."""
     parsed = (parse_kv_chunk_key(key) for key in keys)
     return [what[1] for what in parsed if what is not None and what[2] == 0]

@@ -1,10 +1,10 @@
-"""A cache of block hashes of earlier prompts: the next turn of a session is not hashed block by block again.
+"""A cache of block hashes of earlier prompts, so that the next turn of a session is not rehashed block by block.
 
-Owns a bounded table: run of RUN_BLOCKS blocks behind a parent -> their hashes, the least recently used ones forgotten.
-A run's key is its parent with *one* hash over all its tokens, of the same function as the block hashes, so a wrong
-answer is as unlikely as two blocks of one name. Example with blocks of 64 tokens: a session of 8,192 tokens is two
-runs; its next turn of 8,448 costs two hashes over 16 KiB (half a microsecond each) and four block hashes, instead of
-132. Behind the first run that is unknown all are, as each key holds the hash of the block in front.
+Owns a bounded table with LRU eviction: run of RUN_BLOCKS blocks after a parent -> their hashes. A run's key is its
+parent with *one* hash over all its tokens, by the same function as the block hashes, so a wrong answer is as unlikely
+as two blocks with the same name. Example with blocks of 64 tokens: a session of 8,192 tokens is two runs; its next turn
+of 8,448 costs two hashes over 16 KiB (half a microsecond each) and four block hashes, instead of 132. After the first
+unknown run all are unknown, as each key contains the hash of the preceding block.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ RUN_BLOCKS = 64
 #: 32 M tokens in blocks of 64; each run takes 5 kB.
 DEFAULT_MAX_RUNS = 8192
 
-#: Parent, hash of the run's tokens, tokens of a block, name of the hash.
+#: Parent, hash of the run's tokens, tokens per block, name of the hash.
 _Key = tuple[BlockHash, BlockHash, int, str]
 
 
 class HashCache:
-    """The cache; give its ``chain`` to a TokenSequence. One cache serves all tenants and block sizes."""
+    """The cache; pass its ``chain`` to a TokenSequence. One cache serves all tenants and block sizes."""
 
     def __init__(self, max_runs: int = DEFAULT_MAX_RUNS) -> None:
         assert max_runs > 0
@@ -61,7 +61,7 @@ class HashCache:
         assert all(len(hashes) == RUN_BLOCKS for hashes in self._runs.values())
 
     def _remember(self, key: _Key, behind: memoryview, hashes: list[BlockHash]) -> None:
-        """The runs of ``hashes``: the first is ``key``'s, ``behind`` are the bytes of those that follow."""
+        """Store the runs of ``hashes``: the first under ``key``; ``behind`` are the bytes of the following runs."""
         _, _, block_tokens, algorithm = key
         digest, size = hash_function(algorithm), RUN_BLOCKS * block_tokens * TOKEN_BYTES
         for number in range(len(hashes) // RUN_BLOCKS):

@@ -1,8 +1,8 @@
-"""Holders as small numbers, so that a set of holders is an int, with the number of blocks that each holds.
+"""Holders as small numbers, so that a set of holders is an int, with the number of blocks held by each.
 
-Owns the mapping holder <-> slot and the counts. A slot is free again when its holder holds nothing; the lowest free
-one is given next, so that sets stay small ints while workers come and go. With workers a, b, c in slots 0, 1, 2 the
-set {a, c} is 0b101; when b has left, a new worker d gets slot 1.
+Owns the mapping holder <-> slot and the counts. A slot is free again when its holder holds nothing; the lowest free one
+is assigned next, so that sets stay small ints while workers come and go. With workers a, b, c in slots 0, 1, 2 the set
+{a, c} is 0b101; after b leaves, a new worker d gets slot 1.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import heapq
 from tanghulu.conductor.index.nodes import slots
 from tanghulu.types import InstanceId
 
-#: Sets whose names are remembered; beyond it remembering starts anew.
+#: Sets whose names are cached; the cache is cleared when full.
 MAX_NAMED_SETS = 4096
 
 
 class HolderSlots:
-    """holder <-> slot, and how many blocks each holds."""
+    """Mapping holder <-> slot, and the number of blocks of each holder."""
 
     def __init__(self) -> None:
         self._slot_of: dict[InstanceId, int] = {}
@@ -32,22 +32,22 @@ class HolderSlots:
         return list(self._slot_of)
 
     def find(self, holder: InstanceId) -> int | None:
-        """The slot of ``holder``; None if it holds nothing."""
+        """Return the slot of ``holder``; None if it holds nothing."""
         return self._slot_of.get(holder)
 
     def num_blocks(self, holder: InstanceId) -> int:
-        """Blocks that ``holder`` holds."""
+        """Return the number of blocks held by ``holder``."""
         slot = self._slot_of.get(holder)
         return 0 if slot is None else self._num_blocks[slot]
 
     def at(self, slot: int) -> InstanceId:
-        """The holder in a slot that is taken."""
+        """Return the holder in an occupied slot."""
         holder = self._holder_at[slot]
         assert holder is not None
         return holder
 
     def take(self, holder: InstanceId) -> int:
-        """The slot of ``holder``, a new one if it has none: then the caller must `count` its first blocks next."""
+        """Return the slot of ``holder``, assigning one if needed: the caller must then `count` its first blocks."""
         slot = self._slot_of.get(holder)
         if slot is not None:
             return slot
@@ -62,7 +62,7 @@ class HolderSlots:
         return slot
 
     def count(self, slot: int, num_blocks: int) -> int:
-        """Add ``num_blocks`` (may be negative) to the slot's count and return the sum. At 0 the holder is forgotten."""
+        """Add ``num_blocks`` (may be negative) to the slot's count and return the sum. At 0 the holder is removed."""
         self._num_blocks[slot] += num_blocks
         if not self._num_blocks[slot]:
             del self._slot_of[self.at(slot)]

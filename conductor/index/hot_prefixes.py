@@ -1,14 +1,14 @@
-"""Prefixes that requests fetch more often than their holders should serve, so that they are copied ahead. Pure.
+"""Prefixes fetched more often than their holders should serve, to be copied in advance. Pure.
 
-A request that is sent to a worker which lacks a prefix fetches it. Counted are the prefixes of certain lengths (4, 6,
-8, 12, 16, 24 … blocks, each by its last hash, which stands for all in front) that end in what it fetches; counts halve
-in HALF_LIFE_S. A prefix that is fetched ``rate_per_holder`` times a second and more shall have enough holders that each
-serves no more than that, MAX_HOLDERS at most. Of hot prefixes of one chain the longest is asked for, and a shorter one
-only where it needs more holders.
+A request sent to a worker without its prefix fetches that prefix. The index counts prefixes of certain lengths (4, 6,
+8, 12, 16, 24 … blocks, each identified by its last hash) that end within the fetched blocks; counts halve every
+HALF_LIFE_S. A prefix fetched at least ``rate_per_holder`` times a second should have enough holders that each serves no
+more than that rate, MAX_HOLDERS at most. Of the hot prefixes of one chain, copies are requested of the longest, and of
+a shorter one only if it needs more holders.
 
-Example with a rate of 10: an agent's prompt of 100 blocks begins to be fetched 25 times a second, by requests of
-different tails. Its first 4, 6, … 96 blocks are hot; three holders are asked for of the 96. Requests that find it in
-their worker's cache ask nobody, so they do not count.
+Example with a rate of 10: an agent's prompt of 100 blocks is fetched 25 times a second, by requests with different
+tails. Its first 4, 6, … 96 blocks are hot; three holders are requested for the 96. Requests that hit their worker's own
+cache fetch nothing, so they do not count.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from typing import Any, Generic, TypeVar
 H = TypeVar("H", bound=Hashable)
 
 HALF_LIFE_S = 5.0
-#: A steady rate r makes a count of r times this.
+#: A steady rate r gives a count of r times this.
 _COUNT_S = HALF_LIFE_S / math.log(2)
-#: Prefixes that are counted; the one that was not fetched for longest is forgotten first.
+#: Prefixes counted; the one not fetched for longest is dropped first.
 MAX_PREFIXES = 4096
 MAX_HOLDERS = 4
 FIRST_BLOCKS, MAX_BLOCKS = 4, 4096
-#: Seconds for which copies are asked for, and after which they are asked for again while they are wanted.
+#: Seconds for which copies are requested, and after which they are requested again while needed.
 ASK_S, AGAIN_S = 30.0, 10.0
-#: Blocks that one round asks for at most.
+#: Upper limit of blocks requested in one round.
 MAX_ASKED_BLOCKS = 8192
-#: Fetches a second of a prefix that is shown to people.
+#: Lowest fetches per second of a prefix shown to people.
 MIN_SHOWN_RATE = 0.01
 
 _LENGTHS = sorted({n for k in range(2, 12) for n in (1 << k, 3 << k - 1) if FIRST_BLOCKS <= n <= MAX_BLOCKS})
@@ -40,7 +40,7 @@ _LENGTHS = sorted({n for k in range(2, 12) for n in (1 << k, 3 << k - 1) if FIRS
 
 @dataclass(frozen=True, slots=True)
 class WantedCopies(Generic[H]):
-    """A request for copies: ``num_holders`` nodes shall hold ``blocks``, of the model with this fingerprint."""
+    """A request for copies: ``num_holders`` nodes should hold ``blocks``, of the model with this fingerprint."""
 
     fingerprint: bytes
     blocks: tuple[H, ...]
@@ -53,12 +53,12 @@ class _Prefix(Generic[H]):
     num_blocks: int
     count: float = 0.0
     counted_s: float = 0.0
-    blocks: tuple[H, ...] = ()  # once it is hot
+    blocks: tuple[H, ...] = ()  # set once it is hot
     asked_s: float = -math.inf
 
 
 class HotPrefixes(Generic[H]):
-    """Counts fetches of prefixes and finds the hot ones. A ``rate_per_holder`` of 0 counts nothing."""
+    """Counts fetches of prefixes and finds the hot ones. A ``rate_per_holder`` of 0 disables counting."""
 
     def __init__(self, rate_per_holder: float) -> None:
         assert rate_per_holder >= 0
@@ -81,9 +81,9 @@ class HotPrefixes(Generic[H]):
             self._prefixes.popitem(last=False)
 
     def wanted(self, now_s: float, num_holders: Callable[[Sequence[H]], int]) -> list[WantedCopies[H]]:
-        """The copies to ask for now; ``num_holders`` tells how many nodes hold all of some blocks.
+        """Return the copies to request now; ``num_holders`` returns how many nodes hold all of the given blocks.
 
-        A prefix is asked for again after AGAIN_S as long as it is hot, whichever nodes hold it by then.
+        A prefix is requested again after AGAIN_S while it is hot, whichever nodes hold it by then.
         """
         copies: list[WantedCopies[H]] = []
         covered: dict[H, int] = {}
@@ -102,7 +102,7 @@ class HotPrefixes(Generic[H]):
         return copies
 
     def hottest(self, num_prefixes: int, now_s: float) -> list[dict[str, Any]]:
-        """The prefixes that are fetched most often, for people; of one chain the longest of those fetched as often."""
+        """Return the most often fetched prefixes, for people; of equally hot ones of one chain, the longest."""
         rated = [(self._rate_of(prefix, now_s), prefix.num_blocks, last) for last, prefix in self._prefixes.items()]
         rated.sort(key=lambda each: (-round(each[0], 2), -each[1]))
         return [
@@ -136,7 +136,7 @@ class HotPrefixes(Generic[H]):
         return hot
 
     def _rate_of(self, prefix: _Prefix[H], now_s: float) -> float:
-        """The fetches of a prefix a second."""
+        """Return the fetches per second of a prefix."""
         return self._count_of(prefix, now_s) / _COUNT_S
 
     def _count_of(self, prefix: _Prefix[H], now_s: float) -> float:

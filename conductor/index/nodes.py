@@ -1,19 +1,19 @@
-"""A node of the prefix index: a stretch of blocks, and for each holder a bitmap of those it has.
+"""A node of the prefix index: a stretch of blocks, and for each holder a bitmap of the blocks it has.
 
-Owns the blocks' order, the bitmaps and what is *proven* of the order. Does not know hashes' nodes, holders' names or
-events; a holder is a slot number here, a set of holders an int with the bits of their slots.
+Owns the blocks' order, the *proven* part of that order, and the bitmaps. Independent of the hash table, holders' names
+and events; here a holder is a slot number, and a set of holders an int with the bits of their slots.
 
 Bit p of a bitmap stands for ``blocks[p]``. Holders of the whole node are bits of ``full`` alone; the others have a
-bitmap in ``partial``. Of a node of 5 blocks that slot 0 holds all of and slot 3 all but ``blocks[2]``:
+bitmap in ``partial``. A node of 5 blocks, of which slot 0 holds all and slot 3 all but ``blocks[2]``, has
 
     full = 0b0001, partial = {3: 0b11011}
 
-and slot 3's leading run is the number of trailing ones, 2. Cutting and joining nodes are shifts of such ints.
+Slot 3's leading run is the number of trailing ones, 2. Nodes are cut and joined by shifting such ints.
 
-The first ``chained`` blocks are known to follow each other on one chain, since a prompt was compared with them. What
-is behind them stands in the order in which it was told, which may mean nothing.
+The first ``chained`` blocks are known to follow each other on one chain, since a prompt was compared with them. Blocks
+after them are in the order in which they were reported, which may mean nothing.
 
-``answer`` is the index's: the leading run of each holder by name; None once blocks or a bitmap have changed.
+``answer`` belongs to the index: the leading run of each holder by name; None once blocks or a bitmap have changed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from collections.abc import Iterator
 
 from tanghulu.types import BlockHash, InstanceId
 
-#: Up to this many blocks are compared one by one even where the order is proven: it costs no more than a bisection.
+#: Up to this many blocks are compared one by one even in a proven order: it costs no more than a bisection.
 COMPARED_BLOCKS = 32
 
 
 def slots(holders: int) -> Iterator[int]:
-    """The slots whose bits are set, lowest first: 0b1001 is 0, 3."""
+    """Yield the slots whose bits are set, lowest first: 0b1001 gives 0, 3."""
     while holders:
         lowest = holders & -holders
         yield lowest.bit_length() - 1
@@ -35,12 +35,12 @@ def slots(holders: int) -> Iterator[int]:
 
 
 def leading_ones(bits: int) -> int:
-    """The number of leading ones, the first blocks that are held: 3 of 0b10111."""
+    """Return the number of leading held blocks, the trailing ones of ``bits``: 3 for 0b10111."""
     return (bits ^ (bits + 1)).bit_length() - 1
 
 
 def ranges(bits: int) -> Iterator[tuple[int, int]]:
-    """The runs of ones as (start, stop), highest first: 0b110011 is (4, 6), (0, 2)."""
+    """Yield the runs of ones as (start, stop), highest first: 0b110011 gives (4, 6), (0, 2)."""
     while bits:
         stop = bits.bit_length()
         start = (((1 << stop) - 1) & ~bits).bit_length()
@@ -88,22 +88,22 @@ class IndexNode:
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
-        """Slot, the slot's bit and the leading run of each holder with a bitmap; kept until a bitmap changes."""
+        """Slot, bit and leading run of each holder with a bitmap; cached until a bitmap changes."""
         if self._runs is None:
             self._runs = [(slot, 1 << slot, leading_ones(bits)) for slot, bits in self.partial.items()]
         return self._runs
 
     def leads(self, chain: list[BlockHash]) -> bool:
-        """Return whether ``chain`` surely begins with all blocks of the node. ``chain[0]`` is one of them."""
+        """Return whether ``chain`` certainly begins with all blocks of the node. ``chain[0]`` is one of them."""
         num = len(self.blocks)
         return self.chained == num <= len(chain) and chain[num - 1] == self.blocks[-1]
 
     def ends_backwards(self, blocks: list[BlockHash]) -> bool:
-        """Return whether every holder has the whole node, and it ends with ``blocks``, the last one first."""
+        """Return whether every holder has the whole node, and the node ends with ``blocks`` in reverse order."""
         return not self.partial and self.blocks[: -len(blocks) - 1 : -1] == blocks
 
     def shorten(self, num_blocks: int) -> list[BlockHash]:
-        """Take the last ``num_blocks`` (not all) out of a node that every holder has whole; returns them."""
+        """Remove the last ``num_blocks`` (not all) from a node held whole by every holder; return them."""
         gone = self.blocks[-num_blocks:]
         del self.blocks[-num_blocks:]
         self.chained = min(self.chained, len(self.blocks))
@@ -111,21 +111,21 @@ class IndexNode:
         return gone
 
     def num_partial_if(self, behind: IndexNode) -> int:
-        """The number of holders that would have a bitmap if ``behind`` were joined."""
+        """Return the number of holders that would have a bitmap if ``behind`` were joined."""
         return ((self.holders | behind.holders) & ~(self.full & behind.full)).bit_count()
 
     def ahead(self, blocks: list[BlockHash]) -> tuple[int, int]:
-        """(place, how many) of a front part of ``blocks`` that reaches its end or the node's; (0, 0) if none does."""
+        """Return (place, number) of a leading part of ``blocks`` reaching its end or the node's; else (0, 0)."""
         own = self.blocks
         first = 0 if blocks[0] == own[0] else own.index(blocks[0])
         num = min(len(blocks), len(own) - first)
         return (first, num) if own[first : first + num] == blocks[:num] else (0, 0)
 
     def stretch(self, blocks: list[BlockHash], held: int = 0) -> int:
-        """The bitmap of ``blocks`` if they are a stretch, backwards (as tails are evicted) or ahead; else 0.
+        """Return the bitmap of ``blocks`` if they are a stretch, forwards or backwards (evicted from the tail); else 0.
 
-        ``blocks[0]`` is in the node. ``held``: the bitmap of who tells them; who evicts from the tail begins with the
-        last block that it holds, which saves the search.
+        ``blocks[0]`` is in the node. ``held``: the bitmap of the reporting holder; eviction from the tail begins with
+        the last block held, which saves the search.
         """
         own, num = self.blocks, len(blocks)
         first = held.bit_length() - 1
@@ -137,7 +137,7 @@ class IndexNode:
         return ((1 << num) - 1) << first if own[first : first + num] == blocks else 0
 
     def positions(self, blocks: list[BlockHash]) -> int:
-        """The bitmap of ``blocks``, all of which are in the node, in any order."""
+        """Return the bitmap of ``blocks``, all of which are in the node, in any order."""
         place_of = {block: place for place, block in enumerate(self.blocks)}
         bits = 0
         for place in map(place_of.__getitem__, blocks):
@@ -145,13 +145,13 @@ class IndexNode:
         return bits
 
     def hold(self, slot: int, bits: int) -> int:
-        """Add ``bits`` to the blocks of ``slot``; returns how many of them are new."""
+        """Add ``bits`` to the blocks of ``slot``; return how many of them are new."""
         before = self.bits(slot)
         self._set(slot, before | bits)
         return (bits & ~before).bit_count()
 
     def release(self, slot: int, bits: int) -> tuple[int, int]:
-        """Take ``bits`` from ``slot``; returns how many it had, and the bitmap of those without a holder now."""
+        """Remove ``bits`` from ``slot``; return how many it had, and the bitmap of blocks left without a holder."""
         before = self.bits(slot)
         lost = before & bits
         if not lost:
@@ -164,7 +164,7 @@ class IndexNode:
         return lost.bit_count(), orphans
 
     def extend(self, slot: int, blocks: list[BlockHash]) -> None:
-        """Append ``blocks``, which ``slot`` alone has; they were told right behind the last one."""
+        """Append ``blocks``, held by ``slot`` alone and reported directly after the last one."""
         others = self.full & ~(1 << slot)
         for other in slots(others):
             self.partial[other] = self.all_bits
@@ -175,7 +175,7 @@ class IndexNode:
         self._set(slot, bits)
 
     def delete(self, bits: int) -> list[BlockHash]:
-        """Take the blocks at ``bits`` out of the node, with all their holders; returns them."""
+        """Remove the blocks at ``bits`` from the node, with all their holders; return them."""
         gone: list[BlockHash] = []
         for start, stop in ranges(bits):
             gone += self.blocks[start:stop]
@@ -184,7 +184,7 @@ class IndexNode:
         return gone
 
     def take(self, start: int, stop: int) -> IndexNode:
-        """Cut ``blocks[start:stop]`` out into a node of its own; this one keeps the rest, which is not empty."""
+        """Cut ``blocks[start:stop]`` out into a separate node; this one keeps the rest, which is not empty."""
         taken = IndexNode(self.blocks[start:stop], self.full, max(1, min(self.chained, stop) - start))
         taken.partial = {slot: bits >> start & taken.all_bits for slot, bits in self.partial.items()}
         taken.touched = self.touched
@@ -194,7 +194,7 @@ class IndexNode:
         return taken
 
     def join(self, behind: IndexNode) -> None:
-        """Put the blocks of ``behind`` behind the own ones, all of which are proven. ``behind`` is of no use then."""
+        """Append the blocks of ``behind`` to this node, all of which is proven. Invalidates ``behind``."""
         num, full = len(self), self.full & behind.full
         partial = {
             slot: self.bits(slot) | behind.bits(slot) << num for slot in slots((self.holders | behind.holders) & ~full)
@@ -206,17 +206,17 @@ class IndexNode:
         self.touched |= behind.touched
 
     def trade(self, other: IndexNode) -> None:
-        """Swap everything with ``other``: the larger content stays with the object that most hashes lead to."""
+        """Swap everything with ``other``: the larger content stays with the object that most hashes refer to."""
         for name in self.__slots__:
             mine, theirs = getattr(self, name), getattr(other, name)
             setattr(self, name, theirs)
             setattr(other, name, mine)
 
     def common(self, chain: list[BlockHash], depth: int) -> int:
-        """How many leading blocks ``chain[depth:]`` and the node have in common, at least one; proves that much.
+        """Return the number of leading blocks shared by ``chain[depth:]`` and the node, at least one; proves that many.
 
-        A block hash stands for the whole prefix. So where the order is proven, one equal hash means that all in front
-        are equal, and the last equal one is found by bisection; the rest is compared as lists.
+        A block hash identifies the whole prefix. So in a proven order, one equal hash means that all preceding ones are
+        equal, and the last equal one is found by bisection; the rest is compared as lists.
         """
         span = min(len(self.blocks), len(chain) - depth)
         known = min(self.chained, span)
@@ -231,7 +231,7 @@ class IndexNode:
 
     def _bisect(self, chain: list[BlockHash], depth: int, differing: int) -> int:
         equal = 1
-        differing -= 1  # the block at place ``differing`` is another one, those in front of ``equal`` are the same
+        differing -= 1  # the block at place ``differing`` differs, those before ``equal`` are the same
         while equal < differing:
             middle = (equal + differing) // 2
             if chain[depth + middle] == self.blocks[middle]:
@@ -260,7 +260,7 @@ class IndexNode:
             self.partial[slot] = bits
 
     def _normalise(self) -> None:
-        """Drop bitmaps that a change of length has made empty or full."""
+        """Drop bitmaps that became empty or full by a change of length."""
         if self.partial:
             for slot, bits in list(self.partial.items()):
                 self._set(slot, bits)
@@ -276,7 +276,7 @@ class IndexNode:
 
 
 def num_equal(one: list[BlockHash], other: list[BlockHash]) -> int:
-    """The number of leading blocks that two lists of one length have in common."""
+    """Return the number of leading blocks shared by two lists of equal length."""
     if one == other:
         return len(one)
     return next(place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)

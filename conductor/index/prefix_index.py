@@ -1,17 +1,17 @@
 """The prefix index, block -> holders: the mirror of workers' caches and of the store's directory.
 
-Owns the mapping block hash -> holders. Does not know how events travel, what a holder is (a worker's or a store node's
-id, or a request that computes), or what a hit is worth.
+Owns the mapping block hash -> holders. Independent of the transport of events, the kind of holder (the id of a worker
+or store node, or a computing request), and the value of a hit.
 
-Hashes are chained, so a block can only be of use where all blocks in front of it are: a holder's hit is its *leading
-run*. The index keeps blocks in nodes (nodes.py): stretches that were told together, or that a prompt has shown to
-follow each other. One dict leads from each hash to its node; a node has a bitmap for each holder. So a look-up hops
-over nodes, not blocks: with 512 blocks in one node it asks the dict for the first, compares the last, and counts the
-trailing ones of as many bitmaps as there are holders that lack something.
+Hashes are chained, so a block is only useful together with all preceding blocks: a holder's hit is its *leading run*.
+The index keeps blocks in nodes (nodes.py): stretches that were reported together, or that a prompt has shown to be
+consecutive. One dict maps each hash to its node; a node has a bitmap for each holder. So a look-up visits nodes, not
+blocks: with 512 blocks in one node it looks up the first, compares the last, and counts the trailing ones of one bitmap
+for each holder that lacks some block.
 
-What events tell is only *who has what*: an event may mix chains or come in the order of eviction. The order within a
-node is proven by prompts. Where a prompt and an unproven order differ, the node is cut there; nodes that a prompt
-passes through one behind the other are joined. Both cost time in the smaller part, once. An answer never rests on an
+Events only state *which holder has which blocks*: an event may mix chains or come in the order of eviction. The order
+within a node is proven by prompts. Where a prompt and an unproven order differ, the node is cut; nodes that a prompt
+visits in succession are joined. Both take time proportional to the smaller part, once. An answer never relies on an
 unproven order. docs/prefix_index.md has the worked example, docs/design/0009-prefix-index.md the figures.
 """
 
@@ -28,25 +28,26 @@ from tanghulu.conductor.index.holders import HolderSlots
 from tanghulu.conductor.index.nodes import IndexNode, num_equal, slots
 from tanghulu.types import BlockHash, InstanceId
 
-#: Blocks that the index keeps, about 1 GB; beyond it those that no prompt asked for lately are forgotten.
+#: Blocks kept by the index, about 1 GB; beyond it, those not recently matched by a prompt are dropped.
 DEFAULT_MAX_BLOCKS = 8_000_000
-#: Blocks of one event that go into one node, and the largest node that joining makes.
+#: Blocks of one event that go into one node, and the size limit of joined nodes.
 MAX_EVENT_BLOCKS = 512
 MAX_NODE_BLOCKS = 4096
-#: Most new blocks of an event that are put behind the holder's last one, so that small events make no small nodes.
+#: Most new blocks of an event appended to the holder's last one, so that small events make no small nodes.
 SMALL_EVENT_BLOCKS = 32
-#: Nodes are not joined where more holders than this would have a part alone: a system prompt that a thousand workers
-#: hold stays apart from the conversations behind it, so that each look-up takes the thousand at once.
+#: Nodes are not joined where more holders than this would have only a part: a system prompt held by a thousand workers
+#: stays separate from the conversations after it, so that each look-up takes the thousand at once.
 MAX_PARTIAL_HOLDERS = 32
-#: The dict is built anew when it is this many times larger than what it holds.
+#: The dict is rebuilt when it is this many times larger than its contents.
 SHRINK_FACTOR = 4
 SHRINK_MIN_BLOCKS = 1024
 
 
 class Stored(Struct, frozen=True):
-    """``holder`` can serve ``blocks``, besides what it holds already.
+    """``holder`` can serve ``blocks``, in addition to its current ones.
 
-    ``consecutive``: the teller knows that they follow each other on one chain. It saves the first prompt a comparison.
+    ``consecutive``: the reporter guarantees that they are consecutive on one chain, which saves the first prompt a
+    comparison.
     """
 
     holder: InstanceId
@@ -55,14 +56,14 @@ class Stored(Struct, frozen=True):
 
 
 class Removed(Struct, frozen=True):
-    """``holder`` cannot serve ``blocks`` any more; unknown ones are no error."""
+    """``holder`` can no longer serve ``blocks``; unknown ones are no error."""
 
     holder: InstanceId
     blocks: Sequence[BlockHash]
 
 
 class Cleared(Struct, frozen=True):
-    """``holder`` holds nothing any more."""
+    """``holder`` no longer holds anything."""
 
     holder: InstanceId
 
@@ -72,9 +73,9 @@ NodeT = TypeVar("NodeT", IndexNode, IndexNode | None)
 
 
 class PrefixIndex:
-    """block hash -> holders, fed by events. Not for several threads: a look-up tidies up behind itself.
+    """Mapping block hash -> holders, fed by events. Not thread-safe: a look-up also reorganises nodes.
 
-    ``max_blocks`` bounds the distinct blocks. To forget a block is safe: it costs a hit, and a later event that removes
+    ``max_blocks`` bounds the distinct blocks. Dropping a block is safe: it costs a hit, and a later event that removes
     it is no error.
     """
 
@@ -102,7 +103,7 @@ class PrefixIndex:
         return self._slots.num_blocks(holder)
 
     def apply(self, event: PrefixEvent) -> None:
-        """Take one event, in time proportional to the blocks that it names. Events of one holder must come in order."""
+        """Apply one event, in time proportional to its blocks. Events of one holder must come in order."""
         match event:
             case Stored(holder, blocks, consecutive):
                 for start in range(0, len(blocks), MAX_EVENT_BLOCKS):
@@ -116,10 +117,10 @@ class PrefixIndex:
                 self.remove_holder(holder)
 
     def match(self, block_hashes: Sequence[BlockHash]) -> dict[InstanceId, int]:
-        """Hit blocks of each holder: the length of the leading run of ``block_hashes`` that it holds.
+        """Return each holder's hit blocks: the length of the leading run of ``block_hashes`` it holds.
 
-        ``block_hashes`` are a prompt's, so that each stands for all in front of it. Holders without the first block
-        are left out.
+        ``block_hashes`` are a prompt's, so that each implies all preceding ones. Holders without the first block are
+        omitted.
         """
         node = self._node_of.get(block_hashes[0]) if block_hashes else None
         if node is None:
@@ -132,14 +133,14 @@ class PrefixIndex:
         return self._match_over_nodes(chain)
 
     def leading_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
-        """Length of the leading run of which *somebody* holds each block: what can be fetched from all together."""
+        """Return the length of the leading run with *some* holder for each block: the part that can be fetched."""
         if not block_hashes or block_hashes[0] not in self._node_of:
             return 0
         chain = block_hashes if isinstance(block_hashes, list) else list(block_hashes)
         return sum(num for _, num in self._walk(chain))
 
     def remove_holder(self, holder: InstanceId) -> None:
-        """Forget all blocks of ``holder``. Takes time proportional to its blocks and to the nodes of the index."""
+        """Remove all blocks of ``holder``. Takes time proportional to its blocks and to the nodes of the index."""
         slot = self._slots.find(holder)
         if slot is None:
             return
@@ -149,7 +150,7 @@ class PrefixIndex:
         self._shrink()
 
     def dump(self) -> Iterator[Stored]:
-        """Events that make an empty index equal to this one; their blocks may be in a wrong order, as in any event."""
+        """Yield events that make an empty index equal to this one; their blocks may be in any order."""
         for node in self._nodes:
             for slot in slots(node.holders):
                 bits = node.bits(slot)
@@ -157,7 +158,7 @@ class PrefixIndex:
                 yield Stored(self._slots.at(slot), held)
 
     def blocks_of(self, holder: InstanceId) -> set[BlockHash]:
-        """All blocks of ``holder``. Takes time proportional to its blocks and to the nodes of the index."""
+        """Return all blocks of ``holder``. Takes time proportional to its blocks and to the nodes of the index."""
         slot = self._slots.find(holder)
         if slot is None:
             return set()
@@ -190,21 +191,21 @@ class PrefixIndex:
         return hits
 
     def _first(self, node: IndexNode, num: int) -> tuple[dict[InstanceId, int], int]:
-        """The hits of holders whose run ends in the first node (``num`` blocks match), and the slots of the others."""
+        """Return the hits of holders whose run ends in the first node (``num`` blocks match), and the other slots."""
         if num < len(node):
             hits: dict[InstanceId, int] = {}
             return hits, self._staying(node.holders, node, num, 0, hits)
         return self._answer(node).copy(), node.full
 
     def _answer(self, node: IndexNode) -> dict[InstanceId, int]:
-        """The hits of a prompt that begins with ``node`` and ends with it; kept there."""
+        """Return the hits of a prompt consisting of exactly ``node``; cached there."""
         if node.answer is None:
             node.answer = {self._slots.at(slot): run for slot, _, run in node.runs if run}
             node.answer.update(dict.fromkeys(self._slots.names(node.full), len(node)))
         return node.answer
 
     def _staying(self, alive: int, node: IndexNode, num: int, depth: int, hits: dict[InstanceId, int]) -> int:
-        """The slots of ``alive`` with the first ``num`` blocks of ``node``; adds the runs of the others to ``hits``."""
+        """Return the slots of ``alive`` with the first ``num`` blocks of ``node``; add other runs to ``hits``."""
         staying, leaving = alive & node.full, alive & ~node.full
         at = self._slots.at
         for slot, bit, run in node.runs:
@@ -219,7 +220,7 @@ class PrefixIndex:
         return staying
 
     def _walk(self, chain: list[BlockHash]) -> Iterator[tuple[IndexNode, int]]:
-        """The nodes that a prompt leads through, with how many leading blocks of each; tidies them up on the way."""
+        """Yield the nodes along a prompt, with the number of leading blocks matched in each; reorganises them."""
         depth, front = 0, None
         while depth < len(chain):
             node = self._node_of.get(chain[depth])
@@ -246,7 +247,7 @@ class PrefixIndex:
         return self._cut(node, start, len(node) if depth + num == len(chain) else start + num)
 
     def _cut(self, node: IndexNode, start: int, stop: int) -> IndexNode:
-        """A node of ``node``'s blocks from ``start`` to ``stop`` alone."""
+        """Return a node with only ``node``'s blocks from ``start`` to ``stop``."""
         taken = node.take(start, stop)
         if len(taken) <= len(node):
             self._adopt(taken)
@@ -260,7 +261,7 @@ class PrefixIndex:
         return num_blocks <= MAX_NODE_BLOCKS and front.num_partial_if(behind) <= MAX_PARTIAL_HOLDERS
 
     def _join(self, front: IndexNode, behind: IndexNode) -> IndexNode:
-        """One node of both; ``behind`` follows ``front``, all of which is proven."""
+        """Return one node of both; ``behind`` follows ``front``, all of which is proven."""
         num_front, num_behind = len(front), len(behind)
         moved = behind.blocks
         front.join(behind)
@@ -277,7 +278,7 @@ class PrefixIndex:
         self._node_of.update(dict.fromkeys(node.blocks, node))
 
     def _store(self, holder: InstanceId, blocks: list[BlockHash], consecutive: bool) -> None:
-        """``blocks``: at most MAX_EVENT_BLOCKS, at least one; the list is kept."""
+        """Store ``blocks``: at least one, at most MAX_EVENT_BLOCKS; the list is kept."""
         slot, front = self._slots.take(holder), self._node_of.get(blocks[0])
         if front is not None:
             first, num = front.ahead(blocks)
@@ -291,7 +292,7 @@ class PrefixIndex:
             self._forget_beyond_cap()
 
     def _store_one_by_one(self, slot: int, blocks: list[BlockHash], front: IndexNode | None, consecutive: bool) -> None:
-        """``front``: the node, if any, right behind the end of which ``blocks`` were told."""
+        """Store blocks one by one. ``front``: the node, if any, after whose end ``blocks`` were reported."""
         fresh, num_before = IndexNode(blocks, 1 << slot), len(self._node_of)
         found = list(map(self._node_of.setdefault, blocks, repeat(fresh)))
         num_new = len(self._node_of) - num_before
@@ -309,7 +310,7 @@ class PrefixIndex:
             self._admit(slot, fresh, front)
 
     def _admit(self, slot: int, fresh: IndexNode, front: IndexNode | None) -> None:
-        """Take a node into the index, or put its blocks behind ``front``, or few ones behind what was told before."""
+        """Add a node to the index, or append its blocks to ``front``, or, if few, to the holder's previous report."""
         last = self._open.get(slot) if front is None and len(fresh) <= SMALL_EVENT_BLOCKS else front
         alone = last is front or (last is not None and last.full == fresh.full and not last.partial)
         if last is not None and last in self._nodes and alone and self._may_join(last, fresh):
@@ -320,7 +321,7 @@ class PrefixIndex:
             self._open[slot] = fresh
 
     def _remove(self, slot: int, blocks: list[BlockHash]) -> None:
-        """``blocks``: at least one."""
+        """Remove ``blocks``, at least one."""
         first = self._node_of.get(blocks[0])
         if first is not None and first.full == 1 << slot and first.ends_backwards(blocks):
             self._release_tail(first, slot, len(blocks))
@@ -343,7 +344,7 @@ class PrefixIndex:
                 del self._node_of[block]
 
     def _release_tail(self, node: IndexNode, slot: int, num_blocks: int) -> None:
-        """Remove the last ``num_blocks`` of a node that ``slot`` alone holds, as most evictions do."""
+        """Remove the last ``num_blocks`` of a node held by ``slot`` alone, as most evictions do."""
         self._count(slot, -num_blocks)
         if num_blocks == len(node):
             self._drop(node)
@@ -362,7 +363,7 @@ class PrefixIndex:
             self._open.pop(slot, None)
 
     def _forget_beyond_cap(self) -> None:
-        """Drop the oldest nodes; one that a prompt went through since has a second chance (as in CLOCK)."""
+        """Drop the oldest nodes; one matched by a prompt since then gets a second chance (as in CLOCK)."""
         while len(self._node_of) > self.max_blocks:
             node = next(iter(self._nodes))
             if node.touched:
@@ -374,7 +375,7 @@ class PrefixIndex:
             self._drop(node)
 
     def _shrink(self) -> None:
-        """Give memory back: a dict does not shrink by itself when entries are removed."""
+        """Release memory: a dict does not shrink by itself when entries are removed."""
         if SHRINK_FACTOR * len(self._node_of) < self._most_blocks and self._most_blocks > SHRINK_MIN_BLOCKS:
             self._node_of = dict(self._node_of)
             self._nodes = OrderedDict.fromkeys(self._nodes)
@@ -382,7 +383,7 @@ class PrefixIndex:
 
 
 def _by_node(found: list[NodeT], blocks: list[BlockHash]) -> Iterable[tuple[NodeT, list[BlockHash]]]:
-    """``blocks`` by the node that each was found in; mostly that is one node."""
+    """Group ``blocks`` by the node each was found in; usually that is one node."""
     if found.count(found[0]) == len(found):
         return [(found[0], blocks)]
     named: dict[NodeT, list[BlockHash]] = {}

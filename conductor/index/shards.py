@@ -1,15 +1,15 @@
 """KV events on their way into the prefix index: large ones in slices, so that no decision waits for a snapshot.
 
-Pure. A worker that connects tells all that it has cached, hundreds of thousands of blocks, which the index takes at a
-few million a second: every request that comes meanwhile would wait for the whole. So an event of more than
-``SLICE_BLOCKS`` is cut and queued, and a task of the event loop applies a slice at a time (``apply_some``). Holders
-are shared out over ``num_shards`` queues that are served in turn: behind one holder's snapshot only the holders of its
-own shard wait. What finds its queue empty and is small is applied at once, which is nearly everything.
+Pure. A connecting worker reports its whole cache, hundreds of thousands of blocks, which the index processes at a few
+million a second: every request arriving meanwhile would wait for all of it. So an event of more than ``SLICE_BLOCKS``
+is cut and queued, and a task of the event loop applies a slice at a time (``apply_some``). Holders are distributed over
+``num_shards`` queues that are served in turn: one holder's snapshot delays only the holders of its own shard. A small
+event with an empty queue is applied at once, as nearly all are.
 
-Example: 2 shards, a in the first and b in the second. a tells 5,000 blocks: 2,048 + 2,048 + 904. Then b tells 64: at
-once, as its queue is empty. a removes 32: behind its three slices, since events of one holder stay in order.
+Example: 2 shards, a in the first and b in the second. a reports 5,000 blocks: 2,048 + 2,048 + 904. Then b reports 64:
+applied at once, as its queue is empty. a removes 32: after its three slices, since events of one holder stay in order.
 
-Bound: beyond ``MAX_WAITING_BLOCKS`` events are applied at once, the queue's own first; the index lags no further.
+Bound: beyond ``MAX_WAITING_BLOCKS``, events are applied at once, after those already queued; the index lags no further.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zlib import crc32
 from tanghulu.conductor.index.prefix_index import Cleared, PrefixEvent, Stored
 from tanghulu.types import InstanceId
 
-#: Blocks that are applied between two looks at what else there is to do: about a millisecond.
+#: Blocks applied between two checks for other work: about a millisecond.
 SLICE_BLOCKS = 2048
 MAX_WAITING_BLOCKS = 4_000_000
 DEFAULT_SHARDS = 4
@@ -44,7 +44,7 @@ class EventShards:
         self.waiting_blocks = 0
 
     def put(self, event: PrefixEvent) -> bool:
-        """Apply or queue ``event``; returns whether events wait for ``apply_some`` now."""
+        """Apply or queue ``event``; return whether events are waiting for ``apply_some``."""
         shard = self._shards[crc32(event.holder.encode()) % len(self._shards)]
         size = _size(event)
         if not shard and size <= SLICE_BLOCKS:
@@ -66,7 +66,7 @@ class EventShards:
         return {event.holder for shard in self._shards for event in shard}
 
     def apply_some(self) -> bool:
-        """Apply events of the next shard, up to a slice's blocks; returns whether there is more."""
+        """Apply events of the next shard, up to a slice's blocks; return whether there are more."""
         for _ in self._shards:
             self._turn = (self._turn + 1) % len(self._shards)
             shard, left = self._shards[self._turn], SLICE_BLOCKS
@@ -93,7 +93,7 @@ def _size(event: PrefixEvent) -> int:
 
 
 def _slices(event: PrefixEvent) -> list[PrefixEvent]:
-    """``event`` in parts of at most SLICE_BLOCKS."""
+    """Split ``event`` into parts of at most SLICE_BLOCKS."""
     if isinstance(event, Cleared) or len(event.blocks) <= SLICE_BLOCKS:
         return [event]
     parts = [event.blocks[at : at + SLICE_BLOCKS] for at in range(0, len(event.blocks), SLICE_BLOCKS)]

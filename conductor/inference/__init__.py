@@ -1,1 +1,1 @@
-"""What HTTP and gRPC share: requests checked and made ready, their sequences as text, the calls under way, limits."""
+"""The parts shared by HTTP and gRPC: request validation and preparation, sequences as text, open calls, limits."""

@@ -1,9 +1,9 @@
-"""The base of all bodies, and what becomes of fields that a body does not have.
+"""The base of all bodies, and the treatment of fields that a body does not have.
 
-A field that works is one of a body's class, with its type, its bounds and a line about it: the documentation's table
-and the OpenAPI document are made of these. Of the other fields of the APIs that are spoken here, those in
-``UNSUPPORTED`` would change the answer, so they are refused with the reason; ``IGNORED`` ones cannot change it. All
-further names are unknown: clients get a warning, or a refusal where the conductor is to be strict.
+Each supported field is declared in a body's class, with its type, its bounds and a one-line description: the
+documentation's table and the OpenAPI document are generated from these. Of the other fields of the supported APIs,
+those in ``UNSUPPORTED`` would change the answer, so they are refused with the reason; ``IGNORED`` ones cannot change
+it. All other names are unknown: clients get a warning, or a refusal if the conductor is configured to be strict.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NO_ADAPTERS: Final = "no adapters are served; start workers with the merged mod
 _TOKENS: Final = "prompts are texts or token ids"
 _PATTERNS: Final = "whitespace is as the grammar's compiler has it; write a regex"
 
-#: Fields without which the answer would be another one -> what to do instead.
+#: Fields that would change the answer -> suggested alternative.
 UNSUPPORTED: Final = {
     "chat_template": "templates come with the model; use chat_template_kwargs",
     "continue_final_message": "the last message is closed; use /v1/completions to continue it",
@@ -51,7 +51,7 @@ UNSUPPORTED: Final = {
     **dict.fromkeys(("guided_whitespace_pattern", "whitespace_pattern"), _PATTERNS),
     **dict.fromkeys(("lora_path", "lora_id"), _NO_ADAPTERS),
 }
-#: Fields that clients send and no answer depends on.
+#: Fields sent by clients that cannot affect the answer.
 IGNORED: Final = frozenset(
     """
     store metadata service_tier safety_identifier prediction stream_options max_tool_calls description
@@ -61,7 +61,7 @@ IGNORED: Final = frozenset(
     disable_additional_properties return_cached_tokens_details
     """.split()  # noqa: SIM905
 )
-#: Values of fields that ask for what is done anyway, besides null, false and what is empty.
+#: Values requesting the default behaviour, besides null, false and empty values.
 _NEUTRAL: Final = {
     "modalities": (["text"],),
     "function_call": ("none",),
@@ -71,22 +71,22 @@ _NEUTRAL: Final = {
 }
 #: Integers up to here are exact as floats.
 _EXACT: Final = 1 << 53
-#: Names of unknown fields in a warning.
+#: Most unknown fields named in a warning.
 _MOST_NAMES: Final = 8
 _MOST_NAME_CHARACTERS: Final = 64
 _UNPRINTABLE: Final = re.compile(r"[^A-Za-z0-9_.\-]")
 
 
 class Body(BaseModel):
-    """A body, or an object in one. A null is nothing, and 16.0 is the integer that it is in JSON.
+    """A body, or an object in one. A null counts as absent, and 16.0 is the integer it is in JSON.
 
-    One that ``is_large`` is made ready in a thread, not in the event loop.
+    A body that ``is_large`` is prepared in a thread, not in the event loop.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", use_attribute_docstrings=True)
-    #: Values that such a body may be made of; only lists of token ids need many.
+    #: Most values in such a body; only lists of token ids need many.
     max_marks: ClassVar[int] = MAX_CHAT_MARKS
-    #: The fields for which null is a value.
+    #: Fields for which null is a value.
     nullable: ClassVar[frozenset[str]] = frozenset()
     _unknown: tuple[str, ...] = PrivateAttr(())
     _is_large: bool = PrivateAttr(False)
@@ -104,16 +104,16 @@ class Body(BaseModel):
 
     @property
     def prompt_field(self) -> str | None:
-        """The field that has the prompt, for errors about it; None of a body without one."""
+        """Name of the field with the prompt, for errors about it; None for a body without one."""
         return None
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The names of the client's fields that `drop_foreign` found to be unknown."""
+        """Names of the client's fields that `drop_foreign` found to be unknown."""
         return self._unknown
 
     def drop_foreign(self) -> None:
-        """Drop the fields that this body does not have. Raises BadField for one that is unsupported."""
+        """Drop the fields this body does not have. Raises BadField for an unsupported one."""
         self._unknown = tuple(self._foreign(""))
 
     def _foreign(self, path: str) -> list[str]:
@@ -139,7 +139,7 @@ class Body(BaseModel):
         self._is_large = True
 
     def refusal(self) -> BadField:
-        """The error for the first unknown field, with the name of a field that is spelt alike."""
+        """Return the error for the first unknown field, with a similarly spelt known field."""
         first = self.unknown[0]
         name = first.rpartition(".")[2][:_MOST_NAME_CHARACTERS]
         near = difflib.get_close_matches(name, type(self).model_fields, 1)
@@ -147,14 +147,14 @@ class Body(BaseModel):
         return BadField(f"{shown(first)} is no field of this request{hint}", shown(first).partition(".")[0])
 
     def warning(self) -> str:
-        """The value of a Warning header (RFC 7234, code 299) that names the unknown fields."""
+        """Return the value of a Warning header (RFC 7234, code 299) naming the unknown fields."""
         names, rest = self.unknown[:_MOST_NAMES], len(self.unknown) - _MOST_NAMES
         more = f" and {rest} more" if rest > 0 else ""
         return f'299 tanghulu "unknown fields have no effect: {", ".join(map(shown, names))}{more}"'
 
 
 def _is_unknown(path: str, name: str, value: Any) -> bool:
-    """Whether a foreign field is neither to be ignored nor asks for nothing. Raises BadField if it is unsupported."""
+    """Return whether a foreign field is neither ignored nor set to no effect. Raises BadField if it is unsupported."""
     if name in IGNORED or _asks_nothing(value) or value in _NEUTRAL.get(name, ()):
         return False
     if name in UNSUPPORTED:
@@ -165,12 +165,12 @@ def _is_unknown(path: str, name: str, value: Any) -> bool:
 
 
 def _asks_nothing(value: Any) -> bool:
-    """Return whether ``value`` is what clients send that mean to leave a field out."""
+    """Return whether ``value`` is one that clients send in place of omitting a field."""
     if isinstance(value, list):
         return all(item is None or item is False for item in value)
     return value is None or value is False or value == ""
 
 
 def shown(name: str) -> str:
-    """A client's name for a field as it may stand in a header: short, and of harmless characters."""
+    """Return a client's field name made safe for a header: short, and of harmless characters."""
     return _UNPRINTABLE.sub("?", name[:_MOST_NAME_CHARACTERS])

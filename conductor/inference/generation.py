@@ -1,7 +1,7 @@
 """One sequence as text: the dispatcher's tokens through detokenizer and stop strings.
 
-Owns the text side of a sequence and tells the dispatcher when a stop string ends it. `GenerationCall` groups the
-sequences of one client request (n choices, lists of prompts), which live and die together.
+Owns the text side of a sequence and notifies the dispatcher when a stop string ends it. `GenerationCall` groups the
+sequences of one client request (n choices, lists of prompts), which share one lifetime.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _MANY_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
-    """What a sequence's text ends at, and how it is shown. ``keep_stop``: what ends it belongs to the text.
+    """Stop conditions and display options of a sequence's text. ``keep_stop``: the stop string is part of the text.
 
-    With ``stop_patterns`` the stop strings are among them. ``hides_output``: no new token is wanted; the one that a
-    worker draws all the same is not shown and does not count.
+    ``stop_patterns``, if set, include the stop strings. ``hides_output``: no new tokens were requested; the one that a
+    worker generates anyway is neither shown nor counted.
     """
 
     stop_strings: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class TextRules:
     hides_output: bool = False
 
     def new_matcher(self) -> StopMatcher | PatternMatcher | None:
-        """What looks for the end of one sequence's text; None where only tokens end it."""
+        """Return a matcher for the end of one sequence's text; None if only tokens end it."""
         if self.stop_patterns:
             return PatternMatcher(self.stop_patterns, self.keep_stop)
         return StopMatcher(self.stop_strings, self.keep_stop) if self.stop_strings else None
@@ -46,9 +46,9 @@ class TextRules:
 
 @dataclass(slots=True)
 class TextDelta:
-    """The next piece of a sequence: its tokens' texts (may be empty) and log probabilities, and how it ended if it did.
+    """The next piece of a sequence: its tokens' texts (may be empty) and log probabilities, and its end if reached.
 
-    ``pieces`` has a text for each token that shows any.
+    ``pieces`` has the text of each token with visible text.
     """
 
     pieces: list[str]
@@ -62,9 +62,9 @@ class TextDelta:
 
 
 class Generation:
-    """One sequence under way. ``matched``: the stop string or stop token that ended it; ``name``: its client's name.
+    """One sequence in progress. ``matched``: the stop string or token that ended it; ``name``: the client's name.
 
-    ``markers`` are the special tokens that its text shows.
+    ``markers`` are the special tokens shown in its text.
     """
 
     def __init__(
@@ -96,16 +96,16 @@ class Generation:
 
     @property
     def prompt_scores(self) -> Sequence[PromptLogprobs]:
-        """The prompt's own log probabilities that were asked for; known when the first piece has been read."""
+        """Requested log probabilities of the prompt itself; available once the first piece has been read."""
         return self.stream.scores
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that no worker computed; known when the sequence has ended."""
+        """Prompt tokens not computed by any worker; available once the sequence has ended."""
         return self.stream.cached_tokens
 
     def take(self) -> TextDelta:
-        """What came since the last call; the one with ``finish`` is the last. Raises the error of a failed request."""
+        """Return the output since the last call; the last one has ``finish``. Raises the error of a failed request."""
         delta = self.stream.take()
         if self._hides_output:
             delta = Delta(finish=FinishReason.LENGTH if delta.finish is FinishReason.STOP else delta.finish)
@@ -131,7 +131,7 @@ class Generation:
         return TextDelta(pieces, delta.tokens, delta.logprobs, delta.finish)
 
     def _until_stop(self, delta: Delta, stops: StopMatcher | PatternMatcher) -> TextDelta:
-        """Go on token by token, so that the count does not depend on how the tokens were bundled."""
+        """Proceed token by token, so that the count does not depend on how the tokens were bundled."""
         pieces: list[str] = []
         last = len(delta.tokens) - 1
         for position, token in enumerate(delta.tokens):
@@ -168,24 +168,24 @@ class GenerationCall:
     def begin(
         self, dispatcher: Dispatcher, request: GenerationRequest, rules: TextRules, name: str, markers: Sequence[str]
     ) -> None:
-        """Begin the next sequence, called ``name``. Raises as `Dispatcher.submit` does."""
+        """Begin the next sequence, named ``name``. Raises as `Dispatcher.submit` does."""
         begun = Generation(dispatcher, request, self.model, rules, name, markers, self._arrivals)
         self._indices[begun.stream] = len(self.generations)
         self.generations.append(begun)
 
     @property
     def ended(self) -> bool:
-        """Whether the last delta of every sequence was read."""
+        """Whether the last delta of every sequence has been read."""
         return all(generation.ended for generation in self.generations)
 
     @property
     def client(self) -> str:
-        """Whose call it is, as its sequences have it."""
+        """Owner of the call, as recorded in its sequences."""
         return self.generations[0].request.client if self.generations else ""
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts, each counted once however many choices it has."""
+        """Tokens of all prompts, each counted once regardless of its number of choices."""
         return sum(g.num_prompt_tokens for g in self.generations[:: self.num_choices])
 
     @property
@@ -194,17 +194,17 @@ class GenerationCall:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were not computed, of each prompt's first choice."""
+        """Prompt tokens that were not computed, summed over each prompt's first choice."""
         return sum(g.cached_tokens for g in self.generations[:: self.num_choices])
 
     @property
     def shows_scores(self) -> bool:
-        """Whether log probabilities of prompts are shown, thousands at a time."""
+        """Whether log probabilities of prompts are included, thousands at a time."""
         return any(generation.request.scoring is not None for generation in self.generations)
 
     @property
     def shows_much(self) -> bool:
-        """Whether the whole answer is better written in a thread."""
+        """Whether the answer is large enough to be serialised in a thread."""
         shows_logprobs = any(each.request.sampling.num_logprobs is not None for each in self.generations)
         return shows_logprobs or self.shows_scores or self.num_generated > _MANY_TOKENS
 
@@ -213,16 +213,16 @@ class GenerationCall:
             generation.abort()
 
     async def read(self) -> list[tuple[int, TextDelta]]:
-        """(index, delta) of the sequences that have something new, maybe none; waits for the first.
+        """Return (index, delta) of the sequences with new output, maybe none; waits for the first.
 
-        Raises the error of a sequence that failed, behind what came before it. Must not be called when all have ended.
+        Raises the error of a failed sequence after all its output. Must not be called when all have ended.
         """
         streams = await self._arrivals.wait()
         taken: list[tuple[int, TextDelta]] = []
         for position, stream in enumerate(streams):
             index = self._indices[stream]
             generation = self.generations[index]
-            if generation.ended:  # at a stop string, which the dispatcher knows
+            if generation.ended:  # at a stop string; the dispatcher already knows
                 continue
             try:
                 taken.append((index, generation.take()))
@@ -235,7 +235,7 @@ class GenerationCall:
         return taken
 
 
-#: Rows that become Python's numbers at one time.
+#: Rows converted to Python numbers at a time.
 _ROWS: Final = 256
 
 
@@ -243,7 +243,7 @@ _ROWS: Final = 256
 class ScoredToken:
     """One token of a prompt: its log probability and rank, and the most likely tokens there as (id, logprob).
 
-    ``requested`` are the log probabilities of the tokens that the request names by id, in their order.
+    ``requested`` are the log probabilities of the tokens requested by id, in order.
     """
 
     position: int
@@ -255,7 +255,7 @@ class ScoredToken:
 
 
 def scored_tokens(prompt: Sequence[int], parts: Sequence[PromptLogprobs]) -> Iterator[ScoredToken]:
-    """The tokens of ``prompt`` that ``parts`` tell of, in order; made as they are taken."""
+    """Yield the tokens of ``prompt`` covered by ``parts``, in order; built as they are taken."""
     for part in parts:
         for start in range(0, len(part.logprobs), _ROWS):
             yield from _rows(prompt, part, slice(start, start + _ROWS))

@@ -1,4 +1,4 @@
-"""The grammars that bodies ask for, under the names of OpenAI and vLLM."""
+"""Grammars in request bodies, under the names of OpenAI and vLLM."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StructuredOutputs(Body):
 
 
 def json_text(name: str, schema: JsonText, strict: bool = False) -> str:
-    """The text of the grammar of ``schema``, which the field ``name`` has. Raises BadField."""
+    """Return the grammar text of ``schema``, the value of the field ``name``. Raises BadField."""
     try:
         given = msgspec.json.decode(schema, type=dict[str, Any] | bool) if isinstance(schema, str) else schema
         if not isinstance(schema, str) and len(msgspec.json.encode(schema)) > MAX_GRAMMAR_CHARS:
@@ -56,11 +56,11 @@ def json_text(name: str, schema: JsonText, strict: bool = False) -> str:
 
 
 def one_of(texts: list[str]) -> str:
-    """The expression that matches each of ``texts`` and nothing else."""
+    """Return the expression that matches exactly ``texts``."""
     return "|".join(text.translate(_ESCAPES) for text in texts)
 
 
-#: The JSON schema of any object.
+#: JSON schema of any object.
 ANY_OBJECT: Final = grammar_of({"type": "object"}, strict=False)
 
 
@@ -76,7 +76,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The format of the text: free, JSON, or JSON that a schema accepts."""
+    """The format of the text: free, JSON, or JSON matching a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -90,7 +90,7 @@ class ResponseFormat(Body):
 
     @property
     def schema_text(self) -> str | None:
-        """The JSON schema that the text must keep to; None for free text."""
+        """JSON schema required of the text; None for free text."""
         if self.type == "json_schema" and self.json_schema is not None:
             return json_text("response_format", self.json_schema.schema_, bool(self.json_schema.strict))
         return ANY_OBJECT if self.type == "json_object" else None

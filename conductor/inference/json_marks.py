@@ -1,9 +1,9 @@
-"""The bounds on what a JSON body is made of, found before it is parsed.
+"""Bounds on the contents of a JSON body, checked before it is parsed.
 
-A parser turns each value into an object and keeps the interpreter to itself until it is through: 30 MB of one text take
-it 50 ms, and 150 where their memory is new; 30 MB of ``{},{},{}`` seconds and gigabytes. So the marks that part values
-are counted first, and the longest string is measured. Mostly it is enough to count marks wherever they stand; a body
-that may have too many, or too long a string, is looked at with care for its strings.
+A parser turns each value into an object and holds the interpreter lock until it has finished: 30 MB of one text take 50
+ms, or 150 ms in fresh memory; 30 MB of ``{},{},{}`` take seconds and gigabytes. So the marks that separate values are
+counted first, and the longest string is measured. Usually it is enough to count marks anywhere in the text; only a body
+that may have too many, or too long a string, is scanned with regard to its strings.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from tanghulu.web.errors import BadField
 
 #: Commas of a body, with each bracket and each colon as BRACKET_MARKS: a prompt of a million token ids passes.
 MAX_MARKS: Final = 1 << 20
-#: The same of a body that has no list of token ids; with what the arguments of calls have inside of their texts.
+#: The same for a body without a list of token ids, including the marks inside the argument texts of calls.
 MAX_CHAT_MARKS: Final = 1 << 18
-#: Memory for each mark once it is parsed: a short text takes as much, a number less, a checked call some more.
+#: Memory per mark after parsing: enough for a short text, less is needed by a number, more by a validated call.
 MARK_BYTES: Final = 64
-#: What an object, an array or a name in an object costs a parser, in numbers.
+#: Parsing cost of an object, an array or a name in an object, in numbers.
 BRACKET_MARKS: Final = 4
-#: Of more marks it is looked at which stand in strings, unless the body is long: what they take counts as memory.
+#: Beyond this many marks, those in strings are told apart, unless the body is long: their cost counts as memory.
 _FEW_MARKS: Final = 512
 _CAREFUL_BYTES: Final = 1 << 20
-#: The interpreter is free for others between two pieces.
+#: The interpreter is released between two pieces.
 _PIECE_BYTES: Final = 256 << 10
 
 
 def check_marks(body: bytes | memoryview, most_string_bytes: float = math.inf, most_marks: int = MAX_MARKS) -> int:
-    """The marks of a body, at most. Raises BadField for too many, and ContextLengthExceeded for too long a string."""
+    """Return an upper bound of the body's marks. Raises BadField, or ContextLengthExceeded for a long string."""
     starts = range(0, len(body), _PIECE_BYTES)
     marks = sum(_marks_of(bytes(body[start : start + _PIECE_BYTES])) for start in starts)
     is_cheap = marks <= _FEW_MARKS or len(body) > _CAREFUL_BYTES
@@ -50,7 +50,7 @@ def check_marks(body: bytes | memoryview, most_string_bytes: float = math.inf, m
 
 
 def marks_of(text: bytes) -> int:
-    """The marks of a whole JSON text."""
+    """Return the marks of a whole JSON text."""
     if (marks := _marks_of(text)) <= BRACKET_MARKS:
         return marks
     counted = JsonMarks()
@@ -60,19 +60,19 @@ def marks_of(text: bytes) -> int:
 
 
 class JsonMarks:
-    """Counts the marks of one JSON text, outside of strings, as its pieces come. Pure.
+    """Counts the marks of one JSON text, outside of strings, as its pieces arrive. Pure.
 
     Example: ``{"a": "x, \\"y\\", z", "b": [1, 2]}`` has 2 brackets, 2 colons and 2 commas: 18 marks; the commas and
-    quotes inside of the string do not count, wherever the pieces are cut.
+    quotes inside the string do not count, wherever the pieces are cut.
     """
 
     def __init__(self) -> None:
         self.num_marks = 0
-        #: Bytes of the longest string so far, escaped quotes and backslashes left out.
+        #: Bytes of the longest string so far, without escaped quotes and backslashes.
         self.longest_string = 0
-        self._open_bytes = 0  # of the string that has not ended
+        self._open_bytes = 0  # of the unfinished string
         self._in_string = False
-        self._carried = b""  # a backslash whose partner comes with the next piece
+        self._carried = b""  # a backslash whose partner is in the next piece
 
     def feed(self, piece: bytes) -> None:
         """Count ``piece``."""

@@ -1,4 +1,4 @@
-"""The messages and tools of a chat, as clients send them and as templates take them."""
+"""The messages and tools of a chat, as sent by clients and as passed to templates."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tanghulu.conductor.inference.json_marks import MAX_CHAT_MARKS, marks_of
 from tanghulu.conductor.tools.schemas import check_depth
 
 MAX_MESSAGES = 4096
-#: Calls, or parts of the content, of one message.
+#: Most calls, or parts of the content, in one message.
 MAX_PARTS = 16_384
-#: The roles of a message.
+#: Roles of a message.
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -25,7 +25,7 @@ def _only_text(kind: Any) -> Any:
 
 
 class TextPart(BaseModel):
-    """A part of a message's content; only text can be understood."""
+    """A part of a message's content; only text is supported."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
     type: Annotated[Literal["text", "refusal"], BeforeValidator(_only_text)]
@@ -40,7 +40,7 @@ class TextPart(BaseModel):
 
 
 class CalledFunction(BaseModel):
-    """The function that an assistant called, its arguments as text, or already as the object that the text is."""
+    """A function called by an assistant; its arguments as text, or as the object already parsed from it."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     name: str
@@ -48,13 +48,13 @@ class CalledFunction(BaseModel):
 
     @property
     def num_marks(self) -> int:
-        """The JSON values in the text of the arguments, as a body's are counted."""
+        """JSON values in the text of the arguments, counted like those of a body."""
         return marks_of(self.arguments.encode()) if isinstance(self.arguments, str) else 0
 
     def for_template(self) -> dict[str, Any]:
-        """The function with its arguments as an object, as chat templates expect them.
+        """Return the function with its arguments as an object, as chat templates expect them.
 
-        Text that is no JSON object, such as that of a call cut at ``max_tokens``, is shown under the name ``raw``.
+        Text that is not a JSON object, such as that of a call cut at ``max_tokens``, is passed under the name ``raw``.
         """
         given = self.arguments
         arguments = given if isinstance(given, dict) else _object_of(given or "")
@@ -95,7 +95,7 @@ def _no_function_call(value: Any) -> None:
 
 
 class Message(BaseModel):
-    """One message. Further fields that have a value (name, tool_call_id…) go to the chat template as they are."""
+    """One message. Additional non-empty fields (name, tool_call_id…) go to the chat template unchanged."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Annotated[str, BeforeValidator(_known_role, json_schema_input_type=Literal[ROLES])]
@@ -105,9 +105,10 @@ class Message(BaseModel):
     function_call: Annotated[None, BeforeValidator(_no_function_call)] = None
 
     def for_template(self, knows_developer: bool = False) -> dict[str, Any]:
-        """The message with its parts joined to one text, and the arguments of its calls as objects.
+        """Return the message with its parts joined to one text, and the arguments of its calls as objects.
 
-        Content is null only beside calls. Unless the template ``knows_developer``, such a message is a system message.
+        Content is null only alongside calls. Unless the template ``knows_developer``, a developer message becomes a
+        system message.
         """
         role = "system" if self.role == "developer" and not knows_developer else self.role
         more = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
@@ -145,7 +146,7 @@ class FunctionDefinition(BaseModel):
 
 
 class Tool(BaseModel):
-    """One of ``tools``. Further fields go to the chat template."""
+    """One of ``tools``. Additional fields go to the chat template."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["function"]
@@ -161,5 +162,5 @@ class Tool(BaseModel):
         return tool
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as it was given, word for word and in its order."""
+        """Return the tool exactly as given, in the original order."""
         return self._given

@@ -1,6 +1,6 @@
-"""From a checked body to the sequences it asks for: chat template, tokens, sampling, stop rules.
+"""From a validated body to its sequences: chat template, tokens, sampling, stop rules.
 
-Owns the defaults. Everything that can be wrong with a request beyond its shape is found here, before any work starts.
+Owns the defaults. All errors of a request beyond its shape are detected here, before any work starts.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from tanghulu.types import RequestId
 from tanghulu.web.errors import BadField
 
 DEFAULT_COMPLETION_TOKENS = 16
-#: Variables of a template that chat_template_kwargs must not set.
+#: Template variables that chat_template_kwargs must not set.
 TEMPLATE_NAMES_TAKEN = frozenset(("messages", "tools", "self"))
 _DEVELOPER = re.compile(r"""['"]developer['"]""")
 _SEED_MASK = (1 << 64) - 1
-#: The least top_p and repetition_penalty: as 32-bit floats smaller ones are 0, which stands for "not given".
+#: Smallest top_p and repetition_penalty: smaller values become 0 as 32-bit floats, which means "not given".
 LEAST_SHARE = 1e-30
 MAX_ID_DIGITS = 10
-#: Log probabilities of prompts in one answer.
+#: Most log probabilities of prompts in one answer.
 MAX_PROMPT_SCORES = 1 << 18
-#: Different stop expressions of one body; and the work for a character of all its sequences.
+#: Most different stop expressions of one body; and the work per character over all its sequences.
 MAX_DIFFERENT_PATTERNS = 16
 MAX_PATTERN_MOVES = 4096
 
@@ -63,10 +63,10 @@ N = TypeVar("N", int, float)
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A checked body made ready: its sequences (prompt major, choices minor), and the rules for the text of each.
+    """A validated body ready to run: its sequences (prompt major, choices minor), and the text rules of each.
 
-    ``new_parser`` makes the parser of a chat's answer where that may be more than text, and of which the first
-    ``most_calls`` calls count, or all; ``markers`` are the special tokens that it has to see.
+    ``new_parser`` makes the parser of a chat's answer if that may be more than text; its first ``most_calls`` calls
+    count, or all; ``markers`` are the special tokens the parser needs.
     """
 
     model: ServedModel
@@ -80,9 +80,9 @@ class ParsedRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What one prompt is to be continued with: sampling and stop rules, most new tokens, log probabilities shown.
+    """The settings for one prompt: sampling and stop rules, most new tokens, log probabilities shown.
 
-    ``scoring`` asks for those of the prompt itself, ``logprob_token_ids`` for those of some tokens everywhere.
+    ``scoring`` requests those of the prompt itself, ``logprob_token_ids`` those of certain tokens at every position.
     """
 
     fields: SamplingFields
@@ -93,7 +93,7 @@ class _Wanted:
 
 
 async def parse_chat(body: ChatBody, model: ServedModel, parsers: ParserNames) -> ParsedRequest:
-    """Make the sequences of a chat completion."""
+    """Build the sequences of a chat completion."""
     form = form_of(model.card.chat_template, parsers)
     shown = await made_ready(body.is_large, _shown, body, model, form)
     text = await model.render_chat(shown.messages, shown.variables)
@@ -106,7 +106,7 @@ async def parse_chat(body: ChatBody, model: ServedModel, parsers: ParserNames) -
 
 
 class _ShownChat(NamedTuple):
-    """A chat for its template, the calls that it asks for, and the schema that forces them."""
+    """A chat for its template, the calls it requests, and the schema that enforces them."""
 
     messages: list[dict[str, Any]]
     variables: dict[str, Any]
@@ -128,13 +128,13 @@ def _for_template(messages: Sequence[Message], model: ServedModel) -> list[dict[
 
 
 def _is_free(parsed: ParsedRequest) -> bool:
-    """Return whether the client asks for no grammar by itself."""
+    """Return whether the client requests no grammar of its own."""
     sampling = parsed.requests[0].sampling
     return sampling.json_schema is None and sampling.regex is None
 
 
 def _with_grammar(parsed: ParsedRequest, json_schema: str | None = None, lark: str | None = None) -> ParsedRequest:
-    """``parsed``, which is free, under a grammar of one kind or none."""
+    """Return ``parsed``, which is free, under a grammar of one kind or none."""
     changed = [structs.replace(each.sampling, json_schema=json_schema, lark=lark) for each in parsed.requests]
     requests = [
         structs.replace(each, sampling=sampling) for each, sampling in zip(parsed.requests, changed, strict=True)
@@ -145,7 +145,7 @@ def _with_grammar(parsed: ParsedRequest, json_schema: str | None = None, lark: s
 def _with_calls(
     parsed: ParsedRequest, calls: WantedCalls, schema: str | None, form: AnswerForm, opened: bool
 ) -> ParsedRequest:
-    """``parsed`` with the grammar that forces ``calls`` or keeps them strict, and the parser that its answers need."""
+    """Return ``parsed`` with the grammar that enforces ``calls`` or their strict schemas, and the answer's parser."""
     free = _is_free(parsed)
     if schema is not None:
         if not free:
@@ -159,7 +159,7 @@ def _with_calls(
 
 
 def _template_variables(body: ChatPrompt) -> dict[str, Any]:
-    """The variables of its own that a chat gives its template; refuses the names that have another door or none."""
+    """Return the template variables of a chat; refuses names that are set elsewhere or not at all."""
     given = body.chat_template_kwargs or {}
     for name in TEMPLATE_NAMES_TAKEN & given.keys():
         raise BadField(f"chat_template_kwargs must not have {name!r}", "chat_template_kwargs")
@@ -168,7 +168,7 @@ def _template_variables(body: ChatPrompt) -> dict[str, Any]:
 
 
 async def parse_completion(body: CompletionBody, model: ServedModel) -> ParsedRequest:
-    """Make the sequences of a text completion."""
+    """Build the sequences of a text completion."""
     prompts = await _tokenised(model, body.prompt, body.is_large, body.add_special_tokens)
     most = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     prompts = [_truncated(prompt, body, most, model) for prompt in prompts]
@@ -181,12 +181,12 @@ async def parse_completion(body: CompletionBody, model: ServedModel) -> ParsedRe
 
 
 def _default_tokens(prompt: Tokens, num_tokens: int, model: ServedModel) -> int:
-    """``num_tokens``, the default of an API, or as many as the context has left."""
+    """Return ``num_tokens``, an API's default, or the rest of the context if that is shorter."""
     return max(min(num_tokens, model.card.context_length - len(prompt)), 1)
 
 
 async def tokenise(body: TokenizeBody, model: ServedModel, parsers: ParserNames) -> list[Tokens]:
-    """The tokens of a text, of each of several, or of a chat, as many as a completion's or a chat's usage has."""
+    """Return the tokens of a text, of several, or of a chat, counted as in a completion's or chat's usage."""
     if body.messages is None:
         return await _tokenised(model, body.prompt or "", body.is_large, body.add_special_tokens)
     form = form_of(model.card.chat_template, parsers)
@@ -196,13 +196,13 @@ async def tokenise(body: TokenizeBody, model: ServedModel, parsers: ParserNames)
 
 
 def _scoring(*num_top: int | None) -> PromptScoring | None:
-    """Log probabilities of the whole prompt, with the largest given number of most likely ones; None without any."""
+    """Return scoring of the whole prompt with the largest given number of likely tokens; None without any."""
     wanted = [count for count in num_top if count is not None]
     return PromptScoring(1, max(wanted)) if wanted else None
 
 
 async def parse_generate(body: GenerateBody, model: ServedModel) -> ParsedRequest:
-    """Make the sequences of SGLang's /generate."""
+    """Build the sequences of SGLang's /generate."""
     prompts = await _tokenised(model, body.prompts, body.is_large)
     wanted = []
     known: dict[int, SamplingFields] = {}
@@ -214,7 +214,7 @@ async def parse_generate(body: GenerateBody, model: ServedModel) -> ParsedReques
         num_logprobs = _num_logprobs(body, number)
         asked = _logprob_token_ids(body, number, model)
         start = body.logprob_start_len_of(number)
-        # What stands at the start is shown without a log probability, as nothing in front of it is looked at.
+        # The first token has no log probability, as no token precedes it.
         scores = num_logprobs is not None and 0 <= start < len(prompt)
         scoring = PromptScoring(start + 1, num_logprobs or 0) if scores else None
         most = sampling.max_new_tokens
@@ -225,7 +225,7 @@ async def parse_generate(body: GenerateBody, model: ServedModel) -> ParsedReques
 
 
 def _num_logprobs(body: GenerateBody, number: int) -> int | None:
-    """The number of most likely tokens to show; None: no log probabilities."""
+    """Return the number of most likely tokens to show; None for no log probabilities."""
     count = body.num_logprobs_of(number)
     if count is None:
         return None
@@ -247,7 +247,7 @@ def _logprob_token_ids(body: GenerateBody, number: int, model: ServedModel) -> t
 
 
 def _truncated(prompt: Tokens, body: OpenAIBody, max_tokens: int | None, model: ServedModel) -> Tokens:
-    """The last tokens of ``prompt``, as many as the body wants to keep; -1: as leave room for the new ones."""
+    """Return the last tokens of ``prompt``, as many as the body keeps; -1 leaves room for the new ones."""
     keep = body.truncate_prompt_tokens
     if keep is None:
         return prompt
@@ -276,7 +276,7 @@ async def _tokenised(
 
 
 def _checked(model: ServedModel, ids: Sequence[int]) -> Tokens:
-    """The token ids of one prompt; those that are too many are refused before they are looked at."""
+    """Return the token ids of one prompt; too many are refused before they are checked."""
     if ids:
         model.max_new_tokens(len(ids), None)
     return model.checked_tokens(ids)
@@ -336,7 +336,7 @@ def _sequences(
 
 
 def _check_scores(prompts: Sequence[Tokens], wanted: Sequence[_Wanted], num_choices: int) -> None:
-    """Refuse more log probabilities of prompts than one answer has. Raises BadField."""
+    """Refuse more log probabilities of prompts than one answer may have. Raises BadField."""
     pairs = zip(prompts, wanted, strict=True)
     scored = [(len(prompt) - each.scoring.start, each.scoring.num_top) for prompt, each in pairs if each.scoring]
     count = num_choices * sum(num_tokens * (1 + num_top) for num_tokens, num_top in scored)
@@ -348,7 +348,7 @@ def _check_scores(prompts: Sequence[Tokens], wanted: Sequence[_Wanted], num_choi
 
 
 class _MadeOnce:
-    """Sampling and text rules of one body, each made once for all prompts that share their fields."""
+    """Sampling and text rules of one body, each built once for all prompts with the same fields."""
 
     def __init__(self, model: ServedModel, num_choices: int) -> None:
         self._model, self._num_choices = model, num_choices
@@ -358,13 +358,13 @@ class _MadeOnce:
         self._num_moves = 0
 
     def sampling(self, fields: SamplingFields) -> Sampling:
-        """The sampling but for seeds and log probabilities."""
+        """Return the sampling without seeds and log probabilities."""
         if id(fields) not in self._samplings:
             self._samplings[id(fields)] = _sampling(self._model, fields)
         return self._samplings[id(fields)]
 
     def rules(self, fields: SamplingFields, hides_output: bool) -> TextRules:
-        """The text rules of a prompt's choices. Raises BadField where the expressions of all are too much."""
+        """Return the text rules of a prompt's choices. Raises BadField if the expressions are too costly in total."""
         key = (id(fields), hides_output)
         if key not in self._rules:
             self._rules[key] = _text_rules(fields, hides_output, self._pattern)
@@ -387,7 +387,7 @@ class _MadeOnce:
 
 
 def _sampling(model: ServedModel, fields: SamplingFields) -> Sampling:
-    """What ``fields`` ask of sampling; what the client leaves open is the model's default."""
+    """Build the sampling from ``fields``; values left open take the model's default."""
     defaults = model.card.sampling_defaults
     kind, grammar = _grammar(fields)
     return Sampling(
@@ -409,7 +409,7 @@ def _first(given: N | None, default: N) -> N:
 
 
 def _grammar(fields: SamplingFields) -> tuple[str, str] | tuple[None, None]:
-    """The grammar that the body asks for under any of its names; refuses more than one."""
+    """Return the grammar requested under any of its names; refuses more than one."""
     given = fields.grammars()
     if len(given) > 1:
         raise BadField(f"{' and '.join(given)} each ask for a grammar; give one", list(given)[-1].partition(".")[0])
@@ -421,7 +421,7 @@ def _grammar(fields: SamplingFields) -> tuple[str, str] | tuple[None, None]:
 
 
 def _seed(given: int | None, choice: int) -> int:
-    """The seed of a choice's own random stream; never left open, so that it goes on when the request moves."""
+    """Return the seed of a choice's random stream; always set, so that the stream survives a move of the request."""
     return secrets.randbits(64) if given is None else (given + choice) & _SEED_MASK
 
 

@@ -1,6 +1,6 @@
-"""The bodies that clients send: the fields that work, with their types and bounds, and what to know of each.
+"""The request bodies: supported fields, with their types, bounds and a description of each.
 
-Knows nothing of models or tokens.
+Independent of models and tokens.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ MAX_SEQUENCES = 128
 MAX_STOP_TOKENS = 256
 MAX_STOP_PATTERNS = 4
 MAX_TOOLS = 128
-#: Values of bodies that clients send with a request for themselves, as ``metadata``.
+#: Values of bodies that clients attach to a request for their own use, as ``metadata``.
 MAX_LABELS = 16
 MAX_CLIENT_CHARS = 65_536
-#: A longer name of a user travels as its hash.
+#: A longer user name is replaced by its hash.
 MAX_USER_CHARS = 64
 _UINT32 = (1 << 32) - 1
 
@@ -52,7 +52,7 @@ def _as_list(value: Any) -> Any:
 
 
 def at_most(count: int) -> BeforeValidator:
-    """Refuses a list or an object of more than ``count`` values before any of them is looked at."""
+    """Refuse a list or an object of more than ``count`` values before validating any of them."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > count:
@@ -68,7 +68,7 @@ def _few_prompts(value: Any) -> Any:
     return value
 
 
-#: One text stands for a list of it.
+#: A single text stands for a list of one.
 _ONE_OR_MORE = BeforeValidator(_as_list, json_schema_input_type=str | list[str])
 
 TokenId = Annotated[int, Field(ge=0, le=_UINT32)]
@@ -77,7 +77,7 @@ Stop = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=
 GenerateStop = Annotated[list[StopString], Field(max_length=MAX_GENERATE_STOP_STRINGS, fail_fast=True), _ONE_OR_MORE]
 StopExpression = Annotated[str, Field(min_length=1, max_length=MAX_PATTERN_CHARACTERS)]
 StopExpressions = Annotated[list[StopExpression], Field(max_length=MAX_STOP_PATTERNS, fail_fast=True), _ONE_OR_MORE]
-#: A name that no model has is not found, however long it is.
+#: An unknown model name gives "not found", whatever its length.
 ModelName = Annotated[str, Field(max_length=MAX_CLIENT_CHARS)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 NumTokens = Annotated[int, Field(ge=1, le=_UINT32)]
@@ -86,12 +86,12 @@ NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_MARKS, fail_fast=True)]
 Texts = Annotated[list[str], Field(max_length=MAX_SEQUENCES, fail_fast=True)]
 TokenIdLists = Annotated[list[TokenIds], Field(max_length=MAX_SEQUENCES, fail_fast=True)]
-#: Fail fast: else a prompt of 100 000 ids would first be collected as 100 000 errors of a list of strings.
+#: Fail fast: otherwise a prompt of 100 000 ids would first be collected as 100 000 errors of a list of strings.
 Prompts = Annotated[str | Texts | TokenIds | TokenIdLists, BeforeValidator(_few_prompts)]
 
 
 class SamplingFields(Body):
-    """Sampling and stopping under the names that OpenAI, vLLM and SGLang share."""
+    """Sampling and stopping, under the names shared by OpenAI, vLLM and SGLang."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     """Default: the model's own, else 1."""
@@ -131,7 +131,7 @@ class SamplingFields(Body):
     """As a text; one grammar a request."""
 
     def grammars(self) -> dict[str, tuple[str, str]]:
-        """The grammars that are asked for: the name of the field -> (json_schema or regex, its text)."""
+        """Return the requested grammars: the name of the field -> (json_schema or regex, its text)."""
         found = {}
         if self.json_schema is not None:
             found["json_schema"] = ("json_schema", json_text("json_schema", self.json_schema))
@@ -157,7 +157,7 @@ Weights = Annotated[dict[Name, Weight], Field(max_length=MAX_LABELS), at_most(MA
 
 
 class RoutingFields(Body):
-    """``routing``: what this request asks of routing for itself; unknown names are refused, since they do nothing."""
+    """``routing``: routing overrides of this request; unknown names are refused, since they would have no effect."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     policy: Name | None = None
@@ -169,7 +169,7 @@ class RoutingFields(Body):
     @model_validator(mode="before")
     @classmethod
     def _few(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MAX_LABELS:  # else each name that is unknown would be a fault
+        if isinstance(value, dict) and len(value) > MAX_LABELS:  # otherwise each unknown name would be an error
             raise ValueError(f"{len(value)} fields; there are {', '.join(cls.model_fields)}")
         return value
 
@@ -183,14 +183,14 @@ class RoutingFields(Body):
         return self
 
     def overrides(self) -> RoutingOverrides:
-        """The overrides as routing takes them. ``worker`` stands for each phase for which none is named."""
+        """Return the overrides for routing. ``worker`` applies to each phase without its own."""
         prefill, decode = self.prefill_worker or self.worker or "", self.decode_worker or self.worker or ""
         weights = tuple(sorted(self.weights.items()))
         return RoutingOverrides(self.policy or "", InstanceId(prefill), InstanceId(decode), weights)
 
 
 class RoutedBody(Body):
-    """The fields that say which model serves a request, and how it is queued and routed."""
+    """Fields that select the model, the queueing and the routing of a request."""
 
     model: ModelName | None = None
     """Default: the first model that is served."""
@@ -218,22 +218,22 @@ class RoutedBody(Body):
     _origin: Origin | None = PrivateAttr(None)
 
     def came_from(self, sender: str, key: ApiKey | None = None, origin: Origin | None = None) -> None:
-        """Note who sent the body, for those that name no ``user``; with a ``key`` of ours nothing else counts."""
+        """Record the sender of the body, for bodies without ``user``; a ``key`` of ours overrides everything else."""
         self._sender, self._key, self._origin = sender, key, origin
 
     @property
     def origin(self) -> Origin | None:
-        """The HTTP request that the body came in."""
+        """The HTTP request that carried the body."""
         return self._origin
 
     @property
     def weight(self) -> float:
-        """Turns that the client has for each of another's."""
+        """Turns of the client for each turn of another."""
         return 1.0 if self._key is None else self._key.weight
 
     @property
     def client(self) -> str:
-        """Who takes turns with others where many wait."""
+        """The client for taking turns in the queue."""
         if self._key is not None:
             return self._key.client
         name = self.user or ""
@@ -243,19 +243,19 @@ class RoutedBody(Body):
 
     @property
     def timeouts(self) -> Timeouts:
-        """The longest waits that the request asks for."""
+        """Upper limits of the waiting times, as requested."""
         return Timeouts(self.request_timeout or 0.0, self.first_token_timeout or 0.0, self.token_timeout or 0.0)
 
     @property
     def salt(self) -> bytes:
-        """What the hashes of this request's blocks begin with, so that others do not share them."""
+        """Prefix of the hash input of this request's blocks, so that other tenants do not share them."""
         named = (self.cache_salt or "").encode(), (self.extra_key or "").encode()
         salt = joined(*named) if any(named) else b""
         return salt if self._key is None else self._key.salted(salt)
 
 
 class OpenAIBody(RoutedBody, SamplingFields):
-    """The fields that chat and text completions share."""
+    """The fields shared by chat and text completions."""
 
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -295,7 +295,7 @@ class OpenAIBody(RoutedBody, SamplingFields):
 
     @property
     def call_id(self) -> str | None:
-        """The id that the client gives its request, under vLLM's name or SGLang's."""
+        """The id given by the client, under vLLM's name or SGLang's."""
         return self.request_id or self.rid
 
     @property
@@ -309,7 +309,7 @@ class OpenAIBody(RoutedBody, SamplingFields):
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def grammars(self) -> dict[str, tuple[str, str]]:
-        """As for all bodies, and vLLM's names for them, old and new."""
+        """Return the grammars of all bodies, plus those under vLLM's names, old and new."""
         found: dict[str, tuple[str, str]] = {}
         format_text = self.response_format.schema_text if self.response_format is not None else None
         structured = self.structured_outputs or StructuredOutputs()
@@ -351,7 +351,7 @@ class CompletionBody(OpenAIBody):
 
 
 class ChatPrompt(Body):
-    """The fields that make a chat's prompt, for answering it and for counting its tokens."""
+    """The fields that make a chat's prompt, for completions and for counting tokens."""
 
     messages: Messages | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
@@ -416,7 +416,7 @@ LogprobTokenIdLists = Annotated[list[LogprobTokenIds], Field(max_length=MAX_SEQU
 
 
 class GenerateBody(RoutedBody):
-    """POST /generate. A list in place of one value has an item for each prompt."""
+    """POST /generate. A list in place of a single value has an item for each prompt."""
 
     max_marks: ClassVar[int] = MAX_MARKS
     text: Annotated[str | Texts | None, BeforeValidator(_few_prompts)] = None
@@ -476,23 +476,23 @@ class GenerateBody(RoutedBody):
         return isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
 
     def sampling_of(self, prompt: int) -> SGLangSampling:
-        """The sampling parameters of a prompt."""
+        """Return the sampling parameters of a prompt."""
         given = self.sampling_params
         return given[prompt] if isinstance(given, list) else given
 
     def num_logprobs_of(self, prompt: int) -> int | None:
-        """The number of most likely tokens that are shown beside each generated one; None: no log probabilities."""
+        """Return the number of most likely tokens shown for each generated one; None for no log probabilities."""
         given = (self.return_logprob, self.top_logprobs_num)
         wanted, count = (value[prompt] if isinstance(value, list) else value for value in given)
         return count if wanted else None
 
     def logprob_start_len_of(self, prompt: int) -> int:
-        """The first token of a prompt that is shown beside its log probability; -1: none is."""
+        """Return the first token of a prompt shown with its log probability; -1 for none."""
         given = self.logprob_start_len
         return given[prompt] if isinstance(given, list) else given
 
     def logprob_token_ids_of(self, prompt: int) -> tuple[int, ...]:
-        """The tokens whose log probabilities are shown everywhere, if any are."""
+        """Return the tokens whose log probabilities are shown at every position, if any."""
         given = self.token_ids_logprob or []
         own = given[prompt] if given and isinstance(given[0], list) else given
         return tuple(own) if self.num_logprobs_of(prompt) is not None else ()

@@ -1,4 +1,4 @@
-"""The state that HTTP and gRPC share: the dispatcher, the calls under way by their client's id, the limits."""
+"""The state shared by HTTP and gRPC: the dispatcher, calls in progress by client id, the limits."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from tanghulu.errors import TanghuluError
 from tanghulu.web.bodies import Bodies
 from tanghulu.web.errors import BadField
 
-#: The shortest and the longest time that a client is asked to wait.
+#: Shortest and longest retry delay given to a client, in seconds.
 LEAST_S: Final = 1
 MOST_S: Final = 60
-#: Ends before that say nothing about now.
+#: Ends before that are no evidence of the current rate.
 WINDOW_S: Final = 30.0
 _MAX_ENDS: Final = 1024
 
 
 class RetryAfter:
-    """Counts the requests that end, and tells from it how long a queue will take. Pure."""
+    """Counts the requests that end, and estimates from it how long a queue will take. Pure."""
 
     def __init__(self, now_s: float) -> None:
         self._began_s = now_s
         self._ends: deque[float] = deque(maxlen=_MAX_ENDS)
 
     def ended(self, now_s: float) -> None:
-        """Note that a request has ended, and so made way for another."""
+        """Record the end of a request, which makes room for another."""
         self._ends.append(now_s)
 
     def seconds(self, num_waiting: int, now_s: float) -> int:
-        """Seconds until ``num_waiting`` requests will have been taken up; MOST_S where none ends at all."""
+        """Return seconds until ``num_waiting`` requests will have been started; MOST_S if none ends at all."""
         while self._ends and self._ends[0] < now_s - WINDOW_S:
             self._ends.popleft()
         if not num_waiting:
@@ -59,16 +59,16 @@ class RetryAfter:
 
 
 DEFAULT_BODY_BYTES = 32 << 20
-#: No text has more bytes a token than this on average, even where all its characters are escaped in JSON.
+#: Most bytes per token of any text on average, even with all its characters escaped in JSON.
 MAX_JSON_BYTES_PER_TOKEN = 64
-#: The bytes of bodies that are under way at one time, from their first piece until they are tokens.
+#: Bytes of bodies in progress at one time, from their first piece until they are tokens.
 ROOM_BYTES = 32 << 20
-#: The memory of what they are made of once they are parsed, until they are tokens.
+#: Memory of their parsed contents, until they are tokens.
 VALUES_BYTES = 128 << 20
 
 
 class UnknownFields(Enum):
-    """What becomes of a request with a field that no API defines."""
+    """Treatment of requests with a field that no API defines."""
 
     WARN = "warn"
     REFUSE = "refuse"
@@ -85,7 +85,7 @@ class Service:
     unknown_fields: UnknownFields = UnknownFields.WARN
     parsers: ParserNames = field(default_factory=ParserNames)
     accounts: KeyAccounts = field(default_factory=KeyAccounts)
-    #: Calls and sequences under way, by their name and their client: clients choose names, and may choose the same.
+    #: Calls and sequences in progress, by name and client: clients choose names, and may choose the same.
     calls: dict[str, dict[str, GenerationCall]] = field(default_factory=dict)
     values: Bodies = field(default_factory=lambda: Bodies(0, VALUES_BYTES))
     stopping: bool = False
@@ -93,7 +93,7 @@ class Service:
     _retry_after: RetryAfter = field(default_factory=lambda: RetryAfter(time.monotonic()))
 
     async def find_model(self, name: str | None) -> ServedModel:
-        """The model called ``name``; waits for the first worker. Raises ModelNotFound, NodeUnavailable."""
+        """Return the model called ``name``; waits for the first worker. Raises ModelNotFound, NodeUnavailable."""
         registry = self.dispatcher.registry
         if not registry.models:
             with contextlib.suppress(TimeoutError):
@@ -102,14 +102,14 @@ class Service:
 
     @property
     def most_string_bytes(self) -> float:
-        """The longest string, in bytes of JSON, that may fit the context of any model that is known."""
+        """Longest string, in bytes of JSON, that may fit the context of any known model."""
         contexts = [model.card.context_length for model in self.dispatcher.registry.models.values()]
         return MAX_JSON_BYTES_PER_TOKEN * max(contexts) if contexts else math.inf
 
     def start(self, call_id: str, parsed: ParsedRequest, names: Sequence[str] = ()) -> GenerationCall:
-        """Begin all sequences of ``parsed``, which are called ``names``, or like the call with a number.
+        """Begin all sequences of ``parsed``, named ``names``, or after the call with a number.
 
-        Raises Overloaded, and then begins none.
+        Raises Overloaded, in which case none is begun.
         """
         several = len(parsed.requests) > 1
         names = names or [f"{call_id}-{i}" if several else call_id for i in range(len(parsed.requests))]
@@ -142,18 +142,18 @@ class Service:
         self.accounts.spend(call.client, call.num_generated, time.monotonic())
 
     def _end_stories(self, call: GenerationCall) -> None:
-        """End the stories of a call's sequences: its answer is out, or nobody waits for it."""
+        """End the stories of a call's sequences: its answer has been sent, or its client has left."""
         for generation in call.generations:
             self.dispatcher.stories.over(generation.stream.story, time.monotonic())
 
     def retry_after_s(self) -> int:
-        """Seconds after which who is refused now should come back: when those that wait have been taken up."""
+        """Return seconds after which a refused client should retry: once the waiting requests have been started."""
         return self._retry_after.seconds(self.dispatcher.num_waiting, time.monotonic())
 
     async def abort(self, call_id: str | None, key: ApiKey | None = None) -> int:
-        """End a call, or the one of its sequences that has the name (None: all), at whichever conductor it is.
+        """End a call, or the one of its sequences with that name (None: all), on whichever conductor has it.
 
-        Returns how many were ended. A ``key`` that is no administrator's ends its own calls only; others' do not exist
+        Returns the number ended. A ``key`` without administrator rights ends only its own calls; others do not exist
         for it.
         """
         client = "" if key is None or key.may(KeyRight.ADMIN) else key.client
@@ -163,7 +163,7 @@ class Service:
         return ended + await self.abort_at_peers(call_id, client)
 
     def abort_here(self, call_id: str | None, client: str) -> int:
-        """As ``abort``, of this conductor's calls, if they are ``client``'s ("": anybody's)."""
+        """Like ``abort``, for this conductor's calls, if they are ``client``'s ("": any client's)."""
         if call_id is None:
             ending = {call for calls in self.calls.values() for call in calls.values() if client in ("", call.client)}
             for call in ending:
@@ -179,11 +179,11 @@ class Service:
         return len(found)
 
     async def probe(self, deadline_s: float) -> list[dict[str, Any]]:
-        """Each worker with the seconds that it took for one token, or why there was none."""
+        """Return each worker with its seconds for one token, or the reason for none."""
         return list(await asyncio.gather(*(_probed(w, deadline_s) for w in self.dispatcher.registry.workers.values())))
 
     def missing(self) -> list[str]:
-        """The reasons why a request would not be served yet; empty if it would."""
+        """Return the reasons why a request cannot be served yet; empty if it can."""
         registry = self.dispatcher.registry
         if self.stopping:
             return ["the conductor is stopping"]

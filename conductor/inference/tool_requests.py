@@ -1,11 +1,11 @@
-"""The tool calls that a chat asks for: its tools checked, shown to the model, and the answer's grammar and parser.
+"""Tool calls requested by a chat: its tools validated, shown to the model, and the answer's grammar and parser.
 
-A choice of required or of one function is kept by a grammar: the answer is then JSON that `schemas` describes, whatever
-the model's own form of calls is, and is read as that.
+A tool choice of "required" or of one function is enforced by a grammar: the answer is then JSON as described by
+`schemas`, whatever the model's own format of calls, and is parsed as such.
 
-A model whose chat template knows no tools reads of them in the system message, in the form of Hermes and Qwen. Calls
-and results of earlier turns become plain text in the same form, so that any template which takes system, user and
-assistant messages will do.
+A model whose chat template does not support tools gets them in the system message, in the format of Hermes and Qwen.
+Calls and results of earlier turns become plain text in the same format, so that any template for system, user and
+assistant messages works.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _CHOICES = ("none", "auto", "required")
 
 @dataclass(frozen=True)
 class WantedCalls:
-    """``tools`` that may be called, none where calls are not wanted; ``forced``: at least one must be.
+    """``tools`` that may be called, none where calls are not allowed; ``forced``: at least one must be.
 
-    ``only``: the one function that has to be called. ``most``: calls of one answer; None: as many as there are.
+    ``only``: the one function that must be called. ``most``: limit of calls in one answer; None for no limit.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -46,7 +46,7 @@ class WantedCalls:
 
     @classmethod
     def of(cls, body: ChatPrompt) -> WantedCalls:
-        """Read the fields of ``body`` that concern tools. Raises BadField."""
+        """Parse the fields of ``body`` that concern tools. Raises BadField."""
         tools = tuple(body.tools or ())
         choice, only = _choice_of(body.tool_choice, [tool.function.name for tool in tools])
         if choice == "none":
@@ -62,14 +62,14 @@ class WantedCalls:
     def shown(
         self, messages: list[dict[str, Any]], form: AnswerForm
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """The messages and tools for the chat template of a model of ``form``; where it knows none, in a message."""
+        """Return messages and tools for the template of a model of ``form``, in a message if it has no tools."""
         tools = [tool.for_template() for tool in self.tools]
         if form.shows_tools or (form.shows_calls and not tools):
             return messages, tools or None
         return with_tools(messages, tools), None
 
     def schema(self) -> str | None:
-        """The JSON schema that the answer has to keep to; None where it is free. Raises BadField if it is too long."""
+        """Return the JSON schema required of the answer; None if it is free. Raises BadField if too long."""
         if not self.forced:
             return None
         tools = [tool.function for tool in self.tools if self.only in (None, tool.function.name)]
@@ -84,7 +84,7 @@ class WantedCalls:
         return text
 
     def strict_grammar(self, model: ServedModel, form: AnswerForm) -> str | None:
-        """The grammar that holds calls of strict tools to their schemas; None where there are none. Raises BadField."""
+        """Return the grammar that binds calls of strict tools to their schemas; None without any. Raises BadField."""
         if self.forced or form.tool_calls == NONE or not any(tool.function.strict for tool in self.tools):
             return None
         bound = [tool.function.parameters for tool in self.tools if tool.function.strict]
@@ -105,10 +105,10 @@ class WantedCalls:
         return text
 
     def new_parser(self, form: AnswerForm, free: bool, opened: bool) -> Callable[[], AnswerParser] | None:
-        """What makes the parser of each choice; None where the answer is plain text.
+        """Return a factory for the parser of each choice; None if the answer is plain text.
 
-        ``free``: no grammar of the client's bounds the text, which else begins with what it asks for; ``opened``: the
-        prompt ends inside of reasoning.
+        ``free``: no grammar of the client constrains the text, which otherwise begins with its match; ``opened``: the
+        prompt ends inside reasoning.
         """
         names, only = self.names, self.only
         if self.forced:
@@ -134,7 +134,7 @@ def _check_length(num_characters: int) -> None:
 
 
 def _choice_of(given: str | dict[str, Any] | None, names: Sequence[str]) -> tuple[str, str | None]:
-    """The choice by its name, and the function that it names if any."""
+    """Return the choice by name, and the function it names, if any."""
     if not names:
         if given not in (None, "none"):
             raise BadField("tool_choice needs tools", "tool_choice")
@@ -196,7 +196,7 @@ For each function call, return a json object with function name and arguments wi
 
 
 def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """``messages`` with ``tools`` in the system message; those of earlier calls as text."""
+    """Return ``messages`` with ``tools`` in the system message, and earlier calls as text."""
     out = [dict(message) for message in plain_messages(messages)]
     if tools:
         text = _INSTRUCTIONS.format(tools="\n".join(_dumps(tool) for tool in tools))
@@ -208,7 +208,7 @@ def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[st
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """``messages`` without calls and results: both are text. Results in a row share one message of the user's."""
+    """Return ``messages`` with calls and results as text. Consecutive results share one user message."""
     out: list[dict[str, Any]] = []
     previous = ""
     for message in messages:

@@ -1,1 +1,1 @@
-"""Conductors side by side: each tells the others of its requests."""
+"""Several conductors side by side: each reports its requests to the others."""

@@ -1,8 +1,8 @@
-"""The other conductors of the namespace: found by Discovery, followed one stream each, forgotten when they are gone.
+"""The other conductors of the namespace: found by Discovery, followed by one stream each, forgotten after they leave.
 
-A stream that breaks is asked for again, and its first message is everything anew. What the peer told counts meanwhile,
-for ``FORGET_AFTER_S``: then, or as soon as Discovery has lost a peer whose stream is down, it and its requests are
-forgotten. (When a conductor dies its workers end its requests.)
+A broken stream is reopened, and its first message is a full snapshot. Meanwhile the peer's last report counts, for
+``FORGET_AFTER_S``: then, or as soon as Discovery loses a peer whose stream is down, it and its requests are forgotten.
+(When a conductor dies, its workers end its requests.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, InstanceId, Role
 
 _log = structlog.get_logger(__name__)
-#: The attribute of a conductor's instance that says where it tells its peers.
+#: Attribute of a conductor's instance with the address at which it serves its peers.
 ATTRIBUTE = "peers"
 FORGET_AFTER_S = 2.0
 #: Connections of conductors and administrators.
@@ -48,7 +48,7 @@ class _Peer:
 
 
 class PeerGroup:
-    """The peers of a conductor: ``start`` tells them, ``follow`` listens to them; ``close`` ends both."""
+    """The peers of a conductor: ``start`` reports to them, ``follow`` listens to them; ``close`` ends both."""
 
     def __init__(
         self,
@@ -72,18 +72,18 @@ class PeerGroup:
 
     @property
     def num_peers(self) -> int:
-        """Number of conductors that are followed, or being connected to."""
+        """Number of conductors followed or being connected to."""
         return len(self._peers)
 
     @property
     def published_address(self) -> str:
-        """The address of the port for peers; "" without one."""
+        """Published address of the port for peers; "" without one."""
         return str(self.address) if self.address.port else ""
 
     async def start(self, host: str, port: int, reachable_host: str, run_dir: Path) -> None:
         """Serve peers on ``port`` (0 picks one) of ``host``, and on a socket in ``run_dir``.
 
-        Raises ConfigError if the port is taken. Where there is TLS, a conductor without a certificate opens no port.
+        Raises ConfigError if the port is taken. With TLS, a conductor without a certificate opens no port.
         """
         tls = self._credentials.tls
         if tls and not tls.cert:
@@ -98,7 +98,7 @@ class PeerGroup:
         self._port = opened
 
     async def follow(self, discovery: Discovery, namespace: str) -> None:
-        """Follow the conductors that come and go, and the tokens that are let in, until cancelled."""
+        """Follow the arrival and departure of conductors, and the accepted tokens, until cancelled."""
         async with beside(*([self._authorizer.watch(self._service)] if self._authorizer is not None else ())):
             async for event in discovery.watch(Role.CONDUCTOR, namespace=namespace):
                 self.apply(event)
@@ -110,9 +110,9 @@ class PeerGroup:
             self._gone(event.instance.id)
 
     async def abort(self, request_id: str | None, client: str) -> int:
-        """Have all peers end a request (None: all) of ``client`` ("": anybody); returns how many were ended.
+        """Have all peers end a request (None: all) of ``client`` ("": any client); return the number ended.
 
-        A peer that does not answer is passed over: its requests end with it, or go on if it is merely slow.
+        A peer that does not answer is skipped: its requests end with it, or continue if it is merely slow.
         """
         ended = await asyncio.gather(*(self._abort_at(peer, request_id, client) for peer in self._peers.values()))
         return sum(ended)
@@ -140,7 +140,7 @@ class PeerGroup:
             return
         if known is not None:
             self._gone(instance.id)
-        with contextlib.suppress(InvalidRequest):  # it does not tell, or not in a way that is understood here
+        with contextlib.suppress(InvalidRequest):  # it sends no reports, or not in a format known here
             address = Address.parse(where)
             if address != self.address and len(self._peers) < MAX_PEERS:
                 peer = self._peers[instance.id] = _Peer(instance)

@@ -1,8 +1,8 @@
-"""Requests of peers, counted where this conductor decides.
+"""Requests of peers, counted in this conductor's decisions.
 
-Pure. A peer's request counts as an own one does: its prefill tokens until its worker's reports hold them, its blocks as
-coming until its first token, its decode worker's room until it is there. It is never forgotten by age, only when its
-peer frees it, tells everything anew without it, or is gone itself.
+Pure. A peer's request counts like an own one: its prefill tokens until its worker's reports include them, its blocks as
+coming until its first token, its decode worker's room until it arrives there. It is never dropped by age, only when its
+peer frees it, sends a snapshot without it, or disappears itself.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from tanghulu.conductor.routing.in_flight import InFlightBlocks
 from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.types import InstanceId
 
-#: Requests of one peer that are counted; what it has beyond them is load that nobody foresees.
+#: Most requests counted of one peer; load beyond them is not taken into account.
 MAX_REQUESTS_OF_A_PEER = 65_536
 
 LoadOf = Callable[[InstanceId], LoadTracker | None]
 
 
 class PeerRequests:
-    """The requests of all peers. ``load_of`` gives a worker's tracker, None for a worker that is not known here."""
+    """The requests of all peers. ``load_of`` gives a worker's tracker, None for an unknown worker."""
 
     def __init__(self, in_flight: InFlightBlocks, load_of: LoadOf) -> None:
         self._in_flight, self._load_of = in_flight, load_of
@@ -32,7 +32,7 @@ class PeerRequests:
 
     @property
     def peers(self) -> list[InstanceId]:
-        """The peers that have told something."""
+        """Peers that have reported something."""
         return list(self._of_peer)
 
     def on_news(self, peer: InstanceId, news: News) -> None:
@@ -52,7 +52,7 @@ class PeerRequests:
                 self._free(_key(peer, request_id), begun_or_none)
 
     def forget(self, peer: InstanceId) -> None:
-        """Forget ``peer``, which is gone, and its requests."""
+        """Forget ``peer``, which has left, and its requests."""
         for request_id, begun in self._of_peer.pop(peer, {}).items():
             self._free(_key(peer, request_id), begun)
 
@@ -82,5 +82,5 @@ class PeerRequests:
 
 
 def _key(peer: InstanceId, request_id: str) -> str:
-    """The key of a peer's request, which no own request has."""
+    """Return the key of a peer's request, which differs from that of any own request."""
     return f"{peer}/{request_id}"

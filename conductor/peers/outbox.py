@@ -1,13 +1,13 @@
-"""A conductor's news of its own requests, for its peers.
+"""Changes of a conductor's own requests, to be reported to its peers.
 
-Pure. The table of what is under way is the truth, an outbox for each peer holds what has changed since that peer was
-told last. Changes are merged while they wait: a request that began and was freed in between is never spoken of. An
-outbox that grows beyond ``MAX_CHANGES`` (its peer reads too slowly) is emptied, and its peer is told everything anew,
-which heals any difference.
+Pure. The table of requests in progress is authoritative; an outbox for each peer holds the changes since the last
+report to it. Changes are merged while they wait: a request begun and freed in between is never reported. An outbox that
+grows beyond ``MAX_CHANGES`` (its peer reads too slowly) is emptied, and its peer gets a snapshot, which repairs any
+difference.
 
     began a        outbox {begun: a}
     prefilled a    outbox {begun: a, prefilled}
-    freed a        outbox {}                        # the peer never hears of a
+    freed a        outbox {}                        # a is never reported to the peer
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tanghulu.types import BlockHash, InstanceId
 
 MAX_CHANGES = 8192
 MAX_PEERS = 64
-#: Requests in one message; a snapshot of more comes in several.
+#: Requests in one message; a larger snapshot is split into several.
 MAX_BEGUN = 256
 NOBODY = InstanceId("")
 
@@ -43,7 +43,7 @@ class Begun(FastMessage, frozen=True):
 
 
 class News(FastMessage, frozen=True):
-    """Changes of requests; with ``snapshot`` all earlier ones are void. Empty news are the beat of a stream."""
+    """Changes of requests; a ``snapshot`` voids all earlier ones. An empty message is the heartbeat of a stream."""
 
     snapshot: bool = False
     begun: Sequence[Begun] = ()
@@ -54,7 +54,7 @@ class News(FastMessage, frozen=True):
         return bool(self.snapshot or self.begun or self.prefilled or self.freed)
 
     def parts(self) -> Iterator[News]:
-        """The same in messages of at most MAX_BEGUN requests; at least one."""
+        """Yield the same in messages of at most MAX_BEGUN requests; at least one."""
         last = max(0, len(self.begun) - 1) // MAX_BEGUN
         for number in range(last):
             yield News(self.snapshot and not number, self.begun[number * MAX_BEGUN : (number + 1) * MAX_BEGUN])
@@ -63,7 +63,7 @@ class News(FastMessage, frozen=True):
 
 @dataclass(eq=False)
 class Outbox:
-    """The changes that one peer has not been told yet. ``wake`` is called when there is one."""
+    """Changes not yet reported to one peer. ``wake`` is called when there is one."""
 
     wake: Callable[[], None]
     all_anew: bool = True
@@ -90,7 +90,7 @@ class OwnRequests:
         return len(self._live)
 
     def follow(self, wake: Callable[[], None]) -> Outbox | None:
-        """Open the outbox of a new peer, to be told everything first; None if there are MAX_PEERS already."""
+        """Open the outbox of a new peer, starting with a snapshot; None if there are MAX_PEERS already."""
         if len(self._outboxes) >= MAX_PEERS:
             return None
         outbox = Outbox(wake)
@@ -108,7 +108,7 @@ class OwnRequests:
             self._changed(outbox)
 
     def prefilled(self, request_id: str) -> None:
-        """Note the first output of a request's worker; no error if it is not under way or that is known."""
+        """Record the first output of a request's worker; no error if it has ended or that is already recorded."""
         begun = self._live.get(request_id)
         if begun is None or begun.prefilled:
             return
@@ -121,7 +121,7 @@ class OwnRequests:
             self._changed(outbox)
 
     def freed(self, request_id: str) -> None:
-        """Note that a request has left its worker; no error if that is known."""
+        """Record that a request has left its worker; no error if already recorded."""
         if self._live.pop(request_id, None) is None:
             return
         for outbox in self._outboxes:
@@ -130,7 +130,7 @@ class OwnRequests:
             self._changed(outbox)
 
     def take(self, outbox: Outbox) -> News:
-        """Empty ``outbox``; returns what it held."""
+        """Empty ``outbox``; return its contents."""
         if outbox.all_anew:
             news = News(True, list(self._live.values()))
             outbox.all_anew = False

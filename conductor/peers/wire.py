@@ -1,7 +1,7 @@
-"""The connections between conductors: the methods that a conductor answers, and the stream of each peer it follows.
+"""Connections between conductors: the methods a conductor serves, and the stream of each peer it follows.
 
-Where a conductor has a token to show to its master, its peers must prove the same one; where it has a certificate
-(--tls-cert), their streams are encrypted, and with --tls-ca both sides show theirs.
+If a conductor has a token for its master, its peers must prove the same one; if it has a certificate (--tls-cert),
+their streams are encrypted, and with --tls-ca both sides present theirs.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from tanghulu.rpc.streams import receive_all, send_all
 from tanghulu.rpc.wire import U32, FastMessage
 from tanghulu.types import Address
 
-#: News wait so long for more to come, in seconds: one message instead of many.
+#: Seconds for which a change waits for more: one message instead of many.
 GATHER_S = 0.002
-#: Seconds without a beat after which a peer counts as lost, and for which a new connection waits.
+#: Seconds without a heartbeat after which a peer counts as lost, and for which a new connection waits.
 SILENCE_S = 4.0
-#: The time that a peer has to end a request, in seconds.
+#: Seconds for a peer to end a request.
 ABORT_DEADLINE_S = 2.0
 
-#: Ends the request of that id (None: all) if it is the client's ("": anybody's), and returns how many it ended.
+#: Ends the request of that id (None: all) if it is the client's ("": any client's); returns the number ended.
 AbortHere: TypeAlias = Callable[[str | None, str], int]
 
 
 class FollowRequest(FastMessage, frozen=True):
-    """All that is under way, then changes."""
+    """Request for a snapshot of all requests in progress, then changes."""
 
 
 class AbortRequest(FastMessage, frozen=True):
-    """A client's order to end a request, which came in at another conductor.
+    """A client's order to end a request, received by another conductor.
 
-    ``request_id`` is that of a call or of one of its sequences; None: all. ``client`` "" ends anybody's.
+    ``request_id`` is that of a call or of one of its sequences; None means all. ``client`` "" means any client's.
     """
 
     request_id: str | None = None
@@ -49,7 +49,7 @@ class AbortRequest(FastMessage, frozen=True):
 
 
 class AbortReply(FastMessage, frozen=True):
-    """How many were ended."""
+    """Number of requests ended."""
 
     num_aborted: U32
 
@@ -59,13 +59,13 @@ ABORT = Method(71, "abort", AbortRequest, AbortReply, Rule("abort", Right.JOIN))
 
 
 class PeerService:
-    """Streams what this conductor's requests do, and takes orders: ``end`` and ``abort`` obey them."""
+    """Streams the changes of this conductor's requests, and accepts orders, carried out by ``end`` and ``abort``."""
 
     def __init__(self, own: OwnRequests, end: Callable[[], EndReply], abort: AbortHere) -> None:
         self._own, self._end, self._abort = own, end, abort
 
     def serve(self, service: FastService) -> None:
-        """Answer conductors and administrators that come to ``service``."""
+        """Serve conductors and administrators that connect to ``service``."""
         service.register(HELLO, greeting.welcome)
         service.register(FOLLOW, self._follow)
         service.register(ABORT, lambda peer, order, _: AbortReply(self._abort(order.request_id, order.client)))
@@ -93,7 +93,7 @@ class PeerService:
 
 
 async def follow(address: Address, credentials: Credentials) -> AsyncGenerator[News, None]:
-    """The news of the conductor that listens at ``address``, a snapshot first.
+    """Yield the changes of the conductor at ``address``, a snapshot first.
 
     Raises a typed error when the stream breaks, or the peer ends it.
     """
@@ -104,7 +104,7 @@ async def follow(address: Address, credentials: Credentials) -> AsyncGenerator[N
 
 
 async def abort(address: Address, request_id: str | None, client: str, credentials: Credentials) -> int:
-    """Have the conductor at ``address`` end a request, or all, of a client; returns how many. Raises a typed error."""
+    """Have the conductor at ``address`` end a client's request, or all; return the number. Raises a typed error."""
     connection = await greeting.connect(address, credentials.to(address), CONDUCTOR, ABORT_DEADLINE_S)
     try:
         order = AbortRequest(request_id, client)

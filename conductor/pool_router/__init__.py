@@ -1,1 +1,1 @@
-"""The global router: which pool of workers serves a request, by its length and its targets; see ``main``."""
+"""The global router, which chooses a pool of workers for each request by its length and targets; see ``main``."""

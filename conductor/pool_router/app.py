@@ -1,4 +1,4 @@
-"""The global router's HTTP routes: what generates goes by the grid, what any pool can answer goes to the first."""
+"""The global router's HTTP routes: generation is routed by the grid, requests for any pool go to the first."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HEADER: Final = b"x-request-id"
 
 
 class RequestIds:
-    """``app`` with an X-Request-Id in each answer: the client's, or one made here, which conductors get, too."""
+    """``app`` with an X-Request-Id in each answer: the client's, or one made here and also sent to conductors."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -52,7 +52,7 @@ class RequestIds:
 
 
 def make_app(forwarder: Forwarder, registry: CollectorRegistry, max_body_bytes: int) -> FastAPI:
-    """All routes on ``forwarder``."""
+    """Build all routes on ``forwarder``."""
     app = FastAPI(title="tanghulu router", version=__version__, redirect_slashes=False)
     errors.install(app, "the router")
 
@@ -79,7 +79,7 @@ def make_app(forwarder: Forwarder, registry: CollectorRegistry, max_body_bytes: 
 
 
 def _target(request: Request) -> str:
-    """The path and query of a request as the client has sent them."""
+    """Return the path and query of a request exactly as sent by the client."""
     raw: bytes = request.scope["raw_path"]
     if {b".", b".."}.intersection(raw.split(b"/")):  # which httpx would resolve: another route, with other rights
         raise InvalidRequest("a path must not contain the segments . and ..")
@@ -91,19 +91,19 @@ def _add_admin(app: FastAPI, forwarder: Forwarder, max_body_bytes: int) -> None:
     @app.get("/health")
     @app.get("/live")
     async def live() -> dict[str, Any]:
-        """The process answers."""
+        """Respond if the process is alive."""
         return {"status": "ok"}
 
     @app.get("/ready")
     async def ready() -> Response:
-        """200 once every pool, or one that stands in for it, has a conductor that is ready."""
+        """Return 200 once every pool, or a fallback of it, has a conductor that is ready."""
         good = {pool for pool, status, _ in await forwarder.everywhere("GET", "/ready") if status == 200}
         missing = [p for p in forwarder.pools.pools if not good.intersection(forwarder.pools.ways(p))]
         return JSONResponse({"ready": not missing, "missing": missing}, 503 if missing else 200)
 
     @app.get("/pools")
     async def pools() -> dict[str, Any]:
-        """The pools and their conductors."""
+        """Return the pools and their conductors."""
         return {
             name: [
                 {"url": m.url, "open_requests": m.open_requests, "failures": m.num_failures}
@@ -114,7 +114,7 @@ def _add_admin(app: FastAPI, forwarder: Forwarder, max_body_bytes: int) -> None:
 
     @app.post("/route")
     async def route(request: Request) -> dict[str, Any]:
-        """Which pools a body would go to, and why; nothing is forwarded."""
+        """Return the pools a body would go to, and why; nothing is forwarded."""
         data = parse_body(await read_body(request, max_body_bytes))
         demand = demand_of(data, forwarder.pools.characters_per_token)
         prefill, decode = forwarder.pools.choose(demand)
@@ -129,7 +129,7 @@ def _add_admin(app: FastAPI, forwarder: Forwarder, max_body_bytes: int) -> None:
 
     @app.post("/abort_request")
     async def abort(request: Request) -> dict[str, Any]:
-        """End a request wherever it is."""
+        """End a request on whichever conductor has it."""
         body = await read_body(request, max_body_bytes)
         answers = await forwarder.everywhere("POST", "/abort_request", body, dict(request.headers))
         counts = [answer.get("aborted", 0) for _, _, answer in answers if isinstance(answer, dict)]

@@ -1,7 +1,8 @@
-"""The demand of a request's body on the pools: its length in tokens, estimated without a tokenizer.
+"""Demand of a request's body on the pools: its length in tokens, estimated without a tokenizer.
 
 Pure. Token ids are counted; texts are estimated by their characters, since the router serves several models and has no
-tokenizer. Targets stand in ``"slo": {"ttft_s": 1.0, "tbt_s": 0.05}`` of the body; conductors do not get that field.
+tokenizer. Targets are given in ``"slo": {"ttft_s": 1.0, "tbt_s": 0.05}`` of the body; that field is not forwarded to
+conductors.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from tanghulu.errors import InvalidRequest
 
 _PROMPTS = ("messages", "prompt", "input", "input_ids", "text")
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens")
-#: Larger numbers of tokens and seconds are all taken for this one.
+#: Upper limit of tokens and seconds; larger numbers are clamped to it.
 _MOST = 1 << 32
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
-    """The body as an object. Raises InvalidRequest."""
+    """Parse the body as an object. Raises InvalidRequest."""
     try:
         data = json.loads(body)
-    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, nested too deep, a number that is too long
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deep, or a number that is too long
         raise InvalidRequest(f"the body is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise InvalidRequest("the body is not a JSON object")
@@ -31,7 +32,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
 
 
 def demand_of(data: Mapping[str, Any], characters_per_token: float) -> Demand:
-    """The demand of a completion, a chat or a /generate body. Raises InvalidRequest for malformed targets."""
+    """Return the demand of a completion, a chat or a /generate body. Raises InvalidRequest for malformed targets."""
     tokens = _tokens(data.get(_prompt_field(data)), characters_per_token)
     slo = data.get("slo")
     if slo is None:
@@ -42,7 +43,7 @@ def demand_of(data: Mapping[str, Any], characters_per_token: float) -> Demand:
 
 
 def prefill_only(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The request for one token only: it leaves the prompt's KV in the store, and its answer is not used."""
+    """Return the request for one token only: it leaves the prompt's KV in the store, and its answer is discarded."""
     once = {key: value for key, value in data.items() if key not in ("stream", "stream_options", "n", "slo", "rid")}
     field = _prompt_field(data)
     if field == "input":
@@ -56,12 +57,12 @@ def prefill_only(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prompt_field(data: Mapping[str, Any]) -> str:
-    """The name of the field that has the prompt; "" if none has."""
+    """Return the name of the field with the prompt; "" if none has it."""
     return next((name for name in _PROMPTS if data.get(name) is not None), "")
 
 
 def _tokens(prompt: Any, characters_per_token: float, *, several: bool = True) -> int:
-    """Tokens of the longest of ``several`` prompts, which are served one by one."""
+    """Return the tokens of the longest of ``several`` prompts, which are served one by one."""
     if isinstance(prompt, str):
         return round(len(prompt) / characters_per_token)
     if not isinstance(prompt, list) or not prompt:

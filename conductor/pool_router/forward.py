@@ -1,15 +1,15 @@
-"""Forwarding: a request to the conductors of its pools, the answer streamed back as it comes.
+"""Forwarding: send a request to the conductors of its pools and stream the answer back.
 
-Owns the HTTP client and the order of attempts. Where prefill and decode pool differ, the prefill pool first computes
-the prompt for one token and so leaves its KV in the store that the pools share; the decode pool then finds it there.
-Should that fail, the decode pool computes the prompt itself: nothing is lost but time.
+Owns the HTTP client and the order of attempts. If prefill and decode pool differ, the prefill pool first computes the
+prompt for one token, leaving its KV in the store shared by the pools; the decode pool then finds it there. If that
+fails, the decode pool computes the prompt itself: only time is lost.
 
 An attempt that ended before its answer began (no connection, no sign of life, 429, 503) is repeated at the next
-conductor, then at the pools that stand in. What has begun is never repeated.
+conductor, then at the fallback pools. An answer that has begun is never repeated.
 
-Of a pool's conductors the one with the fewest open requests is asked first. One that failed is left alone for a while
-that doubles with each failure in a row, and is asked all the same where no other is left. Example: after one failure it
-rests 0.5 s, after three 2 s, never more than 30 s.
+Of a pool's conductors, the one with the fewest open requests is tried first. One that failed is skipped for a time that
+doubles with each consecutive failure, but is tried anyway if no other is left. Example: it is skipped for 0.5 s after
+one failure, 2 s after three, never more than 30 s.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MOST_REST_S = 30.0
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One conductor. ``open_requests`` are forwarded to it and have not ended."""
+    """One conductor. ``open_requests`` have been forwarded to it and have not ended."""
 
     url: str
     open_requests: int = 0
@@ -58,7 +58,7 @@ class Member:
     rests_until_s: float = 0.0
 
     def failed(self, now_s: float) -> None:
-        """Note that the conductor could not be reached, or answered that it cannot serve."""
+        """Record that the conductor could not be reached, or answered that it cannot serve."""
         self.num_failures += 1
         self.rests_until_s = now_s + min(MOST_REST_S, FIRST_REST_S * 2 ** min(10, self.num_failures - 1))
 
@@ -67,7 +67,7 @@ class Member:
 
 
 class Members:
-    """The conductors of one pool: fixed ones, and those that discovery finds."""
+    """The conductors of one pool: configured ones, and those found by Discovery."""
 
     def __init__(self, urls: Iterable[str] = ()) -> None:
         self._fixed = [Member(url) for url in urls]
@@ -77,17 +77,17 @@ class Members:
         return len(self._fixed) + len(self._found)
 
     def add(self, instance: InstanceId, url: str) -> None:
-        """Add a conductor that Discovery has found; a known address adds nothing."""
+        """Add a conductor found by Discovery; a known address adds nothing."""
         known = self._found.get(instance)
         if known is None or known.url != url:
             self._found[instance] = Member(url)
 
     def remove(self, instance: InstanceId) -> None:
-        """Remove a conductor that is gone; requests forwarded to it go on or fail by themselves."""
+        """Remove a conductor that has left; requests forwarded to it continue or fail by themselves."""
         self._found.pop(instance, None)
 
     def in_order(self, now_s: float) -> list[Member]:
-        """All conductors in the order in which they should be asked; each address once."""
+        """Return all conductors in the order in which to try them; each address once."""
         by_url = {member.url: member for member in [*self._found.values(), *self._fixed]}
         return sorted(by_url.values(), key=lambda m: (max(m.rests_until_s, now_s), m.open_requests))
 
@@ -108,13 +108,13 @@ class PoolMetrics:
 
 
 _log = structlog.get_logger(__name__)
-#: How long every conductor may take for a question to all.
+#: Timeout of each conductor for a request to all of them.
 ASK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class _PoolAnswer:
-    """An answer that has begun, and the conductor that gives it; ``content``: all of it, where it was read already."""
+    """An answer that has begun, and its conductor; ``content``: all of it, if already read."""
 
     pool: str
     member: Member
@@ -137,13 +137,13 @@ class Forwarder:
     async def generate(self, path: str, body: bytes, headers: Mapping[str, str]) -> RelayedAnswer:
         """Forward a generation by the grid. Raises InvalidRequest, or NodeUnavailable if no pool can be reached.
 
-        One that goes on from an earlier response goes to the conductor that keeps it.
+        One that continues an earlier response goes to the conductor that keeps it.
         """
         data = parse_body(body)
         if isinstance(earlier := data.get("previous_response_id"), str):
             return await self.where_kept(earlier, "POST", path, body, headers)
         prefill, decode = self.pools.choose(demand_of(data, self.pools.characters_per_token))
-        if "slo" in data:  # a field of this router, which conductors do not know
+        if "slo" in data:  # a field of this router, unknown to conductors
             body = json.dumps({name: value for name, value in data.items() if name != "slo"}).encode()
         prefilled = prefill
         if prefill != decode:
@@ -160,7 +160,7 @@ class Forwarder:
         return self._relayed(answer, {"x-tanghulu-prefill-pool": prefilled})
 
     async def anywhere(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> RelayedAnswer:
-        """Forward a request that any pool can answer, to the next one after a 404.
+        """Forward a request that any pool can answer, trying the next one after a 404.
 
         Raises NodeUnavailable if none can be reached.
         """
@@ -194,7 +194,7 @@ class Forwarder:
     async def everywhere(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> list[tuple[str, int, Any]]:
-        """(pool, status, JSON) of every conductor that answers."""
+        """Return (pool, status, JSON) of every conductor that answers."""
         found = await self._everywhere(method, path, body, headers or {})
         return [(pool, status, answer) for pool, _, status, answer in found]
 
@@ -214,7 +214,7 @@ class Forwarder:
         return await asyncio.gather(*asked)
 
     def _relayed(self, answer: _PoolAnswer, more: Mapping[str, str] = MappingProxyType({})) -> RelayedAnswer:
-        """``answer`` for the client, with ``more`` headers."""
+        """Return ``answer`` for the client, with ``more`` headers."""
         headers = {**answer_headers(answer.response), **more, "x-tanghulu-pool": answer.pool}
         return RelayedAnswer(
             answer.response.status_code, headers, self._pieces(answer), functools.partial(self._end, answer)
@@ -232,7 +232,7 @@ class Forwarder:
             raise NodeUnavailable(f"the conductor of pool {answer.pool} broke off its answer") from error
 
     def _end(self, answer: _PoolAnswer) -> None:
-        """End a forwarded request: its answer was passed on, or its client is gone."""
+        """End a forwarded request: its answer was passed on, or its client has left."""
         if answer.content is None:
             answer.member.open_requests -= 1
             self._client.end(answer.response)
@@ -240,7 +240,7 @@ class Forwarder:
     async def _send(
         self, pool: str, method: str, path: str, body: bytes, headers: Mapping[str, str]
     ) -> _PoolAnswer | None:
-        """The first answer of ``pool`` or of its fallbacks; the last refusal if all refuse, None if all fail."""
+        """Return the first answer of ``pool`` or its fallbacks; the last refusal if all refuse, None if all fail."""
         refusal = None
         for name, member in self._attempts(pool):
             response = await self._try(member, method, path, body, headers)
@@ -273,7 +273,7 @@ class Forwarder:
             member.failed(self._clock.now_s())
             _log.warning("pool.conductor_failed", url=member.url, error=reason(error))
             return None
-        except BaseException:  # a client that hung up, too: the request is not open any more; raised on
+        except BaseException:  # a disconnected client, too: the request is no longer open; re-raised
             member.open_requests -= 1
             raise
         if response.status_code in (502, 503):
@@ -283,13 +283,13 @@ class Forwarder:
         return response
 
     async def _finish(self, answer: _PoolAnswer) -> bytes:
-        """Read the answer to its end and close; returns its content as far as it came."""
+        """Read the answer to its end and close; return its content as far as it arrived."""
         content = b""
         try:
             async for piece in self._pieces(answer):
                 content += piece
         except NodeUnavailable:
-            pass  # what came of it is all that there is
+            pass  # only the part received so far exists
         finally:
             self._end(answer)
         return content

@@ -1,4 +1,4 @@
-"""Which pool prefills a request and which decodes it: a grid of lengths and targets, read from a file and validated.
+"""Choice of the prefill and decode pools of a request: a grid of lengths and targets, read from a file and validated.
 
 Pure. A pool is a namespace with its own conductors and workers: larger ones for long prompts, faster ones for tight
 targets. The file (TOML, or JSON of the same shape):
@@ -7,8 +7,8 @@ targets. The file (TOML, or JSON of the same shape):
 
     [[pool]]
     name = "short"                      # the namespace
-    urls = ["http://10.0.0.1:8000"]     # its conductors, besides those that discovery finds in the namespace
-    fallback = ["long"]                 # who serves when it cannot
+    urls = ["http://10.0.0.1:8000"]     # its conductors, besides those found by discovery in the namespace
+    fallback = ["long"]                 # pools that serve when it cannot
 
     [[pool]]
     name = "long"
@@ -23,8 +23,8 @@ targets. The file (TOML, or JSON of the same shape):
     context_tokens = [8192, 131072]
     pools = [["short", "long"]]
 
-Bounds are upper ones and ascend. A request takes the first row and column that its target and its length do not exceed;
-beyond the last it takes the last; without a target it takes the last row. Example: a prompt of 6,000 tokens with a TTFT
+Bounds are upper bounds in ascending order. A request takes the first row and column that its target and length do not
+exceed, or the last if none; without a target it takes the last row. Example: a prompt of 6,000 tokens with a TTFT
 target of 1 s is prefilled by "long"; without a target by "short".
 """
 
@@ -45,7 +45,7 @@ from tanghulu.runtime.config import read_table
 from tanghulu.types import parse_url
 
 DEFAULT_CHARACTERS_PER_TOKEN = 4.0
-#: The most of a number in the file; a target of 1e9 s is none.
+#: Upper limit of a number in the file; a target of 1e9 s means none.
 _MOST = 1e9
 
 
@@ -60,7 +60,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The length of a request and its targets, None where it has none."""
+    """The length of a request and its targets, None if absent."""
 
     prompt_tokens: int
     context_tokens: int
@@ -85,7 +85,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class PoolMap:
-    """The whole file."""
+    """The contents of the whole file."""
 
     pools: Mapping[str, Pool]
     prefill: Grid
@@ -93,12 +93,12 @@ class PoolMap:
     characters_per_token: float = field(default=DEFAULT_CHARACTERS_PER_TOKEN)
 
     def choose(self, demand: Demand) -> tuple[str, str]:
-        """(pool that prefills, pool that decodes)."""
+        """Return (pool that prefills, pool that decodes)."""
         prefill = self.prefill.choose(demand.prompt_tokens, demand.ttft_s)
         return prefill, self.decode.choose(demand.context_tokens, demand.tbt_s)
 
     def ways(self, name: str) -> Iterator[str]:
-        """The pool ``name``, then its fallbacks and theirs, each once."""
+        """Yield the pool ``name``, then its fallbacks and theirs, each once."""
         seen, waiting = {name}, [name]
         while waiting:
             current = waiting.pop(0)
@@ -110,7 +110,7 @@ class PoolMap:
 
 
 def read_pools(path: Path) -> PoolMap:
-    """The pool map in ``path``. Raises ConfigError that says what is wrong and where."""
+    """Read the pool map in ``path``. Raises ConfigError with the fault and its position."""
     data = read_table(path, "pools", is_json=path.suffix == ".json")
     try:
         return parse_pools(data)
@@ -149,7 +149,7 @@ class _File(Struct, forbid_unknown_fields=True):
 
 
 def parse_pools(data: Any) -> PoolMap:
-    """The pool map from parsed TOML or JSON. Raises ConfigError."""
+    """Build the pool map from parsed TOML or JSON. Raises ConfigError."""
     try:
         file = msgspec.convert(data, _File)
     except msgspec.ValidationError as error:

@@ -1,4 +1,4 @@
-"""The global router's configuration, start and orderly end; ``routing_service.main`` has the command."""
+"""The global router's configuration, start and orderly shutdown; ``routing_service.main`` has the command."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalRouterConfig(MasterOptions, HttpOptions, ProcessConfig):
-    """The global router's options."""
+    """Options of the global router."""
 
     port: int = option(8100, "port of the HTTP API; 0 picks one")
     pools: Path | None = option(None, "TOML or JSON file with the pools and the grid")
@@ -51,14 +51,14 @@ class GlobalRouterConfig(MasterOptions, HttpOptions, ProcessConfig):
         check_bounds(self)
 
     def read_pools(self) -> PoolMap:
-        """The pools. Raises ConfigError for a file that is missing or wrong."""
+        """Read the pools. Raises ConfigError for a missing or invalid file."""
         if self.pools is None:
             raise ConfigError("--pools FILE is required: it lists the pools")
         return read_pools(self.pools)
 
 
 def refuse_plain(tls: TlsFiles, *urls: str) -> None:
-    """Raise ConfigError for a URL of plain HTTP where there are TLS files."""
+    """Raise ConfigError for a plain HTTP URL if TLS files are configured."""
     for url in urls:
         if tls and not url.startswith("https:"):
             raise ConfigError(f"{url} is plain HTTP; with --tls-cert or --tls-ca name the https:// URL of a server")
@@ -79,7 +79,7 @@ class GlobalRouter:
 
     @contextlib.asynccontextmanager
     async def running(self, discovery: Discovery | None) -> AsyncIterator[GlobalRouter]:
-        """Serve inside the block; at its end let what is under way go on for the grace period."""
+        """Serve inside the block; at its end, requests in progress may finish within the grace period."""
         config = self.config
         routes = make_app(self.forwarder, self._registry, config.max_body_size)
         app = RequestIds(self._server.authorized(routes, route_rights.POOL_ROUTER))
@@ -94,11 +94,11 @@ class GlobalRouter:
             yield self
 
     def apply(self, pool: str, event: InstanceEvent) -> None:
-        """Take an event of Discovery on the conductors of ``pool``."""
+        """Apply an event of Discovery about the conductors of ``pool``."""
         instance, members = event.instance, self.forwarder.members[pool]
         if instance is not None and event.kind is EventKind.PUT:
             is_tls = bool(self.config.tls) or instance.attributes.get("scheme") == "https"
-            scheme = "https" if is_tls else "http"  # callers' keys never go in clear text where there is TLS
+            scheme = "https" if is_tls else "http"  # callers' keys are never sent in clear text where TLS is configured
             members.add(instance.id, f"{scheme}://{instance.address}")
         elif instance is not None and event.kind is EventKind.DELETE:
             members.remove(instance.id)
@@ -109,7 +109,7 @@ class GlobalRouter:
 
 
 async def serve(process: Process, config: GlobalRouterConfig) -> None:
-    """Run until the process is to stop."""
+    """Run until the process is asked to stop."""
     router = GlobalRouter(config, config.read_pools(), process.registry)
     async with contextlib.AsyncExitStack() as stack:
         discovery = None

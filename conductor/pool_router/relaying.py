@@ -1,12 +1,12 @@
-"""What both routers share that pass a request on: the client, whom to try next, which headers go through.
+"""The parts shared by both routers that relay requests: the client, the retry rules, the forwarded headers.
 
-Answers may take any time, so no deadline ends them. What ends them is a server that cannot be reached any more: a host
-that the kernel finds silent (seconds), or a process that stands still. A server that has sent nothing for a quarter of
-``silence_s`` is asked for /health over another connection, and given up if it does not answer that either in the rest
-of the time. Any answer counts: servers of other engines need not know /health.
+Answers may take any time, so no deadline ends them. They end if the server can no longer be reached: its host is silent
+according to the kernel (seconds), or its process hangs. A server that has sent nothing for a quarter of ``silence_s``
+is probed with /health over another connection, and given up if it does not answer that within the rest of the time
+either. Any answer counts: servers of other engines need not support /health.
 
-Example, with 10 s: a conductor has sent its last token at 20.0 s. At 22.5 it is asked, and answers: it computes. At
-25.0 it is asked again, and has been stopped meanwhile: at 32.5 all its answers are over.
+Example, with 10 s: a conductor sent its last token at 20.0 s. At 22.5 it is probed, and answers: it is computing. At
+25.0 it is probed again, but has stopped meanwhile: at 32.5 all its answers end.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tanghulu.web.errors import body_of
 T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 2.0
-#: How long a server may answer nothing at all, by default.
+#: Default time for which a server may send nothing at all.
 SILENCE_S = 10.0
-#: Errors of requests to a server that cannot be reached, or whose address is none.
+#: Errors of requests to a server that is unreachable or has an invalid address.
 UNREACHABLE = (httpx.HTTPError, httpx.InvalidURL)
 #: A server that answers with one of these has not begun: the request may go to another.
 TRY_ELSEWHERE = (429, 502, 503)
-#: Headers of one hop, which the next one makes itself.
+#: Hop-by-hop headers, which the next hop sets itself.
 _OF_ONE_HOP = frozenset(("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"))
 _OF_REQUESTS = _OF_ONE_HOP | {"accept-encoding", "content-length", "host"}
 
@@ -47,7 +47,7 @@ class RelayClient:
     """Sends requests to servers, for answers of any length, over as many connections as there are requests."""
 
     def __init__(self, silence_s: float = SILENCE_S, tls: TlsFiles = NO_TLS) -> None:
-        """``tls`` is for https."""
+        """Create a client; ``tls`` is for https."""
         self._silence_s = silence_s
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         options = dead_peer_options(SILENT_HOST_S)
@@ -55,7 +55,7 @@ class RelayClient:
         transport = httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False, socket_options=options)
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
         self._http = httpx.AsyncClient(timeout=timeout, transport=transport, trust_env=False)
-        self._probes: dict[httpx.URL, asyncio.Task[bool]] = {}  # requests for /health under way
+        self._probes: dict[httpx.URL, asyncio.Task[bool]] = {}  # requests for /health in progress
         self._closing: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
@@ -67,22 +67,22 @@ class RelayClient:
     def request(
         self, method: str, url: httpx.URL | str, body: bytes, headers: Mapping[str, str], name: str = ""
     ) -> httpx.Request:
-        """A request to be sent; ``name`` of the server, where ``url`` has its IP address."""
+        """Build a request; ``name`` is that of the server, if ``url`` has its IP address."""
         more = {"sni_hostname": name} if name else {}
         return self._http.build_request(method, url, content=body, headers=headers, extensions=more)
 
     async def send(self, request: httpx.Request) -> httpx.Response:
-        """The answer as soon as it begins; ``pieces`` has the rest. Raises httpx.HTTPError, also of a silent server."""
+        """Return the answer as soon as it begins; ``pieces`` has the rest. Raises httpx.HTTPError, also if silent."""
         return await self._unless_silent(request, self._http.send(request, stream=True))
 
     async def pieces(self, response: httpx.Response) -> AsyncIterator[bytes]:
-        """The bytes of an answer as they come. Raises httpx.HTTPError, also if its server falls silent."""
+        """Yield the bytes of an answer as they arrive. Raises httpx.HTTPError, also if its server falls silent."""
         async with contextlib.aclosing(cast(AsyncGenerator[bytes], response.aiter_raw())) as pieces:
             while (piece := await self._unless_silent(response.request, anext(pieces, None))) is not None:
                 yield piece
 
     def end(self, response: httpx.Response) -> None:
-        """Close the connection of an answer that nobody reads on, also where its reader was cancelled."""
+        """Close the connection of an abandoned answer, also if its reader was cancelled."""
         closing = asyncio.create_task(response.aclose())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -90,7 +90,7 @@ class RelayClient:
     async def exchange(
         self, method: str, url: str, body: bytes, headers: Mapping[str, str], deadline_s: float
     ) -> httpx.Response:
-        """A whole answer that should come at once. Raises httpx.HTTPError."""
+        """Return a whole answer that should come at once. Raises httpx.HTTPError."""
         return await self._http.request(method, url, content=body, headers=headers, timeout=deadline_s)
 
     async def is_alive(self, url: str, deadline_s: float) -> bool:
@@ -98,7 +98,7 @@ class RelayClient:
         return await self._is_alive(self.request("GET", url, b"", {}), deadline_s)
 
     async def _unless_silent(self, request: httpx.Request, answering: Awaitable[T]) -> T:
-        """The result of ``answering``, which waits for the server of ``request``; ReadTimeout if that is silent."""
+        """Return the result of ``answering``; ReadTimeout if the server of ``request`` falls silent."""
         task, look_s = asyncio.ensure_future(answering), self._silence_s / 4
         try:
             while not (await asyncio.wait((task,), timeout=look_s))[0]:
@@ -109,7 +109,7 @@ class RelayClient:
             await cancelled(task)
 
     async def _is_alive(self, request: httpx.Request, deadline_s: float) -> bool:
-        """Ask for /health where ``request`` goes, once for all who want to know it now."""
+        """Probe /health of the server of ``request``, once for all concurrent callers."""
         url = request.url.copy_with(path="/health", query=None)
         task = self._probes.get(url)
         if task is None:
@@ -130,9 +130,9 @@ class RelayClient:
 
 @dataclass(frozen=True, slots=True)
 class RelayedAnswer:
-    """An answer that has begun. ``pieces`` raise NodeUnavailable where the server breaks off.
+    """An answer that has begun. ``pieces`` raise NodeUnavailable if the server breaks off.
 
-    ``end`` must be called in the end, however far the pieces were read.
+    ``end`` must be called at the end, however far the pieces were read.
     """
 
     status: int
@@ -142,7 +142,7 @@ class RelayedAnswer:
 
 
 class Relay(Response):
-    """Waits for ``answering`` and passes the answer on, and ends it; its typed errors are answered as any other.
+    """Waits for ``answering``, passes the answer on and ends it; its typed errors are answered like any other.
 
     When the client hangs up the connection to the server is closed, so that the server aborts the request. When the
     server breaks off, a stream of events ends with an error event, and any other answer without its end.
@@ -181,15 +181,15 @@ class Relay(Response):
 
 
 def request_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """The headers of a client's request that go on to the server."""
+    """Return the headers of a client's request to forward to the server."""
     return {name: value for name, value in headers.items() if name.lower() not in _OF_REQUESTS}
 
 
 def answer_headers(response: httpx.Response) -> dict[str, str]:
-    """The headers of a server's answer that go back to the client."""
+    """Return the headers of a server's answer to return to the client."""
     return {name: value for name, value in response.headers.items() if name.lower() not in _OF_ONE_HOP}
 
 
 def reason(error: Exception) -> str:
-    """The text of ``error``, for which httpx often has none."""
+    """Return the text of ``error``, which httpx often leaves empty."""
     return str(error) or type(error).__name__

@@ -1,8 +1,8 @@
-"""A simulated decode worker: continuous batching, fluid between the joins and leaves of sequences.
+"""A simulated decode worker: continuous batching, modelled as fluid between sequences joining and leaving.
 
-All sequences of a batch make steps together, so one count of steps is kept: a sequence that joins at step 100 and has
-20 tokens to go leaves at step 120. Between two changes the steps are equally long. Example: with steps of 20 ms and
-the next leave 20 steps ahead, the next change is 0.4 s away; a join after 0.1 s finds 5 steps done.
+All sequences of a batch step together, so one step counter is enough: a sequence that joins at step 100 with 20 tokens
+left leaves at step 120. Between two changes all steps have the same length. Example: with steps of 20 ms and the next
+departure 20 steps ahead, the next change is 0.4 s away; a join after 0.1 s finds 5 steps done.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections import deque
 from tanghulu.conductor.replay.model import Job, LatencyModel
 
 _EPSILON = 1e-6
-#: A request's TBT is judged by the mean of this share of its gaps, the longest ones.
+#: A request's TBT is the mean of this share of its gaps, the longest ones.
 WORST_SHARE = 0.1
 
 
 class DecodeInstance:
-    """One decode worker. ``reserved_tokens``: tokens of context that requests on their way to it will need."""
+    """One decode worker. ``reserved_tokens``: context tokens needed by requests on their way to it."""
 
     def __init__(self, index: int, model: LatencyModel) -> None:
         self.index = index
@@ -40,11 +40,11 @@ class DecodeInstance:
 
     @property
     def num_jobs(self) -> int:
-        """Sequences that decode, wait, or are on their way."""
+        """Number of sequences decoding, waiting, or on their way."""
         return self.batch + self.num_coming
 
     def reserve(self, job: Job) -> None:
-        """Reserve room for a job that will come when its prefill has ended."""
+        """Reserve room for a job that will arrive after its prefill."""
         self.num_coming += 1
         self.reserved_tokens += job.expected_tokens
 
@@ -54,14 +54,14 @@ class DecodeInstance:
         self.reserved_tokens -= job.expected_tokens
 
     def arrive(self, now_s: float, job: Job) -> float | None:
-        """Take a job whose KV has arrived; returns the time at which the next sequence leaves."""
+        """Accept a job whose KV has arrived; return the time at which the next sequence leaves."""
         self._advance(now_s)
         self._waiting.append(job)
         self._admit()
         return self._plan()
 
     def leave(self, now_s: float) -> tuple[list[Job], float | None]:
-        """Take out the sequences that have ended at the planned time; returns them, and the time of the next end."""
+        """Remove the sequences that have ended at the planned time; return them and the time of the next end."""
         self._advance(now_s)
         self._step = max(self._step, self._leaving[0][0])
         ended = []
@@ -112,7 +112,7 @@ class DecodeInstance:
         return self._now_s + max(0.0, self._leaving[0][0] - self._step) * self.step_length_s
 
     def _judge(self, job: Job) -> None:
-        """Mean gap between tokens, and the mean of the longest tenth of gaps (the first one holds the hand-over)."""
+        """Record the job's mean gap between tokens, and that of its longest tenth (including the hand-over)."""
         job.tbt_s = (self._now_s - job.first_s) / job.num_decode_steps
         gaps = self._periods_since(job.join_step)
         gaps.append((job.join_s - job.first_s + (gaps[0][0] if gaps else 0.0), 1.0))
@@ -127,7 +127,7 @@ class DecodeInstance:
         job.worst_tbt_s = total_s / (wanted - left)
 
     def _periods_since(self, step: float) -> list[tuple[float, float]]:
-        """(length of a step, number of steps) of every period since ``step``."""
+        """Return (step length, number of steps) of every period since ``step``."""
         starts, lengths_s = self._period_starts, self._period_steps_s
         periods = []
         for index in range(max(0, bisect.bisect_right(starts, step) - 1), len(starts)):

@@ -1,11 +1,11 @@
-"""Live replay: a trace's requests sent to a running conductor at their times, and what a client sees of them.
+"""Live replay: send a trace's requests to a running conductor at their times, and measure what a client sees.
 
-TTFT counts from the time at which a request was due, so one that had to wait for a free connection is not flattered. A
-request ends in one of four ways: answered, refused (429), failed, or under way when the replay was interrupted.
+TTFT counts from the time at which a request was due, so waiting for a free connection is included. A request ends in
+one of four ways: answered, refused (429), failed, or in progress when the replay was interrupted.
 
-Traces name the blocks of their prompts by ids and hold no text. Equal ids become equal tokens, so prompts share exactly
-the prefixes that they shared when the trace was taken: with ids (7, 8, 9) and 1,100 tokens a prompt is the 512 tokens
-of 7, the 512 of 8 and the first 76 of 9; at a scale of 4 it is 128 + 128 + 19 tokens.
+Traces identify the blocks of their prompts by ids and contain no text. Equal ids become equal tokens, so prompts share
+exactly the prefixes they shared when the trace was recorded: with ids (7, 8, 9) and 1,100 tokens a prompt is the 512
+tokens of 7, the 512 of 8 and the first 76 of 9; at a scale of 4 it is 128 + 128 + 19 tokens.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.runtime.master_options import HttpClientOptions
 from tanghulu.web.event_stream import EventReader
 
-#: What the ids of prompts are learnt from: ordinary tokens of whatever tokenizer is served, none of them special.
+#: Text tokenised to get ids for prompts: ordinary tokens of any served tokenizer, none of them special.
 _ALPHABET = (
     "".join(map(chr, range(33, 127))) + " the of and to in is that for it as was with be by on not he this are or his"
 )
 _TIMEOUT = httpx.Timeout(600, connect=10, pool=None)
-#: Seconds for the questions before the first request.
+#: Timeout in seconds of the queries before the first request.
 _ANSWER_S = 10.0
 
 
 def scaled(requests: Sequence[TraceRequest], scale: int) -> list[TraceRequest]:
-    """``requests`` with prompts and answers 1 / ``scale`` as long (at least a token each); ``scale`` is 1 to 512."""
+    """Return ``requests`` with prompts and answers 1 / ``scale`` as long (one token or more); ``scale``: 1 to 512."""
     block_tokens = BLOCK_TOKENS // scale
 
     def shorter(request: TraceRequest) -> TraceRequest:
@@ -51,7 +51,7 @@ def scaled(requests: Sequence[TraceRequest], scale: int) -> list[TraceRequest]:
 
 
 def check_lengths(requests: Sequence[TraceRequest], context_tokens: int, scale: int) -> None:
-    """Raise InvalidRequest, with the scale that would do, if a request of ``requests`` exceeds the model's context."""
+    """Raise InvalidRequest, naming a sufficient scale, if any request exceeds the model's context."""
     longest = max(request.num_tokens + request.output_tokens for request in requests)
     if longest > context_tokens:
         enough = -(-longest * scale // context_tokens)
@@ -62,9 +62,10 @@ def check_lengths(requests: Sequence[TraceRequest], context_tokens: int, scale: 
 
 
 class Prompts:
-    """Token ids for the prompts of one run: a function of ``seed``, ``run`` (its name) and the trace's ids alone.
+    """Token ids for the prompts of one run, determined by ``seed``, ``run`` (its name) and the trace's ids alone.
 
-    ``vocabulary``: the token ids to draw from. Runs under other names share no prefix, so none finds what another left.
+    ``vocabulary``: the token ids to draw from. Runs with different names share no prefix, so none hits the cache of
+    another.
     """
 
     def __init__(self, vocabulary: Sequence[int], scale: int, seed: int, run: str) -> None:
@@ -74,7 +75,7 @@ class Prompts:
         self._salt = f"{seed}/{run}"
 
     def tokens(self, request: TraceRequest, number: int) -> list[int]:
-        """The prompt of ``request`` (one of ``scaled``), the trace's ``number``-th; what has no id is its own."""
+        """Return the prompt of ``request`` (from ``scaled``), the trace's ``number``-th; unnamed blocks are unique."""
         blocks = [self._block(name) for name in self._names(request, number)]
         found: list[int] = np.concatenate(blocks)[: request.num_tokens].tolist()
         return found
@@ -91,9 +92,9 @@ class Prompts:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveConfig:
-    """``policy``: the one that requests ask for; "" leaves it to the conductor. ``connections``: most at a time.
+    """``policy``: the requested policy; "" leaves it to the conductor. ``connections``: upper limit of open ones.
 
-    ``client``: what to show there.
+    ``client``: credentials and TLS options.
     """
 
     url: str
@@ -106,7 +107,7 @@ class LiveConfig:
 
 @dataclass(slots=True)
 class LiveResult:
-    """Jobs that ended, in the order in which they did, and whether the replay was interrupted before its end."""
+    """Ended jobs in order of completion, and whether the replay was interrupted before its end."""
 
     jobs: list[Job] = field(default_factory=list)
     interrupted: bool = False
@@ -114,7 +115,7 @@ class LiveResult:
 
 @dataclass(frozen=True, slots=True)
 class ServedTarget:
-    """The model that is asked: ``vocabulary`` are ids of its ordinary tokens."""
+    """The model under test: ``vocabulary`` are ids of its ordinary tokens."""
 
     model: str
     context_tokens: int
@@ -124,9 +125,9 @@ class ServedTarget:
 def replay_live(
     config: LiveConfig, requests: Sequence[TraceRequest], progress: Callable[[int], None] = lambda done: None
 ) -> LiveResult:
-    """Send ``requests``; ``progress`` hears how many have ended. Ctrl-C ends it early with what was done.
+    """Send ``requests``; ``progress`` gets the number that have ended. Ctrl-C stops early and keeps the results so far.
 
-    Raises NodeUnavailable if nobody answers at ``config.url``, InvalidRequest for requests that the model cannot take.
+    Raises NodeUnavailable if ``config.url`` does not answer, InvalidRequest for requests the model cannot accept.
     """
     result = LiveResult()
     try:
@@ -154,7 +155,7 @@ async def _replay(
 
 
 async def find_target(http: httpx.AsyncClient, url: str) -> ServedTarget:
-    """The first model that is served, and ids that its tokenizer makes of ordinary text."""
+    """Return the first served model, and ids that its tokenizer produces for ordinary text."""
     try:
         model = (await http.get("/v1/models", timeout=_ANSWER_S)).raise_for_status().json()["data"][0]
         asked = {"model": model["id"], "prompt": _ALPHABET, "add_special_tokens": False}
@@ -181,7 +182,7 @@ class _Sender:
         self._slots = asyncio.Semaphore(config.connections)
 
     async def send_all(self, requests: Sequence[TraceRequest]) -> None:
-        """Send all requests when they are due; returns when all have ended."""
+        """Send all requests when they are due; return when all have ended."""
         clock = asyncio.get_running_loop().time
         start_s = clock()
         async with asyncio.TaskGroup() as group:
@@ -230,7 +231,7 @@ class _Sender:
 
 
 class SeenAnswer:
-    """One streamed answer as a client sees it; times are the event loop's, in seconds."""
+    """One streamed answer as seen by a client; times are the event loop's, in seconds."""
 
     def __init__(self) -> None:
         self.times_s: list[float] = []
@@ -239,11 +240,11 @@ class SeenAnswer:
 
     @property
     def is_whole(self) -> bool:
-        """The stream told its usage at its end, and no error before."""
+        """Whether the stream ended with its usage and without an error."""
         return bool(self.times_s and self.usage) and not self._has_error
 
     async def read(self, response: httpx.Response) -> None:
-        """Read to the stream's end. Raises ValueError for an event that is no JSON, httpx.HTTPError if it breaks."""
+        """Read the stream to its end. Raises ValueError for an event that is not JSON, httpx.HTTPError if it breaks."""
         clock, events = asyncio.get_running_loop().time, EventReader()
         async for piece in response.aiter_bytes():
             for data in events.feed(piece):
@@ -252,12 +253,12 @@ class SeenAnswer:
     def _take(self, event: dict[str, Any], now_s: float) -> None:
         self._has_error = self._has_error or "error" in event
         self.usage = event.get("usage") or self.usage
-        # A last token without text shows in the end of the choice alone.
+        # A last token without text shows only in the end of the choice.
         if any(choice.get("text") or not self.times_s for choice in event.get("choices") or ()):
             self.times_s.append(now_s)
 
     def tell(self, job: Job, start_s: float) -> None:
-        """Fill in ``job``, which belongs to a replay that began at ``start_s``."""
+        """Record the answer in ``job``, which belongs to a replay that began at ``start_s``."""
         first_s, last_s = self.times_s[0] - start_s, self.times_s[-1] - start_s
         job.first_s, job.ttft_s = first_s, first_s - job.request.arrival_s
         job.tbt_s = (last_s - first_s) / max(1, self.usage["completion_tokens"] - 1)
@@ -266,7 +267,7 @@ class SeenAnswer:
 
 
 def _worst(times_s: Sequence[float]) -> float:
-    """The mean of the longest tenth of the gaps; 0 without any."""
+    """Return the mean of the longest tenth of the gaps; 0 without any."""
     gaps = sorted((later - earlier for earlier, later in itertools.pairwise(times_s)), reverse=True)
     worst = gaps[: math.ceil(len(gaps) / 10)]
     return sum(worst) / len(worst) if worst else 0.0

@@ -1,4 +1,4 @@
-"""``tanghulu replay TRACE…``: policies compared on real traces, in virtual time or on a running conductor (--live)."""
+"""``tanghulu replay TRACE…``: compare policies on real traces, in virtual time or on a running conductor (--live)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tanghulu.runtime.config import check_bounds, command, option
 from tanghulu.runtime.master_options import HttpClientOptions
 from tanghulu.types import parse_url
 
-#: Columns that the table needs; where the output is no terminal there are as many as one likes.
+#: Fewest columns for the table, also where the output is not a terminal.
 _LEAST_WIDTH = 124
-#: Exit code after Ctrl-C, as shells have it.
+#: Exit code after Ctrl-C, as in shells.
 _INTERRUPTED = 130
 _ORDERS = ("fcfs", "sjf")
-#: What means something to a running conductor; everything else describes the simulated cluster and its policies.
+#: Options that apply to a running conductor; all others describe the simulated cluster and its policies.
 _LIVE = (
     "traces",
     "live",
@@ -52,7 +52,7 @@ _ONLY_LIVE = ("scale", "connections")
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig(HttpClientOptions):
-    """The options of ``tanghulu replay``. Constants of the model: see ``model.LatencyModel``."""
+    """Options of ``tanghulu replay``. Constants of the model: see ``model.LatencyModel``."""
 
     traces: tuple[Path, ...] = ()
     policy: str = option("", "policies to compare, separated by commas; default: ttft-min, live the conductor's own")
@@ -129,7 +129,7 @@ class ReplayConfig(HttpClientOptions):
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """The names in --policy, or its default; "" is the conductor's own."""
+        """Names given in --policy, or its default; "" is the conductor's own."""
         default = "" if self.live else "ttft-min"
         return tuple(name.strip() for name in (self.policy or default).split(","))
 
@@ -154,12 +154,12 @@ class ReplayConfig(HttpClientOptions):
         )
 
     def _same(self, other: type) -> dict[str, Any]:
-        """The options that ``other`` has fields of the same name for."""
+        """Return the options for which ``other`` has a field of the same name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(other) if hasattr(self, f.name)}
 
 
 def replay(config: ReplayConfig, progress: Progress | None = None) -> Iterator[ReplayReport]:
-    """A report for each trace and policy. Raises InvalidRequest for a trace that cannot be read."""
+    """Yield a report for each trace and policy. Raises InvalidRequest for an unreadable trace."""
     one = _live_one if config.live else _replay_one
     for path in config.traces:
         requests = read_trace(path, config.speedup, config.warmup, config.limit)
@@ -170,7 +170,7 @@ def replay(config: ReplayConfig, progress: Progress | None = None) -> Iterator[R
 
 @contextlib.contextmanager
 def _bar(progress: Progress | None, title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A callback that shows the number of requests done."""
+    """Yield a callback that displays the number of completed requests."""
     if progress is None:
         yield lambda done: None
         return
@@ -210,7 +210,7 @@ def _live_one(
 
 
 def _run(config: ReplayConfig) -> None:
-    """Run the replay; an interrupted one still reports what was done, and exits with the code of Ctrl-C."""
+    """Run the replay; an interrupted one still reports its results so far, and exits with the code of Ctrl-C."""
     if config.plot:
         check_plot(Path(config.plot))
     found: list[ReplayReport] = []

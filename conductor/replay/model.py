@@ -1,14 +1,14 @@
-"""The latency model of replay: what prefill, a decode step and a transfer take. Defaults: LLaMA3-70B on 8 x A800.
+"""The latency model of replay: times of prefill, a decode step and a transfer. Defaults: LLaMA3-70B on 8 x A800.
 
     prefill(n, p) = t0 + A (n - p) + B (n^2 - p^2), never below loading p over PCIe
                     A = 22 l d^2 / G,  B = 4 l d / G,  G = flops * mfu          (Mooncake, FAST'25, table 1)
     decode step   = c + d * batch + e * context tokens
-    transfer(p)   = p * kv_bytes / nic, to a decode worker beside the prefill (conductor/routing/policies/base.py)
+    transfer(p)   = p * kv_bytes / nic, to a decode worker alongside the prefill (conductor/routing/policies/base.py)
 
 With l = 80 layers of d = 8192 and half of 8 x 312 TFLOP/s, A is 95 us a token and B 2.1 ns a pair: a cold prompt of
 8192 tokens takes 0.02 + 0.78 + 0.14 = 0.94 s. A token's KV has 80 * 2 * 8192 / 8 * 2 = 328 kB.
 
-One request on its way through the simulated cluster, and what became of it.
+`Job` is one request on its way through the simulated cluster, with its outcome.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tanghulu.session.load import DecodeProfile, PrefillProfile
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Filled in as it goes. Times are virtual seconds; ``ready_s``: when fetched blocks have arrived.
+    """One request; filled in as it proceeds. Times are virtual seconds; ``ready_s``: arrival of the fetched blocks.
 
-    ``slowness``: real over expected prefill time. ``queued_tokens`` is what the conductor counts as waiting for it,
-    ``hit_tokens`` what was really reused. ``failed`` happens in a live replay alone.
+    ``slowness``: real over expected prefill time. ``queued_tokens`` are the tokens the conductor counts as waiting for
+    it, ``hit_tokens`` those actually reused. ``failed`` occurs only in a live replay.
     """
 
     request: TraceRequest
@@ -53,7 +53,7 @@ class Job:
 
     @property
     def num_decode_steps(self) -> int:
-        """Tokens behind the first one."""
+        """Number of tokens after the first one."""
         return self.request.output_tokens - 1
 
 
@@ -77,7 +77,7 @@ class LatencyModel:
 
     @property
     def kv_token_bytes(self) -> float:
-        """Bytes of one token's KV: keys and values of all layers in two bytes each."""
+        """Bytes of one token's KV: keys and values of all layers, two bytes each."""
         return self.layers * 2 * self.dim / self.gqa * 2
 
     @property
@@ -91,14 +91,14 @@ class LatencyModel:
         return DecodeProfile(self.c, self.d, self.e)
 
     def step_s(self, batch: int, context_tokens: float) -> float:
-        """One decode step of ``batch`` sequences; 0 without any."""
+        """Return seconds of one decode step of ``batch`` sequences; 0 without any."""
         return self.decode_profile.seconds(batch, context_tokens)
 
     def transfer_s(self, num_blocks: int) -> float:
-        """Moving blocks of a trace over one NIC."""
+        """Return seconds to move blocks of a trace over one NIC."""
         return num_blocks * BLOCK_TOKENS * self.kv_token_bytes / self.nic
 
     def hand_over_s(self, num_tokens: int, hit_tokens: int, prefill_s: float) -> float:
-        """The rest of the move to the decode worker when prefill ends: KV follows it chunk by chunk."""
+        """Return seconds left of the move to the decode worker when prefill ends: KV follows it chunk by chunk."""
         behind_s = hidden_s(prefill_s, num_tokens - hit_tokens)
         return hand_over_s(num_tokens, self.kv_token_bytes / self.nic, behind_s)

@@ -1,7 +1,8 @@
-"""One figure that compares the policies of a replay: distributions of TTFT and TBT, shares and load balance.
+"""One figure comparing the policies of a replay: distributions of TTFT and TBT, shares and load balance.
 
-A row of panels for each trace, a colour for each policy. matplotlib draws it (extra ``plot``), imported here alone and
-only when a plot is asked for; an HTML page holds the drawing as SVG and the figures as a table, and needs no network.
+A row of panels for each trace, a colour for each policy. matplotlib draws it (extra ``plot``), imported only here and
+only when a plot is requested; the HTML output contains the drawing as SVG and the figures as a table, and needs no
+network.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ td, th {{ padding: 0.2em 0.8em; text-align: right }} td:first-child, td:nth-chil
 
 
 def check_plot(path: Path) -> None:
-    """Raise ConfigError if no plot could be written to ``path``: called before a replay that may take an hour."""
+    """Raise ConfigError if no plot can be written to ``path``; called before a replay that may take an hour."""
     if path.suffix not in _SUFFIXES:
         raise ConfigError(f"--plot {path} must end in {' or '.join(_SUFFIXES)}")
     if not path.parent.is_dir():
@@ -56,7 +57,7 @@ def check_plot(path: Path) -> None:
 
 
 def write_plot(path: Path, reports: Sequence[ReplayReport]) -> None:
-    """Draw ``reports`` (those of one trace stand together) into ``path``, PNG or HTML by its suffix."""
+    """Draw ``reports`` (those of one trace are adjacent) into ``path``, PNG or HTML by its suffix."""
     check_plot(path)
     figure = _figure(reports)
     if path.suffix == ".png":
@@ -80,7 +81,7 @@ def _figure(reports: Sequence[ReplayReport]) -> Figure:
 
 
 def _distribution(axes: Axes, title: str, samples: Sequence[tuple[str, Sequence[float]]]) -> None:
-    """Share of requests (y) that took at most so long (x, logarithmic, as times span orders of magnitude)."""
+    """Plot the share of requests (y) up to each time (x, logarithmic, as times span orders of magnitude)."""
     for policy, ordered in samples:
         shares = [(rank + 1) / len(ordered) for rank in range(len(ordered))]
         axes.step(ordered, shares, where="post", label=policy)
@@ -92,7 +93,7 @@ def _distribution(axes: Axes, title: str, samples: Sequence[tuple[str, Sequence[
 
 
 def _logarithmic(axes: Axes) -> None:
-    """Labels at 1, 2 and 5 of each decade: times of one replay may lie within less than one."""
+    """Label 1, 2 and 5 of each decade: times of one replay may lie within less than one decade."""
     from matplotlib.ticker import LogLocator
 
     axes.set_xscale("log")

@@ -1,6 +1,6 @@
 """A simulated prefill worker: an LRU cache of blocks, a queue, one prefill at a time, a NIC in each direction.
 
-Knows no policy and no event loop; the simulation tells it what happens and when.
+Independent of policies and of the event loop; the simulation supplies each event and its time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tanghulu.conductor.replay.model import Job
 
 
 class BlockCache:
-    """Resident blocks, least recently used first. A chain is touched tail first, so that leaves are evicted first."""
+    """Resident blocks, least recently used first. Chains are touched tail first, so that leaves are evicted first."""
 
     def __init__(self, capacity_blocks: int) -> None:
         assert capacity_blocks > 0
@@ -26,7 +26,7 @@ class BlockCache:
         return len(self._blocks)
 
     def leading(self, blocks: Sequence[int]) -> int:
-        """The number of leading blocks that are resident."""
+        """Return the number of leading blocks that are resident."""
         resident = self._blocks
         for index, block in enumerate(blocks):
             if block not in resident:
@@ -40,7 +40,7 @@ class BlockCache:
                 resident.move_to_end(block)
 
     def insert(self, blocks: Sequence[int]) -> None:
-        """Make ``blocks`` resident; the least recently used go where there is no room."""
+        """Make ``blocks`` resident; the least recently used are evicted if there is no room."""
         resident = self._blocks
         for block in reversed(blocks):
             resident[block] = None
@@ -50,7 +50,7 @@ class BlockCache:
 
 
 class PrefillInstance:
-    """Queue, cache and NICs of one prefill worker. ``coming`` counts blocks of requests that have not ended prefill."""
+    """Queue, cache and NICs of one prefill worker. ``coming`` counts blocks of requests not yet fully prefilled."""
 
     def __init__(self, index: int, cache: BlockCache) -> None:
         self.index = index
@@ -64,7 +64,7 @@ class PrefillInstance:
         self._queued_s = 0.0
 
     def match(self, blocks: Sequence[int], first: int = 0) -> int:
-        """Leading blocks that are resident or coming; the first ``first`` are known to be."""
+        """Return the number of leading blocks resident or coming; the first ``first`` are known to be."""
         cache, coming = self.cache, self.coming
         for index in range(first, len(blocks)):
             if blocks[index] not in cache and blocks[index] not in coming:
@@ -72,12 +72,12 @@ class PrefillInstance:
         return len(blocks)
 
     def waiting_s(self, now_s: float) -> float:
-        """Estimated seconds until all that is here has been prefilled, by progress observed and cost expected."""
+        """Estimate the seconds until everything here has been prefilled, by observed progress and expected cost."""
         return self._queued_s + self._current_left_s(now_s)
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens that are still to be computed, as the conductor counted them."""
+        """Tokens still to be computed, as the conductor counted them."""
         return sum(job.queued_tokens for job in self.queue) + (self.current.queued_tokens if self.current else 0)
 
     @property
@@ -85,20 +85,20 @@ class PrefillInstance:
         return len(self.queue) + (self.current is not None)
 
     def enqueue(self, job: Job) -> None:
-        """Take a job; its blocks are coming from now on."""
+        """Enqueue a job; its blocks count as coming from now on."""
         self.queue.append(job)
         self._queued_s += job.estimate_s
         self.coming.update(job.request.blocks)
 
     def take(self, position: int) -> Job:
-        """Take the job at ``position`` out of the queue; it is the current one then."""
+        """Take the job at ``position`` out of the queue; it becomes the current one."""
         assert self.current is None
         job = self.current = self.queue.pop(position)
         self._queued_s -= job.estimate_s
         return job
 
     def finish(self) -> Job:
-        """End the current job, which has been prefilled: its blocks are resident."""
+        """End the current job, now prefilled: its blocks are resident."""
         job, self.current = self.current, None
         assert job is not None
         for block in job.request.blocks:

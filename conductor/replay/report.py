@@ -15,10 +15,10 @@ from tanghulu.conductor.replay.model import Job
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """Figures of one run over the requests that count. Times in seconds, shares of 1; NaN where nobody is left.
+    """Figures of one run over the counted requests. Times in seconds, shares of 1; NaN where no request is left.
 
     ``good``: TTFT and TBT (the mean of a request's longest tenth of gaps) within the SLOs. ``ttft_s`` and ``tbt_s`` are
-    what the percentiles were taken of, in order of size, for plots.
+    the sorted samples behind the percentiles, for plots.
     """
 
     trace: str
@@ -44,7 +44,7 @@ class ReplayReport:
     tbt_s: tuple[float, ...] = field(repr=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """For --json: the figures without the samples behind them."""
+        """Return the figures for --json, without their samples."""
         return {name: value for name, value in asdict(self).items() if name not in ("ttft_s", "tbt_s")}
 
 
@@ -56,7 +56,7 @@ def make_report(
     fetched_blocks: int,
     slo_s: tuple[float, float],
 ) -> ReplayReport:
-    """The report over ``jobs``; ``slo_s`` are the bounds on TTFT and TBT, ``busy_s`` empty where nobody knows it."""
+    """Build the report over ``jobs``; ``slo_s`` are the bounds on TTFT and TBT, ``busy_s`` is empty if unknown."""
     counted = [job for job in jobs if job.request.counted]
     done = [job for job in counted if job.ttft_s is not None]
     ttft = sorted(job.ttft_s for job in done if job.ttft_s is not None)
@@ -90,7 +90,7 @@ def make_report(
 
 
 def table(reports: Sequence[ReplayReport]) -> Table:
-    """The reports of one trace for people, a row each."""
+    """Return the reports of one trace for people, one row each."""
     caption = "times in s; good (within the SLOs), hit, rejected and failed in % of requests / of tokens"
     found = Table(title=f"{reports[0].trace}, {reports[0].num_requests} requests", caption=caption, box=SIMPLE)
     found.add_column("policy", no_wrap=True)

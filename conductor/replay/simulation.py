@@ -1,11 +1,10 @@
 """Replay's event loop: P prefill and D decode workers in virtual time, scheduled by one of the conductor's policies.
 
-A request arrives, the policy chooses, perhaps a prefix is fetched from another worker, the request waits its turn, is
+A request arrives and the policy chooses; a prefix may be fetched from another worker; the request waits its turn, is
 prefilled (TTFT), its KV moves on, and it decodes to its end. All randomness comes from one seed.
 
-The policy gets the views of workers and requests that it would get live (`ClusterView`), and nothing more. In
-particular the length of an answer is not known: it is taken to be the mean of the answers that have ended
-(`OutputEstimate`).
+The policy gets the same views of workers and requests as live (`ClusterView`), and nothing more. In particular, the
+length of an answer is unknown: it is estimated as the mean of the answers that have ended (`OutputEstimate`).
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from tanghulu.types import InstanceId
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """The simulated cluster. ``blocks``: cache of one prefill worker. ``fetch``: workers can fetch prefixes from each
-    other, and do so where a policy does not decide it and it pays. ``shared_cache``: the idealised pool, one cache for
-    all at no cost. ``hot_prefix_rate``: fetches a second and holder from which a prefix is copied to another worker
-    ahead. ``noise``: sigma of the lognormal factor between expected and real prefill time.
+    other, and do so when it pays unless the policy decides it. ``shared_cache``: the idealised pool, one cache for all
+    at no cost. ``hot_prefix_rate``: fetches per second and holder above which a prefix is copied to another worker in
+    advance. ``noise``: sigma of the lognormal factor between expected and real prefill time.
     """
 
     num_prefill: int = 8
@@ -73,7 +72,7 @@ class Simulation:
         self._sequence = itertools.count()
 
     def run(self, requests: Sequence[TraceRequest], progress: Callable[[int], None] = lambda done: None) -> list[Job]:
-        """Replay ``requests``; returns what became of each, in their order. ``progress`` hears of each arrival."""
+        """Replay ``requests``; return the outcome of each, in order. ``progress`` is called at each arrival."""
         jobs = [Job(request, number, self._factor()) for number, request in enumerate(requests)]
         for job in jobs:
             self._at(job.request.arrival_s, functools.partial(self._arrive, job, progress))
@@ -129,7 +128,7 @@ class Simulation:
         return worker.match(request.blocks, hit_blocks) if self._config.in_flight else hit_blocks
 
     def _fetch_that_pays(self, target: PrefillInstance, match: int, request: TraceRequest) -> PeerFetch | None:
-        """The fetch of the best remote prefix that a worker makes by itself, if that shortens TTFT."""
+        """Return the fetch of the best remote prefix that a worker makes on its own, if that shortens TTFT."""
         held = [worker.cache.leading(request.blocks) for worker in self.prefills]
         most = max(held)
         holders = [worker for worker in self.prefills if held[worker.index] == most]
@@ -156,9 +155,9 @@ class Simulation:
     # --- hot prefixes
 
     def _copy_ahead(self) -> None:
-        """Copy hot prefixes to more holders, as the store does live, while nothing waits for them.
+        """Copy hot prefixes to more holders, as the store does live, while no request waits for them.
 
-        The least busy of the workers that lack one get it, each from the holder whose NIC is free first.
+        The least busy workers without it get each prefix, each from the holder whose NIC is free first.
         """
         for copies in self._hot.wanted(self.now_s, lambda blocks: len(self.prefills) - len(self._lacking(blocks))):
             lacking = sorted(self._lacking(copies.blocks), key=lambda worker: worker.waiting_s(self.now_s))
@@ -175,7 +174,7 @@ class Simulation:
         self._at(there_s, functools.partial(target.cache.insert, blocks))
 
     def _lacking(self, blocks: Sequence[int]) -> list[PrefillInstance]:
-        """Workers that neither hold all of ``blocks`` nor will when what they do has ended."""
+        """Return the workers that neither hold all of ``blocks`` nor will once their current work has ended."""
         return [worker for worker in self.prefills if worker.match(blocks) < len(blocks)]
 
     # --- prefill
@@ -199,7 +198,7 @@ class Simulation:
         self._at(job.begin_s + job.prefill_s, functools.partial(self._prefilled, worker))
 
     def _next_position(self, worker: PrefillInstance) -> int:
-        """First come, first served; or the shortest first, where waiting makes shorter."""
+        """Return the next position: first come, first served; or shortest first with ageing."""
         if not self._config.shortest_first:
             return 0
         ageing, now_s = self._config.ageing, self.now_s
@@ -207,7 +206,7 @@ class Simulation:
         return left.index(min(left))
 
     def _factor(self) -> float:
-        """A factor drawn for each request in the trace's order, so that all policies meet the same luck."""
+        """Draw a factor for each request in the trace's order, so that all policies meet the same luck."""
         sigma = self._config.noise
         return math.exp(self._random.gauss(-sigma * sigma / 2, sigma)) if sigma else 1.0
 
@@ -249,7 +248,7 @@ def _prefill_instances(config: ClusterConfig) -> list[PrefillInstance]:
 
 
 class ClusterView:
-    """Builds views. ``in_flight``: whether blocks that are being computed count as coming."""
+    """Builds views. ``in_flight``: whether blocks being computed count as coming."""
 
     def __init__(
         self,
@@ -269,7 +268,7 @@ class ClusterView:
         self._block_bytes = round(BLOCK_TOKENS * model.kv_token_bytes)
 
     def prefill_id(self, index: int) -> InstanceId:
-        """The name of the prefill worker with that index."""
+        """Return the name of the prefill worker with that index."""
         return self._names[index]
 
     def request(self, request: TraceRequest, expected_output: float) -> RequestView:
@@ -284,7 +283,7 @@ class ClusterView:
         )
 
     def workers(self, now_s: float, request: TraceRequest) -> list[WorkerView]:
-        """All workers, as they are for ``request``."""
+        """Return all workers, as seen by ``request``."""
         prefills = zip(self.prefill_ids, self._prefills, strict=True)
         decodes = zip(self.decode_ids, self._decodes, strict=True)
         return [self._prefill(id, p, now_s, request) for id, p in prefills] + [self._decode(id, d) for id, d in decodes]

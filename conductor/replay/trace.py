@@ -1,7 +1,7 @@
 """Reading traces: gzip or plain JSON lines, one request each, in the format of Mooncake's FAST'25 release.
 
-``timestamp`` (ms), ``input_length``, ``output_length`` (tokens), ``hash_ids`` (one id for each 512-token block, the
-last may be partial; equal ids = equal prefix up to there), and ``session`` where the trace has it.
+``timestamp`` (ms), ``input_length``, ``output_length`` (tokens), ``hash_ids`` (one id for each 512-token block, of
+which the last may be partial; equal ids = equal prefix up to there), and ``session`` if the trace has it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 from tanghulu.errors import InvalidRequest
 
-#: Tokens of a trace's block.
+#: Tokens per block of a trace.
 BLOCK_TOKENS = 512
-#: The most of each number of a request: milliseconds (30 years), and tokens.
+#: Upper limits of a request's numbers: milliseconds (30 years), and tokens.
 _MOST = {"timestamp": 1e12, "input_length": 1e8, "output_length": 1e8}
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace; ``arrival_s`` from the start of the replay. ``counted``: it stands in the report."""
+    """One request of a trace; ``arrival_s`` from the start of the replay. ``counted``: it is part of the report."""
 
     arrival_s: float
     num_tokens: int
@@ -35,9 +35,9 @@ class TraceRequest:
 
 
 def read_trace(path: Path, speedup: float, warmup: str, limit: int = 0) -> list[TraceRequest]:
-    """The requests of ``path`` in order of time, arriving ``speedup`` times as fast; at most ``limit`` unless it is 0.
+    """Return the requests of ``path`` in order of time, ``speedup`` times as fast; at most ``limit`` unless it is 0.
 
-    ``warmup`` says who is replayed without being counted: a share of the time span in front, such as ``0.5``, or
+    ``warmup`` selects requests replayed without being counted: an initial share of the time span, such as ``0.5``, or
     another trace's path. Raises InvalidRequest for a file that cannot be read or a line that is not a request.
     """
     share = _share(warmup)
@@ -86,7 +86,7 @@ def _parsed(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line)
-            except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number that is too long
+            except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a number that is too long
                 raise InvalidRequest(f"{path}:{number} is not JSON: {error}") from error
             yield _checked(row, f"{path}:{number}")
 

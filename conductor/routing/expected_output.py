@@ -1,11 +1,11 @@
-"""The expected length of answers, and the blocks that answers under way will still fill where they decode. Pure.
+"""The expected length of answers, and the blocks that answers in progress will still fill while decoding. Pure.
 
-A worker reports the blocks that are in use now. Its requests will need more: as many as the answers are long, which
-nobody knows before their end, so a decaying mean of those that ended (or what the request allows, if that is less) is
-expected. As tokens come the expectation decays; an answer that is longer than expected is expected to end at once.
+A worker reports the blocks currently in use. Its requests will need more, depending on the length of the answers, which
+is unknown until they end, so a decaying mean of ended answers (or the request's limit, if lower) is expected. The
+expectation shrinks as tokens come; an answer that is longer than expected is expected to end at once.
 
-Example: answers have 256 tokens on the mean, blocks 64. A request that is sent to a worker counts four blocks beside
-its prompt's, after 100 tokens three, after 256 none. One with ``max_tokens`` 10 counts one.
+Example: answers have 256 tokens on average, blocks 64. A request sent to a worker counts four blocks in addition to its
+prompt's, three after 100 tokens, none after 256. One with ``max_tokens`` 10 counts one.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from dataclasses import dataclass
 
 from tanghulu.conductor.routing.worker_state import LoadTracker
 
-#: Expected output while no answer has ended, in tokens; and the weight of one more answer in the mean.
+#: Expected output in tokens until the first answer has ended; and the weight of one more answer in the mean.
 FIRST_EXPECTED_OUTPUT = 256.0
 _WEIGHT = 0.02
 
 
 class OutputEstimate:
-    """The expected output of a request, in ``tokens``: a decaying mean of the answers that have ended."""
+    """Expected output of a request, in ``tokens``: a decaying mean of the answers that have ended."""
 
     def __init__(self) -> None:
         self.tokens = FIRST_EXPECTED_OUTPUT
 
     def ended(self, num_tokens: int) -> None:
-        """Count an answer of ``num_tokens`` that has ended."""
+        """Count an ended answer of ``num_tokens``."""
         self.tokens += _WEIGHT * (num_tokens - self.tokens)
 
 
@@ -57,7 +57,7 @@ class ExpectedBlocks:
         load.expect(answer.num_blocks)
 
     def came(self, wire_id: str, num_tokens: int) -> None:
-        """Note that ``num_tokens`` of them have come; no error for a submission that nothing is expected of."""
+        """Record that ``num_tokens`` of them have come; no error for a submission without an expectation."""
         answer = self._answers.get(wire_id)
         if answer is not None and answer.left_tokens > 0:
             before = answer.num_blocks
@@ -66,7 +66,7 @@ class ExpectedBlocks:
                 answer.load.expect(answer.num_blocks - before)
 
     def end(self, wire_id: str) -> None:
-        """Expect no more of a submission; no error if that is known."""
+        """Drop the expectation for a submission; no error if already dropped."""
         answer = self._answers.pop(wire_id, None)
         if answer is not None:
             answer.load.expect(-answer.num_blocks)

@@ -1,8 +1,8 @@
-"""Blocks that workers are computing right now: the prompts that were sent and have not given their first token.
+"""Blocks being computed by workers: the prompts sent that have not given their first token.
 
-Pure. Hashes are chained, so two prompts that agree in block i agree in all blocks before it, and the length of what
-they share is found by bisection. Example: prompts of 2000 blocks that share 700 take 11 comparisons. Only prompts that
-begin with the same block are compared at all.
+Pure. Hashes are chained, so two prompts that agree in block i agree in all blocks before it, and the length of their
+common prefix is found by bisection. Example: prompts of 2000 blocks that share 700 take 11 comparisons. Only prompts
+that begin with the same block are compared at all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class _Sent:
 
 
 class InFlightBlocks:
-    """The prompts that are being computed, by worker. One entry a submission under way, which the dispatcher bounds."""
+    """The prompts being computed, by worker. One entry per submission in progress, which the dispatcher bounds."""
 
     def __init__(self) -> None:
         self._sent: dict[str, _Sent] = {}
@@ -30,14 +30,14 @@ class InFlightBlocks:
         return len(self._sent)
 
     def begin(self, wire_id: str, worker: InstanceId, hashes: Sequence[BlockHash]) -> None:
-        """Note a prompt with these full blocks that ``worker`` was sent; ``hashes`` must not change afterwards."""
+        """Record a prompt with these full blocks sent to ``worker``; ``hashes`` must not change afterwards."""
         assert wire_id not in self._sent
         if hashes:
             sent = self._sent[wire_id] = _Sent(worker, hashes)
             self._by_first.setdefault(hashes[0], {})[wire_id] = sent
 
     def end(self, wire_id: str) -> None:
-        """Forget a submission whose first token came, or that ended; no error if that is known."""
+        """Remove a submission after its first token or its end; no error if already removed."""
         sent = self._sent.pop(wire_id, None)
         if sent is None:
             return
@@ -48,13 +48,13 @@ class InFlightBlocks:
             del self._by_first[first]
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[InstanceId, int]:
-        """For each worker the leading blocks of ``hashes`` that it is computing; workers without one are left out."""
+        """Return the number of leading blocks of ``hashes`` that each worker is computing, if any."""
         found: dict[InstanceId, int] = {}
         if not hashes:
             return found
         for sent in self._by_first.get(hashes[0], {}).values():
             known, theirs = found.get(sent.worker, 0), sent.hashes
-            # Most share what was found already and no more, as a system prompt: one look tells.
+            # Most share exactly the prefix already found, as with a system prompt: one comparison is enough.
             if known < len(hashes) and known < len(theirs) and theirs[known] == hashes[known]:
                 found[sent.worker] = _shared(hashes, theirs, known + 1)
         return found
@@ -66,7 +66,7 @@ class InFlightBlocks:
 
 
 def _shared(one: Sequence[BlockHash], other: Sequence[BlockHash], at_least: int) -> int:
-    """Length of the common prefix, or ``at_least`` if that is longer. Bisection over the chain."""
+    """Return the length of the common prefix, or ``at_least`` if that is longer. Bisection over the chain."""
     low, high = at_least, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

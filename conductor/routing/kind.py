@@ -1,10 +1,10 @@
-"""What the workers of one kind (a model and a role) have measured, taken for one that has not measured yet.
+"""Measurements of workers of one kind (a model and a role), used for a worker without its own.
 
-Pure. A worker measures its speed by working, and gets no work while it looks slow; one that is new among fast ones
-would stay idle. So it counts as their median until it reports its own. Example: four workers prefill 20,000 tokens a
-second each. A fifth comes: it is taken to do 20,000 too, not the 2,000 that are assumed where nobody knows.
+Pure. A worker measures its speed by working, and gets no work while it looks slow; a new one among fast ones would stay
+idle. So the median of the others is assumed until it reports its own. Example: four workers prefill 20,000 tokens a
+second each. A fifth arrives and is assumed to do 20,000 too, not the default of 2,000 used without any measurement.
 
-A median that moves by less than ``TOLERANCE`` is not told: views of the unmeasured would be made anew all the time.
+A median that moves by less than ``TOLERANCE`` is not reported: views of the unmeasured would be rebuilt all the time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TOLERANCE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Typical:
-    """The median worker's speeds and profiles; 0 and None while nobody has measured."""
+    """Speeds and profiles of the median worker; 0 and None until measured."""
 
     prefill_tokens_per_s: float = 0.0
     prefill: PrefillProfile | None = None
@@ -28,7 +28,7 @@ class Typical:
 
 
 class KindOfWorkers:
-    """The latest measurements of workers, known by numbers; ``typical`` is their median."""
+    """The latest measurements of workers, identified by numbers; ``typical`` is their median."""
 
     def __init__(self) -> None:
         self.typical = Typical()
@@ -38,7 +38,7 @@ class KindOfWorkers:
         self._decodes: list[tuple[float, int]] = []
 
     def report(self, number: int, load: WorkerLoad) -> bool:
-        """Take what a worker reports; returns whether the median is another now."""
+        """Record a worker's report; return whether the median has changed."""
         before = self._loads.get(number)
         if before is load:
             return False

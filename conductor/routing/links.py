@@ -1,13 +1,13 @@
-"""The speed of KV transfers between places, fitted from the reads that workers measured. Pure.
+"""The speed of KV transfers between places, fitted from the reads measured by workers. Pure.
 
-A read tells of one link, from the host of the worker that held the KV to the host of the one that read it. It also
-tells something of all links between these racks, of all between these zones, and of all links as long: within a host, a
-rack, a zone, or beyond. What is known of the narrowest of these answers a question; the past fades, a large read weighs
+A read measures one link, from the host of the worker that held the KV to the host of the reader. It is also evidence
+for all links between these racks, for all between these zones, and for all links of the same range: within a host, a
+rack, a zone, or beyond. The narrowest of these with any measurement gives the speed; old reads fade, large reads weigh
 more.
 
-Example: two racks. Within rack a a worker read 10 GB in 1 s, from rack b to rack a another 2 GB in 2 s. From any host
-of b to any host of a that was never seen: 1 GB/s, as between the racks. From a to b: 1 GB/s too, as between racks of a
-zone at all. Within rack b: 10 GB/s, as within a rack.
+Example: two racks. Within rack a, a worker read 10 GB in 1 s; from rack b to rack a, another read 2 GB in 2 s. From any
+host of b to any host of a without a measurement: 1 GB/s, as between the racks. From a to b: also 1 GB/s, as between any
+racks of a zone. Within rack b: 10 GB/s, as within any rack.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Hashable, Iterator
 
 from tanghulu.types import Place
 
-#: What is left of the past at each read over a link.
+#: Share of the past kept at each read over a link.
 FADE = 0.9
-#: Links of which something is remembered; the one that nothing was read over for longest is forgotten.
+#: Most links remembered; the one unused for longest is forgotten.
 MAX_LINKS = 16384
 
 
@@ -35,7 +35,7 @@ class _Rate:
 
 
 class LinkSpeeds:
-    """The fitted speeds: ``observe`` reads, ask for ``bytes_per_s``."""
+    """Fitted speeds: ``observe`` reads, query ``bytes_per_s``."""
 
     def __init__(self) -> None:
         self._rates: OrderedDict[Hashable, _Rate] = OrderedDict()
@@ -44,7 +44,7 @@ class LinkSpeeds:
         return len(self._rates)
 
     def observe(self, source: Place, target: Place, num_bytes: int, seconds: float) -> None:
-        """``num_bytes`` came from ``source`` to ``target`` in ``seconds``; nothing is learned from none in no time."""
+        """Record that ``num_bytes`` went from ``source`` to ``target`` in ``seconds``; ignored if either is zero."""
         if num_bytes <= 0 or seconds <= 0:
             return
         for link in _links(source, target):
@@ -55,7 +55,7 @@ class LinkSpeeds:
             self._rates.popitem(last=False)
 
     def bytes_per_s(self, source: Place, target: Place) -> float:
-        """The expected speed between two places; 0 if nothing like it was ever measured."""
+        """Return the expected speed between two places; 0 if nothing comparable was ever measured."""
         rates = self._rates
         for link in _links(source, target):
             rate = rates.get(link)
@@ -69,7 +69,7 @@ class LinkSpeeds:
 
 
 def _links(source: Place, target: Place) -> Iterator[Hashable]:
-    """The links that a read between these places tells of, from the narrowest to the widest."""
+    """Yield the links for which a read between these places is evidence, from the narrowest to the widest."""
     yield source, target
     if (source.zone, source.rack) == (target.zone, target.rack):
         yield "within", source.zone, source.rack, source.host == target.host

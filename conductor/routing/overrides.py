@@ -1,8 +1,8 @@
-"""Overrides of routing that a request may ask for itself, and the policies that serve them.
+"""Overrides of routing set by a request, and the policies that serve them.
 
-A request may name another policy, other weights, or workers. Each combination of policy and weights is a policy object
-of its own, kept while it is used (the latest MAX_POLICIES of them). A named worker is taken while it is there; when a
-request has to move because that worker was lost, it goes where the policy says.
+A request may name another policy, other weights, or workers. Each combination of policy and weights has its own policy
+object, kept while in use (the latest MAX_POLICIES of them). A named worker is used while it is available; when a
+request has to move because that worker was lost, the policy decides.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tanghulu.types import InstanceId
 MAX_POLICIES = 64
 #: One more than the weight of load, so that workers are ranked as if nobody could fetch (docs/design/0007).
 LIVE_REPLICA_WEIGHT = 7.0
-#: What may be weighted: all options of the policies but the seed.
+#: Options that may be weighted: all options of the policies but the seed.
 WEIGHTS = tuple(f.name for f in dataclasses.fields(PolicyOptions) if f.name != "seed")
 
 _ANYBODY = InstanceId("")
@@ -29,7 +29,7 @@ _ANYBODY = InstanceId("")
 
 @dataclass(frozen=True, slots=True)
 class RoutingOverrides:
-    """The overrides of one request: a policy, its weights, the workers for both phases; "" where it asks for none.
+    """Overrides of one request: a policy, its weights, the workers for both phases; "" where not overridden.
 
     ``policy`` is one of POLICY_NAMES; ``weights`` name fields of PolicyOptions.
     """
@@ -44,7 +44,7 @@ NO_OVERRIDES = RoutingOverrides()
 
 
 class RoutingPolicies:
-    """The conductor's policy, and those that requests ask for."""
+    """The conductor's policy, and those selected by requests."""
 
     def __init__(self, name: str, options: PolicyOptions) -> None:
         self.default = make_policy(name, options)
@@ -52,7 +52,7 @@ class RoutingPolicies:
         self._overridden: OrderedDict[tuple[str, tuple[tuple[str, float], ...]], RoutingPolicy] = OrderedDict()
 
     def of(self, overrides: RoutingOverrides) -> RoutingPolicy:
-        """The policy for ``overrides``; equal overrides give the same object."""
+        """Return the policy for ``overrides``; equal overrides give the same object."""
         if not overrides.policy and not overrides.weights:
             return self.default
         key = (overrides.policy or self._name, overrides.weights)
@@ -69,7 +69,7 @@ class RoutingPolicies:
 
 
 def restricted(shown: Sequence[WorkerView], overrides: RoutingOverrides) -> Sequence[WorkerView]:
-    """``shown`` with only the named workers able to do a phase; a named worker that is not among them is ignored."""
+    """Return ``shown`` with only the named workers able to do a phase; a named worker absent from it is ignored."""
     for phase, wanted in (("can_prefill", overrides.prefill), ("can_decode", overrides.decode)):
         if wanted and any(w.id == wanted for w in shown):
             shown = [replace(w, **{phase: w.id == wanted}) for w in shown]  # type: ignore[arg-type]
@@ -77,9 +77,10 @@ def restricted(shown: Sequence[WorkerView], overrides: RoutingOverrides) -> Sequ
 
 
 def parse_weights(text: str, drawn_by: str = "") -> PolicyOptions:
-    """``"alpha=0.7,temperature=0.2"`` as options of a live service; raises ConfigError that names what is wrong.
+    """Parse ``"alpha=0.7,temperature=0.2"`` as options of a live service; raises ConfigError naming the fault.
 
-    ``drawn_by`` names the process that decides: services that draw alike would all take the same of equal workers.
+    ``drawn_by`` names the deciding process: services with the same random draws would all choose the same of equal
+    workers.
     """
     weights = {}
     for part in filter(None, (p.strip() for p in text.split(","))):

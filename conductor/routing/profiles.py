@@ -1,11 +1,11 @@
-"""The profile file: costs of prefill and decode on a model's workers, until they report what they have measured.
+"""The profile file: costs of prefill and decode on a model's workers, until they report their measurements.
 
     {"smollm2": {"prefill": {"fixed_s": 0.02, "token_s": 9.5e-5, "pair_s": 2.1e-9, "load_s": 0},
                  "decode": {"fixed_s": 0.02, "sequence_s": 1e-4, "token_s": 2.9e-8}},
      "*": {"prefill": {"token_s": 5e-4}}}
 
-Keys are names of models, "*" is any other one; constants are seconds, and those left out are 0. TOML of the same shape
-is read too (``[smollm2.prefill]``). cost.py says what the constants mean.
+Keys are names of models, "*" is any other one; constants are seconds, and omitted ones are 0. TOML of the same shape is
+also accepted (``[smollm2.prefill]``). `session/load.py` defines the constants.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ P = TypeVar("P", PrefillProfile, DecodeProfile)
 
 @dataclass(frozen=True, slots=True)
 class Profiles:
-    """The assumed costs of one worker's work; None where nothing is known."""
+    """Assumed costs of one worker's work; None where unknown."""
 
     prefill: PrefillProfile | None = None
     decode: DecodeProfile | None = None
@@ -41,7 +41,7 @@ class ProfileFile:
     by_model: Mapping[str, Profiles] = field(default_factory=dict)
 
     def of(self, model: str) -> Profiles:
-        """The profiles of ``model``, or of any model, or none."""
+        """Return the profiles of ``model``, else those of any model, else none."""
         return self.by_model.get(model) or self.by_model.get(ANY_MODEL, NOTHING_KNOWN)
 
 
@@ -49,7 +49,7 @@ NO_FILE = ProfileFile()
 
 
 def read_profiles(path: Path | None) -> ProfileFile:
-    """The file at ``path``, or an empty one; raises ConfigError that says what is wrong where."""
+    """Read the file at ``path``, or return an empty one; raises ConfigError with the fault and its position."""
     if path is None:
         return NO_FILE
     given = read_table(path, "the profiles in", is_json=path.suffix != ".toml")

@@ -1,4 +1,4 @@
-"""A client's request on its way through the conductor. Knows nothing of HTTP or text."""
+"""A client's request on its way through the conductor. Independent of HTTP and text."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tanghulu.types import RequestId
 
 
 class Timeouts(Struct, frozen=True):
-    """The longest waits of a client, in seconds: for the end, the first token, each further token. 0: no limit."""
+    """Longest waits of a client, in seconds: for the end, the first token, each further token. 0 means no limit."""
 
     request_s: float = 0.0
     first_token_s: float = 0.0
     token_s: float = 0.0
 
     def within(self, most: Timeouts) -> Timeouts:
-        """The shorter of both, each for itself."""
+        """Return the shorter of both, for each field separately."""
         return Timeouts(
             _shorter(self.request_s, most.request_s),
             _shorter(self.first_token_s, most.first_token_s),
@@ -40,8 +40,8 @@ NO_TIMEOUTS = Timeouts()
 class GenerationRequest(Struct, frozen=True, eq=False):
     """One sequence to continue. ``prompt``: uint32, shape ``[num_prompt_tokens]``.
 
-    ``client`` is who takes turns with others where many wait, ``weight`` of them for each of another's; "" where nobody
-    is known. ``timeouts`` are its own. ``origin`` is the HTTP request that it comes from, if any.
+    ``client`` takes turns with others in the queue, ``weight`` of them for each of another's; "" if unknown.
+    ``timeouts`` are its own. ``origin`` is the HTTP request that carried it, if any.
     """
 
     id: RequestId
@@ -75,12 +75,12 @@ class PromptLogprobs(Struct, frozen=True, eq=False):
 
     @property
     def end(self) -> int:
-        """Position behind the last one."""
+        """Position after the last one."""
         return self.position + len(self.logprobs)
 
     @classmethod
     def of(cls, scores: PromptScores) -> PromptLogprobs:
-        """Read the tables of ``scores``."""
+        """Build from the tables of ``scores``."""
         logprobs = np.frombuffer(scores.logprobs, "<f4")
         return cls(
             scores.position,

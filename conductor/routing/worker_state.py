@@ -1,10 +1,10 @@
-"""The load of one worker as the conductor knows it: its last report, and what the report cannot include yet.
+"""The load of one worker as known to the conductor: its last report, plus work not yet included in a report.
 
-Pure. A submission counts as load from the moment it is sent until a report holds it: at the first word about that
-submission, or at a report that says so by the submission's number. Where there is no number (another conductor's
-submission) it is the second report behind it, as the first may have crossed it on the wire. A decode slot that
-is reserved for a request which is prefilled elsewhere counts until the request comes or is withdrawn. Blocks that
-answers under way will still fill are not in use, but not free either (expected_output.py).
+Pure. A submission counts as load from the moment it is sent until a report includes it: at the first output for that
+submission, or at a report covering the submission's number. Without a number (another conductor's submission) it is the
+second report after it, as the first may have crossed it on the wire. A decode slot reserved for a request prefilled
+elsewhere counts until the request arrives or is withdrawn. Blocks that answers in progress will still fill are not in
+use, but not free either (expected_output.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tanghulu.session.load import PrefillProfile, WorkerLoad
 from tanghulu.types import InstanceId, Place, Role
 
 _REPORTS_UNTIL_SEEN = 2
-#: Views of one worker that are kept while nothing changes.
+#: Views of one worker that are cached while nothing changes.
 MAX_VIEWS = 16
 
 
@@ -34,28 +34,28 @@ class _Unreported:
 
 
 def _nobody(number: int) -> None:
-    """Ignore the change: nobody watches."""
+    """Ignore the change: there is no watcher."""
 
 
 class LoadTracker:
-    """One worker's load, as routing should see it."""
+    """One worker's load, as presented to routing."""
 
     def __init__(self) -> None:
         self.reported = WorkerLoad()
-        #: What is taken for the worker's profiles until it reports its own.
+        #: Assumed profiles of the worker until it reports its own.
         self.known = NOTHING_KNOWN
-        #: Workers like this one, whose median is taken for what neither of the two says.
+        #: Workers like this one, whose median is used for anything missing from both of these.
         self.kind = KindOfWorkers()
-        #: Tokens of a block of the model that it serves; 0 while that is not known.
+        #: Tokens per block of the model it serves; 0 while unknown.
         self.block_tokens = 0
-        #: What answers under way are still expected to fill.
+        #: Blocks that answers in progress are still expected to fill.
         self.expected_blocks = 0
         self._unreported: dict[str, _Unreported] = {}
         self._reserved: dict[str, int] = {}
-        #: Order of workers by load: waiting tokens, then requests. An attribute, because thousands are sorted by it.
+        #: Sort key of workers by load: waiting tokens, then requests. An attribute, because thousands are sorted by it.
         self.pressure = 0.0
         self._queue_tokens = self._queue_pairs = self._num_requests = self._blocks_free = 0
-        #: The view of one who holds nothing of a prompt, as most do; None where it must be made anew.
+        #: View of the worker holding none of a prompt, the usual case; None if it must be rebuilt.
         self.unhit: WorkerView | None = None
         self._views: dict[tuple[int, int], WorkerView] = {}
         self._role, self._place, self._phases = Role.BOTH, Place(), (True, True)
@@ -63,24 +63,24 @@ class LoadTracker:
         self._refresh: Callable[[int], None] = _nobody
 
     def sent(self, wire_id: str, prefill_tokens: int, num_blocks: int) -> None:
-        """Count a submission that was sent; ``prefill_tokens`` of it are expected to be computed there."""
+        """Count a sent submission; ``prefill_tokens`` of it are expected to be computed there."""
         num_tokens = max(prefill_tokens, num_blocks * self.block_tokens)
         prefill_pairs = num_tokens**2 - (num_tokens - prefill_tokens) ** 2
         self._unreported[wire_id] = _Unreported(prefill_tokens, prefill_pairs, num_blocks)
         self._changed()
 
     def numbered(self, wire_id: str, number: int) -> None:
-        """Know a submission by the number that the worker's reports will tell."""
+        """Record the number by which the worker's reports will refer to a submission."""
         if (sent := self._unreported.get(wire_id)) is not None:
             sent.number = number
 
     def on_report(self, wire_id: str) -> None:
-        """Count a submission no more: the worker spoke of it, or it was taken back."""
+        """Stop counting a submission: the worker reported on it, or it was withdrawn."""
         if self._unreported.pop(wire_id, None) is not None:
             self._changed()
 
     def report(self, load: WorkerLoad, taken: int | None = None) -> None:
-        """Take a report, which holds the submissions up to the number ``taken`` if that is known."""
+        """Apply a report, which includes the submissions up to the number ``taken`` if that is known."""
         self.reported = load
         for wire_id, entry in list(self._unreported.items()):
             if taken is None or entry.number is None:
@@ -94,12 +94,12 @@ class LoadTracker:
         self._refresh(self._stale[1])
 
     def reserve_decode(self, key: str, num_blocks: int) -> None:
-        """Reserve a decode slot and ``num_blocks`` for a request that is prefilled elsewhere."""
+        """Reserve a decode slot and ``num_blocks`` for a request prefilled elsewhere."""
         self._reserved[key] = num_blocks
         self._changed()
 
     def release_decode(self, key: str) -> None:
-        """End a reservation: the request came, or will not come; no error if that is known."""
+        """End a reservation: the request arrived, or will not; no error if already ended."""
         if self._reserved.pop(key, None) is not None:
             self._changed()
 
@@ -110,7 +110,7 @@ class LoadTracker:
             self.renew()
 
     def reset(self, load: WorkerLoad) -> None:
-        """Begin anew, with nothing under way: the worker has a new session."""
+        """Restart with no work in progress: the worker has a new session."""
         self._unreported.clear()
         self._reserved.clear()
         self.reported = load
@@ -119,7 +119,7 @@ class LoadTracker:
     def view(
         self, worker: InstanceId, role: Role, hit_blocks: int, coming_blocks: int = 0, place: Place = Place()
     ) -> WorkerView:
-        """The view for a policy. Views are kept until a change: many prompts share a system prompt, or nothing."""
+        """Return the view for a policy. Views are cached until a change: many prompts share a prefix or hit nothing."""
         if role is not self._role or place is not self._place:
             self.renew()
             self._role, self._place, self._phases = role, place, (role.prefills, role.decodes)
@@ -134,20 +134,20 @@ class LoadTracker:
         return view
 
     def renew(self) -> None:
-        """Make views anew: the worker's role or place may be another one."""
+        """Rebuild the views: the worker's role or place may have changed."""
         self._views.clear()
         self.unhit = None
         stale, number = self._stale
         stale.add(number)
 
     def watch(self, stale: set[int], number: int, refresh: Callable[[int], None] = _nobody) -> None:
-        """Put ``number`` into ``stale`` whenever a view must be made anew, and call ``refresh`` with it after each
-        report, from now on; there is one such set.
+        """From now on, put ``number`` into ``stale`` whenever a view must be rebuilt, and call ``refresh`` with it
+        after each report; there is only one such set.
         """
         self._stale, self._refresh = (stale, number), refresh
 
     def show(self, view: WorkerView) -> None:
-        """Bring ``view``, of this worker, up to its load; what it has of a prompt stays."""
+        """Update ``view``, of this worker, to its load; its blocks of a prompt stay."""
         load, typical = self.reported, self.kind.typical
         view.queue_tokens, view.num_requests, view.blocks_free = (
             self._queue_tokens,
@@ -170,7 +170,7 @@ class LoadTracker:
         view.derive()
 
     def _queue_s(self, profile: PrefillProfile | None) -> float | None:
-        """Seconds of the prompts that wait, by their own lengths; None where only their tokens are known."""
+        """Return seconds of the waiting prompts, by their own lengths; None if only their tokens are known."""
         load = self.reported
         if profile is None or (load.prefill_tokens_waiting and not load.prefill_pairs_waiting):
             return None
@@ -210,7 +210,7 @@ class LoadTracker:
 
 
 class Viewed(Protocol):
-    """A worker, as ``views`` needs it."""
+    """A worker, as needed by ``views``."""
 
     @property
     def id(self) -> InstanceId: ...
@@ -228,7 +228,7 @@ class Viewed(Protocol):
 def views(
     workers: Iterable[Viewed], hits: Mapping[InstanceId, int], coming: Mapping[InstanceId, int]
 ) -> list[WorkerView]:
-    """A view of each of ``workers``, with the blocks of a prompt that it has and that are coming to it."""
+    """Return a view of each of ``workers``, with its present and coming blocks of a prompt."""
     shown = []
     for worker in workers:
         view = worker.load.unhit

@@ -1,18 +1,17 @@
-"""The workers that routing may choose from, with their views kept from one decision to the next.
+"""The workers that routing may choose from, with views kept from one decision to the next.
 
-Pure. Most of what a policy is shown has not changed since the last decision: of 128 workers a few have reported since
-then, a few hold part of the prompt. So ``WorkerViews`` keeps one view of each worker and writes into it what has
-changed; a tracker whose load changes leaves its number in a set, and only these are brought up to date: after a report
-at once, so that no request waits for it, else by the next decision. Example: 128 workers, a prompt that one worker
-holds, another request was sent to one just now: its load is written, what is held of the prompt in one view, and in the
-one that held the prompt before; the other 125 are not even touched.
+Pure. Most of a policy's input is unchanged since the last decision: of 128 workers, a few have reported since then, and
+a few hold part of the prompt. So ``WorkerViews`` keeps one view of each worker and updates only what has changed; a
+tracker whose load changes puts its number in a set, and only these are refreshed: at once after a report, so that no
+request waits for it, else by the next decision. Example: 128 workers, a prompt held by one worker, and another request
+just sent to one: its load is updated, and the held blocks in one view and in the view of the previous prompt's holder;
+the other 125 are not touched.
 
-Of very many workers a policy is shown a shortlist. A view and a score cost about a microsecond; with a thousand workers
-that is a millisecond a request. But only
-three kinds can win: those that hold much of the prompt, those that are computing much of it, and those that have
-little to do. Example: of 1000 workers with a limit of 256 the 64 best holders, the 64 that compute most of it, and the
-64 least loaded ones of each phase fill the list; the best of the whole thousand is on it unless 64 hold more and 64 do
-less.
+With very many workers, a policy is shown a shortlist. A view and a score cost about a microsecond; with a thousand
+workers that is a millisecond per request. But only three kinds can win: those that hold much of the prompt, those that
+are computing much of it, and those that have little to do. Example: of 1000 workers with a limit of 256, the 64 best
+holders, the 64 computing most of it, and the 64 least loaded ones of each phase fill the list; the best of the whole
+thousand is on it unless 64 hold more and 64 do less.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from tanghulu.conductor.routing.worker_state import Viewed, views
 from tanghulu.types import InstanceId, Role
 
 W = TypeVar("W", bound=Viewed)
-#: Most workers of which a policy is shown all.
+#: Most workers shown to a policy without a shortlist.
 LIMIT = 256
 _pressure = operator.attrgetter("load.pressure")
 
@@ -55,9 +54,9 @@ class WorkerViews(Generic[W]):
         self._seat(shown.decode, [v.can_decode for v in shown])
 
     def views(self, hits: Mapping[InstanceId, int], coming: Mapping[InstanceId, int]) -> Shown:
-        """A view of each, with the blocks of a prompt that it has and that are coming to it.
+        """Return a view of each, with its present and coming blocks of a prompt.
 
-        It is the kept list: it must not be changed, and stays as it is until the next call or a worker's report.
+        This is the cached list: it must not be changed, and is valid until the next call or a worker's report.
         """
         number_of, shown = self._number_of, self._shown
         while self._stale:
@@ -88,7 +87,7 @@ class WorkerViews(Generic[W]):
             ranked.loaded(place)
 
     def _forget_prompt(self) -> None:
-        """Clear what the workers hold of the last prompt."""
+        """Clear the workers' blocks of the last prompt."""
         for view in self._found:
             view.found(0, 0)
         self._found.clear()
@@ -122,7 +121,7 @@ class WorkerViews(Generic[W]):
 
 
 def shortlist(workers: Sequence[W], hits: Mapping[InstanceId, int], coming: Mapping[InstanceId, int]) -> list[W]:
-    """At most LIMIT workers, in the order of ``workers``; all of them if they are not more."""
+    """Return at most LIMIT workers, in the order of ``workers``; all of them if there are no more."""
     if len(workers) <= LIMIT:
         return list(workers)
     share = LIMIT // 4
@@ -148,9 +147,9 @@ def views_of(
     hits: Mapping[InstanceId, int],
     coming: Mapping[InstanceId, int],
 ) -> list[WorkerView]:
-    """The views of ``worker_views``, without the workers in ``avoid`` unless there are no others.
+    """Return the views of ``worker_views``, without the workers in ``avoid`` unless there are no others.
 
-    Of very many workers only the shortlist is viewed, if the policy ``ranks`` workers.
+    With very many workers, only the shortlist is included, if the policy ``ranks`` workers.
     """
     kept: Sequence[W] = worker_views.workers
     if avoid:

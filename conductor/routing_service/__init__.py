@@ -1,1 +1,1 @@
-"""Routing as a service of its own: policies, index and load for gateways of any engine; see ``main``."""
+"""Routing as a separate service: policies, index and load for gateways of any engine; see ``main``."""

@@ -1,8 +1,8 @@
-"""Blocks that a worker is assumed to have, because it computed them a short time ago: the index without events.
+"""Blocks that a worker is assumed to have, because it recently computed them: the index without events.
 
-Pure. An engine that tells no KV events still keeps a prompt's blocks for a while. What was prefilled is taken to be
-there for ``keep_s`` since it was last used, and of one worker at most ``max_blocks``, the least recently used forgotten
-first. Where an engine does tell events this is not needed; both may be mixed, by worker.
+Pure. An engine without KV events still keeps a prompt's blocks for a while. Prefilled blocks are assumed present for
+``keep_s`` after their last use, and at most ``max_blocks`` per worker, the least recently used forgotten first. This is
+not needed for an engine that publishes events; both may be mixed, by worker.
 
 Example with 60 s: a prompt of blocks a b c was prefilled at 0, another of a b d at 50. At 70 c is forgotten, a b and d
 are kept until 110.
@@ -29,7 +29,7 @@ class AssumedBlocks:
         self._until_s: dict[InstanceId, OrderedDict[BlockHash, float]] = {}
 
     def used(self, worker: InstanceId, blocks: Sequence[BlockHash], now_s: float) -> list[PrefixEvent]:
-        """Note that ``worker`` has prefilled a prompt of ``blocks``. The tail is touched, and so forgotten, first."""
+        """Record that ``worker`` has prefilled a prompt of ``blocks``. The tail is touched, and so forgotten, first."""
         until_s = self._until_s.setdefault(worker, OrderedDict())
         for block in reversed(blocks):
             until_s[block] = now_s + self._keep_s
@@ -41,7 +41,7 @@ class AssumedBlocks:
         return [*events, Removed(worker, too_many)] if too_many else events
 
     def sweep(self, now_s: float) -> list[PrefixEvent]:
-        """Forget blocks that were not used for too long."""
+        """Forget blocks that have not been used for too long."""
         events: list[PrefixEvent] = []
         for worker, until_s in self._until_s.items():
             gone = []

@@ -1,10 +1,10 @@
-"""Generate: the routing service sends a request to the worker that it would name and passes the answer on.
+"""Generate: the routing service sends a request to the worker it would choose, and relays the answer.
 
 For engines with an HTTP API of their own (SGLang's /generate, or any that takes token ids under ``input_ids``). The
-body goes on as it came, but for ``routing``, which is the service's. The request counts as load from its sending to its
-end; its prefill is over when the first bytes of the answer come. It goes to one worker that does both phases: what an
-engine hands over inside is its own affair. A worker that cannot be reached, is silent, or says 429 or 503 before it
-began, is passed over for this request; at most MAX_ATTEMPTS are tried.
+body is forwarded unchanged, except for ``routing``, which is for the service. The request counts as load from its
+sending to its end; its prefill ends with the first bytes of the answer. It goes to one worker that does both phases:
+hand-overs inside an engine are its own concern. A worker that cannot be reached, is silent, or returns 429 or 503
+before it begins, is skipped for this request; at most MAX_ATTEMPTS are tried.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Generator:
             self._service.add_request(parsed.request_id, parsed.query, target.id, target.id, now_s, caller)
             try:
                 response = await self._send(target, parsed.body)
-            except BaseException as error:  # a client that hung up, too: its load is taken back; raised on
+            except BaseException as error:  # a disconnected client, too: its load is removed; re-raised
                 self._service.free(parsed.request_id, caller)
                 if not isinstance(error, (*UNREACHABLE, NodeUnavailable)):
                     raise

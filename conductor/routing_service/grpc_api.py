@@ -22,7 +22,7 @@ from tanghulu.runtime.clock import Clock
 from tanghulu.session.load import WorkerLoad
 from tanghulu.types import InstanceId
 
-#: What a key has to allow for a method; for those that tell of workers, or say what they are: admin.
+#: Permission a key needs for a method; methods that report on or describe workers need admin.
 RIGHTS = {
     f"/tanghulu.v1.Router/{name}": KeyRight.INFERENCE
     for name in ("BestWorker", "AddRequest", "PrefillCompleted", "Free", "Overlaps", "PotentialLoads", "Generate")
@@ -33,7 +33,7 @@ Method = Callable[[Any, Any, Context], Awaitable[Any]]
 
 
 def _typed(method: Callable[[Any, Any, RoutingClient], Any]) -> Method:
-    """``method`` as a servicer's, with its caller: its typed errors become statuses."""
+    """Wrap ``method`` as a servicer's, with its caller: typed errors become statuses."""
 
     @functools.wraps(method)
     async def call(self: Any, message: Any, context: Context) -> Any:
@@ -60,7 +60,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         self._keys = keys
 
     def caller(self, context: Context) -> RoutingClient:
-        """The caller by the key that it shows. Raises Unauthorized if the key was revoked meanwhile."""
+        """Return the caller by the presented key. Raises Unauthorized if the key was revoked meanwhile."""
         if self._keys is None:
             return ANYBODY
         shown = from_metadata(tuple(context.invocation_metadata() or ()))
@@ -116,7 +116,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
 
     @_typed
     def AddRequest(self, message: pb.RouterAddRequest, caller: RoutingClient) -> pb.RouterDone:
-        """Add a request that a gateway has routed by itself."""
+        """Add a request that a gateway has already routed."""
         if not message.question.request_id:
             raise InvalidRequest("AddRequest needs a request_id")
         prefill, decode = message.prefill_worker, message.decode_worker or message.prefill_worker
@@ -138,13 +138,13 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
 
     @_typed
     def Overlaps(self, message: pb.RouterQuestion, caller: RoutingClient) -> pb.RouterOverlaps:
-        """The leading blocks that each worker has or is computing."""
+        """Return the number of leading blocks each worker has or is computing."""
         found = self._service.overlaps(self._query(message, caller).hashes, self._clock.now_s())
         return pb.RouterOverlaps(overlaps=[pb.RouterOverlap(worker=w, num_blocks=n) for w, n in found.items()])
 
     @_typed
     def PotentialLoads(self, message: pb.RouterQuestion, caller: RoutingClient) -> pb.RouterPotentialLoads:
-        """The load that each worker would have with the request."""
+        """Return the load each worker would have with the request."""
         loads = self._service.potential_loads(self._query(message, caller), self._clock.now_s())
         return pb.RouterPotentialLoads(loads=[pb.RouterPotentialLoad(**asdict(load)) for load in loads])
 
@@ -163,7 +163,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                 begun.end()
 
     async def DumpEvents(self, message: pb.RouterDumpRequest, context: Context) -> AsyncIterator[pb.RouterEvents]:
-        """Stream events from which an empty index would become this one, as of now."""
+        """Stream events that turn an empty index into this one, as of now."""
         for event in list(self._service.dump_events()):
             yield pb.RouterEvents(worker=event.holder, stored=list(event.blocks))
 

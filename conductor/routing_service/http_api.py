@@ -34,7 +34,7 @@ Hashes = Annotated[list[Hash], Field(fail_fast=True)]
 
 
 class StrictBody(BaseModel):
-    """A body whose types are strict and unknown fields refused: a misspelt field would silently do nothing."""
+    """A body with strict types and no unknown fields: a misspelt field would silently have no effect."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -100,7 +100,7 @@ def make_app(
     max_body_bytes: int,
     generator: Generator,
 ) -> FastAPI:
-    """All routes on ``service``."""
+    """Build all routes on ``service``."""
     app = FastAPI(title="tanghulu router", version=__version__, redirect_slashes=False)
     errors.install(app, "the router")
     _add_workers(app, service, max_body_bytes)
@@ -108,14 +108,14 @@ def make_app(
 
     @app.post("/generate")
     async def generate(request: Request) -> Response:
-        """Sent to the best worker; its answer as it comes."""
+        """Forward the request to the best worker, and stream its answer."""
         return Relay(generator.generate(await read_body(request, max_body_bytes), _caller(request)))
 
     @app.get("/health")
     @app.get("/live")
     @app.get("/ready")
     async def live() -> dict[str, Any]:
-        """The process answers."""
+        """Respond if the process is alive."""
         return {"status": "ok", "workers": len(service.workers), "requests": service.num_requests}
 
     add_metrics(app, registry)
@@ -125,7 +125,7 @@ def make_app(
 def _add_workers(app: FastAPI, service: RoutingService, max_body_bytes: int) -> None:
     @app.get("/workers")
     async def workers() -> list[dict[str, Any]]:
-        """All workers, with the blocks that requests under way use and those that the index knows of."""
+        """Return all workers, with their blocks used by requests in progress and their blocks in the index."""
         return [
             {
                 "worker": target.id,
@@ -140,35 +140,35 @@ def _add_workers(app: FastAPI, service: RoutingService, max_body_bytes: int) -> 
 
     @app.put("/workers")
     async def put_worker(request: Request) -> dict[str, Any]:
-        """A worker is there."""
+        """Register a worker."""
         body = await parse(WorkerBody, await read_body(request, max_body_bytes))
         service.put_worker(InstanceId(body.worker), types.role_of(body.role), types.place_of(body.place), body.url)
         return {}
 
     @app.delete("/workers/" + rest("worker"))
     async def remove_worker(worker: str, request: Request) -> dict[str, Any]:
-        """It is gone."""
+        """Remove a worker."""
         check_path(request)
         service.remove_worker(InstanceId(worker))
         return {}
 
     @app.post("/report_load")
     async def report_load(request: Request) -> dict[str, Any]:
-        """A worker's own figures."""
+        """Record a worker's own load figures."""
         body = await parse(LoadBody, await read_body(request, max_body_bytes))
         service.report(InstanceId(body.worker), WorkerLoad(**body.model_dump(exclude={"worker"})))
         return {}
 
     @app.post("/publish_events")
     async def publish_events(request: Request) -> dict[str, Any]:
-        """What a worker's cache gained and lost."""
+        """Apply changes of a worker's cache."""
         body = await parse(EventsBody, await read_body(request, max_body_bytes))
         service.kv_event(InstanceId(body.worker), types.change_of(body))
         return {}
 
     @app.get("/dump_events")
     async def dump_events() -> list[dict[str, Any]]:
-        """Events from which an empty index would become this one."""
+        """Return events that turn an empty index into this one."""
         return [{"worker": event.holder, "stored": [h.hex() for h in event.blocks]} for event in service.dump_events()]
 
 
@@ -181,7 +181,7 @@ def _add_requests(
 
     @app.post("/best_worker")
     async def best_worker(request: Request) -> dict[str, Any]:
-        """Where a request should go; with request_id it is added there, with explain the reply has all candidates."""
+        """Return the best workers for a request; request_id adds it there, explain returns all candidates."""
         body, query = await parsed(request)
         best = service.best(query, clock.now_s(), body.request_id, body.explain, _caller(request))
         return {
@@ -195,7 +195,7 @@ def _add_requests(
 
     @app.post("/add_request")
     async def add_request(request: Request) -> dict[str, Any]:
-        """The gateway has decided by itself: prefill_worker and perhaps decode_worker are named."""
+        """Add a request already routed by the gateway: prefill_worker and possibly decode_worker are named."""
         body, query = await parsed(request)
         prefill, decode = InstanceId(body.prefill_worker), InstanceId(body.decode_worker or body.prefill_worker)
         if not body.request_id:
@@ -205,27 +205,27 @@ def _add_requests(
 
     @app.post("/prefill_completed")
     async def prefill_completed(request: Request) -> dict[str, Any]:
-        """The first token has come."""
+        """Record the first token of a request."""
         body = await parse(RequestBody, await read_body(request, max_body_bytes))
         service.prefill_completed(body.request_id, clock.now_s(), _caller(request))
         return {}
 
     @app.post("/free")
     async def free(request: Request) -> dict[str, Any]:
-        """The request has ended."""
+        """Record the end of a request."""
         body = await parse(RequestBody, await read_body(request, max_body_bytes))
         return {"freed": service.free(body.request_id, _caller(request))}
 
     @app.post("/overlaps")
     async def overlaps(request: Request) -> dict[str, int]:
-        """Leading blocks that each worker has or is computing."""
+        """Return the number of leading blocks each worker has or is computing."""
         _, query = await parsed(request)
         found = service.overlaps(query.hashes, clock.now_s())
         return {str(worker): num_blocks for worker, num_blocks in found.items()}
 
     @app.post("/potential_loads")
     async def potential_loads(request: Request) -> list[dict[str, Any]]:
-        """What each worker would have to do with the request."""
+        """Return the load each worker would have with the request."""
         _, query = await parsed(request)
         return [asdict(load) for load in service.potential_loads(query, clock.now_s())]
 

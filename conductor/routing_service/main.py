@@ -1,4 +1,4 @@
-"""``tanghulu router``: with ``--pools`` the global router in front of pools, without it routing as a service."""
+"""``tanghulu router``: the global router in front of pools with ``--pools``, routing as a service without it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tanghulu.web.server import HttpServer, Server
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig(SecretOptions, pools_main.GlobalRouterConfig):
-    """The options of both kinds of router; those below concern the service, without --pools."""
+    """Options of both kinds of router; those below concern the service, without --pools."""
 
     grpc_port: int = option(8101, "service: port of its gRPC API; 0 picks one")
     policy: str = option("ttft-min", "service: routing policy", choices=POLICY_NAMES)
@@ -70,7 +70,7 @@ class RouterConfig(SecretOptions, pools_main.GlobalRouterConfig):
         self.hasher()
 
     def hasher(self) -> Hasher:
-        """The hasher of prompts that come as tokens. Raises ConfigError for a root that is not hex."""
+        """Return the hasher of prompts given as tokens. Raises ConfigError for a root that is not hex."""
         try:
             root = BlockHash(bytes.fromhex(self.root_hash))
         except ValueError:
@@ -82,12 +82,12 @@ class RouterConfig(SecretOptions, pools_main.GlobalRouterConfig):
         )
 
     def assumed(self) -> AssumedBlocks | None:
-        """The index without events, if it is wanted."""
+        """Return the index without events, if enabled."""
         return AssumedBlocks(self.assume_cached_s, self.assume_cached_blocks) if self.assume_cached_s else None
 
 
 class RouterServer:
-    """The routing service behind its two ports."""
+    """The routing service on its two ports."""
 
     def __init__(self, config: RouterConfig, registry: CollectorRegistry, router_id: str = "") -> None:
         self.config = config
@@ -133,11 +133,11 @@ class RouterServer:
             await rpc.stop(config.grace_s)
 
     def _follower(self, source: EventSource) -> VllmFollower:
-        """Register the worker of ``source`` and follow its events; a later registration may give its role and place."""
+        """Register the worker of ``source`` and follow its events; a later registration may set its role and place."""
         self.service.put_worker(source.worker, Role.BOTH)
 
         def apply(change: KvChange) -> None:
-            # A worker that was removed meanwhile has nothing to tell.
+            # A worker removed meanwhile has nothing to report.
             with contextlib.suppress(InvalidRequest):
                 self.service.kv_event(source.worker, change)
 
@@ -145,7 +145,7 @@ class RouterServer:
 
 
 async def serve(process: Process, config: RouterConfig) -> None:
-    """Run until the process is to stop."""
+    """Run until the process is asked to stop."""
     if config.pools is not None:
         await pools_main.serve(process, config)
         return

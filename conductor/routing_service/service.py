@@ -1,13 +1,13 @@
-"""The routing service's state: workers, what they hold, what is under way at them; and the answers it gives.
+"""The routing service's state: workers, their blocks and the requests in progress at them; and its answers.
 
-Pure: times go in. It uses the conductor's own parts (policies, prefix index, blocks in flight, load), so a gateway that
-asks it decides as a conductor would. Its callers report what it cannot see: workers and their loads, KV events or, for
-engines without them, that a prefill has ended (``assumed``).
+Pure: times go in. It uses the conductor's own parts (policies, prefix index, blocks in flight, load), so a gateway
+using it decides as a conductor would. Its callers report what it cannot see: workers and their loads, KV events or, for
+engines without them, the ends of prefills (``assumed``).
 
     worker:   put_worker -> report, events … -> remove_worker
     request:  best (with a request id) or add_request -> prefill_completed -> free
 
-A request that was added counts until it is freed, however long it runs; only removing its worker forgets it.
+An added request counts until it is freed, however long it runs; only removing its worker drops it.
 """
 
 from __future__ import annotations
@@ -36,39 +36,39 @@ from tanghulu.session.outputs import KvChange
 from tanghulu.types import BlockHash, InstanceId, Place, Role
 
 MAX_REQUESTS = 1_000_000
-#: Of one key, where keys are asked for: no key takes the places of the others.
+#: Limit per key, if keys are required: no key takes the places of the others.
 MAX_REQUESTS_PER_KEY = MAX_REQUESTS // 4
 MAX_WORKERS = 10_000
 UNKNOWN_BLOCKS = 1 << 40
-#: Makes the names of tenants' blocks; new in each process, as are the blocks that it knows of.
+#: Derives the names of tenants' blocks; new in each process, as are its known blocks.
 _SECRET = secrets.token_bytes(32)
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingClient:
-    """The key that a question comes with. Its requests and its tenant's blocks have names of their own."""
+    """The key used by a caller. Its requests and its tenant's blocks have names of their own."""
 
     client: str = ""
     tenant: str = ""
 
     @classmethod
     def of(cls, key: ApiKey | None) -> RoutingClient:
-        """The caller with ``key``; None where no keys are asked for."""
+        """Return the caller with ``key``; None if no keys are required."""
         return cls() if key is None else cls(key.client, "" if key.shared_prefixes else key.tenant)
 
     def request(self, request_id: str) -> str:
-        """The name of a request here. A key's own name has no slash."""
+        """Return the local name of a request. A key's own name has no slash."""
         return f"{self.client}/{request_id}" if self.client else request_id
 
     def blocks(self, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
-        """The names of a prompt's blocks here: no other tenant can name the same, whatever hashes it sends."""
+        """Return the local names of a prompt's blocks: no other tenant can name the same, whatever hashes it sends."""
         if not self.tenant:
             return hashes
         own = hashlib.blake2b(self.tenant.encode(), digest_size=16, key=_SECRET).digest()
         return [BlockHash(hashlib.blake2b(each, digest_size=16, key=own).digest()) for each in hashes]
 
 
-#: Where no keys are asked for.
+#: The caller if no keys are required.
 ANYBODY = RoutingClient()
 
 
@@ -84,7 +84,7 @@ class RoutingQuery:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The workers for a request, the leading blocks that are or will be at its prefill worker, and the reasons."""
+    """The workers for a request, the leading blocks present or coming at its prefill worker, and the reasons."""
 
     prefill: InstanceId
     decode: InstanceId
@@ -104,9 +104,9 @@ class PotentialLoad:
 
 @dataclass(eq=False)
 class RoutableWorker:
-    """A worker that requests can be sent to. ``num_blocks`` are used by requests under way that were added here.
+    """A worker that can be sent requests. ``num_blocks`` are used by requests in progress that were added here.
 
-    ``url`` is that of its HTTP API, "" where it is not known.
+    ``url`` is that of its HTTP API, "" if unknown.
     """
 
     id: InstanceId
@@ -128,7 +128,7 @@ class _Added:
 
 
 class RoutingService:
-    """Routing as a service. ``block_tokens`` and ``block_bytes`` are those of the one model that is served."""
+    """Routing as a service. ``block_tokens`` and ``block_bytes`` are those of the single served model."""
 
     def __init__(
         self,
@@ -159,9 +159,9 @@ class RoutingService:
     # --- workers
 
     def put_worker(self, worker: InstanceId, role: Role, place: Place = Place(), url: str = "") -> None:
-        """Enter a worker, or its changed registration.
+        """Register a worker, or update its registration.
 
-        Raises InvalidRequest for a role that neither prefills nor decodes or a url that is none or leads out of the
+        Raises InvalidRequest for a role that neither prefills nor decodes, or a url that is invalid or outside the
         workers' networks, Overloaded beyond MAX_WORKERS.
         """
         if url:
@@ -181,7 +181,7 @@ class RoutingService:
         self.report(worker, WorkerLoad())
 
     def remove_worker(self, worker: InstanceId) -> None:
-        """Forget a worker, its blocks and the requests that were added to it; an unknown one is no error."""
+        """Remove a worker, its blocks and the requests added to it; an unknown one is no error."""
         target = self._targets.pop(worker, None)
         if target is None:
             return
@@ -193,16 +193,16 @@ class RoutingService:
             self._free(request_id)
 
     def report(self, worker: InstanceId, load: WorkerLoad) -> None:
-        """Take a worker's own figures. Raises InvalidRequest for an unknown worker.
+        """Record a worker's own load figures. Raises InvalidRequest for an unknown worker.
 
-        One that does not tell how many blocks it has is taken to have room.
+        One that does not report its number of blocks is assumed to have room.
         """
         if not load.blocks_total:
             load = structs.replace(load, blocks_free=UNKNOWN_BLOCKS)
         self._target(worker).load.report(load)
 
     def kv_event(self, worker: InstanceId, change: KvChange) -> None:
-        """Take an event of a worker's cache. Raises InvalidRequest for an unknown worker."""
+        """Apply an event of a worker's cache. Raises InvalidRequest for an unknown worker."""
         self._target(worker)
         if change.cleared:
             self.index.apply(Cleared(worker))
@@ -212,7 +212,7 @@ class RoutingService:
             self.index.apply(Stored(worker, change.stored))
 
     def dump_events(self) -> Iterator[Stored]:
-        """Events from which an empty index would become this one."""
+        """Yield events that turn an empty index into this one."""
         return self.index.dump()
 
     # --- requests
@@ -225,9 +225,9 @@ class RoutingService:
         explain: bool = False,
         caller: RoutingClient = ANYBODY,
     ) -> Best:
-        """Choose the workers for a request; with ``request_id`` it is added there, ``explain`` gives all candidates.
+        """Choose the workers for a request; ``request_id`` adds it there, ``explain`` returns all candidates.
 
-        Raises NodeUnavailable if nobody can take it, InvalidRequest for a request id that is in use.
+        Raises NodeUnavailable if no worker can take it, InvalidRequest for a request id already in use.
         """
         policy, request = self._policies.of(query.overrides), self._request(query)
         hits, coming = self._overlaps(query.hashes, now_s)
@@ -244,7 +244,7 @@ class RoutingService:
         return Best(decision.prefill, decision.decode, chosen.match_blocks, candidates)
 
     def best_of(self, targets: Sequence[RoutableWorker], query: RoutingQuery, now_s: float) -> RoutableWorker | None:
-        """The best of ``targets``, all of which do both phases, for the whole request; None if there are none."""
+        """Return the best of ``targets``, all of which do both phases, for the whole request; None without any."""
         hits, coming = self._overlaps(query.hashes, now_s)
         shown = restricted(views(targets, hits, coming), query.overrides)
         policy = self._policies.of(query.overrides)
@@ -263,13 +263,13 @@ class RoutingService:
         now_s: float,
         caller: RoutingClient = ANYBODY,
     ) -> None:
-        """Add a request that a gateway has routed. Raises InvalidRequest for unknown workers and a used id."""
+        """Add a request routed by a gateway. Raises InvalidRequest for unknown workers and a used id."""
         hits, coming = self._overlaps(query.hashes, now_s)
         view = views([self._target(prefill)], hits, coming)[0]
         self._add(request_id, query, view, self._target(decode), caller)
 
     def prefill_completed(self, request_id: str, now_s: float, caller: RoutingClient = ANYBODY) -> None:
-        """Note the first token of a request; a second call changes nothing. Raises InvalidRequest if it is unknown."""
+        """Record the first token of a request; repeated calls change nothing. Raises InvalidRequest if unknown."""
         name = caller.request(request_id)
         added = self._added.get(name)
         if added is None:
@@ -287,7 +287,7 @@ class RoutingService:
                     self.index.apply(event)
 
     def free(self, request_id: str, caller: RoutingClient = ANYBODY) -> bool:
-        """Free a request of ``caller`` that has ended; False if it was not under way."""
+        """Free an ended request of ``caller``; False if it was not in progress."""
         return self._free(caller.request(request_id))
 
     def _free(self, name: str) -> bool:
@@ -304,10 +304,10 @@ class RoutingService:
             target.num_blocks -= added.num_blocks
         return True
 
-    # --- questions
+    # --- queries
 
     def overlaps(self, hashes: Sequence[BlockHash], now_s: float) -> dict[InstanceId, int]:
-        """The leading blocks that each worker holds or is computing; workers without one are left out."""
+        """Return the leading blocks each worker holds or is computing; workers without any are omitted."""
         hits, coming = self._overlaps(hashes, now_s)
         return {worker: max(hits.get(worker, 0), coming.get(worker, 0)) for worker in hits.keys() | coming.keys()}
 
@@ -340,7 +340,7 @@ class RoutingService:
         for target in self._targets.values():
             target.load.check()
 
-    # --- parts
+    # --- helpers
 
     def _target(self, worker: InstanceId) -> RoutableWorker:
         target = self._targets.get(worker)

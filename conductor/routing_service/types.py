@@ -1,4 +1,4 @@
-"""Conversions that both APIs of the routing service, HTTP and gRPC, share: hashes, tokens, roles, places."""
+"""Conversions shared by both APIs of the routing service, HTTP and gRPC: hashes, tokens, roles, places."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Hasher:
 
 
 def checked_hashes(values: Iterable[bytes | str | int]) -> list[BlockHash]:
-    """The block hashes of a message: bytes, hex, or numbers of 64 bits. Raises InvalidRequest for any other."""
+    """Return the block hashes of a message: bytes, hex, or 64-bit numbers. Raises InvalidRequest for any other."""
     try:
         hashes = [BlockHash(value if type(value) is bytes else _bytes_of(value)) for value in values]
     except ValueError as error:
@@ -51,13 +51,13 @@ def _bytes_of(value: bytes | str | int) -> bytes:
 
 
 def change_of(events: Any) -> KvChange:
-    """What a worker's cache gained and lost, by the message ``events`` of either API. Raises InvalidRequest."""
+    """Return a worker's cache changes from the message ``events`` of either API. Raises InvalidRequest."""
     stored, removed = checked_hashes(events.stored), checked_hashes(events.removed)
     return KvChange(tuple(stored), tuple(removed), events.cleared)
 
 
 def query_of(hasher: Hasher, question: Any, caller: RoutingClient) -> RoutingQuery:
-    """The query of ``question``, a message of either API with hashes or tokens. Raises InvalidRequest for both."""
+    """Return the query of ``question``, a message of either API with hashes or tokens. InvalidRequest for both."""
     overrides = overrides_of(question.policy, question.weights, question.prefill_worker, question.decode_worker)
     hashes = checked_hashes(question.block_hashes)
     if not question.tokens:
@@ -70,12 +70,12 @@ def query_of(hasher: Hasher, question: Any, caller: RoutingClient) -> RoutingQue
 def query_of_tokens(
     hasher: Hasher, tokens: Tokens, overrides: RoutingOverrides, session: str, caller: RoutingClient
 ) -> RoutingQuery:
-    """The query of ``caller`` for a prompt of ``tokens``."""
+    """Return the query of ``caller`` for a prompt of ``tokens``."""
     return RoutingQuery(caller.blocks(hasher.hashes(tokens)), len(tokens), overrides, session)
 
 
 def overrides_of(policy: str, weights: Mapping[str, float], prefill: str, decode: str) -> RoutingOverrides:
-    """The overrides of a request. Raises InvalidRequest for an unknown policy or weight."""
+    """Return the overrides of a request. Raises InvalidRequest for an unknown policy or weight."""
     if policy and policy not in POLICY_NAMES:
         raise InvalidRequest(f"policy {policy!r} is unknown; there is {', '.join(POLICY_NAMES)}")
     for name, value in weights.items():
@@ -87,7 +87,7 @@ def overrides_of(policy: str, weights: Mapping[str, float], prefill: str, decode
 
 
 def role_of(name: str) -> Role:
-    """The role of that name. Raises InvalidRequest."""
+    """Return the role of that name. Raises InvalidRequest."""
     try:
         return Role(name or Role.BOTH.value)
     except ValueError:
@@ -95,5 +95,5 @@ def role_of(name: str) -> Role:
 
 
 def place_of(text: str) -> Place:
-    """``zone/rack/host``, or the default place for "". Raises InvalidRequest."""
+    """Parse ``zone/rack/host``; "" gives the default place. Raises InvalidRequest."""
     return Place.parse(text) if text else Place()

@@ -1,23 +1,24 @@
-"""From the KV events of vLLM and SGLang to changes of the index: the payload's format, and the sequence numbers.
+"""Conversion of vLLM's and SGLang's KV events to changes of the index: payload format and sequence numbers.
 
 Pure. A publisher numbers its messages from 0; a message is msgpack of [time, events, data-parallel rank]. An event is a
-map in newer versions (seen with 0.32), an array with its name in front in older ones:
+map in newer versions (seen with 0.32), an array beginning with its name in older ones:
 
     {"type": "BlockStored", "block_hashes": hashes, "medium": medium, …}   {"type": "BlockRemoved", …}
     ["BlockStored", hashes, parent, token_ids, block_size, lora_id, medium, …]
     ["BlockRemoved", hashes, medium, …]
     ["AllBlocksCleared"]
 
-Hashes are bytes, or numbers of 64 bits: unsigned ones of vLLM, signed ones of SGLang. vLLM's numbers are the last
-8 bytes of its names; with ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0`` it tells the names themselves, as
-``vllm_sha256_cbor`` makes them from tokens. Blocks in other media than the GPU's memory are left out.
+Hashes are bytes, or 64-bit numbers: unsigned from vLLM, signed from SGLang. vLLM's numbers are the last 8 bytes of its
+names; with ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0`` it publishes the names themselves, as ``vllm_sha256_cbor``
+computes them from tokens. Blocks in media other than GPU memory are skipped.
 
-A model of several kinds of attention tells events for each group of layers (``group_idx``). A group with a sliding
-window drops a block as soon as the window has passed it, while the group with full attention still has it, and that one
-decides whether a prefix can be used. So once a group with full attention is known, the events of others are left out.
+A model with several kinds of attention publishes events for each group of layers (``group_idx``). A group with a
+sliding window drops a block as soon as the window has passed it, while the group with full attention still has it, and
+the latter decides whether a prefix can be used. So once a group with full attention is known, the events of others are
+skipped.
 
-Where numbers are missing the reader asks for a replay from the first missing one; what the publisher cannot give any
-more is lost, and with it the worker's blocks: they are cleared, and come again as they are used.
+If numbers are missing, the reader requests a replay from the first missing one; if the publisher no longer has all of
+them, the worker's blocks are cleared, and return as they are used.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from tanghulu.session.outputs import KvChange
 from tanghulu.types import Address, BlockHash, InstanceId
 
 GPU = ("GPU", None)
-#: Kinds of groups that keep all blocks of a prefix (``kv_cache_spec_kind``); None: a publisher that tells no kinds.
+#: Kinds of groups that keep all blocks of a prefix (``kv_cache_spec_kind``); None: a publisher without kinds.
 FULL_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention", None)
-#: Where an event that is an array has its medium.
+#: Position of the medium in an array event.
 _MEDIUM_AT = {"BlockStored": 6, "BlockRemoved": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """The ZeroMQ addresses at which a worker tells its events and repeats them ("": it does not)."""
+    """The ZeroMQ addresses at which a worker publishes and replays its events ("" disables replay)."""
 
     worker: InstanceId
     events: str
@@ -47,7 +48,7 @@ class EventSource:
 
 
 def parse_sources(text: str) -> tuple[EventSource, ...]:
-    """``worker=tcp://host:5557|tcp://host:5558,…``, the second address for replay. Raises ConfigError."""
+    """Parse ``worker=tcp://host:5557|tcp://host:5558,…``, the second address for replay. Raises ConfigError."""
     sources = []
     for part in filter(None, (p.strip() for p in text.split(","))):
         worker, _, addresses = part.partition("=")
@@ -71,9 +72,9 @@ class Numbers:
         self.next: int | None = None
 
     def missing(self, number: int) -> int | None:
-        """The first number that is missing in front of ``number``; None if none is, or if it is the first of all.
+        """Return the first number missing before ``number``; None if none is, or if it is the first of all.
 
-        A number that is smaller than expected is that of a publisher which began anew: all in front of it are missing.
+        A number smaller than expected means that the publisher restarted: all before it are missing.
         """
         if self.next is None:
             return 0 if number else None
@@ -82,11 +83,11 @@ class Numbers:
         return self.next if number > self.next else None
 
     def restarted(self, number: int) -> bool:
-        """Whether ``number`` shows that the publisher began anew, and so holds nothing of what it announced before."""
+        """Return whether ``number`` shows a restarted publisher, whose earlier announcements are void."""
         return self.next is not None and number < self.next
 
     def took(self, number: int) -> None:
-        """Note that the message was applied."""
+        """Record that the message was applied."""
         self.next = number + 1
 
 
@@ -97,7 +98,7 @@ class EventDecoder:
         self._full_groups: set[int] = set()
 
     def decode(self, payload: Any) -> list[KvChange]:
-        """The changes in an unpacked message, in order. Raises InvalidRequest for one that is not of this format."""
+        """Return the changes in an unpacked message, in order. Raises InvalidRequest for any other format."""
         try:
             return [self._change(event if isinstance(event, dict) else _as_map(event)) for event in payload[1]]
         except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
@@ -113,7 +114,7 @@ class EventDecoder:
         return KvChange(stored=hashes) if name == "BlockStored" else KvChange(removed=hashes)
 
     def _counts(self, name: str, event: dict[str, Any]) -> bool:
-        """Return whether the event is one of a group that decides; only BlockStored tells a group's kind."""
+        """Return whether the event is one of a deciding group; only BlockStored states a group's kind."""
         group = event.get("group_idx")
         if group is None:
             return True

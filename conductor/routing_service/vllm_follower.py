@@ -1,6 +1,6 @@
-"""Follows the KV events of one vLLM worker over ZeroMQ: subscription, replay of what was missed.
+"""Follow the KV events of one vLLM worker over ZeroMQ: subscription, and replay of missed messages.
 
-The only file that knows ZeroMQ (extra ``vllm``: pyzmq and msgspec), imported lazily.
+The only file that uses ZeroMQ (extra ``vllm``: pyzmq and msgspec), imported lazily.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tanghulu.session.outputs import KvChange
 
 _log = structlog.get_logger(__name__)
 REPLAY_TIMEOUT_S = 5.0
-#: Messages and bytes of one replay; of a longer one the blocks are cleared instead.
+#: Most messages and bytes of one replay; if it would be longer, the blocks are cleared instead.
 MAX_REPLAYED, MAX_REPLAYED_BYTES = 1 << 16, 256 << 20
-#: Pauses before a subscription that failed is made again, at first and at most.
+#: Initial and longest pause before a failed subscription is retried.
 _RETRY_S, _RETRY_MOST_S = 0.1, 10.0
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class VllmFollower:
-    """Hands the changes of ``source`` to ``apply`` in order; for missing or unreadable ones, a clearing."""
+    """Passes the changes of ``source`` to ``apply`` in order; for missing or unreadable ones, a clearing."""
 
     def __init__(self, source: EventSource, apply: Callable[[KvChange], None]) -> None:
         try:
@@ -70,7 +70,7 @@ class VllmFollower:
             socket.close(0)
 
     def _lose(self) -> None:
-        """Take nothing for known any more about the worker's cache."""
+        """Discard everything known about the worker's cache."""
         self._numbers, self._decoder = Numbers(), EventDecoder()
         self._apply(KvChange(cleared=True))
 
@@ -97,7 +97,7 @@ class VllmFollower:
         self._numbers.took(number)
 
     async def _catch_up(self, first: int, number: int) -> None:
-        """Read the messages missing before ``number``, or the end of them that can be had: the rest is lost."""
+        """Read the messages missing before ``number``, as far as they are available; the rest is lost."""
         missed: dict[int, bytes] = {}
         if self._source.replay:
             with contextlib.suppress(TimeoutError):
@@ -113,7 +113,7 @@ class VllmFollower:
             self._read(each, missed[each])
 
     async def _replay(self, first: int, number: int) -> dict[int, bytes]:
-        """The messages from ``first`` to before ``number`` that the publisher still has; none if its answer is odd."""
+        """Return the messages from ``first`` to before ``number`` still available; none if the answer is malformed."""
         socket = self._context.socket(self._dealer)
         missed: dict[int, bytes] = {}
         num_bytes = 0

@@ -1,9 +1,9 @@
-"""The networks to which the routing service sends requests: whoever may register a worker names a URL for it.
+"""The networks to which the routing service sends requests: any registration of a worker names a URL for it.
 
-Without bounds that is a way for strangers into every network that the router reaches, and to the metadata of a cloud's
-machines at a link-local address. So a URL is a scheme, a host and a port and nothing else, and its host lies in one of
-the networks that the router was given. A name is looked up for each request, and the request goes to the very address
-that was looked at: a name that leads elsewhere a moment later gains nothing.
+Without bounds that would let strangers into every network the router reaches, and to a cloud machine's metadata at a
+link-local address. So a URL is a scheme, a host and a port and nothing else, and its host must be in one of the
+configured networks. A name is resolved for each request, and the request goes to exactly the address that was checked:
+a name that resolves elsewhere a moment later gains nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import httpx
 from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable
 from tanghulu.types import parse_url
 
-#: This machine, and the addresses that are private to an organisation (RFC 1918, RFC 4193).
+#: This machine, and addresses private to an organisation (RFC 1918, RFC 4193).
 PRIVATE = "127.0.0.0/8,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16,::1/128,fc00::/7"
 
 
 class WorkerNetworks:
-    """The networks in ``text``, separated by commas. Raises ConfigError for what is no network.
+    """The networks in ``text``, separated by commas. Raises ConfigError for an invalid network.
 
-    Where they are ``encrypted``, workers speak HTTPS only.
+    If they are ``encrypted``, workers use HTTPS only.
     """
 
     def __init__(self, text: str = PRIVATE, *, encrypted: bool = False) -> None:
@@ -35,7 +35,7 @@ class WorkerNetworks:
             raise ConfigError(f"--worker-networks: {error}") from None
 
     def checked_url(self, url: str) -> str:
-        """``url`` without a slash at its end. Raises InvalidRequest for plain HTTP, or a host out of the networks."""
+        """Return ``url`` without a trailing slash. Raises InvalidRequest for plain HTTP, or a host outside them."""
         read = parse_url(url)
         if self._encrypted and not read.startswith("https:"):
             raise InvalidRequest(f"url {url!r} is plain HTTP, and this router speaks TLS to workers: use https://")
@@ -45,7 +45,7 @@ class WorkerNetworks:
         return read
 
     async def addresses_of(self, host: str) -> list[str]:
-        """The addresses of ``host`` in these networks. Raises NodeUnavailable if it has none there."""
+        """Return the addresses of ``host`` in these networks. Raises NodeUnavailable if it has none there."""
         if _address(host) is not None:
             found = [host]
         else:

@@ -1,1 +1,1 @@
-"""The stories of requests: where the time of each went, at which workers, and by which ids it is known elsewhere."""
+"""The stories of requests: where each spent its time, at which workers, and its ids in other systems."""

@@ -1,4 +1,4 @@
-"""The stories of the requests under way, and of the last that ended; who listens hears of each as it is over."""
+"""The stories of requests in progress, and of the last that ended; listeners receive each when it closes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from prometheus_client import Histogram
 from tanghulu.conductor.stories.origin import Origin
 from tanghulu.conductor.stories.story import Phase, RequestStatus, Story
 
-#: Stories that are kept once they are over.
+#: Closed stories that are kept.
 MAX_KEPT: Final = 1000
 
 
 class StoryBook:
-    """``seconds`` has the labels model, phase and status. ``listeners`` get each story that is over."""
+    """Open and recent stories. ``seconds`` has the labels model, phase and status. ``listeners`` get closed ones."""
 
     def __init__(self, seconds: Histogram, max_kept: int = MAX_KEPT) -> None:
         self.listeners: list[Callable[[Story], None]] = []
@@ -28,12 +28,12 @@ class StoryBook:
     def begin(
         self, story_id: str, name: str, model: str, prompt_tokens: int, now_s: float, origin: Origin | None
     ) -> Story:
-        """A new story, which is under way until it is `over`."""
+        """Begin a new story, in progress until it is `over`."""
         story = self._under_way[story_id] = Story(story_id, name, model, prompt_tokens, now_s, origin)
         return story
 
     def over(self, story: Story, now_s: float) -> None:
-        """Close a story that has ended, and keep it among the last. Once is enough; more often does no harm."""
+        """Close a story that has ended, and keep it among the recent ones. Repeated calls do no harm."""
         if self._under_way.pop(story.id, None) is None:
             return
         story.over(now_s)
@@ -50,11 +50,11 @@ class StoryBook:
             listener(story)
 
     def stories(self) -> list[Story]:
-        """Those under way, the oldest first, and behind them those that are over, the last first."""
+        """Return the stories in progress, oldest first, followed by the closed ones, latest first."""
         return [*self._under_way.values(), *reversed(self._kept)]
 
     def find(self, name: str) -> list[Story]:
-        """The stories that are known by ``name``: an id of a sequence or an answer, the client's own, or a trace's."""
+        """Return the stories known as ``name``: the id of a sequence or an answer, the client's own, or a trace's."""
         return [story for story in self.stories() if name in _names(story)]
 
     def check(self) -> None:

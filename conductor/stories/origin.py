@@ -1,8 +1,8 @@
-"""Where a request comes from: the ids by which others know it, and when it came.
+"""Origin of a request: its ids in other systems, and its time of arrival.
 
 A trace is W3C's (https://www.w3.org/TR/trace-context/): the client's, where its ``traceparent`` is well formed, else a
-new one. Example: ``00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01`` comes in; what goes on to workers has the
-same trace id and flags, and an id of our own in place of ``b7ad6b7169203331``, which is the parent now.
+new one. Example: ``00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01`` comes in; requests to workers carry the
+same trace id and flags, and an id of our own in place of ``b7ad6b7169203331``, which is now the parent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
 
 
 class Trace(Struct, frozen=True):
-    """A request's place in a trace. ``span_id`` is its own; ``parent_id`` the caller's, "" where the trace is ours."""
+    """A request's place in a trace. ``span_id`` is its own; ``parent_id`` the caller's, "" if the trace is ours."""
 
     trace_id: str
     span_id: str
@@ -34,7 +34,7 @@ class Trace(Struct, frozen=True):
 
     @property
     def header(self) -> str:
-        """The ``traceparent`` of what is called, which is the ``traceresponse`` of the answer as well."""
+        """The ``traceparent`` for outgoing calls, also used as the ``traceresponse`` of the answer."""
         return f"00-{self.trace_id}-{self.span_id}-{self.flags:02x}"
 
 
@@ -47,19 +47,19 @@ class Origin(Struct, frozen=True):
     received_s: float
 
     def beside(self) -> Origin:
-        """The origin of a further sequence of the same request, with a span id of its own."""
+        """Return the origin of another sequence of the same request, with its own span id."""
         return structs.replace(self, trace=structs.replace(self.trace, span_id=new_span_id()))
 
 
 def sender_of(authorization: str, host: str) -> str:
-    """Who sent a request: what it shows, or its address where that is nothing. A key itself is not kept."""
+    """Return the sender of a request: its credential in hashed form, or its address if it has none. No key is kept."""
     if authorization:
         return "key " + hashlib.blake2b(authorization.encode(), digest_size=8).hexdigest()
     return f"address {host}" if host else ""
 
 
 def trace_of(given: Sequence[str]) -> Trace:
-    """Continue the trace of the ``traceparent`` headers of a request; begin one if there is not one good one."""
+    """Continue the trace of a request's ``traceparent`` headers; begin one unless there is exactly one valid header."""
     found = _FORM.fullmatch(given[0]) if len(given) == 1 else None
     if found is not None:
         version, trace_id, parent_id, flags, more = found.groups()
@@ -70,5 +70,5 @@ def trace_of(given: Sequence[str]) -> Trace:
 
 
 def new_span_id() -> str:
-    """Make the id of a span."""
+    """Create the id of a span."""
     return f"{random.getrandbits(64) or 1:016x}"

@@ -1,9 +1,9 @@
-"""Stories as OpenTelemetry's spans, sent to a collector by OTLP over HTTP (extra ``otel``, imported here alone).
+"""Stories as OpenTelemetry spans, sent to a collector by OTLP over HTTP (extra ``otel``, imported only here).
 
-Spans are made of a story that is over, so a request under way pays nothing for them; a thread of the SDK sends them in
-batches, and drops what is beyond its bound. A sequence is a span with the ids of its `Trace`, under the client's span;
-below it is one for each phase here and each worker, and below a worker's its phases. A trace that the client has not
-sampled is not sent.
+Spans are made from closed stories, so requests in progress pay nothing for them; a thread of the SDK sends them in
+batches, and drops spans beyond its bound. A sequence is a span with the ids of its `Trace`, under the client's span;
+below it is one for each phase here and each worker, and below each worker's span its phases. A trace that the client
+has not sampled is not sent.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import SpanContext, SpanKind
 
-#: Spans that wait to be sent; about fifteen come of a request.
+#: Most spans waiting to be sent; a request produces about fifteen.
 MAX_WAITING: Final = 16384
-#: For one batch, retries included, and for what waits when the process ends.
+#: Seconds for one batch, retries included, and for the remaining spans at the end of the process.
 SEND_S: Final = 5.0
 _PATH: Final = "/v1/traces"
 
@@ -57,7 +57,7 @@ class SpanExport:
         self._failed, self._fine = Status(StatusCode.ERROR), Status(StatusCode.UNSET)
 
     def export(self, story: Story) -> None:
-        """Send a story that is over, if it came by a request whose trace is sampled."""
+        """Send a closed story, if its request's trace is sampled."""
         origin = story.origin
         if origin is None or not origin.trace.is_sampled:
             return
@@ -83,11 +83,11 @@ class SpanExport:
             self._end(part.phase.name.lower(), self._internal, inner, above, times, {})
 
     def close(self) -> None:
-        """Send what waits, for about `SEND_S` at most; blocks meanwhile."""
+        """Send the remaining spans, for about `SEND_S` at most; blocks meanwhile."""
         sending = threading.Thread(target=self._sending.shutdown, name="last spans", daemon=True)
         sending.start()
         sending.join(SEND_S)
-        if sending.is_alive():  # the exporter would try again, up to half a minute
+        if sending.is_alive():  # the exporter would retry, for up to half a minute
             self._exporter.shutdown()  # type: ignore[no-untyped-call]  # the SDK has no types there
         sending.join(SEND_S)
 

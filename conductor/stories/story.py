@@ -1,14 +1,14 @@
 """One sequence's story: events and times go in, phases come out that add up to the time from end to end. Pure.
 
-The conductor's clock alone says when something was; workers tell durations of their own clocks, so clocks of hosts need
-not agree. The parts of a story lie end to end, from the request's header to the end of its answer: their sum is the
-whole time by construction, and what nobody has measured has a name, too (``TRANSIT``, ``UNREPORTED``).
+Only the conductor's clock provides times; workers report durations by their own clocks, so clocks of hosts need not
+agree. The parts of a story lie end to end, from the request's header to the end of its answer: their sum is the whole
+time by construction, and unmeasured time has names, too (``TRANSIT``, ``UNREPORTED``).
 
-Example: a request is sent to a worker at 10.0, which tells with its first token, at 10.5, that it waited .1 s and
-computed .3 s. These lie in the middle of the .5 s; the .1 s that is left are the way there and back. Tokens come until
-11.0: .5 s of decoding. When a worker tells more than has passed, what it tells is scaled down to that.
+Example: a request is sent to a worker at 10.0, which reports with its first token, at 10.5, that it waited .1 s and
+computed .3 s. These lie in the middle of the .5 s; the remaining .1 s is the way there and back. Tokens come until
+11.0: .5 s of decoding. If a worker reports more time than has passed, its report is scaled down to that.
 
-After a hand-over the second worker's waiting and loading are the hand-off, and what it computes is decoding.
+After a hand-over, the second worker's waiting and loading are the hand-off, and its computing is decoding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tanghulu.types import InstanceId
 
 
 class Phase(Enum):
-    """The phases of a request, in the order in which they usually come."""
+    """Phases of a request, in the order in which they usually occur."""
 
     RECEIVE = "its body comes in"
     TOKENISE = "the body is checked, and becomes a prompt and tokens; its model is waited for, if it has no worker yet"
@@ -46,11 +46,11 @@ class Phase(Enum):
     DETOKENISE = "the last tokens become text"
     SEND = "the rest of the answer goes out; its other sequences, and a client that reads slowly, are waited for"
 
-    __hash__ = object.__hash__  # Enum's own is a function in Python, and each request looks up phases some fifty times
+    __hash__ = object.__hash__  # Enum's own hash is a Python function, and each request looks up about fifty phases
 
 
 class RequestStatus(Enum):
-    """How a request ended."""
+    """Outcomes of a request."""
 
     SERVED = "the client has all of it"
     ABORTED = "the client hung up, or asked for its end"
@@ -61,7 +61,7 @@ class RequestStatus(Enum):
 
 
 class VisitEnd(Enum):
-    """How a request left a worker."""
+    """Ways in which a request leaves a worker."""
 
     ENDED = "it ended there"
     HANDED_OVER = "it went on at a decode worker"
@@ -69,7 +69,7 @@ class VisitEnd(Enum):
 
 
 class StoryPart(NamedTuple):
-    """A piece of a story's time; ``visit`` numbers the worker that it was spent at, from 0 on, or is -1."""
+    """A piece of a story's time; ``visit`` numbers the worker where it was spent, from 0, or is -1."""
 
     phase: Phase
     start_s: float
@@ -79,7 +79,7 @@ class StoryPart(NamedTuple):
 
 @dataclass(slots=True)
 class Visit:
-    """A request's time at one worker. ``reported`` came at ``reported_s``; ``last_s``: of its last tokens."""
+    """A request's time at one worker. ``reported`` arrived at ``reported_s``, its last tokens at ``last_s``."""
 
     worker: InstanceId
     sent_s: float
@@ -98,7 +98,7 @@ _PHASES_HANDED_OFF: Final = (_P.HAND_OFF, _P.HAND_OFF, _P.DECODE, _P.KV_STORE, _
 
 
 class Story:
-    """The story of one sequence; ``origin`` is None for one that came by no HTTP request."""
+    """The story of one sequence; ``origin`` is None without an HTTP request."""
 
     __slots__ = (
         "_last_s",
@@ -141,20 +141,20 @@ class Story:
     def __repr__(self) -> str:
         return f"<Story {self.id} {self.status.name if self.status else 'under way'} {self.seconds():.3f} s>"
 
-    # --- what happens
+    # --- events
 
     def routed(self, began_s: float) -> None:
-        """Workers were chosen, by work that began at ``began_s``."""
+        """Record that workers were chosen, by work begun at ``began_s``."""
         self._turn(_P.ROUTE, began_s)
 
     def sent(self, worker: InstanceId, now_s: float) -> None:
-        """The request was given to ``worker``."""
+        """Record that the request was sent to ``worker``."""
         handed_off = self._phase is _P.HAND_OFF
         self._turn(None, now_s)
         self.visits.append(Visit(worker, now_s, handed_off))
 
     def report(self, now_s: float, reported: PhaseTimes | None = None) -> None:
-        """Tokens came from the worker, or what it has done for the request so far, or both."""
+        """Record tokens from the worker, or its phase times for the request so far, or both."""
         visit = self.visits[-1]
         if visit.first_s is None:
             visit.first_s = now_s
@@ -167,41 +167,41 @@ class Story:
         self._turn(_P.HAND_OFF, now_s)
 
     def lost(self, now_s: float) -> None:
-        """Its worker was lost, or cannot go on with it: it waits again."""
+        """Record that its worker was lost, or cannot continue it: it waits again."""
         self._leave(VisitEnd.LOST, now_s)
         self._turn(_P.QUEUE, now_s)
 
     def ended(self, status: RequestStatus, now_s: float, code: str = "") -> None:
-        """The sequence is over; ``code`` is that of the error, if any."""
+        """Record the end of the sequence; ``code`` is that of the error, if any."""
         self._leave(VisitEnd.ENDED, now_s)
         self.status, self.code = status, code
         self._turn(_P.DETOKENISE if status is RequestStatus.SERVED else _P.SEND, now_s)
 
     def taken(self, now_s: float) -> None:
-        """The last of its text was made for the client."""
+        """Record that the last of its text was built for the client."""
         self._was_taken = True
         if self._phase is _P.DETOKENISE:
             self._turn(_P.SEND, now_s)
 
     def over(self, now_s: float) -> None:
-        """The answer is out, or nobody waits for it any more. What a client did not wait for was not served."""
+        """Record that the answer was sent, or its client has left; a request abandoned by its client was not served."""
         assert self.status is not None, "it has not ended"
         if self.status is RequestStatus.SERVED and not self._was_taken:
             self.status = RequestStatus.ABORTED
         self._turn(None, now_s)
 
-    # --- what it says
+    # --- queries
 
     @property
     def is_over(self) -> bool:
         return self._phase is None and self.status is not None
 
     def seconds(self, now_s: float = 0.0) -> float:
-        """From its beginning to its end, or to ``now_s`` where it is under way."""
+        """Return the time from its beginning to its end, or to ``now_s`` while in progress."""
         return max(self._last_s, now_s if not self.is_over else 0.0) - self.began_s
 
     def phases(self, now_s: float = 0.0) -> dict[Phase, float]:
-        """Seconds by phase, of those that there were; up to ``now_s`` where it is under way."""
+        """Return seconds by phase, for the phases that occurred; up to ``now_s`` while in progress."""
         totals = _totals(self.parts)
         if not self.is_over and now_s > self._last_s:
             phase = self._phase or (_P.UNREPORTED if self.visits[-1].first_s is None else _P.DECODE)
@@ -209,7 +209,7 @@ class Story:
         return totals
 
     def summary(self, now_s: float = 0.0) -> dict[str, Any]:
-        """The story for people and programs; no text of the request is in it."""
+        """Return the story for people and programs, without any text of the request."""
         origin = self.origin
         return {
             "id": self.id,
@@ -248,22 +248,22 @@ class Story:
         assert (self._phase is None) == (self.is_over or is_visiting)
         assert all(visit.end_s is not None for visit in self.visits[:-1])
 
-    # --- its parts
+    # --- parts
 
     def _turn(self, phase: Phase | None, now_s: float) -> None:
-        """End the part under way, if there is one, and go on with ``phase``; None: at a worker, or not at all."""
+        """End the current part, if any, and continue with ``phase``; None: at a worker, or not at all."""
         if self._phase is not None:
             self._add(self._phase, now_s)
         self._phase = phase
 
     def _add(self, phase: Phase, until_s: float, visit: int = -1) -> None:
-        """Say of the time since the last part, up to ``until_s``, what it was."""
+        """Attribute the time since the last part, up to ``until_s``."""
         if until_s > self._last_s:
             self.parts.append(StoryPart(phase, self._last_s, until_s, visit))
             self._last_s = until_s
 
     def _leave(self, how: VisitEnd, now_s: float) -> None:
-        """Say of the time at a worker what it was, if the request is at one."""
+        """Attribute the time at a worker, if the request is at one."""
         if self._phase is not None:
             return
         visit, number = self.visits[-1], len(self.visits) - 1
@@ -279,7 +279,7 @@ class Story:
         self._add(_P.UNREPORTED, now_s, number)
 
     def _place(self, visit: Visit, reported: PhaseTimes, number: int) -> None:
-        """Put what the worker has reported in the middle of the time that passed until then."""
+        """Put the worker's reported times in the middle of the time that had passed by then."""
         seconds = [s if 0 <= s < math.inf else 0.0 for s in structs.astuple(reported)]
         passed_s, reported_s = visit.reported_s - visit.sent_s, sum(seconds)
         scale = passed_s / reported_s if reported_s > passed_s else 1.0

@@ -1,7 +1,7 @@
-"""A model's chat template, rendered as Hugging Face's apply_chat_template does.
+"""A model's chat template, rendered as by Hugging Face's apply_chat_template.
 
 Sandboxed, with transformers' settings (trim_blocks, lstrip_blocks, loop controls, ``tojson`` without HTML escapes,
-``raise_exception``, ``strftime_now``), so that a template written for it renders alike.
+``raise_exception``, ``strftime_now``), so that a template written for it renders the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tanghulu.errors import InvalidRequest, ModelUnsupported
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}…{% endgeneration %}`` marks the assistant's text for training; here it is only its body."""
+    """``{% generation %}…{% endgeneration %}`` marks the assistant's text for training; here only its body matters."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -67,7 +67,7 @@ def _environment() -> BoundedEnvironment:
     return environment
 
 
-#: What a template may raise: its own errors, and Python's for what it does to values. All are refusals.
+#: Errors a template may raise: its own, and Python's from operations on values. All are refusals.
 _REFUSALS = (
     jinja2.TemplateError,
     TypeError,
@@ -82,11 +82,11 @@ _REFUSALS = (
 
 
 class TemplateTooCostly(InvalidRequest):
-    """Rendering the model's chat template would take more than it may."""
+    """Rendering the model's chat template would exceed its bounds."""
 
 
 class ChatTemplate:
-    """One model's template, compiled once. ``source`` may be empty: then chat is refused."""
+    """One model's template, compiled once. If ``source`` is empty, chat is refused."""
 
     def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
@@ -100,10 +100,10 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], allowance: Allowance = MOST
     ) -> str:
-        """The prompt, the assistant's turn opened.
+        """Return the prompt, with the assistant's turn opened.
 
-        Raises InvalidRequest where the template refuses the messages, and TemplateTooCostly where it would do more than
-        ``allowance`` and the work for the characters that it is given.
+        Raises InvalidRequest if the template refuses the messages, and TemplateTooCostly if it would exceed
+        ``allowance`` plus the work for its input characters.
         """
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions")

@@ -7,10 +7,10 @@ Owns one sequence's decoding state. Two ways, chosen by the tokenizer's decoder:
   the pieces are "" and "€".
 * all others (SentencePiece-like): decode a window that begins at the last piece that gave text, and emit what the new
   tokens add to it, unless that ends in U+FFFD, which may be an unfinished character (the method of Hugging Face TGI),
-  or in a byte token: one bad byte spoils the whole run of byte tokens it stands in, so a run is shown when it is over.
+  or in a byte token: one bad byte spoils its whole run of byte tokens, so a run is shown once it has ended.
 
-Either way the pieces together are exactly what decoding the whole at once gives. Special tokens are left out, unless a
-request asks for them.
+Either way, the joined pieces are exactly the result of decoding everything at once. Special tokens are omitted, unless
+a request includes them.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
 class Detokenizer(Protocol):
-    """One sequence's text, growing."""
+    """One sequence's growing text."""
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that ``tokens`` complete; may be empty."""
+        """Return the text completed by ``tokens``; may be empty."""
 
     def flush(self) -> str:
-        """End the sequence; returns the text that is held back, unfinished characters as U+FFFD."""
+        """End the sequence; return the text held back, with unfinished characters as U+FFFD."""
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes, inverted (``bytes_to_unicode`` of its encoder.py)."""
+    """Return GPT-2's printable stand-ins for the 256 bytes, inverted (``bytes_to_unicode`` of its encoder.py)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     table = {chr(b): b for b in printable}
@@ -50,9 +50,9 @@ _BYTE_OF_CHARACTER = _byte_of_character()
 
 
 class TokenBytes(dict[int, bytes]):
-    """token id -> its bytes, for byte-level tokenizers; filled as tokens are met, shared by all sequences.
+    """Mapping token id -> its bytes, for byte-level tokenizers; filled on demand, shared by all sequences.
 
-    Empty for a token that is left out or unknown.
+    Empty for an omitted or unknown token.
     """
 
     def __init__(self, tokenizer: Tokenizer, left_out: frozenset[int]) -> None:
@@ -74,7 +74,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 class ByteLevelDetokenizer:
-    """For byte-level BPE: decodes the tokens' bytes as UTF-8. ``bytes_of`` gives those of a token."""
+    """Detokenizer for byte-level BPE: decodes the tokens' bytes as UTF-8. ``bytes_of`` gives those of a token."""
 
     def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
         self._bytes_of = bytes_of
@@ -93,13 +93,13 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any decoder: the difference between the decoded window with and without the new tokens."""
+    """Detokenizer for any decoder: the difference between the decoded window with and without the new tokens."""
 
     def __init__(self, tokenizer: Tokenizer, left_out: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._left_out = left_out
-        self._emitted: list[int] = []  # the last tokens that gave text, and those of no text in front of them
-        self._fresh: list[int] = []  # not yet given out
+        self._emitted: list[int] = []  # the last tokens that gave text, and those before them that gave none
+        self._fresh: list[int] = []  # not yet emitted
 
     def feed(self, tokens: Sequence[int]) -> str:
         return self._take(tokens, final=False)
@@ -115,7 +115,7 @@ class WindowDetokenizer:
         window = self._decode(self._emitted + self._fresh)
         if len(window) <= len(before) or (not final and (window.endswith(_BROKEN) or self._ends_in_byte())):
             return ""
-        # Where the emitted part decodes to nothing alone (a stripped leading space), it stays in the window: the next
+        # Where the emitted part alone decodes to nothing (a stripped leading space), it stays in the window: the next
         # window must begin like this one, or the strip would be done twice.
         self._emitted = self._fresh if before or not self._emitted else self._emitted + self._fresh
         self._fresh = []
@@ -136,7 +136,7 @@ def is_byte_level(tokenizer_json: str) -> bool:
 
 
 class MarkedDetokenizer:
-    """For a decoder that shows no special tokens: those of ``shown`` part the text, and stand for themselves."""
+    """Detokenizer for a decoder that omits special tokens: those in ``shown`` split the text, and are emitted."""
 
     def __init__(self, new_part: Callable[[], Detokenizer], shown: Mapping[int, str]) -> None:
         self._new_part = new_part
@@ -156,7 +156,7 @@ class MarkedDetokenizer:
 
 
 class DetokenizerFactory:
-    """Makes the fitting detokenizer for each new sequence of one model."""
+    """Creates the appropriate detokenizer for each new sequence of one model."""
 
     def __init__(self, tokenizer: Tokenizer, byte_level: bool) -> None:
         added = tokenizer.get_added_tokens_decoder()
@@ -166,7 +166,7 @@ class DetokenizerFactory:
         self._all_bytes = TokenBytes(tokenizer, frozenset()) if byte_level else None
 
     def new(self, markers: Sequence[str] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A detokenizer that leaves special tokens out, if it is to, but for those whose text is one of ``markers``."""
+        """Return a detokenizer that omits special tokens if requested, except those named in ``markers``."""
         if not skip_special_tokens:
             if self._all_bytes is not None:
                 return ByteLevelDetokenizer(self._all_bytes.__getitem__)
@@ -184,7 +184,7 @@ class DetokenizerFactory:
         return WindowDetokenizer(self._tokenizer, self.special)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of one token alone, special ones by their name, for log probabilities."""
+        """Return the bytes of a single token, special ones by name, for log probabilities."""
         if token in self.special or self._token_bytes is None:
             return (self._tokenizer.id_to_token(token) or "").replace("▁", " ").encode()
         return self._token_bytes[token]

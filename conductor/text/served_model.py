@@ -1,7 +1,6 @@
-"""A model as the conductor serves it: its card, its tokenizer, its chat template.
+"""A model as served by the conductor: its card, its tokenizer, its chat template.
 
-Owns text <-> tokens. Built once from the card that a worker describes itself with; immutable afterwards but for
-the hashes of prompts that it remembers.
+Owns text <-> tokens. Built once from a worker's card; immutable afterwards, except for its cached hashes of prompts.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from tanghulu.errors import ContextLengthExceeded, InvalidRequest, ModelUnsuppor
 from tanghulu.hashing import HASH_FUNCTIONS, Tokens, TokenSequence, as_tokens, root_hash
 from tanghulu.session.model_card import ModelCard
 
-#: No text has more characters a token than this on average; so what is longer is refused before it is tokenised.
+#: Most characters per token of any text on average; a longer text is refused before it is tokenised.
 MAX_CHARACTERS_PER_TOKEN = 16
-#: With more characters for each token of the context than this, a text is first counted piece by piece: tokenising one
-#: at a time takes 200 bytes a token, and some tokenizers make a token of each character.
+#: With more characters for each token of the context than this, a text is first counted piece by piece: tokenising it
+#: all at once takes 200 bytes a token, and some tokenizers make a token of each character.
 COUNTED_FROM_CHARACTERS_PER_TOKEN = 2
 _COUNTED_CHARACTERS = 16_384
 #: A cut through a word adds tokens, but hardly more than this.
@@ -37,7 +36,7 @@ _MAX_TOKENIZER_BYTES = 256 << 20
 class ServedModel:
     """Card, tokenizer and template of one model.
 
-    ``card`` is that of the workers which serve it but for the context length, the longest that one of them has.
+    ``card`` is that of the workers serving it, except for the context length, which is the longest of any of them.
     ``naming_key`` is the cluster secret's, see ``hashing.root_hash``.
     """
 
@@ -59,7 +58,7 @@ class ServedModel:
         return f"<ServedModel {self.card.model} {self.card.fingerprint[:4].hex()}>"
 
     def differences(self, card: ModelCard) -> list[str]:
-        """Names of what ``card`` says otherwise than this model's: no request of the one may go on at the other.
+        """Return the names of card fields that differ from this model's: no request of one may continue at the other.
 
         The context length is not among them, since it depends on a worker's memory. May take long, for the tokenizer.
         """
@@ -78,12 +77,12 @@ class ServedModel:
     async def encode(
         self, text: str, add_special_tokens: bool, salt: bytes | None = None, *, in_loop: bool = True
     ) -> Tokens:
-        """Tokens of ``text``; with ``add_special_tokens`` as the model wants a bare text (its bos in front).
+        """Return the tokens of ``text``; with ``add_special_tokens`` as for a bare text of the model (with its bos).
 
-        Without them and with a ``salt``, what requests of that salt begin with alike is remembered. A short text is
-        tokenised in the event loop unless that has been done for others of the same body: then not ``in_loop``.
+        Without them and with a ``salt``, common beginnings of requests with that salt are cached. A short text is
+        tokenised in the event loop, unless others of the same body already were: then not ``in_loop``.
 
-        Raises ContextLengthExceeded for a text that is far too long for the context; most are not even tokenised.
+        Raises ContextLengthExceeded for a text far too long for the context, usually without tokenising it.
         """
         self._check_characters(len(text))
         if self._cache is not None and salt is not None and not add_special_tokens:
@@ -111,7 +110,7 @@ class ServedModel:
             )
 
     async def _check_count(self, text: str) -> None:
-        """Refuse ``text`` once the tokens of its pieces are more than the context; pieces of others go between."""
+        """Refuse ``text`` once its pieces have more tokens than the context; pieces of other texts run in between."""
         context, count = self.card.context_length, 0
         for num_cuts, start in enumerate(range(0, len(text), _COUNTED_CHARACTERS)):
             count += await in_thread(self._count, text[start : start + _COUNTED_CHARACTERS])
@@ -126,27 +125,27 @@ class ServedModel:
         return len(self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def _encode(self, text: str, add_special_tokens: bool) -> Tokens:
-        # The call for many texts is the one that lets other threads have the interpreter meanwhile.
+        # Only the call for many texts releases the interpreter to other threads meanwhile.
         ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if add_special_tokens and self.card.add_bos and self._bos is not None and ids[:1] != [self._bos]:
             ids = [self._bos, *ids]
         return as_tokens(ids)
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-        # As for encoding: the call for many lets other threads have the interpreter.
+        # As for encoding: the call for many releases the interpreter to other threads.
         text: str = self.tokenizer.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0]
         return text
 
     def special_token(self, text: str) -> int | None:
-        """The id of the special token that ``text`` is; None where it is none."""
+        """Return the id of the special token ``text``; None if it is none."""
         token = self.tokenizer.token_to_id(text)
         return token if token in self.detokenizers.special else None
 
     async def render_chat(self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]) -> str:
-        """The chat's prompt as text; to be encoded without special tokens, which are in it.
+        """Return the chat's prompt as text, to be encoded without adding special tokens, which it already contains.
 
-        Raises InvalidRequest where the template refuses the messages, and ContextLengthExceeded where they are far too
-        long for the context.
+        Raises InvalidRequest if the template refuses the messages, and ContextLengthExceeded if they are far too long
+        for the context.
         """
         self._check_characters(sum(len(message.get("content") or "") for message in messages))
         if not self._is_costly and is_within((messages, variables), INLINE_BYTES):
@@ -157,7 +156,7 @@ class ServedModel:
         return await in_thread(self.template.render, messages, variables)
 
     def checked_tokens(self, ids: Sequence[int]) -> Tokens:
-        """Token ids from a client, each below 2^32; raises InvalidRequest for one that the model does not have."""
+        """Return token ids from a client, each below 2^32; raises InvalidRequest for one not in the vocabulary."""
         tokens = as_tokens(ids)
         bad = tokens[tokens >= self.card.vocab_size]
         if len(bad):
@@ -165,7 +164,7 @@ class ServedModel:
         return tokens
 
     def max_new_tokens(self, num_prompt_tokens: int, wanted: int | None) -> int:
-        """The number of tokens that may be generated: ``wanted``, or up to the end of the context.
+        """Return the number of tokens that may be generated: ``wanted``, or up to the end of the context.
 
         Raises InvalidRequest for an empty prompt and ContextLengthExceeded if the prompt and ``wanted`` do not fit.
         """
@@ -186,7 +185,7 @@ class ServedModel:
         return most if wanted is None else wanted
 
     def empty_sequence(self, salt: bytes) -> TokenSequence:
-        """The token sequence that this model's and tenant's block hashes grow from."""
+        """Return the empty token sequence from which this model's and tenant's block hashes grow."""
         card = self.card
         root = root_hash(card.fingerprint, salt, card.block_hash, self._naming_key)
         return TokenSequence(root, card.block_tokens, algorithm=card.block_hash, chain=self._hashes.chain)

@@ -1,14 +1,15 @@
 """Stop expressions: regular expressions over a text that grows character by character, in bounded time.
 
-A backtracking engine may take for ever, and would look at the whole text again with each piece. So an expression
-becomes Glushkov's automaton: a state for each place of a character in it, and no empty moves (V. M. Glushkov, "The
-abstract theory of automata", 1961). One step takes each state that is alive to those that may follow it, so a
-character costs at most the automaton's edges, of which there are at most MAX_EDGES.
+A backtracking engine may take for ever, and would rescan the whole text with each piece. So an expression becomes
+Glushkov's automaton: a state for each place of a character in it, and no empty moves (V. M. Glushkov, "The abstract
+theory of automata", 1961). One step takes each live state to those that may follow it, so a character costs at most the
+automaton's edges, of which there are at most MAX_EDGES.
 
 Example: ``a[bc]+d`` has the places 1 a, 2 [bc], 3 d; 1 leads to 2, 2 to 2 and 3, and 3 is the end. Over "xabcd" alive
 are {}, {1}, {2}, {2}, {3}: the match is found with the d, and began where the thread that reached 3 did.
 
-What looks around (anchors, look-ahead, back references) has no such automaton and is refused. Knows nothing of tokens.
+Expressions that look around (anchors, look-ahead, back references) have no such automaton and are refused. Independent
+of tokens.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from typing import Any, Final
 from tanghulu.errors import InvalidRequest
 
 MAX_PATTERN_CHARACTERS: Final = 1024
-#: Moves between places of one automaton; bounds the work for a character.
+#: Moves between places of one automaton; bounds the work per character.
 MAX_EDGES: Final = 2048
-#: Parts of an expression that are looked at, each as often as it is repeated.
+#: Most parts of an expression, each counted as often as it is repeated.
 _MAX_PARTS: Final = 4096
-#: Places of all characters whose places are remembered, and one for each character: 2 MiB at most.
+#: Most cached places over all characters, plus one per cached character: 2 MiB at most.
 _MAX_REMEMBERED: Final = 1 << 15
-#: Warnings are switched off for the whole process while an expression is parsed.
+#: Warnings are disabled for the whole process while an expression is parsed.
 _parsing: Final = threading.Lock()
 _CATEGORIES: Final[dict[Any, Callable[[str], bool]]] = {
     op.CATEGORY_DIGIT: str.isdecimal,
@@ -50,7 +51,7 @@ Matches = Callable[[str], bool]
 
 @dataclass(slots=True)
 class _Part:
-    """A part of an expression: whether it may be empty, and the places that it may begin and end with."""
+    """A part of an expression: whether it may be empty, and the places it may begin and end with."""
 
     nullable: bool = True
     first: set[int] = field(default_factory=set)
@@ -58,11 +59,11 @@ class _Part:
 
 
 class StopPattern:
-    """One expression as an automaton. Raises InvalidRequest where it is none, too large, or would match nothing."""
+    """One expression as an automaton. Raises InvalidRequest if it is invalid, too large, or matches nothing."""
 
     def __init__(self, source: str) -> None:
         self.source = source
-        #: The places of each character or class of characters, however often it is repeated, and what is in it.
+        #: The places of each character or class of characters, however often it is repeated, and its contents.
         self._places: dict[Hashable, tuple[Matches, set[int]]] = {}
         self._follow: list[set[int]] = []
         self._num_edges = 0
@@ -73,7 +74,7 @@ class StopPattern:
             raise self._refusal(f"has more than {MAX_PATTERN_CHARACTERS} characters")
         try:
             with _parsing, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of what a later Python will read otherwise
+                warnings.simplefilter("ignore")  # of syntax that a later Python will interpret differently
                 tree = parser.parse(source)
             whole = self._sequence(tree, tree.state.flags)
         except (re.error, OverflowError, RecursionError) as error:
@@ -85,18 +86,18 @@ class StopPattern:
 
     @classmethod
     def literal(cls, text: str) -> StopPattern:
-        """The automaton of a stop string, which keeps its name."""
+        """Build the automaton of a stop string, which keeps its name."""
         pattern = cls(re.escape(text))
         pattern.source = text
         return pattern
 
     @property
     def num_moves(self) -> int:
-        """Places and moves between them: what a character may cost."""
+        """Number of places and moves between them: the maximum cost of a character."""
         return len(self._follow) + self._num_edges
 
     def step(self, alive: dict[int, int], character: str, at: int) -> dict[int, int]:
-        """The places that are alive behind ``character``, each with where its earliest thread began."""
+        """Return the live places after ``character``, each with the start of its earliest thread."""
         accepting = self._by_character.get(character)
         if accepting is None:
             accepting = self._accepting(character)
@@ -108,7 +109,7 @@ class StopPattern:
         return after
 
     def match_start(self, alive: dict[int, int]) -> int | None:
-        """Where a match that ends here began; None if none does."""
+        """Return the start of a match that ends here; None if there is none."""
         return min((start for place, start in alive.items() if place in self._last), default=None)
 
     def _accepting(self, character: str) -> frozenset[int]:
@@ -126,7 +127,7 @@ class StopPattern:
         return InvalidRequest(f"stop_regex: {self.source[:64]!r} {why}")
 
     def _place(self, key: Hashable, make: Callable[[], Matches], flags: int, negated: bool = False) -> _Part:
-        """A place of what ``key`` names; ``make`` makes its test, once, which ``negated`` turns round."""
+        """Create a place for ``key``; ``make`` builds its test, once, which ``negated`` inverts."""
         ignores_case = bool(flags & re.IGNORECASE)
         key = (key, ignores_case)
         if key not in self._places:
@@ -193,7 +194,7 @@ class StopPattern:
         return whole
 
     def _repeat(self, least: int, most: Any, inner: Any, flags: int) -> _Part:
-        """``least`` copies, then optional ones; without an upper bound the last copy may follow itself."""
+        """Build ``least`` copies, then optional ones; without an upper bound the last copy may follow itself."""
         whole, endless = _Part(), most is op.MAXREPEAT
         for number in range(max(least, 1) if endless else int(most)):
             copy = self._sequence(inner, flags)
@@ -217,7 +218,7 @@ def _not(matches: Matches) -> Matches:
 
 
 def _class(items: Iterable[tuple[Any, Any]]) -> Matches:
-    """The test of a class in brackets, without its negation: characters and ranges by bisection, then categories."""
+    """Build the test of a bracketed class, without negation: characters and ranges by bisection, then categories."""
     ranges: list[tuple[int, int]] = []
     categories: dict[Any, Matches] = {}
     for kind, value in items:
@@ -240,7 +241,7 @@ def _class(items: Iterable[tuple[Any, Any]]) -> Matches:
 
 
 def _disjoint(ranges: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """The first and last codes of ``ranges`` in order, with overlapping ones merged."""
+    """Return the first and last codes of ``ranges`` in order, with overlapping ones merged."""
     lows: list[int] = []
     highs: list[int] = []
     for low, high in sorted(ranges):
@@ -253,7 +254,7 @@ def _disjoint(ranges: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
 
 
 class PatternMatcher:
-    """Finds the first match of any of ``patterns`` in the pieces that are fed, as `StopMatcher` does for strings.
+    """Finds the first match of any of ``patterns`` in the pieces fed, as `StopMatcher` does for strings.
 
     Text in which a match may have begun is held back. With ``keep`` the match itself is shown.
     """
@@ -266,7 +267,7 @@ class PatternMatcher:
         self._at = 0  # of the next character, counted from the beginning of the text
 
     def feed(self, piece: str) -> str:
-        """Text that is safe to show. After a match (see ``matched``) it is always empty."""
+        """Return text that is safe to show. After a match (see ``matched``) it is always empty."""
         if self.matched is not None:
             return ""
         begin = self._at - len(self._held)
@@ -284,6 +285,6 @@ class PatternMatcher:
         return text[:safe]
 
     def flush(self) -> str:
-        """End the text; returns the part that is held back."""
+        """End the text; return the part held back."""
         held, self._held = self._held, ""
         return held

@@ -1,9 +1,8 @@
 """Stop strings over a text that grows piece by piece.
 
-A stop string may begin in one piece and end in a later one, so the text's longest end that could still become a stop
-string is held back. Example with the stop "END": the pieces "a E", "N", "E", "ND!" give "a ", "",
-"EN", and then the match.
-Knows nothing of tokens.
+A stop string may begin in one piece and end in a later one, so the longest suffix that could still become a stop string
+is held back. Example with the stop "END": the pieces "a E", "N", "E", "ND!" give "a ", "", "EN", and then the match.
+Independent of tokens.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MAX_STOP_STRINGS = 4
-#: SGLang's /generate takes more of them.
+#: SGLang's /generate accepts more of them.
 MAX_GENERATE_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
 
 
 class StopMatcher:
-    """Finds the first of ``stops`` in the pieces that are fed. The text before it is shown; with ``keep``, it too."""
+    """Finds the first of ``stops`` in the pieces fed. The text before it is shown; with ``keep``, the stop as well."""
 
     def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
         assert all(stops), "an empty stop string would stop everything"
@@ -27,7 +26,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, piece: str) -> str:
-        """Text that is safe to show. After a match (see ``matched``) it is always empty."""
+        """Return text that is safe to show. After a match (see ``matched``) it is always empty."""
         if not self._stops or self.matched is not None:
             return piece if self.matched is None else ""
         text = self._held + piece
@@ -41,12 +40,12 @@ class StopMatcher:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """End the text; returns the part that is held back."""
+        """End the text; return the part held back."""
         held, self._held = self._held, ""
         return held
 
     def _possible_start(self, text: str) -> int:
-        """Length of the longest end of ``text`` that some stop string begins with."""
+        """Return the length of the longest suffix of ``text`` that is a prefix of some stop string."""
         longest = min(len(text), max(len(stop) for stop in self._stops) - 1)
         for length in range(longest, 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stops):

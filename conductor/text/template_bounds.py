@@ -1,13 +1,13 @@
-"""A bound on what rendering a chat template costs: templates come with models, and may be anybody's.
+"""A bound on the cost of rendering a chat template: templates come with models, and may be from anyone.
 
-Jinja's sandbox keeps a template from reaching out, not from turning for ever or from filling the memory. Here a render
-has an amount of work that it may do, and a time. Every turn of a loop, call, filter and piece of output takes from it,
-a text by its length and a container by what it holds, and whatever can make much of little (``*``, ``replace``,
-``join``, a width in a format) takes before it is done. So no single step is long, memory is bounded by the work, and
-time is looked at between steps. What few templates need and can be made costly in other ways is left out.
+Jinja's sandbox keeps a template from reaching out, not from looping for ever or filling the memory. Here a render has a
+budget of work and of time. Every iteration of a loop, call, filter and piece of output spends from it, a text by its
+length and a container by its contents, and operations that can make much out of little (``*``, ``replace``, ``join``, a
+width in a format) are charged before they run. So no single step is long, memory is bounded by the work, and time is
+checked between steps. Features that few templates need and that can be costly in other ways are disabled.
 
-Example: ``{% set x = [x, x] %}`` thirty times makes a value that takes no memory, and a gigabyte once it is shown. Each
-new list takes as many as all that it holds, nested ones each time that they stand in it, so the twentieth is refused.
+Example: ``{% set x = [x, x] %}`` thirty times makes a value that takes no memory, but a gigabyte once it is shown. Each
+new list is charged for everything in it, nested lists once per occurrence, so the twentieth is refused.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import jinja2.nodes
 import jinja2.sandbox
 from jinja2.runtime import Context
 
-#: The work of one step, of a value within a container, of one character; in a microsecond or so goes one step.
+#: The work of one step, of a value within a container, of one character; one step takes about a microsecond.
 STEP: Final = 16
 _VALUE: Final = 4
-#: The work that a render may do more for each character that it is given.
+#: Additional work allowed to a render per input character.
 WORK_PER_CHARACTER: Final = 16
 MAX_SOURCE_CHARACTERS: Final = 1 << 20
 MAX_DEPTH: Final = 100
@@ -39,7 +39,7 @@ _MAX_INTEGER_BITS: Final = 4096
 _COSTLY_FORMAT = re.compile(r"\d{4,}|\*|\{[^{}]*\{")
 _LEFT_OUT: Final = ("batch", "center", "pprint", "slice", "striptags", "urlize", "wordwrap", "xmlattr")
 _REFUSED_METHODS: Final = frozenset(("translate", "maketrans", "to_bytes", "striptags"))
-#: Filters that look at a container, but not into what it holds.
+#: Filters that examine a container, but not its contents.
 _SHALLOW: Final = frozenset(
     """
     attr count d default first items last length list map random reject rejectattr reverse select selectattr
@@ -48,25 +48,25 @@ _SHALLOW: Final = frozenset(
 
 
 class WorkExceeded(jinja2.TemplateError):
-    """The template would do more than it may."""
+    """The template would exceed its budget of work."""
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """What a render may do: work besides that for its characters, and seconds."""
+    """Budget of a render: work in addition to that for its characters, and seconds."""
 
     work: int
     seconds: float
 
 
-#: What no render may go beyond.
+#: Upper limit of any render.
 MOST: Final = Allowance(32 << 20, 5.0)
-#: What it may do in the event loop; one that would do more is begun again in a thread.
+#: Limit in the event loop; a render exceeding it is restarted in a thread.
 INLINE: Final = Allowance(1 << 19, 0.05)
 
 
 class Work:
-    """What one render of texts of ``num_characters`` may still do."""
+    """Remaining work of one render of texts of ``num_characters``."""
 
     def __init__(self, allowance: Allowance, num_characters: int) -> None:
         self._left = allowance.work + WORK_PER_CHARACTER * num_characters
@@ -74,7 +74,7 @@ class Work:
         self._until_s = time.monotonic() + allowance.seconds
 
     def spend(self, amount: int) -> None:
-        """Take ``amount``. Raises WorkExceeded where there is not so much left, or no time."""
+        """Spend ``amount``. Raises WorkExceeded if less is left, or no time."""
         self._left -= amount
         if self._left < 0:
             raise WorkExceeded("it does too much work")
@@ -82,7 +82,7 @@ class Work:
             raise WorkExceeded(f"it takes more than {self._seconds:g} s")
 
     def spend_on(self, value: Any, texts: bool = True, indent: int = 0) -> None:
-        """Take what going through ``value`` costs; without ``texts`` only what holds them counts."""
+        """Spend the cost of traversing ``value``; without ``texts``, only that of the containers."""
         self._walk(value, texts, indent, 0)
 
     def _walk(self, value: Any, texts: bool, indent: int, depth: int) -> None:
@@ -104,7 +104,7 @@ _work: ContextVar[Work] = ContextVar("work")
 
 
 def bounded(work: Work, render: Callable[[], str]) -> str:
-    """The result of ``render``, which may do ``work``."""
+    """Return the result of ``render``, limited to ``work``."""
     token = _work.set(work)
     try:
         return render()
@@ -113,7 +113,7 @@ def bounded(work: Work, render: Callable[[], str]) -> str:
 
 
 def size_of(value: Any) -> int:
-    """Characters of all texts in ``value``, as JSON gives it."""
+    """Return the number of characters of all texts in ``value``, as parsed from JSON."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, list | tuple):
@@ -124,7 +124,7 @@ def size_of(value: Any) -> int:
 
 
 def is_within(value: Any, most: int) -> bool:
-    """Return whether ``value`` has at most ``most`` characters and values together; looks at no more than that."""
+    """Return whether ``value`` has at most ``most`` characters and values in total; examines no more than that."""
     left, waiting = most, [value]
     while waiting:
         each = waiting.pop()
@@ -140,7 +140,7 @@ def is_within(value: Any, most: int) -> bool:
 
 @jinja2.pass_context
 def _shown(_: Context, value: Any) -> Any:
-    """Take the work of a piece of output."""
+    """Spend the work of a piece of output."""
     work = _work.get()
     work.spend(STEP)
     work.spend_on(value)
@@ -149,13 +149,13 @@ def _shown(_: Context, value: Any) -> Any:
 
 @jinja2.pass_context
 def _turn(_: Context, value: Any) -> Any:
-    """Take the work of looking at one element of a loop."""
+    """Spend the work of visiting one element of a loop."""
     _work.get().spend(STEP)
     return value
 
 
 class _Compiler(jinja2.compiler.CodeGenerator):
-    """Has values taken into account where compiled code makes them without asking the environment."""
+    """Charges for values that compiled code creates without calling the environment."""
 
     def visit_Output(self, node: jinja2.nodes.Output, frame: jinja2.compiler.Frame) -> None:
         fixed = sum(len(part.data) for part in node.nodes if isinstance(part, jinja2.nodes.TemplateData))
@@ -201,7 +201,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self, **options: Any) -> None:
-        # Unoptimised: constants would be computed while it is compiled, without a bound.
+        # Unoptimised: otherwise constants would be computed during compilation, without a bound.
         super().__init__(optimized=False, finalize=_shown, **options)
         del self.globals["lipsum"]
         for name in _LEFT_OUT:
@@ -210,7 +210,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters["_turn"] = _turn
 
     def set_filters(self, filters: Mapping[str, Callable[..., Any]]) -> None:
-        """Have ``filters``, each made to take its work."""
+        """Install ``filters``, each wrapped to spend its work."""
         for name, function in filters.items():
             self.filters[name] = _with_work(name, function)
 
@@ -231,7 +231,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         _work.get().spend(amount)
 
     def made(self, value: Any) -> Any:
-        """Take what a new value holds."""
+        """Spend the cost of a new value's contents."""
         if isinstance(value, str):
             _work.get().spend(len(value))
         elif isinstance(value, list | tuple | dict):
@@ -279,7 +279,7 @@ def _length(value: Any) -> int:
 
 
 def _spend_on_format(work: Work, text: Any, arguments: Any) -> None:
-    """Take what formatting costs: each field may show all of ``arguments``."""
+    """Spend the cost of formatting: each field may show all of ``arguments``."""
     if isinstance(text, bytes) or _COSTLY_FORMAT.search(text):
         raise WorkExceeded("it formats with a width that is too large")
     for _ in range(1 + text.count("{") + text.count("%")):
@@ -289,7 +289,7 @@ def _spend_on_format(work: Work, text: Any, arguments: Any) -> None:
 
 
 def _prepared_for(work: Work, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments of a text's method, after its work is taken; what is counted in them cannot change any more."""
+    """Return the arguments of a text's method, after spending its work; the counted values can no longer change."""
     owner, name = method.__self__, method.__name__
     if name in _REFUSED_METHODS:
         raise WorkExceeded(f"it calls {name}")
@@ -318,12 +318,12 @@ def _spend_on_replace(work: Work, text: Any, old: Any, new: Any) -> None:
 
 
 def _listed(value: Any) -> Any:
-    """``value``, or what it gives where that comes out of it one by one."""
+    """Return ``value``, or its items if it is an iterator."""
     return list(value) if isinstance(value, types.GeneratorType | map | filter | range | reversed) else value
 
 
 def _with_work(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` as a filter that takes its work, of its arguments before and of its result behind."""
+    """Wrap ``function`` as a filter that spends its work: on its arguments before, and on its result afterwards."""
     passed = getattr(function, "jinja_pass_arg", None)
     first = 1 if passed is not None else 0
 
@@ -351,7 +351,7 @@ def _with_work(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _spend_on_filter(work: Work, name: str, given: list[Any], kwargs: Mapping[str, Any]) -> None:
-    """Take what a filter makes of little."""
+    """Spend the cost of a filter that can make much out of little."""
     if name == "replace" and len(given) >= 3:
         _spend_on_replace(work, str(given[0]), str(given[1]), str(given[2]))
     elif name == "join":

@@ -1,14 +1,14 @@
-"""Token ids of earlier texts: the part of a conversation that was tokenised before is not tokenised again.
+"""Token ids of earlier texts: a part of a conversation already tokenised is not tokenised again.
 
-A text is cut behind special tokens, and each segment is tokenised by itself. That gives the same ids, because a
-tokenizer of the kinds that are let in here does so itself: first it finds its added tokens in the text (the leftmost,
-and of those the longest), then each piece between them goes through normalizer, pre-tokenizer and model alone. So what
-stands on one side of an added token changes nothing on the other. Cuts elsewhere, as between words, are not safe.
+A text is cut after special tokens, and each segment is tokenised by itself. That gives the same ids, because a
+tokenizer of the kinds accepted here does so itself: first it finds its added tokens in the text (the leftmost, and of
+those the longest), then each piece between them goes through normalizer, pre-tokenizer and model separately. So the
+text on one side of an added token does not affect the other. Cuts elsewhere, as between words, are not safe.
 
-A segment ends at the first special token behind SEGMENT_CHARACTERS characters, so texts that begin alike are cut alike.
-Example: a chat of 28,000 characters makes some 25 segments; its next turn finds all of them but the last, and 1,500
-characters are tokenised instead of 29,500. Segments are known to requests of one salt only, as cached blocks are: else
-the time of an answer would tell what others have sent.
+A segment ends at the first special token after SEGMENT_CHARACTERS characters, so texts with a common beginning are cut
+at the same places. Example: a chat of 28,000 characters makes some 25 segments; its next turn finds all of them but the
+last, and 1,500 characters are tokenised instead of 29,500. Like cached blocks, segments are visible only to requests of
+one salt: otherwise the time of an answer would reveal the prompts of others.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tokenizers import Tokenizer
 from tanghulu.hashing import Tokens, as_tokens
 
 SEGMENT_CHARACTERS: Final = 1024
-#: Characters of all segments that are kept; each takes up to four bytes, and one or two more for its ids.
+#: Characters of all cached segments; each takes up to four bytes, and one or two more for its ids.
 MAX_CHARACTERS: Final = 8 << 20
-#: Pre-tokenizers that look at one piece alone. Metaspace is none: it asks whether the piece begins the text.
+#: Pre-tokenizers that depend on one piece alone. Metaspace is excluded: it depends on the start of the text.
 _LOCAL: Final = frozenset(("ByteLevel", "Digits", "Punctuation", "Split", "Whitespace", "WhitespaceSplit"))
 
 
 class TokenCache:
-    """The segments of earlier texts, the least recently used ones forgotten. Threads may share one."""
+    """The segments of earlier texts, with LRU eviction. May be shared by threads."""
 
     def __init__(self, tokenizer: Tokenizer, cuts: re.Pattern[str], max_characters: int = MAX_CHARACTERS) -> None:
         self._tokenizer = tokenizer
@@ -45,7 +45,7 @@ class TokenCache:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, tokenizer_json: str) -> TokenCache | None:
-        """The cache for a tokenizer; None for one whose segments might have other tokens than the text."""
+        """Return the cache for a tokenizer; None if segments might be tokenised differently from the whole text."""
         found = json.loads(tokenizer_json)
         cuts = _cuts(found.get("added_tokens") or [])
         return cls(tokenizer, cuts) if cuts is not None and _is_local(found) else None
@@ -54,7 +54,7 @@ class TokenCache:
         return len(self._known)
 
     def encode(self, text: str, salt: bytes = b"") -> Tokens:
-        """Token ids of ``text``, without those that a tokenizer adds to a bare text."""
+        """Return the token ids of ``text``, without those that a tokenizer adds to a bare text."""
         parts: list[Tokens] = []
         end = 0
         for start, end in self._segments(text):
@@ -69,7 +69,7 @@ class TokenCache:
         return np.concatenate(parts) if parts else as_tokens(())
 
     def num_unknown(self, text: str, salt: bytes = b"") -> int:
-        """The characters of ``text`` that ``encode`` would tokenise now."""
+        """Return the number of characters of ``text`` that ``encode`` would tokenise now."""
         known = sum(end - start for start, end in self._segments(text) if self._find(salt, text[start:end]) is not None)
         return len(text) - known
 
@@ -78,7 +78,7 @@ class TokenCache:
             assert self._num_characters == sum(len(segment) for _, segment in self._known) <= self._max_characters
 
     def _segments(self, text: str) -> Iterator[tuple[int, int]]:
-        """Where the segments begin and end; what is behind the last one is none, as the next turn goes on there."""
+        """Yield the bounds of the segments, without the text after the last one, as the next turn continues there."""
         start = 0
         for match in self._cuts.finditer(text):
             if match.end() - start >= SEGMENT_CHARACTERS:
@@ -104,19 +104,19 @@ class TokenCache:
                 self._num_characters -= len(oldest)
 
     def _plain(self, text: str) -> Tokens:
-        # The call for many texts is the one that lets other threads have the interpreter meanwhile.
+        # Only the call for many texts releases the interpreter to other threads meanwhile.
         return as_tokens(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
 
 def _cuts(added: list[dict[str, Any]]) -> re.Pattern[str] | None:
-    """What finds the added tokens of a text as a tokenizer does; None where it looks at what stands beside them.
+    """Return a pattern that finds added tokens like the tokenizer; None if matches depend on adjacent text.
 
-    Tokens that are looked for in normalized text divide the pieces between those here, and do not matter.
+    Tokens searched in normalized text split the pieces between these, and do not matter.
     """
     first = [token for token in added if not token["normalized"]]
     if not first or any(token[name] for token in first for name in ("single_word", "lstrip", "rstrip")):
         return None
-    # Of alternatives at one place an expression takes the first that fits, so the longest come first.
+    # Of alternatives at one position an expression takes the first that fits, so the longest come first.
     contents = sorted((token["content"] for token in first), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, contents)))
 

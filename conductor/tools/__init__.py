@@ -1,1 +1,1 @@
-"""Tool calls and reasoning: found in text as it comes, asked for by grammar, shown to models without a form."""
+"""Tool calls and reasoning: detected in streamed text, enforced by grammar, shown to models without a format."""

@@ -1,6 +1,6 @@
-"""One tool call as models write it: a JSON object with a name and arguments, or a name in front of the arguments.
+"""One tool call as written by models: a JSON object with a name and arguments, or a name followed by the arguments.
 
-Arguments go out as they come once the name is known; until then they are held, up to MAX_HELD_CHARACTERS.
+Arguments are passed on as they arrive once the name is known; until then they are held, up to MAX_HELD_CHARACTERS.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Final
 
 from tanghulu.conductor.tools.json_scanner import WHITESPACE, JsonScanner
 
-#: What is held back of one call before it is known to be one.
+#: Most characters held back of a call before it is known to be one.
 MAX_HELD_CHARACTERS: Final = 65_536
 MAX_NAME_CHARACTERS: Final = 256
 _ARGUMENTS: Final = ("arguments", "parameters")
-#: What stands between a name and its arguments in Mistral's form; a call's id may stand there, too.
+#: Separator between a name and its arguments in Mistral's form; a call's id may precede it.
 ARGUMENTS_MARK: Final = "[ARGS]"
 ID_MARK: Final = "[CALL_ID]"
 _IN_A_NAME: Final = re.compile(r"[A-Za-z0-9_.:-]")
 
 
-#: Half a character, which JSON can escape and no text can hold.
+#: Half a character, which JSON can escape but no text can contain.
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
@@ -37,9 +37,9 @@ class _Expect(Enum):
 
 
 class CallReader:
-    """One call. ``names``: the functions that it may name; None: any.
+    """One call. ``names``: the functions it may name; None allows any.
 
-    ``name`` is set once it is known that this is a call; ``take()`` gives what has come of its arguments since. Then
+    ``name`` is set once this is known to be a call; ``take()`` then returns its arguments as they arrive. Finally,
     either ``done`` or ``broken`` ends it.
     """
 
@@ -58,14 +58,14 @@ class CallReader:
         self._num_held = 0
 
     def take(self) -> str:
-        """Pieces of the arguments that have not been taken."""
+        """Return pieces of the arguments that have not been taken."""
         if self.name is None:
             return ""
         piece, self._arguments = self._arguments, ""
         return piece
 
     def feed(self, text: str) -> int:
-        """Take ``text``; returns how many characters belong to the call."""
+        """Process ``text``; return how many characters belong to the call."""
         position = 0
         while position < len(text) and not (self.done or self.broken):
             if self.name is not None:
@@ -79,7 +79,7 @@ class CallReader:
         return position
 
     def _take(self, text: str) -> int:
-        """Take the next character, or as much of ``text`` as belongs to the value that has begun."""
+        """Process the next character, or as much of ``text`` as belongs to the current value."""
         if self._raw:
             return self._scan(text)
         if self._step(text[0]):
@@ -88,7 +88,7 @@ class CallReader:
         return 0
 
     def _step(self, character: str) -> bool:
-        """Take a character between values; False if it cannot stand here."""
+        """Process a character between values; False if it is not allowed here."""
         if character in WHITESPACE:
             return True
         match self._expect:
@@ -126,7 +126,7 @@ class CallReader:
         return not self._value.broken
 
     def _scan(self, text: str) -> int:
-        """Take what belongs to the value that has begun."""
+        """Process the part that belongs to the current value."""
         consumed, shown = self._value.feed(text)
         if self._expect is _Expect.STREAM:
             self._arguments += shown
@@ -161,7 +161,7 @@ class CallReader:
         return True
 
     def _arguments_known(self, raw: str) -> bool:
-        """Take arguments that are no object: null, or an object's JSON inside of a string."""
+        """Process arguments that are not an object: null, or an object's JSON inside a string."""
         self._has_arguments = True
         if raw == "null":
             self._arguments = "{}"
@@ -185,9 +185,9 @@ class CallReader:
 
 
 class NamedCallReader:
-    """One call with its name in front: ``name[ARGS]{...}``, ``name[CALL_ID]id[ARGS]{...}`` or ``name{...}``.
+    """One call preceded by its name: ``name[ARGS]{...}``, ``name[CALL_ID]id[ARGS]{...}`` or ``name{...}``.
 
-    Goes like a `CallReader`. With ``name`` given the text is that function's arguments alone.
+    Used like a `CallReader`. If ``name`` is given, the text is only that function's arguments.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -200,12 +200,12 @@ class NamedCallReader:
         self._arguments = ""
 
     def take(self) -> str:
-        """Pieces of the arguments that have not been taken."""
+        """Return pieces of the arguments that have not been taken."""
         piece, self._arguments = self._arguments, ""
         return piece
 
     def feed(self, text: str) -> int:
-        """Take ``text``; returns how many characters belong to the call."""
+        """Process ``text``; return how many characters belong to the call."""
         position = 0
         while position < len(text) and self.name is None and not self.broken:
             if text[position] == "{" and not self._head.endswith(ID_MARK):
@@ -235,7 +235,7 @@ class NamedCallReader:
         return not mark or rest.endswith(ARGUMENTS_MARK[1:])
 
     def _may_go_on(self) -> bool:
-        """Return whether the head can still become one, looking at its last character alone where it is in the name."""
+        """Return whether the head can still become a call, checking only its last character inside the name."""
         name, mark, rest = self._head.partition("[")
         if self._given is not None:
             return not self._head.strip()

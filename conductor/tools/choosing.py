@@ -1,4 +1,4 @@
-"""The parsers by name, and the one that fits a model by the markers in its chat template."""
+"""The parsers by name, and the choice of one for a model by the markers in its chat template."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _PYTHONIC: Final = "pythonic"
 TOOL_CALL_PARSERS: Final = (AUTO, *_FORMS, _PYTHONIC, NONE)
 _THINK: Final = "think"
 REASONING_PARSERS: Final = (AUTO, _THINK, NONE)
-#: A template that has the first has the form of the second; the first that fits counts.
+#: A template containing the first has the form of the second; the first match counts.
 _MARKERS: Final = (
     ("[TOOL_CALLS]", "mistral"),
-    ("<function=", NONE),  # Qwen 3 Coder's own form inside of <tool_call>
+    ("<function=", NONE),  # Qwen 3 Coder's own form inside <tool_call>
     ("<arg_key>", NONE),  # GLM's
     ("<tool_call>", "hermes"),
     ("<|python_start|>", _PYTHONIC),
@@ -40,7 +40,7 @@ _MARKERS: Final = (
     ("<|start_header_id|>ipython", "llama3_json"),
     ('"parameters": dictionary of argument name', "llama3_json"),
 )
-#: Mistral's templates refuse ids of any other length.
+#: Mistral's templates reject ids of any other length.
 _MISTRAL_ID_CHARACTERS: Final = 9
 _ALPHANUMERIC: Final = string.ascii_letters + string.digits
 _USES_TOOLS = re.compile(r"\btools\b")
@@ -48,7 +48,7 @@ _USES_TOOLS = re.compile(r"\btools\b")
 
 @dataclass(frozen=True)
 class ParserNames:
-    """The parsers of a conductor, by its options."""
+    """The parsers of a conductor, as set by its options."""
 
     tool_calls: str = AUTO
     reasoning: str = AUTO
@@ -56,9 +56,9 @@ class ParserNames:
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """How a model writes what is no plain text.
+    """A model's notation for everything other than plain text.
 
-    ``shows_tools``: its chat template shows it tools; ``shows_calls``: and earlier calls.
+    ``shows_tools``: its chat template includes tools; ``shows_calls``: it also includes earlier calls.
     """
 
     tool_calls: str
@@ -68,7 +68,7 @@ class AnswerForm:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The special tokens that its parsers have to see."""
+        """Special tokens needed by its parsers."""
         found: tuple[str, ...] = (OPENING, CLOSING) if self.reasoning == _THINK else ()
         form = _FORMS.get(self.tool_calls)
         if self.tool_calls == _PYTHONIC:
@@ -81,9 +81,9 @@ class AnswerForm:
 
 @lru_cache(64)
 def form_of(template: str, parsers: ParserNames) -> AnswerForm:
-    """The form of a model, by the names of ``parsers``; where they are auto, by its chat ``template``.
+    """Return the form of a model, by the names of ``parsers``; if these are auto, by its chat ``template``.
 
-    A model whose template knows no tools is shown them in Hermes' form, so it answers in that.
+    A model whose template does not support tools is shown them in Hermes' form, so it answers in that form.
     """
     shows_tools = _USES_TOOLS.search(template) is not None
     tool_calls, reasoning = parsers.tool_calls, parsers.reasoning
@@ -95,7 +95,7 @@ def form_of(template: str, parsers: ParserNames) -> AnswerForm:
 
 
 def call_parser(name: str, names: Collection[str]) -> AnswerParser:
-    """The parser called ``name``, for an answer that may call the functions ``names``."""
+    """Return the parser called ``name``, for an answer that may call the functions ``names``."""
     if name == _PYTHONIC:
         return PythonicCallParser(names, _new_id)
     if name == NONE:
@@ -104,7 +104,7 @@ def call_parser(name: str, names: Collection[str]) -> AnswerParser:
 
 
 def forced_parser(form: str, names: Collection[str], only: str | None) -> AnswerParser:
-    """The parser of an answer under `schemas.calls_schema`; or of one that is the arguments of ``only`` alone."""
+    """Return the parser of an answer under `schemas.calls_schema`, or of one with only the arguments of ``only``."""
     new_id = _new_mistral_id if form == "mistral" else _new_id
     return JsonCallParser(json_calls.FORCED, names, new_id, only)
 

@@ -1,8 +1,8 @@
-"""The parts of an assistant's answer in the order in which its text brings them, and text that is held back.
+"""The parts of an assistant's answer in order of their text, and text that is held back.
 
-Knows nothing of HTTP. A parser takes text piece by piece and gives these; however the text is cut, the joined parts are
-the same, since every decision depends on the text so far alone. What follows decides about an unfinished marker, or the
-white space in front of one: so these wait.
+Independent of HTTP. A parser takes text piece by piece and returns these; however the text is cut, the joined parts are
+the same, since every decision depends only on the text so far. An unfinished marker, or white space before one, is
+decided by the following text, so it is held back.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
-#: Why an answer ended that calls tools.
+#: Reason for the end of an answer that calls tools.
 TOOL_CALLS: Final = "tool_calls"
 
 
@@ -24,14 +24,14 @@ class ContentText:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningText:
-    """The next piece of what the model thinks before it answers."""
+    """The next piece of the model's reasoning before its answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A tool call, the ``index``-th of the answer, and the function that it names."""
+    """A tool call, the ``index``-th of the answer, and the function it names."""
 
     index: int
     id: str
@@ -40,7 +40,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The next piece of a call's arguments; all of them together are a JSON object."""
+    """The next piece of a call's arguments; all pieces together are a JSON object."""
 
     index: int
     text: str
@@ -48,7 +48,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The end of a call. ``complete`` is False where the text broke off inside of its arguments."""
+    """The end of a call. ``complete`` is False if the text broke off inside its arguments."""
 
     index: int
     complete: bool
@@ -59,17 +59,17 @@ NewId: TypeAlias = Callable[[], str]
 
 
 class AnswerParser(Protocol):
-    """One answer's text, growing."""
+    """One answer's growing text."""
 
     def feed(self, text: str) -> list[AnswerEvent]:
-        """The parts that ``text`` decides; may be none."""
+        """Return the parts decided by ``text``; may be empty."""
 
     def finish(self) -> list[AnswerEvent]:
-        """End the text; returns the parts that were held back."""
+        """End the text; return the parts held back."""
 
 
 def merged(events: Iterable[AnswerEvent]) -> list[AnswerEvent]:
-    """``events`` with neighbouring pieces of one kind joined, and empty ones left out."""
+    """Return ``events`` with neighbouring pieces of one kind joined, and empty ones removed."""
     out: list[AnswerEvent] = []
     for event in events:
         if isinstance(event, CallBegin | CallEnd):
@@ -94,19 +94,19 @@ def _joined(last: AnswerEvent, event: AnswerEvent) -> AnswerEvent | None:
     return None
 
 
-#: A longer run of white space is given out: it stands in front of nothing.
+#: A longer run of white space is emitted: it does not precede anything.
 MAX_HELD_SPACE: Final = 1024
 
 
 class MarkerFinder:
-    """Finds ``marker``, which may be cut, and holds back an end that may begin it; an empty one is never found."""
+    """Finds ``marker``, which may be cut, and holds back a suffix that may begin it; an empty one is never found."""
 
     def __init__(self, marker: str) -> None:
         self._marker = marker
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """What stands in front of the marker as far as is known, and what follows it, or None until it comes."""
+        """Return the text known to precede the marker, and the text after it, or None until it is found."""
         if not self._marker:
             return text, None
         text = self._held + text
@@ -121,22 +121,22 @@ class MarkerFinder:
         return text, None
 
     def flush(self) -> str:
-        """End the text; returns the beginning of a marker that did not come."""
+        """End the text; return the beginning of an incomplete marker."""
         held, self._held = self._held, ""
         return held
 
 
 class SpaceHolder:
-    """Holds back the white space at the end of a text until more text comes; ``drop()`` forgets it."""
+    """Holds back the white space at the end of a text until more text arrives; ``drop()`` discards it."""
 
     def __init__(self) -> None:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """The text that is safe to show."""
+        """Return the text that is safe to show."""
         text = self._held + text
         shown = text.rstrip()
-        # As if it came character by character: a run that grows too long is given out, and the next one begins.
+        # As if it came character by character: a run that grows too long is emitted, and the next one begins.
         keep = (len(text) - len(shown)) % (MAX_HELD_SPACE + 1)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -145,6 +145,6 @@ class SpaceHolder:
         self._held = ""
 
     def flush(self) -> str:
-        """End the text; returns the space that is held back."""
+        """End the text; return the space held back."""
         held, self._held = self._held, ""
         return held

@@ -1,8 +1,8 @@
-"""Tool calls that are JSON objects, with or without a marker in front, in a list or one after the other.
+"""Tool calls as JSON objects, with or without a leading marker, in a list or one after the other.
 
-One automaton reads the forms of Hermes and Qwen, Llama 3 and Mistral, and the JSON that a grammar forces; a `JsonForm`
-says how they differ. What turns out to be no call before its name and arguments have begun is content, marker and all;
-what breaks off later ends the call there, and the rest is content.
+One automaton reads the forms of Hermes and Qwen, Llama 3 and Mistral, and the JSON enforced by a grammar; a `JsonForm`
+defines their differences. Text that proves not to be a call before its name and arguments have begun is content,
+including the marker; if it breaks off later, the call ends there, and the rest is content.
 
 Example, Hermes: ``Let me look.\\n<tool_call>\\n{"name": "f", "arguments": {"a": 1}}\\n</tool_call>`` gives the content
 "Let me look.", a call of f, and its arguments ``{"a": 1}``.
@@ -31,12 +31,12 @@ from tanghulu.conductor.tools.events import (
 
 @dataclass(frozen=True)
 class JsonForm:
-    """A way of writing calls.
+    """A notation for calls.
 
-    ``opening`` stands in front of a call and ``closing`` behind it; ``bare``: at the beginning of an answer a call
-    needs no opening. ``separators``: characters of which one stands between calls. ``listed``: calls may stand in
-    brackets. ``named``: a call may have its name in front of its arguments. ``known``: only functions that the request
-    has are taken for calls, since the form alone is not telling.
+    ``opening`` precedes a call and ``closing`` follows it; ``bare``: at the beginning of an answer a call needs no
+    opening. ``separators``: characters of which one separates calls. ``listed``: calls may be in brackets. ``named``: a
+    call's name may precede its arguments. ``known``: only the request's own functions are accepted as calls, since the
+    form by itself is ambiguous.
     """
 
     opening: str = ""
@@ -51,7 +51,7 @@ class JsonForm:
 HERMES: Final = JsonForm("<tool_call>", "</tool_call>")
 LLAMA3: Final = JsonForm("<|python_tag|>", separators=";,", bare=True, known=True)
 MISTRAL: Final = JsonForm("[TOOL_CALLS]", listed=True, named=True)
-#: What `schemas.calls_schema` lets through.
+#: The form of answers under `schemas.calls_schema`.
 FORCED: Final = JsonForm(bare=True, listed=True)
 
 
@@ -68,7 +68,7 @@ class JsonCallParser:
         self._space = SpaceHolder()
         self._num_calls = 0
         self._in_list = False
-        #: Text of a call that may yet turn out to be none, and how much of it is then content for certain.
+        #: Text of a call that may still prove to be none, and how much of it is then content for certain.
         self._undecided = ""
         self._certain: int | None = None
         self._reader: CallReader | NamedCallReader | None = None
@@ -96,13 +96,13 @@ class JsonCallParser:
 
     @property
     def _is_in_a_run(self) -> bool:
-        """Whether the head of a further call has begun behind a comma or another separator: it is no content."""
+        """Whether the head of a further call has begun after a comma or another separator, so it is not content."""
         return self._num_calls > 0 and self._certain is None and self._state != self._content
 
     def _show(self, text: str) -> None:
         self._events.append(ContentText(self._space.feed(text)))
 
-    # Each state takes text, and returns the rest that is for the next one.
+    # Each state takes text, and returns the rest for the next one.
 
     def _content(self, text: str) -> str:
         shown, rest = self._finder.feed(text)
@@ -113,7 +113,7 @@ class JsonCallParser:
         return rest
 
     def _start(self, text: str) -> str:
-        """Before the first character that is no space: a call without its marker may begin."""
+        """Handle the text before the first non-space character: a call without its marker may begin."""
         opening, list_or_call = self._form.opening, "[{" if self._form.listed else "{"
         for position in range(len(text)):
             seen = (self._undecided + text[: position + 1]).lstrip()
@@ -133,7 +133,7 @@ class JsonCallParser:
         self._undecided, self._certain, self._state = undecided, certain, self._open
 
     def _open(self, text: str) -> str:
-        """A call should begin here."""
+        """Handle the point where a call should begin."""
         character = text[0]
         if character.isspace() and len(self._undecided) < MAX_HELD_SPACE:
             self._undecided += character
@@ -181,14 +181,14 @@ class JsonCallParser:
         self._begun, self._state = False, self._after
 
     def _no_call(self, rest: str) -> str:
-        """What is undecided is content; from behind its marker on it is looked through again."""
+        """Treat the undecided text as content; rescan it from the end of its marker."""
         undecided, self._undecided, self._in_list, self._state = self._undecided, "", False, self._content
         certain = len(undecided) if self._certain is None else self._certain
         self._show(undecided[:certain])
         return undecided[certain:] + rest
 
     def _after(self, text: str) -> str:
-        """Behind a call: its closing marker, the next call of the same run, or content."""
+        """Handle the text after a call: its closing marker, the next call of the same run, or content."""
         self._undecided += text[0]
         seen, form = self._undecided.lstrip(), self._form
         if (not seen and len(self._undecided) <= MAX_HELD_SPACE) or _is_unfinished(seen, form.closing):

@@ -1,7 +1,7 @@
-"""A check that text which comes in pieces is one JSON value, and where that value ends.
+"""A check that text arriving in pieces is one JSON value, and where that value ends.
 
-Goes character by character, so that cuts do not matter, and keeps no more than the open brackets. One thing that models
-get wrong is put right on the way: a bare control character inside of a string, such as a line break, is escaped.
+Proceeds character by character, so that cuts do not matter, and stores only the open brackets. One common error of
+models is corrected on the way: a bare control character inside a string, such as a line break, is escaped.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Final
 
 MAX_DEPTH: Final = 128
 WHITESPACE: Final = " \t\r\n"
-#: The longest number or literal.
+#: Longest number or literal.
 _MAX_SCALAR_CHARACTERS: Final = 400
 _SCALAR = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?|true|false|null", re.ASCII)
 _SCALAR_CHARACTERS: Final = frozenset("+-.0123456789aeflnrstuE")
-#: Characters of a string that stand for themselves.
+#: Characters of a string that need no escape.
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 
 
@@ -34,7 +34,7 @@ class _At(Enum):
 
 
 class JsonScanner:
-    """One JSON value. ``done``: it has ended. ``broken``: the text is no JSON value. At most one of them."""
+    """One JSON value. ``done``: it has ended. ``broken``: the text is not a JSON value. At most one of them is set."""
 
     def __init__(self) -> None:
         self.done = False
@@ -46,7 +46,7 @@ class JsonScanner:
         self._scalar = ""
 
     def feed(self, text: str) -> tuple[int, str]:
-        """Take ``text``; returns how many characters belong to the value, and these as they go out."""
+        """Process ``text``; return how many characters belong to the value, and their output."""
         position, out = 0, []
         while position < len(text) and not (self.done or self.broken):
             if self._at is _At.STRING and (plain := _PLAIN.match(text, position)):
@@ -61,7 +61,7 @@ class JsonScanner:
         return position, "".join(out)
 
     def _take(self, character: str) -> str | None:
-        """The character as it goes out; None where it is no part of the value."""
+        """Return the output for the character; None if it is not part of the value."""
         if self._at is _At.STRING:
             return self._in_string(character)
         if self._at is _At.ESCAPE:
@@ -106,7 +106,7 @@ class JsonScanner:
         return None if self.broken else character
 
     def _between(self, character: str) -> bool:
-        """Take a character outside of strings, numbers and literals; False if it cannot stand here."""
+        """Process a character outside strings, numbers and literals; False if it is not allowed here."""
         match self._at:
             case _At.VALUE | _At.VALUE_OR_END:
                 if character == "]" and self._at is _At.VALUE_OR_END:

@@ -1,7 +1,7 @@
 """Tool calls as a Python list of calls: ``[get_weather(city="Paris"), get_time()]``, as Llama 3.2 and 4 write them.
 
-The list stands at the beginning of the answer, or behind Llama 4's ``<|python_start|>``. Arguments have to be turned
-into JSON, so a call goes out when it is whole. A list that turns out to be none is content.
+The list is at the beginning of the answer, or after Llama 4's ``<|python_start|>``. Arguments have to be converted to
+JSON, so a call is emitted when it is complete. Text that proves not to be such a list is content.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_CALL_CHARACTERS: Final = 65_536
 
 
 class PythonicCallParser:
-    """One answer. ``names``: the functions of the request; others are no calls."""
+    """One answer. ``names``: the functions of the request; calls of others are content."""
 
     def __init__(self, names: Collection[str], new_id: NewId) -> None:
         self._names = names
@@ -106,7 +106,7 @@ class PythonicCallParser:
                 self._call_ended()
 
     def _call_ended(self) -> None:
-        """A bracket closes the call, or the list where it has no call in it."""
+        """Handle a bracket that closes the call, or the list if it has no call."""
         try:
             name, arguments = parse_call(self._undecided[self._call_start :])
         except MalformedCall:
@@ -124,7 +124,7 @@ class PythonicCallParser:
         self._undecided, self._state = "", self._behind
 
     def _behind(self, character: str) -> None:
-        """Behind a call: a comma, or the end of the list."""
+        """Handle the character after a call: a comma, or the end of the list."""
         self._undecided += character
         seen = self._undecided.lstrip()
         if seen == ",":
@@ -153,11 +153,11 @@ _HEX_DIGITS: Final = {"x": 2, "u": 4, "U": 8}
 
 
 class MalformedCall(ValueError):
-    """The text is no call whose arguments are named literals."""
+    """The text is not a call whose arguments are named literals."""
 
 
 def parse_call(text: str) -> tuple[str, str]:
-    """The name and the arguments, as a JSON object, of the call that ``text`` is. Raises MalformedCall."""
+    """Return the name and the arguments, as a JSON object, of the call ``text``. Raises MalformedCall."""
     reader = _Reader(text)
     name = reader.word()
     reader.expect("(")
@@ -182,7 +182,7 @@ def parse_call(text: str) -> tuple[str, str]:
 
 def _as_json(arguments: dict[str, Any]) -> str:
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    # Half a character, which "\ud800" makes, can only stand in JSON escaped.
+    # Half a character, as produced by "\ud800", is only valid in JSON when escaped.
     return text if not re.search("[\ud800-\udfff]", text) else json.dumps(arguments, allow_nan=False)
 
 
@@ -202,7 +202,7 @@ class _Reader:
         return found[1]
 
     def skipped(self, character: str) -> bool:
-        """Return whether ``character`` comes next; then it is passed over."""
+        """Return whether ``character`` comes next; if so, skip it."""
         at = self._skip_space()
         if not self._text.startswith(character, at):
             return False

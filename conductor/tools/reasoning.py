@@ -1,6 +1,6 @@
-"""Reasoning in front of an answer: ``<think>...</think>``, as Qwen 3, DeepSeek R1 and their kin write it.
+"""Reasoning before an answer: ``<think>...</think>``, as written by Qwen 3, DeepSeek R1 and similar models.
 
-Reasoning stands at the beginning of an answer, or the prompt has opened it already. White space around it is left out.
+Reasoning is at the beginning of an answer, or already opened by the prompt. White space around it is removed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ CLOSING: Final = "</think>"
 
 
 def is_open(prompt: str) -> bool:
-    """Return whether a rendered prompt ends inside of reasoning, as some templates have it."""
+    """Return whether a rendered prompt ends inside reasoning, as with some templates."""
     return prompt.rstrip().endswith(OPENING)
 
 
 class ReasoningParser:
-    """Takes reasoning out of an answer and gives the rest to ``answer``; ``opened``: the prompt has begun it."""
+    """Removes reasoning from an answer and passes the rest to ``answer``; ``opened``: the prompt has begun it."""
 
     def __init__(self, answer: AnswerParser, opened: bool) -> None:
         self._answer = answer
@@ -83,7 +83,7 @@ class ReasoningParser:
         self._events.append(ReasoningText(self._space.feed(text)))
 
     def _behind(self, text: str) -> str:
-        """Between the reasoning and the answer."""
+        """Handle the text between the reasoning and the answer."""
         rest = text.lstrip()
         if rest:
             self._state = self._to_answer

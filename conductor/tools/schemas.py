@@ -1,14 +1,14 @@
-"""The grammars under which an answer is tool calls, or is free but for the arguments of its calls.
+"""Grammars for answers that are tool calls, or that are free except for the arguments of their calls.
 
-A tool's parameters are a schema with references of its own (``#/$defs/City``). Several stand in one schema, so each is
-put under ``$defs`` by a name of its own, and its references follow it there. An object that lists its properties is
-closed: it has no others, unless its schema speaks of them. JSON Schema would let any through, and small models go on
-inventing arguments until their tokens run out, which no function takes.
+A tool's parameters are a schema with references of its own (``#/$defs/City``). Several are combined in one schema, so
+each is put under ``$defs`` with a unique name, and its references are adjusted. An object that lists its properties is
+closed: it has no others, unless its schema mentions them. JSON Schema would allow any, and small models keep inventing
+arguments, which no function accepts, until their tokens run out.
 
-A strict grammar is written in llguidance's dialect of Lark. A marker that is a special token of the model stands there
-by its id; the free text has no special tokens in it, so what is not written here cannot be called. Example, Hermes: any
-text, then ``<tool_call>``; from there on only a call of one of the functions, with arguments that its schema takes, and
-``</tool_call>``; and so on, until the text ends.
+A strict grammar is written in llguidance's dialect of Lark. A marker that is a special token of the model is written by
+its id; free text contains no special tokens, so only calls allowed by the grammar are possible. Example, Hermes: any
+text, then ``<tool_call>``; from there on only a call of one of the functions, with arguments accepted by its schema,
+and ``</tool_call>``; and so on, until the text ends.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ import msgspec
 
 from tanghulu.conductor.tools import json_calls
 
-#: The most calls of one answer that a grammar lets through: a model at a loss would go on for ever.
+#: Most calls of one answer allowed by a grammar: a confused model would continue for ever.
 MAX_FORCED_CALLS: Final = 16
 MAX_SCHEMA_DEPTH: Final = 64
-#: The arguments of a function that takes none.
+#: Arguments of a function without parameters.
 _NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
-#: As models write JSON: a space behind a colon and a comma, and none where one might go on and on.
+#: As models write JSON: a space after a colon and a comma, and none where blanks could continue for ever.
 _GUIDANCE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-#: As people write JSON, with blank lines and indentation; unbounded, a model at a loss writes blanks to the end of its
+#: As people write JSON, with blank lines and indentation; bounded, as a confused model writes blanks to the end of its
 #: tokens.
 _BLANKS: Final = {"whitespace_pattern": r"[ \t]{0,2}(\r?\n){0,2}[ \t]{0,64}"}
-#: The keys of numbers' bounds, and the side that each is on.
+#: Keys of number bounds, and the side of each.
 _BOUNDS: Final = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
-#: The largest magnitude of a bound that a grammar holds: the last double below 2^63.
+#: Largest magnitude of a bound supported by a grammar: the last double below 2^63.
 _MOST: Final = 2**63 - 1024
-#: What no grammar can look for in a pattern.
+#: Parts of patterns that no grammar supports.
 _LOOKS_AROUND: Final = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")
 #: Values of these keys are data, not schemas.
 _DATA: Final = frozenset(("enum", "const", "default", "examples", "example"))
-#: The values of these keys are schemas by names of the client's own.
+#: The values of these keys are schemas under names chosen by the client.
 _NAMED: Final = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
-#: An object with one of these says itself what else it may have.
+#: An object with one of these defines its other properties itself.
 _OPEN: Final = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"))
-#: A schema with one of these sees properties that other schemas list, too.
+#: A schema with one of these refers to properties listed by other schemas, too.
 _COMBINING: Final = frozenset(("allOf", "if", "not", "dependentSchemas", "$dynamicRef"))
-#: So does one that lists properties beside one of these.
+#: So does one that lists properties next to one of these.
 _BESIDE_PROPERTIES: Final = frozenset(("$ref", "anyOf", "oneOf"))
 
 
 def grammar_of(schema: Mapping[str, Any] | bool, strict: bool, writing: Mapping[str, Any] = _BLANKS) -> str:
-    """``schema`` as the text of a grammar, with ``writing``, llguidance's options for blanks.
+    """Return ``schema`` as the text of a grammar, with ``writing``, llguidance's options for blanks.
 
-    What a grammar cannot hold (sets, ``not``, ``if``, formats that are unknown, patterns that look around, bounds of
-    2^63 and more) is left out, unless it is to be ``strict``: then workers refuse it. ``oneOf`` is held as ``anyOf``
-    either way.
+    Rules that a grammar cannot enforce (sets, ``not``, ``if``, unknown formats, patterns that look around, bounds of
+    2^63 and more) are left out, unless ``strict``: then workers refuse them. ``oneOf`` is treated as ``anyOf`` either
+    way.
     """
     if schema is False:
         return "false"
@@ -70,14 +70,14 @@ def grammar_of(schema: Mapping[str, Any] | bool, strict: bool, writing: Mapping[
 
 
 def arguments_schema(parameters: Mapping[str, Any] | None, strict: bool = False) -> str:
-    """The schema of one function's arguments, none without ``parameters``, for an answer that is nothing else."""
+    """Return the schema of one function's arguments, none without ``parameters``, as the entire answer."""
     return grammar_of(_object_schema(parameters), strict, _GUIDANCE)
 
 
 def calls_schema(
     tools: Sequence[tuple[str, Mapping[str, Any] | None]], most: int = MAX_FORCED_CALLS, strict: bool = False
 ) -> str:
-    """The schema of a list of one to ``most`` calls of ``tools``, each a name and its parameters if it has any."""
+    """Return the schema of a list of one to ``most`` calls of ``tools``, each a name and optional parameters."""
     definitions, calls = {}, []
     for number, (name, parameters) in enumerate(tools):
         place = f"t{number}"
@@ -105,7 +105,7 @@ def check_depth(schema: Any, depth: int = 0) -> bool:
 
 
 def _object_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``parameters`` as a schema of an object; a function without any takes no arguments, as with OpenAI."""
+    """Return ``parameters`` as a schema of an object; a function without any takes no arguments, as with OpenAI."""
     if not parameters:
         return dict(_NO_ARGUMENTS)
     parameters = _closed(parameters)
@@ -113,7 +113,7 @@ def _object_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``schema`` with its objects closed; as it is where several schemas speak of one object."""
+    """Return ``schema`` with its objects closed; unchanged if several schemas describe one object."""
     own = _copy(schema)
     parts = list(_parts(own))
     if any(_combines(part) for part in parts):
@@ -125,17 +125,17 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _leave_out_patterns(part: dict[str, Any]) -> None:
-    """Take out of one schema the patterns that llguidance refuses even where it is lenient."""
+    """Remove from one schema the patterns that llguidance rejects even in lenient mode."""
     if isinstance(pattern := part.get("pattern"), str) and _LOOKS_AROUND.search(pattern):
         del part["pattern"]
     named = part.get("patternProperties")
     if isinstance(named, dict) and any(map(_LOOKS_AROUND.search, named)):
         part["patternProperties"] = {name: inner for name, inner in named.items() if not _LOOKS_AROUND.search(name)}
-        part.pop("additionalProperties", None)  # what the pattern let in is one of them now
+        part.pop("additionalProperties", None)  # properties matched by a removed pattern are now additional ones
 
 
 def _bound(part: dict[str, Any], strict: bool) -> None:
-    """Have the bounds of one schema be such as grammars hold: those of 64-bit integers a little closer, others none."""
+    """Adjust the bounds of one schema to grammars: slightly tighter for 64-bit integers, removed for others."""
     for name, side in _BOUNDS.items():
         if not isinstance(bound := part.get(name), int | float) or abs(bound) <= _MOST:
             continue
@@ -155,7 +155,7 @@ def _combines(part: Mapping[str, Any]) -> bool:
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """``schema``, and all schemas inside of it."""
+    """Yield ``schema`` and all schemas inside it."""
     yield schema
     for key, value in schema.items():
         if key in _DATA:
@@ -168,7 +168,7 @@ def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _moved(schema: Any, root: str, depth: int) -> Any:
-    """``schema`` with its references to its own root led to ``root``."""
+    """Return ``schema`` with references to its own root redirected to ``root``."""
     assert depth <= 2 * MAX_SCHEMA_DEPTH
     if isinstance(schema, list):
         return [_moved(each, root, depth + 1) for each in schema]
@@ -183,7 +183,7 @@ def _moved(schema: Any, root: str, depth: int) -> Any:
     return out
 
 
-#: The id of a special token by its text; None for a text that is none.
+#: Returns the id of a special token by its text; None for other text.
 SpecialToken = Callable[[str], int | None]
 _HEAD = "%llguidance {}\n"
 _ANY_TEXT = r"TEXT: /(.|\n)*/"
@@ -192,16 +192,16 @@ _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True)
 class StrictTool:
-    """A function, and the schema of its arguments, empty where it takes none; None where they may be any."""
+    """A function, and the schema of its arguments: empty if it takes none, None if they are unrestricted."""
 
     name: str
     parameters: Mapping[str, Any] | None
 
 
 def strict_grammar(form: str, tools: Sequence[StrictTool], special: SpecialToken, prefixed: bool) -> str | None:
-    """The grammar of answers in ``form`` with calls of ``tools``; None where that form cannot be written as one.
+    """Return the grammar of answers in ``form`` with calls of ``tools``; None if that form has no grammar.
 
-    ``prefixed``: Mistral's newer form, names in front of arguments.
+    ``prefixed``: Mistral's newer form, with names before arguments.
     """
     match form:
         case "hermes":
@@ -226,7 +226,7 @@ def _hermes(tools: Sequence[StrictTool], special: SpecialToken) -> str:
 def _llama3(tools: Sequence[StrictTool], special: SpecialToken) -> str:
     opening = json_calls.LLAMA3.opening
     first = "" if special(opening) is None else f"{_marker(opening, special)}? "
-    # Free text begins with neither a bracket, nor with what may be a marker the form contains no token of its own.
+    # Free text begins neither with a bracket, nor with a possible marker if the form contains no token of its own.
     excluded = "{" if first else "{<"
     rules = [
         f'start: {first}call ("; " call)* | FREE',
@@ -249,7 +249,7 @@ def _mistral(tools: Sequence[StrictTool], special: SpecialToken, prefixed: bool)
 
 
 def _before(opening: str, special: SpecialToken) -> str:
-    """The rule of free text up to ``opening``, and that."""
+    """Return the rule of free text up to and including ``opening``."""
     if special(opening) is not None:
         return f"before: TEXT {_marker(opening, special)}"
     return f"before[suffix={json.dumps(opening)}]: /(.|\\n)*/"
@@ -261,7 +261,7 @@ def _marker(text: str, special: SpecialToken) -> str:
 
 
 def _objects(tools: Sequence[StrictTool], key: str) -> list[str]:
-    """The rule ``call``: a JSON object of a name and the arguments under ``key``."""
+    """Return the rule ``call``: a JSON object of a name and the arguments under ``key``."""
     rules = [f"call: {_either(tools)}"]
     for number, tool in enumerate(tools):
         head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{key}": ')

@@ -1,7 +1,7 @@
-"""One response: read from its call to its end, as a stream of events or as a whole, and kept if it is to be.
+"""One response: read from its call to its end, as a stream of events or whole, and stored if requested.
 
-`OutputItems` is pure: parts of the answer and its end come in, (event, payload) pairs go out; the items are what a
-whole answer shows. An item is open until something of another kind follows:
+`OutputItems` is pure: parts of the answer and its end come in, (event, payload) pairs go out; its items form a whole
+answer. An item is open until something of another kind follows:
 
     reasoning | message | function_call --added--> deltas --done--> the next item
 """
@@ -30,7 +30,7 @@ from tanghulu.errors import TanghuluError
 from tanghulu.session.outputs import FinishReason
 from tanghulu.web.errors import body_of
 
-#: An event's name and what it says.
+#: Name and payload of an event.
 NamedEvent = tuple[str, dict[str, Any]]
 
 _PARTS = {
@@ -40,7 +40,7 @@ _PARTS = {
 
 
 class OutputItems:
-    """The items of one response. ``most_calls``: later calls are left out; None: all count."""
+    """The items of one response. ``most_calls``: later calls are omitted; None keeps all."""
 
     def __init__(self, most_calls: int | None) -> None:
         self.items: list[dict[str, Any]] = []
@@ -51,12 +51,12 @@ class OutputItems:
         self._logprobs: list[dict[str, Any]] = []
 
     def take(self, events: Sequence[AnswerEvent], logprobs: Sequence[dict[str, Any]] = ()) -> list[NamedEvent]:
-        """Grow by the next parts; ``logprobs`` are of their tokens, and stand with the text of a message."""
+        """Append the next parts; ``logprobs`` are those of their tokens, shown with the text of a message."""
         self._logprobs += logprobs
         return [named for event in events for named in self._of(event)]
 
     def finish(self, complete: bool) -> list[NamedEvent]:
-        """End the last item. An answer that is not ``complete`` was cut at its length."""
+        """End the last item. An answer that is not ``complete`` was truncated by its length limit."""
         return self._close("completed" if complete else "incomplete")
 
     def _of(self, event: AnswerEvent) -> list[NamedEvent]:
@@ -78,7 +78,7 @@ class OutputItems:
 
     @property
     def _is_left_out(self) -> bool:
-        """Whether the call at which the answer stands is one too many."""
+        """Whether the current call exceeds the maximum number of calls."""
         return self._most_calls is not None and self._num_calls > self._most_calls
 
     def _begin_call(self, call_id: str, name: str) -> list[NamedEvent]:
@@ -161,7 +161,7 @@ def _content(kind: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, 
 
 
 class ResponseReader:
-    """Reads a response's call. ``keep`` is given the whole response and the messages that its output stands for."""
+    """Reads a response's call. ``keep`` gets the whole response and its output as messages."""
 
     def __init__(
         self,
@@ -180,24 +180,24 @@ class ResponseReader:
         self._num_top = body.top_logprobs or 0
 
     def take(self, index: int, delta: TextDelta) -> bytes:
-        """Server-sent events, named and numbered as OpenAI's."""
+        """Return server-sent events, named and numbered as OpenAI's."""
         piece = b"" if self._num_events else self._opening()
         piece += self._written(self._take(delta))
         self._finish = delta.finish or self._finish
         return piece
 
     def end(self) -> bytes:
-        """The events behind the text."""
+        """Return the events after the text."""
         return self._written(self._end(self._finish))
 
     def failed(self, error: TanghuluError) -> bytes:
-        """The end of the last item, the event that says so, and the error as all streams have it."""
+        """Return the end of the last item, the event for the failure, and the error in the format of all streams."""
         named = self._output.finish(complete=False)
         named.append(("response.failed", {"response": self._response("failed", error=error)}))
         return self._written(named) + last_events(error)
 
     async def whole(self) -> dict[str, Any]:
-        """The whole response, when its text has ended."""
+        """Return the whole response, once its text has ended."""
         while not self._call.ended:
             for _, delta in await self._call.read():
                 self._take(delta)

@@ -1,6 +1,6 @@
-"""The body of POST /v1/responses, and the chat that it stands for.
+"""The body of POST /v1/responses, and its conversion to a chat.
 
-A response is a chat under other names: items become messages, and the chat's own body checks and prepares the rest.
+A response is a chat under other names: items become messages, and the chat's own body validates and prepares the rest.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tanghulu.session.sampling import MAX_LOGPROBS
 from tanghulu.web.errors import BadField
 
 LOGPROBS = "message.output_text.logprobs"
-#: What of an earlier item's parts is text.
+#: Part types of an earlier item that contain text.
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 class InputPart(BaseModel):
-    """A part of an item's content; only text can be understood."""
+    """A part of an item's content; only text is supported."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     type: str
@@ -71,7 +71,7 @@ class FunctionTool(BaseModel):
     strict: bool | None = None
 
     def for_chat(self) -> dict[str, Any]:
-        """The same tool as a chat has it."""
+        """Return the tool in a chat's format."""
         if self.type != "function":
             raise BadField(f"tools of type {self.type[:64]!r} are not supported: only functions are called", "tools")
         given = self.model_dump(exclude_none=True, exclude={"type"})
@@ -150,7 +150,7 @@ class ResponsesBody(RoutedBody):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """As of every body, and what ``include`` asks for in vain."""
+        """Unknown fields of every body, and unsupported values of ``include``."""
         return (*self._unknown, *(f"include.{name}" for name in self.include or () if name != LOGPROBS))
 
     @property
@@ -158,7 +158,7 @@ class ResponsesBody(RoutedBody):
         return self.top_logprobs is not None or LOGPROBS in (self.include or ())
 
     def chat(self, messages: list[dict[str, Any]]) -> ChatBody:
-        """The chat of ``messages`` that this body asks for. Raises ValidationError for what a chat refuses."""
+        """Build the chat of ``messages`` requested by this body. Raises ValidationError for anything a chat refuses."""
         given: dict[str, Any] = {
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
@@ -196,7 +196,7 @@ def _choice_for_chat(choice: str | dict[str, Any] | None) -> str | dict[str, Any
 
 
 def messages_of(given: str | list[InputItem]) -> list[dict[str, Any]]:
-    """The messages that ``input`` stands for: calls join the assistant's message in front of them."""
+    """Convert ``input`` to messages: calls join the assistant's message before them."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
@@ -221,7 +221,7 @@ def messages_of(given: str | list[InputItem]) -> list[dict[str, Any]]:
 
 
 def _add_message(messages: list[dict[str, Any]], item: InputItem) -> None:
-    """A message; what an assistant says behind its calls belongs to the message that has them."""
+    """Append a message; an assistant's text after its calls joins the message containing the calls."""
     role, text = "user" if item.role is None else item.role, _text(item.content)
     if role == "assistant" and messages and "tool_calls" in messages[-1]:
         messages[-1]["content"] = (messages[-1]["content"] or "") + text
@@ -244,7 +244,7 @@ def _text(content: str | list[InputPart] | None) -> str:
 
 
 def with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``messages`` behind the instructions, joined with a system message that is there already."""
+    """Return ``messages`` after the instructions, which are merged with an existing system message."""
     if not instructions:
         return messages
     if messages and messages[0]["role"] in ("system", "developer"):

@@ -1,4 +1,4 @@
-"""The routes of the Responses API, and the responses that later turns may refer to: in this process alone."""
+"""The routes of the Responses API, and the responses kept for later turns, in this process only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.text.preparing import made_ready
 from tanghulu.web.errors import BadField, ResponseNotFound, from_validation
 
-#: Of all responses that are kept, as JSON.
+#: Total size of all kept responses, as JSON.
 MAX_KEPT_BYTES: Final = 64 << 20
 
 
@@ -30,7 +30,7 @@ MAX_KEPT_BYTES: Final = 64 << 20
 class KeptResponse:
     """A response as its client saw it, and the ``messages`` of the conversation up to its end.
 
-    ``owner`` is whose key it was asked for with, "" without one.
+    ``owner`` identifies the key of the request, "" without one.
     """
 
     response: dict[str, Any]
@@ -39,7 +39,7 @@ class KeptResponse:
 
 
 class KeptResponses:
-    """Responses by id, ``max_bytes`` of them."""
+    """Responses by id, up to ``max_bytes`` in total."""
 
     def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -50,7 +50,7 @@ class KeptResponses:
         return len(self._kept)
 
     def add(self, kept: KeptResponse) -> None:
-        """Keep a response; one that alone is too large is not kept."""
+        """Keep a response, unless it is too large on its own."""
         size = len(msgspec.json.encode([kept.response, kept.messages]))
         if size > self._max_bytes:
             return
@@ -61,7 +61,7 @@ class KeptResponses:
             self.num_bytes -= dropped
 
     def find(self, response_id: str, owner: str) -> KeptResponse | None:
-        """The response of that id that ``owner`` asked for, which counts as used now."""
+        """Return the response of that id requested by ``owner``, and count it as used now."""
         found = self._kept.get(response_id)
         if found is None or found[0].owner != owner:
             return None
@@ -80,13 +80,13 @@ class KeptResponses:
 
 
 def router(service: Service) -> APIRouter:
-    """The routes; what is kept is kept with them."""
+    """Build the routes; kept responses are stored with them."""
     api = APIRouter()
     kept = KeptResponses()
 
     @api.post("/v1/responses")
     async def create(request: Request) -> Response:
-        """A response to an input, and to the turns before it."""
+        """Create a response to an input and the turns before it."""
         owner = _owner(request)
         async with reading(request, service, ResponsesBody) as body:
             model = await service.find_model(body.model)
@@ -107,7 +107,7 @@ def router(service: Service) -> APIRouter:
 
     @api.get("/v1/responses/{response_id}")
     async def read(response_id: str, request: Request) -> dict[str, Any]:
-        """A response that is still kept."""
+        """Return a response that is still kept."""
         found = kept.find(response_id, _owner(request))
         if found is None:
             raise _gone(response_id)
@@ -115,7 +115,7 @@ def router(service: Service) -> APIRouter:
 
     @api.delete("/v1/responses/{response_id}")
     async def delete(response_id: str, request: Request) -> dict[str, Any]:
-        """Forget a response."""
+        """Delete a kept response."""
         if not kept.remove(response_id, _owner(request)):
             raise _gone(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
@@ -131,7 +131,7 @@ def _gone(response_id: str) -> ResponseNotFound:
 
 
 def _earlier(kept: KeptResponses, body: ResponsesBody, owner: str) -> list[dict[str, Any]]:
-    """The messages of the conversation that ``body`` goes on with."""
+    """Return the messages of the conversation that ``body`` continues."""
     if body.previous_response_id is None:
         return []
     found = kept.find(body.previous_response_id, owner)
@@ -140,12 +140,12 @@ def _earlier(kept: KeptResponses, body: ResponsesBody, owner: str) -> list[dict[
     return found.messages
 
 
-#: What a chat calls what a response has under another name.
+#: A chat's names for fields that have another name in a response.
 _NAMES = {"messages": "input", "response_format": "text", "reasoning_effort": "reasoning"}
 
 
 def _chat(body: ResponsesBody, earlier: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], ChatBody]:
-    """The conversation with what ``body`` adds to it, and the chat that it is."""
+    """Return the conversation extended by ``body``, and the chat to run."""
     conversation = [*earlier, *messages_of(body.input)]
     try:
         return conversation, body.chat(with_instructions(body.instructions, conversation))
@@ -155,7 +155,7 @@ def _chat(body: ResponsesBody, earlier: list[dict[str, Any]]) -> tuple[list[dict
 
 
 def _owner(request: Request) -> str:
-    """Who may refer to a response again: who shows the same API key, or sends the same token. No secret is kept."""
+    """Return the owner allowed to refer to a response again, by API key or token. No secret is kept."""
     key = request.scope.get("state", {}).get("api_key")
     if key is not None:
         return str(key.client)

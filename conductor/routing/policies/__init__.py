@@ -1,1 +1,1 @@
-"""Routing policies, which choose a request's workers: pure, under one contract; see ``base``."""
+"""Routing policies, which choose a request's workers: pure, with a common contract; see ``base``."""

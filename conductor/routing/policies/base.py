@@ -1,20 +1,20 @@
-"""The contract of a routing policy: views in, a decision out. No clock, no I/O, no randomness but a seeded one.
+"""The contract of a routing policy: views in, a decision out. No clock, no I/O, no unseeded randomness.
 
 The same classes run live, in replay (virtual time) and in tests. The dispatcher builds the views: only workers that are
-alive and serve the model; ``can_prefill`` and ``can_decode`` already say that with one kind alone alive it does both.
+alive and serve the model; ``can_prefill`` and ``can_decode`` already allow both phases when only one kind is alive.
 
-A policy looks at every worker for every request, so it computes plain floats; what people want to read (a Candidate a
-worker, with its terms) is made when somebody asks a decision for its ``candidates``.
+A policy examines every worker for every request, so it computes plain floats; the explanation for people (one Candidate
+per worker, with its terms) is built when a decision's ``candidates`` are requested.
 
-The cost of a hand-over, as a small pure formula that policies and replay share.
+The cost of a hand-over is a small pure formula shared by policies and replay:
 
     hand-over = max(move - prefill * (1 - chunk / rest),  move of the last chunk)
 
-KV goes to the decode worker while it is computed: behind the first chunk until the end of the last one the wire works
-beside the prefill, and what is left then is at least the last chunk. So of the two the larger counts, not their sum. A
-prompt of one chunk is moved behind its prefill. Example: a prompt of 8000 tokens that takes 0.864 s in chunks of 512,
-whose KV takes 1 s: 0.864 * (1 - 512 / 8000) = 0.81 s of it are hidden and 0.19 s left; over a wire ten times as fast
-512 / 8000 of 0.1 s.
+KV goes to the decode worker while it is computed: from the end of the first chunk to the end of the last one the
+transfer overlaps the prefill, and at least the last chunk is left then. So the larger of the two counts, not their sum.
+A prompt of one chunk is moved after its prefill. Example: a prompt of 8000 tokens that takes 0.864 s in chunks of 512,
+whose KV takes 1 s: 0.864 * (1 - 512 / 8000) = 0.81 s of it are hidden and 0.19 s left; over a link ten times as fast,
+512 / 8000 of 0.1 s is left.
 """
 
 from __future__ import annotations
@@ -32,62 +32,63 @@ from tanghulu.conductor.routing.links import LinkSpeeds
 from tanghulu.session.load import DecodeProfile, PrefillProfile
 from tanghulu.types import InstanceId, Place
 
-#: Tokens that a worker prefills at a time: its default, as it does not tell.
+#: Tokens prefilled at a time: the worker's default, as it does not report its own.
 ASSUMED_CHUNK_TOKENS = 512
 
 
 def hidden_s(prefill_s: float, rest_tokens: int) -> float:
-    """Seconds of a prefill of ``rest_tokens`` during which its KV moves on already."""
+    """Return the seconds of a prefill of ``rest_tokens`` that overlap the transfer of its KV."""
     return prefill_s * (1 - ASSUMED_CHUNK_TOKENS / rest_tokens) if rest_tokens > ASSUMED_CHUNK_TOKENS else 0.0
 
 
 def hand_over_s(num_tokens: int, token_s: float, behind_s: float) -> float:
-    """Seconds from the end of a prefill until the KV of ``num_tokens`` is there, of which each moves in ``token_s``.
+    """Return seconds from the end of a prefill until the KV of ``num_tokens`` has arrived, at ``token_s`` each.
 
-    ``behind_s`` is what `hidden_s` says of the prefill.
+    ``behind_s`` is the result of `hidden_s` for the prefill.
     """
     left_s = num_tokens * token_s - behind_s
     last_s = min(num_tokens, ASSUMED_CHUNK_TOKENS) * token_s
     return left_s if left_s > last_s else last_s
 
 
-#: Speed of a worker that has not measured its own yet.
+#: Assumed speed of a worker without its own measurement.
 ASSUMED_PREFILL_TOKENS_PER_S = 2000.0
 ASSUMED_STORE_BYTES_PER_S = 1e9
 ASSUMED_DECODE_STEP_S = 0.02
-#: A sequence more in a batch slows its step by this share (attention and sampling; weights are read once anyway).
+#: One more sequence in a batch slows its step by this share (attention and sampling; weights are read once anyway).
 STEP_SHARE_OF_A_SEQUENCE = 1 / 16
 #: And it adds at least as much as this many tokens of a prefill (measured: 4 on a CPU, 6 with an 8B model on a GPU).
 PREFILL_TOKENS_OF_A_SEQUENCE = 4
-#: Coming tokens over which a decode choice is judged, or the answer's if that is shorter.
+#: Future tokens over which a decode choice is judged, or the answer's if that is shorter.
 JUDGED_TOKENS = 64
-#: And by at least this share where what it costs was measured: equals are still told apart by their batches.
+#: And by at least this share where its cost was measured: equals are still distinguished by their batches.
 LEAST_SHARE_OF_A_SEQUENCE = 1 / 64
-#: What one ``random()`` takes from its generator: two words of 32 bits (tested, as nothing promises it).
+#: Bits one ``random()`` takes from its generator: two words of 32 bits (tested, as it is not guaranteed).
 _DRAW_BITS = 64
-#: Profiles are made once for each speed: workers measure a new one every few seconds, and are looked at all the time.
+#: Profiles are built once per speed: workers measure a new one every few seconds, but are examined all the time.
 _profile_of_speed = functools.lru_cache(maxsize=4096)(PrefillProfile.of_speed)
 
 
 @dataclass(slots=True)
 class WorkerView:
-    """A worker as routing sees it: its last report plus what was sent to it since. Speeds are 0 while unknown.
+    """A worker as seen by routing: its last report plus the work sent to it since. Speeds are 0 while unknown.
 
-    Only the WorkerViews that keeps a view (worker_views.py) changes it, between two decisions.
+    Only the WorkerViews that owns a view (worker_views.py) changes it, between two decisions.
 
-    ``hit_blocks`` lead the prompt and are there; ``coming_blocks`` lead it and are there or being computed there for
-    requests in front (0 where that is not tracked). ``active_blocks`` are used by requests under way, and
-    ``active_hit_blocks`` of them are the request's own. ``queue_s`` is None where only tokens are known.
-    ``peer_bytes_per_s`` is 0 where workers cannot fetch from each other; ``send_wait_s`` and ``receive_wait_s`` are
-    how long its NIC is taken, or, below 0, has been idle. ``coming_requests`` of the ``num_requests`` are still
-    prefilled elsewhere and will decode here; blocks are kept for them. ``context_tokens`` are attended to by requests
-    under way (0 while unknown). ``max_num_seqs`` is the number of seats, requests in one step at most (0 if unknown).
+    ``hit_blocks`` are leading blocks of the prompt present on the worker; ``coming_blocks`` are those present or being
+    computed there for earlier requests (0 if not tracked). ``active_blocks`` are used by requests in progress, and
+    ``active_hit_blocks`` of them are the request's own. ``queue_s`` is None if only tokens are known.
+    ``peer_bytes_per_s`` is 0 if workers cannot fetch from each other; ``send_wait_s`` and ``receive_wait_s`` are the
+    seconds for which its NIC is busy or, below 0, has been idle. ``coming_requests`` of the ``num_requests`` are still
+    prefilled elsewhere and will decode here; blocks are reserved for them. ``context_tokens`` are attended to by
+    requests in progress (0 while unknown). ``max_num_seqs`` is the number of seats, the most requests in one step (0 if
+    unknown).
 
-    Made from these: ``match_blocks``, the leading blocks that a request sent here now will find when its turn comes;
-    ``wait_s``, the estimated time until a new request's prefill would begin; ``cost``, the profile or what is assumed;
+    Derived from these: ``match_blocks``, the leading blocks that a request sent here now will find when its turn comes;
+    ``wait_s``, the estimated time until a new request's prefill would begin; ``cost``, the profile or its default;
     ``batch_s``, the seconds that present sequences add to a new request's decoding over JUDGED_TOKENS; ``seat_s``, the
-    wait for a seat in seconds for each token of a mean answer. (Of M seats one becomes free every answer / M; who is
-    the k-th to wait waits k times that. Example: 34 requests in 32 seats, steps of 20 ms, answers of 256 tokens: the
+    wait for a seat in seconds per token of a mean answer. (Of M seats, one becomes free every answer / M; the k-th
+    waiting request waits k times that. Example: 34 requests in 32 seats, steps of 20 ms, answers of 256 tokens: the
     next is the third to wait, 3 / 32 * 0.02 * 256 = 0.48 s.)
     """
 
@@ -126,12 +127,12 @@ class WorkerView:
         self.derive()
 
     def found(self, hit_blocks: int, coming_blocks: int) -> None:
-        """Set the leading blocks of the prompt that are there, and those that are there or coming."""
+        """Set the number of leading prompt blocks present, and of those present or coming."""
         self.hit_blocks, self.coming_blocks = hit_blocks, coming_blocks
         self.match_blocks = hit_blocks if hit_blocks > coming_blocks else coming_blocks
 
     def derive(self) -> None:
-        """Compute the fields that are derived from load and speeds, after these were set."""
+        """Compute the fields derived from load and speeds, after these were set."""
         profile = self.profile
         speed = self.prefill_tokens_per_s
         if not speed:
@@ -149,24 +150,24 @@ class WorkerView:
         self.seat_s = step_s * (self.num_requests + 1 - seats) / seats if 0 < seats <= self.num_requests else 0.0
 
     def _measured_batch_s(self, step_s: float, decode: DecodeProfile) -> float:
-        """Seconds that the present sequences add to a step."""
+        """Return the seconds that the present sequences add to a step."""
         added_s = decode.sequence_s * self.num_requests + decode.token_s * self.context_tokens
         return max(added_s, LEAST_SHARE_OF_A_SEQUENCE * step_s * self.num_requests)
 
     def prefill_s(self, request: RequestView, hit_blocks: int) -> float:
-        """Estimated time to prefill ``request`` here with ``hit_blocks`` reused."""
+        """Return the estimated time to prefill ``request`` here with ``hit_blocks`` reused."""
         return self.cost.seconds(request.num_tokens, hit_blocks * request.block_tokens)
 
 
 class RequestView(Struct, frozen=True):
-    """A request as routing sees it. ``store_hit_blocks``: leading blocks that the store can give to any worker.
+    """A request as seen by routing. ``store_hit_blocks``: leading blocks that the store can give to any worker.
 
-    ``session`` names the conversation ("" if unknown), ``place`` where the request came in. ``named_blocks`` have a
-    hash and so could be hit: all but, mostly, a partial last one; 0 if that is not known.
-    ``expected_output``: tokens that an answer has on the mean; 0 if that is not known. ``most_output``: tokens that the
-    request lets its own answer have; 0 if that is not known. ``links``: how fast KV travels between places, None where
-    nothing was measured; ``kv_place`` where the request's KV is, once it was prefilled, and ``hidden_s`` for how
-    long it moves on while the prefill still computes.
+    ``session`` names the conversation ("" if unknown), ``place`` is where the request arrived. ``named_blocks`` have a
+    hash and so could be hit: all except, usually, a partial last one; 0 if unknown. ``expected_output``: tokens of an
+    average answer; 0 if unknown. ``most_output``: the request's own limit on its answer, in tokens; 0 if unknown.
+    ``links``: speeds of KV transfers between places, None without measurements; ``kv_place``: the place of the
+    request's KV after its prefill, and ``hidden_s``: seconds for which it is transferred while the prefill still
+    computes.
     """
 
     num_tokens: int
@@ -184,27 +185,27 @@ class RequestView(Struct, frozen=True):
 
     @property
     def judged_share(self) -> float:
-        """The share of JUDGED_TOKENS that the answer will have: one of 8 tokens shares its steps for 8 steps."""
+        """Share of JUDGED_TOKENS that the answer will have: one of 8 tokens shares its steps for 8 steps."""
         expected, most = self.expected_output, self.most_output
         tokens = min(expected, most) if expected and most else expected or most
         return min(1.0, tokens / JUDGED_TOKENS) if tokens else 1.0
 
     @property
     def answer_tokens(self) -> float:
-        """Tokens of a mean answer, for which a seat is taken; JUDGED_TOKENS while nothing is known."""
+        """Tokens of a mean answer, for which a seat is occupied; JUDGED_TOKENS while unknown."""
         return self.expected_output or JUDGED_TOKENS
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the request needs, a partial last one included."""
+        """Number of blocks the request needs, including a partial last one."""
         return -(-self.num_tokens // self.block_tokens)
 
     def link_bytes_per_s(self, source: Place | None, target: Place) -> float:
-        """The speed that was measured between these places; 0 where nothing is known."""
+        """Return the measured speed between these places; 0 if unknown."""
         return self.links.bytes_per_s(source, target) if self.links is not None and source is not None else 0.0
 
     def rest_tokens(self, hit_blocks: int) -> int:
-        """Tokens left to compute behind ``hit_blocks``; the last one is always computed."""
+        """Return the tokens left to compute after ``hit_blocks``; the last one is always computed."""
         return max(1, self.num_tokens - hit_blocks * self.block_tokens)
 
 
@@ -220,7 +221,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class PeerFetch:
-    """A fetch that the prefill worker makes first: the leading ``num_blocks`` that it lacks, from ``source``."""
+    """A fetch that the prefill worker makes first: its missing blocks of the first ``num_blocks``, from ``source``."""
 
     source: InstanceId
     num_blocks: int
@@ -232,11 +233,10 @@ def _nothing() -> tuple[Candidate, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The worker that prefills and the one that decodes (it may be the same), and why.
+    """The prefill worker and the decode worker (possibly the same), and the reasons.
 
-    ``fetch`` is only decided among workers that can fetch from each other; what the store has, a worker fetches by
-    itself. ``explain`` makes the ``candidates`` from the views, so it is right until the next decision is made or
-    a worker reports.
+    ``fetch`` is decided only among workers that can fetch from each other; a worker fetches from the store by itself.
+    ``explain`` builds the ``candidates`` from the views, so it is valid until the next decision or worker report.
     """
 
     prefill: InstanceId
@@ -246,34 +246,34 @@ class Decision:
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """The judgements of each worker for each phase; () of a policy that does not score."""
+        """Judgements of each worker for each phase; () for a policy that does not score."""
         return self.explain()
 
 
 class RoutingPolicy(Protocol):
     """A routing policy.
 
-    ``ranks``: it takes the best worker, so that of very many workers a shortlist of the best-matching and the least
-    loaded ones may be shown to it (``conductor/routing/worker_views.py``).
+    ``ranks``: it takes the best worker, so that with very many workers it may be shown a shortlist of the best-matching
+    and least loaded ones (``conductor/routing/worker_views.py``).
     """
 
     name: str
     ranks: bool
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
-        """Workers for both phases; None if nobody can take one of them."""
+        """Choose workers for both phases; None if no worker can take one of them."""
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
-        """A worker that goes on with KV which is held elsewhere; None if there is none."""
+        """Choose a worker to continue with KV held elsewhere; None if there is none."""
 
 
 class Ranked(list[WorkerView]):
-    """Workers that can do one phase, with what they are ranked by beside them: most need not be looked at themselves.
+    """Workers able to do one phase, with separate ranking data: most need not be examined themselves.
 
     ``waits``, ``batch_times`` and ``token_times`` are each one's ``wait_s``, ``batch_s`` and ``cost.token_s``;
     ``holders`` are the places, ascending, of those that have or will have some of the prompt, ``longest`` is the most
-    blocks of it that one of them has or will have; ``may_fetch`` is False where surely none can fetch from another;
-    nobody loads faster than ``fastest``, in bytes/s; ``place_of`` leads from ids to places.
+    blocks of it on any of them; ``may_fetch`` is False if certainly none can fetch from another; no worker loads faster
+    than ``fastest``, in bytes/s; ``place_of`` maps ids to places.
     """
 
     def __init__(self, workers: Iterable[WorkerView]) -> None:
@@ -288,7 +288,7 @@ class Ranked(list[WorkerView]):
         self.place_of = {w.id: place for place, w in enumerate(self)}
 
     def loaded(self, place: int) -> None:
-        """Take the changed load or speed of the worker at ``place``; the holders are unchanged."""
+        """Apply a changed load or speed of the worker at ``place``; the holders are unchanged."""
         worker = self[place]
         self.waits[place], self.batch_times[place] = worker.wait_s, worker.batch_s
         self.token_times[place] = worker.cost.token_s
@@ -298,7 +298,7 @@ class Ranked(list[WorkerView]):
 
 
 class Shown(list[WorkerView]):
-    """All workers, and those of each phase already sorted out, as WorkerViews keeps them from decision to decision.
+    """All workers, and those of each phase already separated, as cached by WorkerViews from decision to decision.
 
     ``holders``: the places, ascending, of those that have or will have some of the prompt.
     """
@@ -311,24 +311,23 @@ class Shown(list[WorkerView]):
 
 
 def prefillers(workers: Sequence[WorkerView]) -> Ranked:
-    """The workers that may prefill."""
+    """Return the workers that may prefill."""
     return workers.prefill if isinstance(workers, Shown) else Ranked(w for w in workers if w.can_prefill)
 
 
 def decoders(workers: Sequence[WorkerView]) -> Ranked:
-    """The workers that may decode."""
+    """Return the workers that may decode."""
     return workers.decode if isinstance(workers, Shown) else Ranked(w for w in workers if w.can_decode)
 
 
 def place_of_least(scores: Sequence[float] | Sequence[tuple[float, ...]], ties: random.Random) -> int:
-    """The place of the least score. Of equal ones the least draw: conductors side by side do not all take the same.
+    """Return the place of the lowest score. Ties go to the lowest draw, so that parallel conductors choose differently.
 
-    Every score has a draw, needed or not, so that the luck of later requests does not depend on earlier scores.
-    ``scores`` is not empty.
+    Every score has a draw, needed or not, so that later draws do not depend on earlier scores. ``scores`` is not empty.
     """
     least = min(scores)
     if scores.count(least) == 1:
-        ties.getrandbits(_DRAW_BITS * len(scores))  # as far as that many draws, at once
+        ties.getrandbits(_DRAW_BITS * len(scores))  # advances the generator by that many draws at once
         return scores.index(least)
     draw = ties.random
     draws = [draw() for _ in scores]
@@ -336,7 +335,7 @@ def place_of_least(scores: Sequence[float] | Sequence[tuple[float, ...]], ties: 
 
 
 def any_of_least(scores: Sequence[float], ties: random.Random) -> int:
-    """As ``place_of_least``, but draws only among equal scores."""
+    """Like ``place_of_least``, but draws only among equal scores."""
     least = min(scores)
     if scores.count(least) == 1:
         return scores.index(least)
@@ -344,7 +343,7 @@ def any_of_least(scores: Sequence[float], ties: random.Random) -> int:
 
 
 def nearness(one: Place, other: Place) -> float:
-    """1 on one host, 2/3 in one rack, 1/3 in one zone, else 0."""
+    """Return 1 on the same host, 2/3 in the same rack, 1/3 in the same zone, else 0."""
     if one.zone != other.zone:
         return 0.0
     if one.rack != other.rack:

@@ -1,10 +1,10 @@
-"""The choice of the decode worker, which all policies share that look at KV at all; and both phases in one decision.
+"""The choice of the decode worker, shared by all policies that consider KV; and both phases in one decision.
 
-The cost is moving the KV that a worker lacks, as far as that outlasts the prefill (`cost.hand_over_s`), plus what
-every running sequence adds to the steps of this answer (as far as its length is known), plus the wait for a seat
-where none is free, plus a fine where its free blocks do not suffice. The worker that prefills moves nothing. A worker
-that prefills too pays for the copy in its cache besides: the room is some other prefix's, which will have to be
-computed when it is asked for again.
+The cost is the transfer of the KV that a worker lacks, as far as it outlasts the prefill (`base.hand_over_s`), plus the
+time each running sequence adds to the steps of this answer (as far as its length is known), plus the wait for a seat if
+none is free, plus a penalty if its free blocks do not suffice. The worker that prefills moves nothing. A worker that
+also prefills pays for the copy in its cache as well: it displaces some other prefix, which will have to be recomputed
+when requested again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tanghulu.conductor.routing.policies.base import (
 )
 from tanghulu.types import InstanceId
 
-#: Seconds: what waiting or preemption for lack of blocks is taken to cost.
+#: Assumed cost, in seconds, of waiting or preemption for lack of blocks.
 NO_ROOM_FINE_S = 1000.0
-#: A bound is this much higher than it could be, so that rounding never hides an equal cost.
+#: A bound is raised by this much, so that rounding never hides an equal cost.
 _SLACK = 1 + 1e-9
 
 
@@ -51,9 +51,9 @@ def decide(
     explain: Callable[[], Sequence[Candidate]],
     fetch: PeerFetch | None = None,
 ) -> Decision | None:
-    """``prefill`` and the best decode worker once that is known; None if nobody decodes.
+    """Decide on ``prefill`` and the best decode worker for it; None if no worker decodes.
 
-    ``explain`` makes the candidates for prefill.
+    ``explain`` builds the candidates for prefill.
     """
     able = decoders(workers)
     if not able:
@@ -69,7 +69,7 @@ def decide(
 
 
 def moving(request: RequestView, prefill: WorkerView, fetch: PeerFetch | None = None) -> RequestView:
-    """The request as decode workers see it once ``prefill`` is to compute it, behind what it has and can ``fetch``."""
+    """Return the request as seen by decode workers if ``prefill`` computes it after its own blocks and ``fetch``."""
     hit_blocks = max(prefill.match_blocks, request.store_hit_blocks, fetch.num_blocks if fetch is not None else 0)
     behind_s = hidden_s(prefill.prefill_s(request, hit_blocks), request.rest_tokens(hit_blocks))
     kv_place = prefill.place if request.links is not None else None
@@ -77,7 +77,7 @@ def moving(request: RequestView, prefill: WorkerView, fetch: PeerFetch | None = 
 
 
 def decode_costs(request: RequestView, able: Sequence[WorkerView], prefill: InstanceId | None) -> list[float]:
-    """The cost of each of ``able``; ``prefill`` names the one that will have the KV, if any of them."""
+    """Return the cost of each of ``able``; ``prefill`` names the one that will have the KV, if any of them."""
     num_blocks, judged, answer_tokens = request.num_blocks, request.judged_share, request.answer_tokens
     costs = []
     for worker in able:
@@ -94,16 +94,16 @@ def decode_costs(request: RequestView, able: Sequence[WorkerView], prefill: Inst
 
 
 def place_of_least_cost(request: RequestView, able: Ranked, prefill: InstanceId | None, ties: Ties) -> int:
-    """The place in ``able`` of the least of ``decode_costs``, or of any of the least."""
+    """Return the place in ``able`` of the lowest of ``decode_costs``, or of any of the lowest."""
     near = near_places(request, able, prefill)
     return near[any_of_least(decode_costs(request, [able[at] for at in near], prefill), ties.decode)]
 
 
 def near_places(request: RequestView, able: Ranked, prefill: InstanceId | None) -> list[int]:
-    """The places, ascending, of all that could cost least; of 64 that is a handful.
+    """Return the places, ascending, of all that could cost least; out of 64 that is a handful.
 
-    That is those who hold some of the prompt or have prefilled it, and of the others, who have to move all of it, those
-    that with the fastest link would cost no more than the worker with the smallest batch does.
+    These are the workers that hold some of the prompt or have prefilled it, and of the others, which have to move all
+    of it, those that with the fastest link would cost no more than the worker with the smallest batch.
     """
     batch_times, judged = able.batch_times, request.judged_share
     least = batch_times.index(min(batch_times))
@@ -119,31 +119,31 @@ def near_places(request: RequestView, able: Ranked, prefill: InstanceId | None) 
 
 
 def _move_s(request: RequestView, num_blocks: int, bytes_per_s: float) -> float:
-    """Seconds that moving so many of the request's blocks takes beyond its prefill."""
+    """Return the seconds by which moving ``num_blocks`` of the request outlasts its prefill."""
     block_tokens = request.block_tokens
     token_s = request.block_bytes / block_tokens / bytes_per_s
     return hand_over_s(num_blocks * block_tokens, token_s, request.hidden_s)
 
 
 def _move_bytes_per_s(request: RequestView, worker: WorkerView) -> float:
-    """The speed from the KV's place: as measured between the places, else as fast as the worker loads anything."""
+    """Return the speed from the KV's place: as measured between the places, else the worker's general load speed."""
     measured = request.link_bytes_per_s(request.kv_place, worker.place)
     return measured or worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S
 
 
 def _copy_s(request: RequestView, worker: WorkerView) -> float:
-    """The cost of what a copy displaces at a worker whose cache serves prefills: taken to be the computing it saved."""
+    """Return the cost of displacing cached blocks at a worker that also prefills: the computing they saved."""
     return worker.prefill_s(request, worker.hit_blocks) if worker.can_prefill else 0.0
 
 
 def best_decode(request: RequestView, workers: Sequence[WorkerView], ties: Ties) -> InstanceId | None:
-    """The decode worker of least cost, none of which prefilled; None if there is none."""
+    """Return the decode worker of least cost, none of which prefilled; None if there is none."""
     able = decoders(workers)
     return able[place_of_least_cost(request, able, None, ties)].id if able else None
 
 
 def decode_candidates(request: RequestView, able: Sequence[WorkerView], prefill: InstanceId | None) -> list[Candidate]:
-    """``decode_costs`` for people."""
+    """Return ``decode_costs`` for people."""
     costs = decode_costs(request, able, prefill)
     return [_candidate(request, w, w.id == prefill, cost_s) for w, cost_s in zip(able, costs, strict=True)]
 

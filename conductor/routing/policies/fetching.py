@@ -1,7 +1,7 @@
-"""The ways in which a worker could get a longer prefix than its own: from the store, or from the best holder.
+"""Ways for a worker to get a longer prefix than its own: from the store, or from the best holder.
 
-Pure arithmetic for policies. A fetch runs while the request waits in the queue, so it costs only what outlasts the
-wait; nothing is fetched that would be computed sooner.
+Pure arithmetic for policies. A fetch runs while the request waits in the queue, so only the part that outlasts the wait
+counts; nothing is fetched that could be computed sooner.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ttft_s = operator.attrgetter("ttft_s")
 
 
 class Start(Struct, frozen=True):
-    """A way to begin a prefill: seconds until it can, then seconds of computing, with ``hit_blocks`` reused."""
+    """A way to begin a prefill: seconds until it can start, then seconds of computing, with ``hit_blocks`` reused."""
 
     wait_s: float
     compute_s: float
@@ -39,10 +39,10 @@ class Start(Struct, frozen=True):
 
 
 def best_source(workers: Sequence[WorkerView]) -> WorkerView | None:
-    """The worker that holds the longest prefix (being computed does not count), None if nobody holds any.
+    """Return the worker with the longest prefix (blocks being computed do not count), None if there is none.
 
-    Any worker: one that decodes has what it was asked to go on with, and its answers. Of equals the one whose NIC is
-    free first, or fell idle first: so the work of sending goes round the copies of a hot prefix, and all of them stay
+    Any worker qualifies: one that decodes has the KV it continued from, and its answers. Among equals, the one whose
+    NIC is free first, or became idle first: so sending rotates among the copies of a hot prefix, and all of them stay
     recently used.
     """
     holders = [workers[at] for at in workers.holders] if isinstance(workers, Shown) else workers
@@ -51,7 +51,7 @@ def best_source(workers: Sequence[WorkerView]) -> WorkerView | None:
 
 
 def peer_fetch_s(request: RequestView, source: WorkerView, target: WorkerView) -> float:
-    """Time until ``target`` has the blocks that ``source`` holds beyond its own."""
+    """Return the time until ``target`` has the blocks that ``source`` holds beyond its own."""
     num_blocks = source.hit_blocks - target.match_blocks
     taken_s = max(0.0, source.send_wait_s, target.receive_wait_s)
     bytes_per_s = request.link_bytes_per_s(source.place, target.place) or target.peer_bytes_per_s
@@ -59,7 +59,7 @@ def peer_fetch_s(request: RequestView, source: WorkerView, target: WorkerView) -
 
 
 def nearest_source(request: RequestView, workers: Sequence[WorkerView], target: WorkerView) -> WorkerView | None:
-    """As ``best_source``, but of equally good holders the one from which ``target`` has the prefix soonest."""
+    """Like ``best_source``, but of equally good holders return the one from which ``target`` has the prefix soonest."""
     best = best_source(workers)
     if best is None or request.links is None or not can_fetch(best, target):
         return best
@@ -69,20 +69,20 @@ def nearest_source(request: RequestView, workers: Sequence[WorkerView], target: 
 
 
 def can_fetch(source: WorkerView | None, target: WorkerView) -> bool:
-    """Return whether ``source`` has something for ``target``, and a way to send it."""
+    """Return whether ``source`` has blocks for ``target``, and a way to send them."""
     if source is None or target.peer_bytes_per_s == 0 or source.id == target.id:
         return False
     return source.hit_blocks > target.match_blocks
 
 
 def own_start(request: RequestView, worker: WorkerView) -> Start:
-    """The start with the blocks at the worker, or that will be there when its turn comes."""
+    """Return the start with the blocks at the worker now or by the time its turn comes."""
     hit_blocks = worker.match_blocks
     return Start(worker.wait_s, worker.prefill_s(request, hit_blocks), hit_blocks)
 
 
 def starts(request: RequestView, worker: WorkerView, source: WorkerView | None) -> list[Start]:
-    """All ways that ``worker`` could begin; fetching from ``source`` or from the store only where that is possible."""
+    """Return all ways for ``worker`` to begin; fetching from ``source`` or from the store only where possible."""
     ways = [own_start(request, worker)]
     if source is not None and can_fetch(source, worker):
         fetch_s = peer_fetch_s(request, source, worker)
@@ -98,5 +98,5 @@ def starts(request: RequestView, worker: WorkerView, source: WorkerView | None) 
 
 
 def best_start(request: RequestView, worker: WorkerView, source: WorkerView | None) -> Start:
-    """Of ``starts`` the one with the least TTFT; of equals the one that moves least."""
+    """Return the one of ``starts`` with the lowest TTFT; among equals, the one that moves least."""
     return min(starts(request, worker, source), key=_ttft_s)

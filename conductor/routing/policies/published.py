@@ -1,28 +1,28 @@
-"""Policies of papers and of other systems, to compare with and for those who come from there.
+"""Policies from papers and other systems, for comparison and for users coming from there.
 
 **linear**: alpha * hit + beta * (1 - load) + gamma * nearness, the highest wins.
 
 ``hit`` is the share of the prompt's named blocks that the worker has or will have, ``load`` its queue over the longest
-queue among the workers, ``nearness`` how near it stands to where the request came in (1 same host, 2/3 same rack, 1/3
-same zone). Gamma is small: nearness decides among workers that are about equal, and never moves a warm prompt to a cold
+queue among the workers, ``nearness`` its distance class from the request's entry point (1 same host, 2/3 same rack, 1/3
+same zone). Gamma is small: nearness decides between roughly equal workers, and never moves a warm prompt to a cold
 worker. Example with alpha = beta = 0.5, gamma = 0.05: A holds 60 % and has the longest queue, far away: 0.3. B holds
-nothing and is half as loaded, in the same rack: 0.25 + 0.033 = 0.283. A it is.
+nothing and is half as loaded, in the same rack: 0.25 + 0.033 = 0.283. A wins.
 
-**dynamo**: a cost like that of NVIDIA Dynamo's KV router.
+**dynamo**: a cost modelled on NVIDIA Dynamo's KV router.
 
     cost = overlap_weight * (queued + new prefill tokens) / block_tokens + active blocks with the request
 
-New tokens are those behind the worker's own prefix; blocks that only the store has are credited by ``store_credit``
-(0: not at all, 1: like own ones). With temperature 0 the least cost wins; above it a worker is drawn by softmax over
-the negative costs, normalised to 0..1. Example, blocks of 64: A has 40 of 100 blocks, 640 queued tokens, 200 active
-blocks of which the request's 40 are some: 60 + 10 + 260 = 330. B is idle and empty: 100 + 0 + 100 = 200. B it is.
+New tokens are those after the worker's own prefix; blocks that only the store has are credited by ``store_credit`` (0
+ignores them, 1 counts them like own ones). With temperature 0 the least cost wins; above it a worker is drawn by
+softmax over the negative costs, normalised to 0..1. Example, blocks of 64: A has 40 of 100 blocks, 640 queued tokens,
+200 active blocks including the request's 40: 60 + 10 + 260 = 330. B is idle and empty: 100 + 0 + 100 = 200. B wins.
 
 **mooncake**: Algorithm 1 of Mooncake (FAST'25): least queue + transfer + prefill, with cache load balancing.
 
 A worker whose own prefix is shorter than the best one by more than a threshold factor fetches the best prefix, and so
-replicates hot prefixes without further bookkeeping; any other computes what it lacks. As in the paper the transfer
-adds to the queue instead of running beside it. Example with threshold 1.5: the best holder has 30 blocks; a worker with
-20 (30 <= 20 * 1.5) computes 10 blocks itself, a worker with 19 is sent 11.
+replicates hot prefixes without further bookkeeping; any other computes its missing blocks. As in the paper, the
+transfer adds to the queue instead of overlapping it. Example with threshold 1.5: the best holder has 30 blocks; a
+worker with 20 (30 <= 20 * 1.5) computes 10 blocks itself, a worker with 19 fetches 11.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Dynamo:
         return best_decode(request, workers, self._ties)
 
     def _parts(self, request: RequestView, able: Sequence[WorkerView]) -> list[tuple[float, float]]:
-        """(prefill blocks, active blocks) of each."""
+        """Return (prefill blocks, active blocks) of each."""
         num_tokens, block_tokens, num_blocks = request.num_tokens, request.block_tokens, request.num_blocks
         in_store, credit = request.store_hit_blocks, self._store_credit
         parts = []
@@ -96,7 +96,7 @@ class Dynamo:
         return parts
 
     def _draw(self, costs: list[float]) -> int:
-        """A place by softmax over the negative costs."""
+        """Draw a place by softmax over the negative costs."""
         low, high = min(costs), max(costs)
         if high == low:
             return self._ties.prefill.randrange(len(costs))
@@ -141,7 +141,7 @@ class LinearPolicy:
         return best_decode(request, workers, self._ties)
 
     def _parts(self, request: RequestView, able: Sequence[WorkerView]) -> list[tuple[float, float, float]]:
-        """(hit, load, nearness) of each."""
+        """Return (hit, load, nearness) of each."""
         longest_s, num_blocks, place = (
             max(_LEAST_S, *[w.wait_s for w in able]),
             request.named_blocks or request.num_blocks,
@@ -159,7 +159,7 @@ _TIME_TERMS = ("queue_s", "fetch_s", "compute_s", "hit_blocks")
 
 
 class Mooncake:
-    """Algorithm 1. ``balance_threshold``: how much longer the best prefix must be before it is fetched, a factor."""
+    """Algorithm 1. ``balance_threshold``: factor by which the best prefix must be longer before it is fetched."""
 
     name = "mooncake"
     ranks = True
@@ -193,7 +193,7 @@ class Mooncake:
     def _start(
         self, request: RequestView, worker: WorkerView, source: WorkerView | None
     ) -> tuple[float, float, float, int, bool]:
-        """(queue, fetch, prefill in s, blocks reused, whether they are fetched from ``source``)."""
+        """Return (queue, fetch, prefill in s, blocks reused, whether they are fetched from ``source``)."""
         hit_blocks, fetch_s, fetches = worker.match_blocks, 0.0, False
         if source is not None and source.hit_blocks > hit_blocks * self._threshold and can_fetch(source, worker):
             fetches, fetch_s, hit_blocks = True, peer_fetch_s(request, source, worker), source.hit_blocks

@@ -1,4 +1,4 @@
-"""The policies by the name that ``--policy`` gives, and the options that they know."""
+"""The policies by their ``--policy`` names, and their options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tanghulu.conductor.routing.policies.ttft_min import TtftMin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOptions:
-    """The options of all policies; each takes those that concern it. See the policies' modules."""
+    """Options of all policies; each uses those that apply to it. See the policies' modules."""
 
     replica_weight: float = 1.0
     load_weight: float = 6.0
@@ -39,19 +39,19 @@ POLICIES: dict[str, Callable[[PolicyOptions], RoutingPolicy]] = {
     PowerOfTwo.name: lambda o: PowerOfTwo(o.seed),
 }
 AFFINITY = "+session-affinity"
-#: All names: every policy, alone and with the modifier.
+#: All names: every policy, with and without the modifier.
 POLICY_NAMES = (*POLICIES, *(name + AFFINITY for name in POLICIES))
-#: Those whose decisions say what to fetch from whom.
+#: Policies whose decisions include fetches between workers.
 _FETCHING = (TtftMin.name, Mooncake.name)
 _DEFAULTS = PolicyOptions()
 
 
 def make_policy(name: str, options: PolicyOptions = _DEFAULTS) -> RoutingPolicy:
-    """A fresh policy; ``name`` is one of POLICY_NAMES (the configuration has checked it)."""
+    """Create a policy; ``name`` is one of POLICY_NAMES (checked by the configuration)."""
     policy = POLICIES[name.removesuffix(AFFINITY)](options)
     return SessionAffinity(policy, options.patience_s) if name.endswith(AFFINITY) else policy
 
 
 def decides_fetch(name: str) -> bool:
-    """Return whether the decisions of the policy called ``name`` say what to fetch from another worker."""
+    """Return whether decisions of the policy called ``name`` include fetches from other workers."""
     return name.removesuffix(AFFINITY) in _FETCHING

@@ -1,10 +1,10 @@
-"""Policies that do not look at the prompt: in turn, at random, of two the less loaded, the least loaded. Baselines.
+"""Policies that ignore the prompt: in turn, random, the less loaded of two, the least loaded. Baselines.
 
 Session affinity, a modifier of any policy: a conversation stays where its last turn was prefilled.
 
-It leaves when the worker is gone or when its queue is longer than the shortest one by more than ``patience_s``. The
-memory is bounded: beyond ``MAX_SESSIONS`` the sessions unused for longest are forgotten. Requests without a session
-name are the inner policy's alone.
+It moves if the worker has left or its queue is longer than the shortest one by more than ``patience_s``. The memory is
+bounded: beyond ``MAX_SESSIONS``, the sessions unused for longest are forgotten. Requests without a session name are
+left to the inner policy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _id = operator.attrgetter("id")
 
 
 class _OneByOne(ABC):
-    """A policy that picks for each phase by itself."""
+    """A policy that chooses for each phase separately."""
 
     ranks = False
 
@@ -43,7 +43,7 @@ class _OneByOne(ABC):
         if not prefill or not decode:
             return None
         first = self._prefill(prefill)
-        # A worker that does both keeps its request: moving KV would buy nothing here.
+        # A worker that does both keeps its request: moving KV would gain nothing here.
         return Decision(first.id, first.id if first.can_decode else self._decode(decode).id)
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
@@ -58,7 +58,7 @@ class _OneByOne(ABC):
 
 
 class RoundRobin(_OneByOne):
-    """Each worker in turn, by id; remembers the last one's id, so that comings and goings do no harm."""
+    """Each worker in turn, by id; remembers the last one's id, so that arrivals and departures do no harm."""
 
     name = "round-robin"
 
@@ -98,7 +98,7 @@ class Random(_OneByOne):
 
 
 class PowerOfTwo(_OneByOne):
-    """Of two workers drawn from a seeded generator the less loaded one: nearly balanced, and few are looked at.
+    """The less loaded of two workers drawn from a seeded generator: nearly balanced, and few are examined.
 
     (Mitzenmacher, "The power of two choices in randomized load balancing", 2001.)
     """
@@ -120,7 +120,7 @@ class PowerOfTwo(_OneByOne):
 
 
 class LeastLoaded:
-    """The worker with the shortest queue, of equal ones with the fewest requests; the fewest requests (decode)."""
+    """The worker with the shortest queue, and among equals the fewest requests; for decode, the fewest requests."""
 
     name = "least-loaded"
     ranks = True
@@ -159,7 +159,7 @@ MAX_SESSIONS = 65_536
 
 
 class SessionAffinity:
-    """Remembers each session's worker; asks ``inner`` for everything else."""
+    """Remembers each session's worker; delegates everything else to ``inner``."""
 
     def __init__(self, inner: RoutingPolicy, patience_s: float = 2.0, max_sessions: int = MAX_SESSIONS) -> None:
         assert max_sessions > 0
@@ -171,7 +171,7 @@ class SessionAffinity:
         self._homes: OrderedDict[str, InstanceId] = OrderedDict()
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
-        """The session's worker while it is there and not far behind; else the inner policy's choice, remembered."""
+        """Choose the session's worker while available and not far behind; else remember the inner policy's choice."""
         home = self._home(request, prefillers(workers)) if request.session else None
         if home is not None:
             workers = [w for w in workers if w.id == home.id or not w.can_prefill or w.can_decode]

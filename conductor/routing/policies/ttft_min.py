@@ -2,32 +2,32 @@
 
     TTFT = max(queue, fetch) + prefill of the rest
 
-with the longest prefix that is at the worker, is being computed there for a request in front, or can be fetched from
+with the longest prefix that is at the worker, is being computed there for an earlier request, or can be fetched from
 the best other holder or from the store, where fetching pays. (After Mooncake, FAST'25, algorithm 1; there a fetch adds
 to the queue, and blocks that are still being computed do not count.)
 
 Example: 6400 tokens in blocks of 64, 2 MiB a block, 10 000 tokens/s. Worker A is idle and holds 20 blocks: (6400 -
 1280) / 10 000 = 0.51 s. Worker B holds 90 but has 8000 tokens in its queue: 0.8 + 0.064 = 0.86 s. With all 100 blocks
-in the store at 2 GB/s A fetches 80 blocks in 0.08 s and computes one token: 0.08 s. A it is.
+in the store at 2 GB/s A fetches 80 blocks in 0.08 s and computes one token: 0.08 s. A wins.
 
-A prefix that is fetched from another worker is held twice from then on, and the room that the copy takes was some other
-prefix's, which will have to be computed when it is asked for again. So a copy is charged what it saves, times
-``replica_weight``: with 1, workers are ranked as if nobody could fetch and the one
-that was chosen fetches where that pays. In replay near saturation this spares about 60 % of the copies and
-takes a tenth off the mean TTFT (docs/design/0007). What comes from the store is charged nothing: it stays there.
+A prefix fetched from another worker is held twice from then on, and the copy displaces some other prefix, which will
+have to be recomputed when requested again. So a copy is charged the time it saves, times ``replica_weight``: with 1,
+workers are ranked as if none could fetch, and the chosen one fetches where that pays. In replay near saturation this
+avoids about 60 % of the copies and reduces the mean TTFT by a tenth (docs/design/0007). Fetches from the store are not
+charged: the original stays there.
 
-A worker that computes keeps everybody waiting who comes behind, and nobody has come yet when the choice is made. So
-every second of computing counts ``load_weight`` times more than once: a worker that has the prefix is worth waiting for
-longer than the one request alone would wait. With 0 a short queue elsewhere draws requests away from what they could
-reuse, caches fill with copies, and near saturation all compute everything: without fetches the conversation trace has a
-mean TTFT of 50 s so, of 17.7 s with 1, 8.6 s with 3, 3.6 s with 6 and 3.4 s with 12 (with fetches 2.70 s and 2.60 to
-2.64 s). Example: A is idle and would compute for 0.5 s, B has the prefix, 0.9 s of queue and 0.05 s of rest. Alone the
-request starts sooner at A, 0.5 s against 0.95; with 6 the scores are 3.5 and 1.25, and it waits for B.
+A computing worker delays all later requests, which have not arrived yet when the choice is made. So every second of
+computing counts ``load_weight`` times in addition: a worker that has the prefix is worth a longer wait than the request
+by itself would accept. With 0, a short queue elsewhere draws requests away from their reusable prefixes, caches fill
+with copies, and near saturation every worker computes everything: without fetches, the conversation trace then has a
+mean TTFT of 50 s, 17.7 s with 1, 8.6 s with 3, 3.6 s with 6 and 3.4 s with 12 (with fetches 2.70 s and 2.60 to 2.64 s).
+Example: A is idle and would compute for 0.5 s, B has the prefix, 0.9 s of queue and 0.05 s of rest. By itself the
+request would start sooner at A, 0.5 s against 0.95; with 6 the scores are 3.5 and 1.25, and it waits for B.
 
-A worker that decodes too has a limited number of seats, and the sequences of a batch slow each other. So it is charged
-what its batch adds to the request's decoding and the request to the batch's, and the wait for a seat if none is free.
-This spreads a burst behind one cached prefix. Example: A holds the prefix and runs 20 sequences, each adding 1 ms to a
-step: 2 * 64 * 20 * 1 ms = 2.6 s. B is idle and can fetch the prefix, a copy charged 2.4 s: B it is.
+A worker that also decodes has a limited number of seats, and the sequences of a batch slow each other. So it is charged
+the time its batch adds to the request's decoding and the request to the batch's, plus the wait for a seat if none is
+free. This spreads a burst behind one cached prefix. Example: A holds the prefix and runs 20 sequences, each adding 1 ms
+to a step: 2 * 64 * 20 * 1 ms = 2.6 s. B is idle and can fetch the prefix, a copy charged 2.4 s: B wins.
 """
 
 from __future__ import annotations
@@ -57,16 +57,14 @@ from tanghulu.conductor.routing.policies.fetching import (
 )
 from tanghulu.types import InstanceId
 
-#: A batch slows a request that joins it, and the request slows each of the batch by as much as one of them slows it.
+#: A batch slows a joining request, and the request slows each sequence of the batch by as much as one of them slows it.
 BOTH_SIDES = 2
-#: The floor of computing is this much lower than it could be, so that rounding never hides an equal score.
+#: The lower bound of computing is reduced by this much, so that rounding never hides an equal score.
 _SLACK = 1 - 1e-9
 
 
 class _Scores:
-    """Scores of one request's workers: ``best_start`` without its objects, with the charges for copy, load, batch and
-    room.
-    """
+    """Scores of one request's workers: ``best_start`` without its objects, plus copy, load, batch and room charges."""
 
     def __init__(self, request: RequestView, source: WorkerView | None, weight: float, load_weight: float) -> None:
         self._request, self._source, self._weight, self._load_weight = request, source, weight, load_weight
@@ -75,7 +73,7 @@ class _Scores:
         self._batch_weight, self._answer_tokens = BOTH_SIDES * request.judged_share, request.answer_tokens
 
     def of(self, worker: WorkerView) -> float:
-        """The score of one worker."""
+        """Return the score of one worker."""
         request, match, wait_s, load_weight = self._request, worker.match_blocks, worker.wait_s, self._load_weight
         own_s = worker.prefill_s(request, match)
         least_s, charge_s = wait_s + own_s, load_weight * own_s
@@ -96,11 +94,11 @@ class _Scores:
         return score + NO_ROOM_FINE_S if worker.blocks_free < self._num_blocks - worker.hit_blocks else score
 
     def that_could_win(self, able: Ranked) -> list[float]:
-        """The scores; infinity for workers that wait so long that they cannot have the least.
+        """Return the scores; infinity for workers whose wait rules out the lowest score.
 
-        The idlest worker is looked at first, then holders, then any other. Of them all only those that wait less than
-        the least score so far by what computing costs them at least: a holder with the longest prefix that anybody has
-        or could fetch, any other one with the longest that it could fetch, at the speed of the fastest.
+        The idlest worker is examined first, then holders, then all others. Each is scored only if its wait plus its
+        minimum computing cost is below the lowest score so far; that minimum assumes, for a holder, the longest prefix
+        that any worker has or could fetch, for any other the longest it could fetch, at the speed of the fastest.
         """
         waits, times = able.waits, able.token_times
         scores = [math.inf] * len(able)
@@ -118,7 +116,7 @@ class _Scores:
         return scores
 
     def _least_compute_s(self, hit_blocks: int) -> float:
-        """A lower bound on computing and its charge, for each second that a token takes, rounded down.
+        """Return a lower bound on computing and its charge, per second that a token takes, rounded down.
 
         ``hit_blocks`` of the prompt, or more if the store has more, need not be computed.
         """
@@ -127,7 +125,7 @@ class _Scores:
 
 
 class TtftMin:
-    """Least estimated time to the first token, with charges for copies between workers and for the load it makes."""
+    """Least estimated time to the first token, with charges for copies between workers and for the load it causes."""
 
     name = "ttft-min"
     ranks = True
@@ -138,7 +136,7 @@ class TtftMin:
         self._ties = Ties(seed)
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
-        """The best pair; the decode worker is chosen once the prefill worker is known."""
+        """Choose the best pair; the decode worker is chosen once the prefill worker is known."""
         able = prefillers(workers)
         if not able:
             return None
