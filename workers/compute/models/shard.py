@@ -1,9 +1,9 @@
-"""One tensor-parallel rank's share of a model, and how the ranks add up what each computed.
+"""One tensor-parallel rank's share of a model, and the summation of the ranks' results.
 
-Heads and the intermediate width are split by rows of Q, K, V, gate and up; the output and down projections by
-columns, so that each rank holds a summand of the result and one sum a product makes it whole. (Megatron-LM,
-https://arxiv.org/abs/1909.08053.) Example: 9 heads, 3 KV heads, 3 ranks: rank 1 has heads 3..5 and KV head 1.
-The embedding is whole everywhere; the head's rows are shared out and rank 0 gathers the logits.
+Heads and the intermediate width are split by rows of Q, K, V, gate and up; the output and down projections by columns,
+so that each rank holds a summand of the result and one sum a product makes it whole. (Megatron-LM,
+https://arxiv.org/abs/1909.08053.) Example: 9 heads, 3 KV heads, 3 ranks: rank 1 has heads 3..5 and KV head 1. The
+embedding is whole everywhere; the head's rows are divided and rank 0 gathers the logits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Shard:
     size: int = 1
 
     def own(self, count: int) -> slice:
-        """This rank's run of ``count`` things, which ``size`` divides."""
+        """Return this rank's run of ``count`` items, which ``size`` divides."""
         each = count // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
