@@ -28,8 +28,7 @@ class StagedSlots:
         return piece.buffer.size_bytes > STAGED_BYTES or bool(self._free)
 
     def take(self, piece: Slice) -> int | None:
-        """Return a slot for the slice, holding a WRITE's bytes; None for a large buffer. Call ``has_room_for``
-        first."""
+        """Return a slot for the slice, holding a WRITE's bytes; None for a large buffer. See ``has_room_for`` first."""
         if piece.buffer.size_bytes > STAGED_BYTES:
             return None
         slot = self._free.pop()

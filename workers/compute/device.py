@@ -43,8 +43,7 @@ class CpuFeatures:
 
     @classmethod
     def of(cls, flags: Collection[str]) -> CpuFeatures:
-        """Return those of a CPU with the instructions ``flags``, named as in /proc/cpuinfo, under this process's
-        torch."""
+        """Return those of a CPU with the instructions ``flags``, named as in /proc/cpuinfo, under this torch."""
         return cls(
             native_bfloat16=not _BFLOAT16_FLAGS.isdisjoint(flags),
             has_fbgemm="fbgemm" in torch.backends.quantized.supported_engines,

@@ -96,8 +96,7 @@ def to_rows(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def from_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the content of ``rows`` [..., head_items] of a cache as ``dtype`` [..., head_dim]; no copy if they have
-    it.
+    """Return the content of ``rows`` [..., head_items] of a cache as ``dtype`` [..., head_dim], copied if needed.
 
     In int8, rows must lie as they do in the cache: their scales are read in place.
     """

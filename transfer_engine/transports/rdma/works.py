@@ -41,8 +41,7 @@ class WorkCompletion(NamedTuple):
 
 
 def which_tell(lengths: Sequence[int]) -> list[bool]:
-    """Choose the works of one chain that signal their end. Example of 1 MiB each: all; 64 KiB: every 8th and the
-    last."""
+    """Choose works of one chain that signal their end. Example of 1 MiB each: all; 64 KiB: every 8th and the last."""
     signalled: list[bool] = []
     num_works = num_bytes = 0
     for length in lengths:

@@ -143,8 +143,7 @@ class TcpLink(WiredLink[TcpStream]):
         remote_offset: int,
         timeout_s: float,
     ) -> bool:
-        """Move one plain slice, fast if the path's stream is idle; return whether it arrived. If not, call
-        ``resume``."""
+        """Move one plain slice, fast if the path's stream is idle; return whether it arrived. If not, ``resume``."""
         stream = self._connections.get(path)
         if stream is None or stream.num_fences < self._fences.num_added:
             return False

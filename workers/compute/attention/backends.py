@@ -66,8 +66,7 @@ def can(name: str, needs: AttentionNeeds) -> str | None:
 
 
 def pick_attention(name: str, needs: AttentionNeeds) -> AttentionBackend:
-    """Make the backend ``name``, or with ``auto`` the best that serves ``needs``; raises ConfigError with the
-    reason."""
+    """Make the backend ``name``, or with ``auto`` the best for ``needs``; raises ConfigError with the reason."""
     if name not in ATTENTION_NAMES:
         raise ConfigError(f"--attention {name!r} is unknown; choose {', '.join(ATTENTION_NAMES)}")
     reasons: dict[str, str] = {}

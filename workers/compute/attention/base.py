@@ -174,8 +174,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _PrefillRun:
-    """One sequence's run of several tokens, attended to in pieces, so that few causally hidden products are
-    computed."""
+    """One sequence's run of several tokens, attended to in pieces, so that few causally hidden products are made."""
 
     span: SequenceSpan
     gather: Gather

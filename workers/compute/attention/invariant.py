@@ -82,8 +82,7 @@ class _Tiles:
 
     @classmethod
     def of(cls, first: int, positions: np.ndarray, tiles: np.ndarray, heads: _Heads, device: torch.device) -> Self:
-        """Return queries number ``first`` and after, at ``positions`` of one span, in ``tiles``: a tile number for
-        each.
+        """Return queries number ``first`` and after, at ``positions`` of one span, in ``tiles``: a tile number each.
 
         ``tiles`` counts from 0 without gaps; queries with one number share a tile.
         """

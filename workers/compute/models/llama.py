@@ -109,8 +109,7 @@ class LlamaModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KvTensors) -> torch.Tensor:
-        """Compute ``batch``, writing its KV to ``cache``; return the requested logits, float32 [L, vocab] (on rank
-        0)."""
+        """Compute ``batch``, writing its KV to ``cache``; return requested logits, float32 [L, vocab], on rank 0."""
         # No tensor here is of a class that replaces torch's functions; looking for one costs 10 us per product.
         with torch._C.DisableTorchFunctionSubclass():
             return self._forward(batch, cache)

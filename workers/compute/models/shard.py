@@ -30,13 +30,13 @@ class Shard:
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def total(self, summand: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' ``summand``, in place; every rank must call it."""
+        """Add up all ranks' ``summand``, in place; every rank must call it."""
         if self.size > 1:
             dist.all_reduce(summand)
         return summand
 
     def gather_columns(self, part: torch.Tensor) -> torch.Tensor:
-        """On rank 0 all ranks' ``part`` [L, columns] side by side; elsewhere nothing. Every rank must call it."""
+        """Return on rank 0 all ranks' ``part`` [L, columns] side by side; elsewhere none. Every rank must call it."""
         if self.size == 1 or len(part) == 0:
             return part
         parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else None
@@ -49,7 +49,7 @@ WHOLE = Shard()
 
 
 def require_split(config: ModelConfig, size: int) -> None:
-    """Raise ConfigError that says which figure of ``config`` does not go into ``size`` ranks."""
+    """Raise ConfigError that names the figure of ``config`` not divisible among ``size`` ranks."""
     if size < 1:
         raise ConfigError(f"--tp is {size}; it must be at least 1")
     counts = [(config.num_heads, "attention heads"), (config.num_kv_heads, "KV heads")]
