@@ -23,7 +23,8 @@ _IFF_LOOPBACK = 0x8
 
 
 def discover(net: Path = _NET, nodes: Path = _NODES, pci: Path = _PCI) -> Topology:
-    """Return this network namespace's devices with their first IPv4 (else IPv6) address, and the matrix.
+    """Return this network namespace's devices with their first IPv4 (else IPv6) address, and the matrix by NUMA node
+    and GPU.
     """
     devices = tuple(_device(folder) for folder in sorted(net.iterdir()) if (folder / "flags").exists())
     numbers = sorted(int(each.name[4:]) for each in nodes.glob("node[0-9]*")) or [0]

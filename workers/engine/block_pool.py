@@ -155,8 +155,7 @@ class BlockPool:
             references[block] += 1
 
     def begin_transfer(self, blocks: Sequence[int]) -> None:
-        """Give the held, uncommitted ``blocks`` to a transfer that writes them, their sole owner until
-        `end_transfer`."""
+        """Give the held, uncommitted ``blocks`` to a transfer, which writes and solely owns them to `end_transfer`."""
         for block in blocks:
             assert self._references[block] == 1, f"block {block} has {self._references[block]} holders"
             assert self._hashes[block] is None, f"block {block} is committed"

@@ -53,8 +53,7 @@ class KvLayout:
 
     @classmethod
     def of(cls, config: ModelConfig, block_tokens: int, dtype: str, num_parts: int = 1) -> KvLayout:
-        """Return the layout of ``config``'s cache; ``dtype`` is one of `ITEM_BYTES`, ``num_parts`` divides the KV
-        heads.
+        """Return the layout of ``config``'s cache; ``dtype`` is in `ITEM_BYTES`, ``num_parts`` divides the KV heads.
 
         Raises ConfigError if heads of this width cannot be kept in int8.
         """

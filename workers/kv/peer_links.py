@@ -98,8 +98,7 @@ class PeerLinks:
             raise
 
     def use_open(self, instance: str, use: Callable[[PeerLink], None]) -> None:
-        """Call ``use`` with the link to ``instance`` if there is a usable one; opens none. Raises what ``use``
-        raises."""
+        """Call ``use`` with the link to ``instance`` if a usable one is open; opens none. Raises what ``use`` does."""
         with self._lock:
             place = self._places.get(instance)
             link = self._lend(place.link) if place is not None else None
@@ -268,8 +267,7 @@ class SilenceWatch:
 
     @contextlib.contextmanager
     def over(self, connection: FastConnection, cancel: Callable[[], None]) -> Iterator[list[NodeUnavailable]]:
-        """Call ``cancel``, from another thread, if ``connection`` is lost inside the block; yields a list for the
-        reason."""
+        """Call ``cancel``, from another thread, if ``connection`` is lost inside the block; yields a list for why."""
         key, reasons = object(), list[NodeUnavailable]()
         with self._lock:
             self._watched[key] = connection, cancel, reasons

@@ -254,7 +254,7 @@ class PeerReader:
 def _release(link: PeerLink, export_id: int, bytes_read: int, *, keep: bool = False) -> None:
     request = ExportReleaseRequest(export_id, bytes_read, keep)
     deadline_s = RELEASE_S if keep else DEADLINE_S
-    link.connection.post(EXPORT_RELEASE.call(request), deadline_s=deadline_s)  # a lost one takes effect by its time limit
+    link.connection.post(EXPORT_RELEASE.call(request), deadline_s=deadline_s)  # a lost one ends by its time limit
 
 
 def _shown(pins: Sequence[_Pin], outcomes: Sequence[Reply[ExportPinReply] | TanghuluError]) -> _Shown:

@@ -200,7 +200,7 @@ class PeerServer:
         self._require_known(peer, request.fingerprint)
         export = self._exports.get(request.export_id)
         if request.first_block:
-            self._drop_leases(request.export_id, peer.state)  # a reader that returns for more has read its earlier blocks
+            self._drop_leases(request.export_id, peer.state)  # a reader returning for more has read the earlier blocks
         wanted = export.kv.block_ids[request.first_block :]
         return await self._pinned(peer, export, wanted[: request.max_blocks or None])
 

@@ -31,15 +31,14 @@ class BlockPort(Protocol):
     """Blocks as buffers of bytes; called from threads that may block, blocks belonging to the caller meanwhile."""
 
     def fill(self, block_ids: Sequence[int], move: Move) -> int:
-        """Let ``move`` write the blocks, in order and perhaps some at a time; return the number of leading ones
-        written.
+        """Let ``move`` write the blocks, in order and perhaps some at a time; return the number of leading ones done.
 
         Those are in place when this returns; the others are unchanged. Raises what ``move`` raises, unless blocks came
         before that.
         """
 
     def drain(self, block_ids: Sequence[int], move: Move) -> int:
-        """Let ``move`` read the blocks, in order and perhaps some at a time; return the number of leading ones read.
+        """Let ``move`` read the blocks, in order and perhaps some at a time; return the number of leading ones done.
 
         Nothing reads them when this returns. Raises what ``move`` raises.
         """

@@ -21,8 +21,7 @@ _Bytes = npt.NDArray[np.uint8]
 
 
 def num_stored_bytes(ggml_type: int, shape: tuple[int, ...], name: str) -> int:
-    """Return the bytes of a tensor of ``shape`` in the file; raises ModelUnsupported if it cannot be stored that
-    way."""
+    """Return the bytes of a tensor of ``shape`` in the file; raises ModelUnsupported if it cannot be stored so."""
     try:
         block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(ggml_type)]
     except (ValueError, KeyError):

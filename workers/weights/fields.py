@@ -102,7 +102,7 @@ class Fields:
         return frozenset(found)
 
     def only(self, name: str, *computed: object) -> None:
-        """Raise ModelUnsupported unless the key is absent or one of the values that are ``computed``."""
+        """Raise ModelUnsupported unless the key is absent or has one of the values ``computed``."""
         value = self._get(name, _ABSENT)
         if value is not _ABSENT and not any(_same(value, each) for each in computed):
             raise self._not_computed(self._prefix + name, f"; computed: {', '.join(map(str, computed))}")

@@ -29,8 +29,7 @@ _GGUF_KEYS: Final = {
 
 
 def defaults_from_hf(generation: Mapping[str, Any]) -> SamplingDefaults:
-    """Return the defaults in a ``generation_config.json``. Raises ModelUnsupported for one that no request could
-    set."""
+    """Return the defaults in ``generation_config.json``. Raises ModelUnsupported for one that no request could set."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     return _checked({name: generation[name] for name in names if generation.get(name) is not None})
 

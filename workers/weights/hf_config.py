@@ -251,7 +251,7 @@ def _gemma(fields: Fields, family: _Family) -> dict[str, Any]:
 
 
 def _refuse_values(fields: Fields, family: _Family, is_gemma: bool) -> None:
-    """Raise ModelUnsupported for unsupported values of keys with several."""
+    """Raise ModelUnsupported for unsupported values of keys that also have supported ones."""
     if is_gemma:
         fields.only("hidden_activation", "gelu_pytorch_tanh")
         fields.only("hidden_act", None, "gelu_pytorch_tanh")

@@ -140,8 +140,7 @@ class Agent:
             self._agent.deregisterMem(described, [])
 
     def offer(self, address: int, num_bytes: int) -> bytes:
-        """Register the memory until the agent is closed; return data for a peer's ``connect``. Raises
-        TransferFailed."""
+        """Register the memory until the agent is closed; return data for peers' ``connect``. Raises TransferFailed."""
         self._offered = self.register(address, num_bytes)
         return bytes(self._agent.getLocalMD())
 
