@@ -119,7 +119,7 @@ class TransferHandle:
 
     @property
     def done_bytes(self) -> int:
-        """Return the bytes of slices that have arrived, including those of unfinished requests."""
+        """Bytes of slices that have arrived, including those of unfinished requests."""
         return self._batch.done_bytes
 
     def story(self, index: int) -> list[str]:

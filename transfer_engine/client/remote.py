@@ -64,7 +64,7 @@ class RemoteSegment:
         return shm.view if shm is not None else None
 
     def map_writable(self) -> memoryview | None:
-        """The segment's bytes, mapped a second time for writing; None where this process may only read them."""
+        """Return the segment's bytes, mapped a second time for writing; None where this process may only read."""
         shm = self.shm
         return shm.writable_view if shm is not None else None
 

@@ -292,7 +292,7 @@ class AccessTable:
 
     @property
     def num_leases(self) -> int:
-        """Return the number of leases not yet free."""
+        """Number of leases not yet free."""
         return len(self._leases)
 
     @property
@@ -452,7 +452,7 @@ def _is_active(lease: Lease, now_s: float) -> bool:
 
 
 def unguessable_numbers(random_bytes: Callable[[int], bytes] = secrets.token_bytes) -> Iterator[int]:
-    """Numbers of 63 random bits, none of them 0: some of them reveal nothing about the others."""
+    """Return numbers of 63 random bits, none of them 0: some of them reveal nothing about the others."""
     while True:
         for number in _DRAWN.unpack(random_bytes(_DRAWN.size)):
             if number >> 1:

@@ -36,7 +36,7 @@ class Connection(Protocol):
 
     @property
     def progress(self) -> tuple[int, int] | None:
-        """Return (slice id, bytes moved) of the slice in work, None when there is none."""
+        """(slice id, bytes moved) of the slice in work, None when there is none."""
         ...
 
     def cut(self) -> None:

@@ -91,5 +91,5 @@ class Lease:
         return following
 
     def freed(self) -> Freed:
-        """Build the report to its owner when it has ended."""
+        """Return the report to its owner when it has ended."""
         return Freed(self.lease_id, self.offset, self.length)

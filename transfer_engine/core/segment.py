@@ -145,7 +145,7 @@ class MemorySegment:
         self._toucher.touch(offset, length)
 
     def descriptors(self, *, writable: bool) -> list[int]:
-        """A peer's descriptors: the segment for reading, the published area, the segment for writing if allowed."""
+        """Return a peer's descriptors: the segment for reading, the published area, and, if allowed, for writing."""
         fds = [self._reading_fd]
         if self.published is not None:
             fds.append(self.published.fd)

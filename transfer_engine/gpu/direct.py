@@ -50,7 +50,7 @@ class GpuProbe:
 
     @property
     def note(self) -> str:
-        """Return a readable sentence: what works, or what is missing."""
+        """Readable sentence: what works, or what is missing."""
         return self.reason or "; ".join(f"{gpu.name}: {gpu.reason or 'registered by dmabuf'}" for gpu in self.gpus)
 
 

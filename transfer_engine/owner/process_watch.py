@@ -31,7 +31,7 @@ class ProcessWatch:
 
     @property
     def session_ids(self) -> list[int]:
-        """Return the watched sessions."""
+        """The watched sessions."""
         return list(self._pidfds)
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ class NetworkDevice:
 
     @property
     def host(self) -> str:
-        """Return the address without its prefix."""
+        """The address without its prefix."""
         return self.address.partition("/")[0]
 
     def reaches(self, host: str) -> bool:
@@ -71,7 +71,7 @@ class Topology:
 
     @property
     def usable(self) -> tuple[NetworkDevice, ...]:
-        """Return the devices to which tcp can be bound: up, with an address, not the loopback."""
+        """Devices to which tcp can be bound: up, with an address, not the loopback."""
         return tuple(each for each in self.devices if each.up and each.address and not each.loopback)
 
     def device(self, name: str) -> NetworkDevice | None:

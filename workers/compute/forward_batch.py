@@ -203,7 +203,7 @@ def _scored_rows(chunk: SequenceChunk, first_row: int) -> ScoredRows | None:
     return ScoredRows(first_row + first - 1 - chunk.start, part)
 
 
-#: Narrowest table: hiding columns down to this width is free, and every width is a graph of its own.
+#: Narrowest table: hiding a few unused columns costs nothing, while every width is a graph of its own.
 MIN_BLOCKS = 4
 _NUM_FIELDS = 2
 

@@ -34,7 +34,7 @@ class KvTensors(Protocol):
     rows: torch.Tensor
 
     def row_stride(self) -> int:
-        """Rows of ``rows`` from one block to the next."""
+        """Return the rows of ``rows`` from one block to the next."""
 
     def row_of(self, layer: int, kv: int) -> int:
         """Return the first row of K (``kv`` 0) or V (1) of ``layer`` inside a block."""

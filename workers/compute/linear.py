@@ -90,12 +90,12 @@ class Arithmetic:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Return the types that `of_rows` gives."""
+        """Types that `of_rows` gives."""
         return (self.many,) if self.few is self.many else (self.few, self.many)
 
     @property
     def item_bytes(self) -> int:
-        """Return the most bytes of an element of a weight, all its forms together: two forms are of two bytes each."""
+        """Most bytes of an element of a weight, all its forms together: two forms are of two bytes each."""
         return self.many.itemsize * len(self.dtypes)
 
 

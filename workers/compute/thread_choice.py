@@ -97,7 +97,7 @@ class ThreadChoice:
 
     @property
     def best(self) -> dict[int, int]:
-        """Return threads by the least number of tokens of each size seen."""
+        """Threads by the least number of tokens of each size seen."""
         return {1 << (bits - 1): size.best for bits, size in sorted(self._sizes.items())}
 
     def check(self) -> None:

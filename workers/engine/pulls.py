@@ -130,7 +130,7 @@ class Pulls:
 
     @property
     def num_blocks(self) -> int:
-        """Return the most blocks that would come back if all pulls gave way."""
+        """Most blocks that would come back if all pulls gave way."""
         return sum(len(pull.there) + len(pull.coming) for pull in self._pulls.values())
 
     @property

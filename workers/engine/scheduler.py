@@ -409,7 +409,7 @@ class Scheduler:
 
     @property
     def pending(self) -> tuple[int, int]:
-        """Return the queue as a load figure: tokens of all live requests still to be computed, and their pairs.
+        """The queue as a load figure: tokens of all live requests still to be computed, and their pairs.
 
         Twice the (query, key) pairs of these tokens: long prompts cost more than their tokens.
         """

@@ -12,7 +12,7 @@ from tanghulu.workers.engine.step_model import NO_WORK, StepModel, StepWork
 
 _FADE = 0.8  # of the past, at each new observation
 _PREFILL_TOKENS = 128  # steps of at least this many tokens count as prefill
-#: From other workers, until something was read: it matters that this worker can at all.
+#: Assumed speed of reads from other workers, until something was read: it matters that this worker can at all.
 ASSUMED_PEER_BYTES_PER_S = 1e9
 #: Peers whose reads are counted between two reports.
 MAX_READ_PEERS = 32
@@ -75,7 +75,7 @@ class SpeedMeter:
 
     @property
     def speeds(self) -> WorkerLoad:
-        """Return a load with the measured speeds alone; 0 while unknown, except for ``peer_bytes_per_s``."""
+        """A load with the measured speeds alone; 0 while unknown, except for ``peer_bytes_per_s``."""
         steps_per_s = self._decode.per_s
         return WorkerLoad(
             prefill_tokens_per_s=self._prefill.per_s,

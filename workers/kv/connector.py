@@ -195,7 +195,7 @@ class KvConnector:
 
     @property
     def _num_writable(self) -> int:
-        """Return the number of blocks that may still be sent."""
+        """Number of blocks that may still be sent."""
         return self._config.max_pending_bytes // self._layout.block_bytes - self._pending_blocks
 
     def _write(self, hashes: list[BlockHash], save: Callable[[StoreAdapter], int], held: list[int]) -> None:

@@ -23,7 +23,7 @@ from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.engine.kv_layout import KvLayout
 
 _BLOCK_TOKENS = 16
-#: The sequence ends after a span of keys, and the other sequences suffice for several lanes.
+#: The sequence ends after a span of keys, and the lengths of the other sequences suffice for several lanes.
 _NUM_TOKENS, _COMPANY = KEY_SPAN + 21, (1, 37)
 #: Ends of its chunks.
 _CHUNKS = ((_NUM_TOKENS,), (64, _NUM_TOKENS), (3, 40, *range(_NUM_TOKENS - 3, _NUM_TOKENS + 1)))

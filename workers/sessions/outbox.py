@@ -91,7 +91,7 @@ class SessionOutbox:
 
     @property
     def due_s(self) -> float:
-        """Return the time from which anything may be sent at once."""
+        """Time from which anything may be sent at once."""
         return self._next_s
 
     def take(self, sequence: int, now_s: float) -> StepOutput:

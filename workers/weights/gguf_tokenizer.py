@@ -64,7 +64,7 @@ _PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
 }
 #: Whole words of the vocabulary take precedence over merges (as in the tokenizer.json of Llama 3 and Mistral Nemo).
 _IGNORES_MERGES = frozenset({"llama-bpe", "tekken"})
-#: Defaults for missing keys, as in llama.cpp.
+#: Pre-tokenizers for which a missing flag adds BOS, as in llama.cpp.
 _ADDS_BOS = frozenset({"llama-bpe", "tekken"})
 #: Keys of ``tokenizer.ggml`` that do not affect how a text is cut.
 _HARMLESS = names_in(

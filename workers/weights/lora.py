@@ -70,7 +70,7 @@ class LoraAdapter:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Return the files that determine the merged weights, beside the base's."""
+        """Files that determine the merged weights, beside the base's."""
         return (self.folder / _CONFIG, self.folder / _WEIGHTS)
 
     def merged(self, base: WeightSource) -> WeightSource:

@@ -80,7 +80,7 @@ class Control:
 
     @property
     def interest(self) -> int:
-        """Return the epoll events of interest now."""
+        """Epoll events of interest now."""
         return select.EPOLLIN | (select.EPOLLOUT if self._out else 0)
 
     @property

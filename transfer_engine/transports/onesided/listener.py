@@ -52,7 +52,7 @@ class FarEnds(Protocol):
 
     @property
     def devices(self) -> Sequence[str]:
-        """Return the names of the serving devices, in the order of preference; one empty name if irrelevant."""
+        """Names of the serving devices, in the order of preference; one empty name if irrelevant."""
         ...
 
     async def start(self) -> None:
@@ -270,7 +270,7 @@ class OneSidedServerConnection(asyncio.Protocol):
 
     @property
     def progress(self) -> tuple[int, int] | None:
-        """Return None: nothing in work here could stall, except one of another version that does not disconnect."""
+        """None, unless a peer of another version does not disconnect: nothing else here could stall."""
         return (-1, 0) if self._stranger else None
 
     def cut(self) -> None:

@@ -36,7 +36,7 @@ class RdmaEnds:
 
     @property
     def devices(self) -> list[str]:
-        """Return the devices with which the segment is registered."""
+        """Devices with which the segment is registered."""
         return list(self._regions)
 
     async def start(self) -> None:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.transports.rdma import abi
 
-#: Works, and bytes, after which one signals its end, as the last of every chain does: fewer completions to poll, no
-#: waiting in vain, and progress visible at this interval at least (a path without any is presumed dead).
+#: Interval of signalled completions, in works and in bytes; the last work of every chain also signals. This gives fewer
+#: completions to poll, no waiting in vain, and visible progress (a path without any is presumed dead).
 SIGNAL_WORKS = 8
 SIGNAL_BYTES = 1 << 20
 _ACCESS_FAULTS = ("REM_ACCESS_ERR", "REM_INV_REQ_ERR", "LOC_PROT_ERR")

@@ -95,7 +95,7 @@ class MappedMemory:
 
     @property
     def writable_view(self) -> memoryview | None:
-        """Return the segment's bytes for writing; None if this process may not write."""
+        """The segment's bytes for writing; None if this process may not write."""
         try:
             return self._writable().view
         except NodeUnavailable:

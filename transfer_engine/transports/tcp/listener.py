@@ -219,7 +219,7 @@ class TcpConnection(asyncio.BufferedProtocol):
 
     @property
     def progress(self) -> tuple[int, int] | None:
-        """Return (slice id, bytes moved) of the slice in work, None if there is none; a stall shows the same twice.
+        """(slice id, bytes moved) of the slice in work, None if there is none; a stall shows the same twice.
 
         Anything else, such as an incomplete head, has a negative number.
         """

@@ -120,7 +120,7 @@ class TcpStream:
 
     @property
     def interest(self) -> int:
-        """Return the epoll events of interest now."""
+        """Epoll events of interest now."""
         return select.EPOLLIN | (select.EPOLLOUT if self.blocked else 0)
 
     @property

@@ -44,7 +44,7 @@ class Norm:
 
 
 def silu_in_pieces(states: torch.Tensor) -> torch.Tensor:
-    """SiLU of ``states`` [N, columns] in calls too small for torch to distribute to threads; rows are alike.
+    """Apply SiLU to ``states`` [N, columns] in calls too small for torch to distribute to threads; rows are alike.
 
     The exponential of a vector's lane and of a single number may differ in the last bit. The remainder at the end of a
     thread's share is computed number by number, and the ends of the shares depend on the number of rows.
@@ -53,7 +53,7 @@ def silu_in_pieces(states: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_tanh_in_pieces(states: torch.Tensor) -> torch.Tensor:
-    """GELU by its approximation with tanh, in pieces as `silu_in_pieces`."""
+    """Apply GELU by its approximation with tanh, in pieces as `silu_in_pieces`."""
 
     def compute(piece: torch.Tensor, *, out: torch.Tensor) -> None:
         torch.ops.aten.gelu.out(piece, approximate="tanh", out=out)
