@@ -52,7 +52,7 @@ class Control:
     """A connection on ``path``; it starts to connect at once, and the first request is ``connect``."""
 
     def __init__(self, path: Path, dialect: Dialect, context: ConnectContext) -> None:
-        """Raises NodeUnavailable if there is no address, ConfigError for bad files of TLS."""
+        """Start to connect; raises NodeUnavailable if there is no address, ConfigError for bad files of TLS."""
         self.token = secrets.randbits(63) | 1
         #: The owner's grant of the CONNECT, once it has answered.
         self.granted: bytes | None = None

@@ -78,7 +78,7 @@ class Device:
     """An open device with its protection domain; everything made from it is closed before it."""
 
     def __init__(self, info: DeviceInfo) -> None:
-        """Raises NodeUnavailable if the device cannot be opened."""
+        """Open the device; raises NodeUnavailable if it cannot be opened."""
         self.info = info
         self._verbs = abi.library()
         self._regions: dict[int, Any] = {}  # the pinned ones, by the address of the library's structure

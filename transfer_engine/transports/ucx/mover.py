@@ -28,7 +28,7 @@ class UcxMover:
     asked = b""
 
     def __init__(self, token: int) -> None:
-        """Raises NodeUnavailable if there is no NIXL, TransferFailed."""
+        """Make the agent; raises NodeUnavailable if there is no NIXL, TransferFailed."""
         self.ready = False
         self._token = token
         self._posted: list[_Posted] = []
